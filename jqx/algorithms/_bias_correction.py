@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._calls import called
 from .._checks import require_that
 from .._compat import Eqn
 from .._table import Printed
@@ -36,6 +35,7 @@ from ..transforms._shared import (
 )
 from ._biases import into_biases
 from ._decisions import body_of
+from ._options import algorithm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BiasReport(Printed, tuple[SiteShift, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.bias_correction", "pass options by name: bias_correction(weight=is_token).")
+@algorithm("bias_correction", "pass options by name: bias_correction(weight=is_token).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BiasCorrection:
     """Shifts the result of each quantized contraction so that its channels have the means that they

@@ -274,6 +274,7 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
         as_real("dot_general", name, operand)
         return
     if not can_leave_sum(operand.groups, contracting):
+        kept = [str(axis) for axis in range(operand.ndim) if axis not in contracting]
         text = message(
             "dot_general",
             f"the scale of `{name}` varies along a contracted axis, so it cannot leave the sum.",
@@ -281,6 +282,8 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
             f"contracted axes {contracting}",
             expected=f"a scale of size 1, or of blocks, along axes {contracting}",
             mend="contract it with an array by jqx.einsum, which multiplies such a scale into the "
-            "array; or quantize with jqx.per_axis of axes that the contraction keeps.",
+            f"array; or quantize with jqx.per_axis({', '.join(kept)})."
+            if kept
+            else "quantize with jqx.per_tensor().",
         )
         raise ValueError(text)

@@ -131,12 +131,12 @@ def sensitivity(
       >>> [row.path for row in jqx.diagnostics.sensitivity(f, policy)(p, w).ranked]
       ['b', 'a']
     """
-    check_function("sensitivity", f)
-    params_of("sensitivity", plan)
+    check_function("diagnostics.sensitivity", f)
+    params_of("diagnostics.sensitivity", plan)
     require_that(
         estimate in ESTIMATES,
         error=ValueError,
-        function="sensitivity",
+        function="diagnostics.sensitivity",
         problem="`estimate` is unknown.",
         given=f"estimate == {estimate!r}",
         expected=f"one of {', '.join(map(repr, ESTIMATES))}",
@@ -145,7 +145,7 @@ def sensitivity(
 
     def ranked(params: Any, *batches: Any) -> Sensitivities:
         known = plan if isinstance(plan, Plan) else plan_of_batches(f, plan, params, batches)
-        sweep = Sweep("sensitivity", f, [known], metric, params, batches, progress)
+        sweep = Sweep("diagnostics.sensitivity", f, [known], metric, params, batches, progress)
         everything = None
         measured = estimate in ("one_at_a_time", "all_but_one")
         count = len(sweep.units) + 1 if measured else _steps(estimate, samples, batches)
@@ -201,7 +201,7 @@ def _of_weights(
             require_that(
                 any(bool((g != 0).any()) for g in own.values()),
                 error=ValueError,
-                function="sensitivity",
+                function="diagnostics.sensitivity",
                 problem="the metric has no gradient at the float weights.",
                 given="a gradient of 0, such as that of a distance from the float result itself",
                 expected="a loss, such as one with labels",

@@ -28,6 +28,7 @@ from ..transforms._shared import (
     Weights,
     arguments_of,
     as_plan,
+    check_concrete,
     inputs_of,
     interpret,
     is_array,
@@ -134,6 +135,7 @@ class Sweep:
         progress: bool,
     ):
         _check(caller, params, batches)
+        check_concrete(caller, params, batches)
         self.advance: Callable[[], Any] = lambda: None
         self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
         self._arrays = [x for x in jax.tree.leaves(params) if is_array(x)]
@@ -264,7 +266,7 @@ def _check(caller: str, params: Any, batches: Sequence[Any]) -> None:
         problem="there is no batch.",
         given="only parameters",
         expected="one batch or more: a tuple of the other arguments, or a single one",
-        mend=f"call it as jqx.diagnostics.{caller}(...)(params, batch, ...).",
+        mend=f"call it as jqx.{caller}(...)(params, batch, ...).",
     )
     quantized = [x for x in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(x)]
     require_that(

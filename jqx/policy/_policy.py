@@ -73,7 +73,11 @@ class Policy:
             "rules",
             rules,
             Iterable,
-            mend="pass a list, jqx.Policy([rule]), or a dict; join policies with +.",
+            mend=_mend(rules)
+            if isinstance(rules, (Rule, QSpec)) or preset_of(rules)
+            else "it is a policy already; join policies with +: jqx.Policy([rule]) + policy."
+            if isinstance(rules, Policy)
+            else "pass a list, jqx.Policy([rule]), or a dict; join policies with +.",
         )
         rules = tuple(rules)
         for rule in rules:
@@ -175,6 +179,16 @@ def _under(path: Any, value: Any) -> tuple[Rule, ...]:
             given=f"jqx.presets.{name}",
             expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
             mend=f"call it: {{{path!r}: jqx.presets.{name}()}}.",
+        )
+        raise TypeError(text)
+    if isinstance(value, (Mapping, tuple, list)):
+        fields = ", ".join(f"{name}=..." for name in value) if isinstance(value, Mapping) else ""
+        text = message(
+            "Policy",
+            f"the value at {path!r} is a {type(value).__name__}.",
+            given=f"{len(value)} entries",
+            expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
+            mend=f"write {{{path!r}: jqx.Rule({fields or 'weight=..., activation=...'})}}.",
         )
         raise TypeError(text)
     return (Rule(path, weight=as_spec("Policy", f"rules[{path!r}]", value)),)

@@ -36,6 +36,7 @@ from ..transforms._shared import (
     check_algorithm,
     check_arguments,
     check_batches,
+    check_concrete,
     check_no_learned_scales,
     has,
     inputs_of,
@@ -162,6 +163,7 @@ def ptq(
     def quantize(params: Any, batches: Iterable[Any]) -> Quantized:
         check_batches("ptq", batches)
         first, every = _first(batches)
+        check_concrete("ptq", params, first)
         inputs = inputs_of(first)
         planned = make_plan(f, policy, params=places, names=names)
         check_arguments("ptq", places, params)
@@ -305,6 +307,10 @@ def quantized_of(
     return Quantized(function, laid_out, plan, scales, found, inputs, maps=mapped.maps)
 
 
+_CALLED = dict.fromkeys(("cuda", "rocm", "nvidia", "amd"), "pass 'gpu'")
+"""What to write for other names of targets."""
+
+
 def target_of(function: str, target: Target) -> str | Literal[False]:
     """Returns the target, with `None` resolved, after checking that it has layouts."""
     meant = jax.default_backend() if target is None else target
@@ -319,7 +325,8 @@ def target_of(function: str, target: Target) -> str | Literal[False]:
             "`target` is unknown.",
             given=given,
             expected=f"one of {', '.join(map(repr, TARGETS))}, or False",
-            mend="pass one of these; target=False keeps the layout that files use.",
+            mend=f"{_CALLED.get(str(target).lower(), 'pass one of these')}; target=False keeps the "
+            "layout that files use.",
         )
     )
 

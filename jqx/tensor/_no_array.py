@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
+from .._checks import check_instance
 from .._errors import message
 from ._fields import refuse_as_array
 
@@ -29,6 +30,14 @@ _INSTEAD = {
 }
 """What to write in place of attributes of arrays in JAX, PyTorch and other libraries."""
 
+_AFFINE = "write affine=jqx.calibrators.Affine(scale, zero_point)."
+_SPEC = 'write jqx.QTensor.quantize(x, "int8"), or jqx.QSpec("int8", jqx.per_axis(0)).'
+QUANTIZE_INSTEAD = {
+    **dict.fromkeys(("scale", "scales", "zero_point", "zero_points"), _AFFINE),
+    **dict.fromkeys(("bits", "num_bits", "qtype", "dtype", "axis", "axes", "channel_axis"), _SPEC),
+}
+"""What to write in place of arguments that `QTensor.quantize` does not have."""
+
 _SCALE = "write q.scaled(factor) to change the scale, or calculate with q.dequantize()."
 _FLOAT = "calculate with q.dequantize(), or write q @ x for a product."
 _OPERATORS = {
@@ -41,6 +50,12 @@ _OPERATORS = {
 }
 _ALONE = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
 """Operators without a reflected form."""
+
+
+def check_affine(affine: Any) -> None:
+    """Checks the argument `affine` of `QTensor.quantize`."""
+    if affine is not None:
+        check_instance("QTensor.quantize", "affine", affine, tuple, mend=_AFFINE)
 
 
 class Named(type):

@@ -19,7 +19,7 @@ from ..numerics._shared import E8M0, as_qtype
 from . import _layout
 from ._fields import check_blocks, check_dtypes, check_layout, check_leaves, check_shapes
 from ._layout import Layout, packed_axis, real_shape, shape_of_values
-from ._no_array import NoArray
+from ._no_array import QUANTIZE_INSTEAD, NoArray, check_affine
 from ._pytree import register
 from ._round_trip import dequantized, quantized
 from ._scheme import needed_spec
@@ -109,7 +109,11 @@ class QTensor(NoArray):
         check_shapes(self)
 
     @classmethod
-    @called("QTensor.quantize", 'pass for example jqx.QTensor.quantize(x, jqx.QSpec("int8")).')
+    @called(
+        "QTensor.quantize",
+        'pass for example jqx.QTensor.quantize(x, jqx.QSpec("int8")).',
+        QUANTIZE_INSTEAD.get,
+    )
     def quantize(
         cls,
         x: ArrayLike,
@@ -125,21 +129,21 @@ class QTensor(NoArray):
           spec: a `QSpec` with an absolute granularity, or a scheme. An array has no channels, so
             `"int8"` is one scale for all of it (in a policy, one for each channel of a weight).
           affine: scale and zero point; `None` lets the calibrator of `spec` find them from `x`.
-          pack: the axis along which codes of less than 8 bits are packed into bytes; `None` stores
-            one code per element.
+          pack: the axis along which codes of less than 8 bits are packed; `None` packs none.
 
         Returns:
-          A `QTensor` of the shape and dtype of `x`. A scale that the calibrator finds is float32
-          (in a block format, it has the scale format).
+          A `QTensor` of the shape and dtype of `x`. A scale that is found is float32 (of a block
+          format: in its scale format).
 
         Raises:
-          TypeError: `x` is not floating point, or `spec` is not a `QSpec`.
+          TypeError: `x` is not floating point, `spec` no `QSpec`, or `affine` no `Affine`.
           ValueError: the granularity is relative, names an axis that `x` lacks or blocks that do
             not divide; `affine` does not broadcast to `x`, axis by axis; `pack` is not an axis of
             `x`, or the format has 8 bits or more.
         """
         x = as_real("QTensor.quantize", "x", x)
         spec = needed_spec("QTensor.quantize", "spec", spec, "array")
+        check_affine(affine)
         form = format_of(spec.qtype)
         axis = None if pack is None else packed_axis("QTensor.quantize", form, pack, x.ndim)
         return quantized(x, affine, cls=cls, spec=spec, axis=axis)

@@ -120,7 +120,7 @@ def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> 
                 if isinstance(value, (bool, int, float, Mapping))
                 else f"an object of type {type(value).__name__}",
                 expected='a jqx.QSpec, a scheme such as "int4:group=32", or None for float',
-                mend=_mend(value),
+                mend=_mend(value, role),
             )
         )
     spec, contract = parse_scheme(value, role, function)
@@ -147,17 +147,29 @@ def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
     )
 
 
-def _mend(value: Any) -> str:
+_ONE_FOR: dict[Role, str] = {
+    "weight": "per channel",
+    "activation": "for all values",
+    "state": "per token",
+    "array": "for all values",
+}
+"""What shares a scale if a scheme has no granularity, by what it is for."""
+
+
+def _mend(value: Any, role: Role) -> str:
     """Returns how to pass a value that is almost a spec."""
     if isinstance(value, Mapping):
         return 'make a spec of the fields: jqx.QSpec("int8", symmetric=True).'
     if isinstance(value, type) and issubclass(value, QSpec):
         return 'make a spec: jqx.QSpec("int8").'
+    if type(value) is int and f"int{value}" in formats_by_name():
+        return f'pass the scheme "int{value}", with one scale {_ONE_FOR[role]}.'
     try:
         name = format_of(value).name
     except (TypeError, ValueError):
         return 'pass for example "int8", or jqx.QSpec("int8", jqx.per_channel()).'
-    return f'pass the scheme "{name}", with one scale per channel, or jqx.QSpec("{name}", ...).'
+    own = f'pass the scheme "{name}", with one scale {_ONE_FOR[role]}'
+    return f'{own}, or jqx.QSpec("{name}", ...).'
 
 
 def _given(function: str, text: str, options: list[str]) -> dict[str, str]:

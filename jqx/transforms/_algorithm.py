@@ -89,9 +89,54 @@ def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False
         problem="`algorithm` is not an algorithm.",
         given=f"the class {algorithm.__name__}" if is_class else lambda: shown(algorithm),
         expected="a function (plan, params, stats) that returns the parameters, or None",
-        mend=f"call the class: {algorithm.__name__}()."
-        if is_class
-        else "leave it out to round to nearest; pass other options by name, such as params=1.",
+        mend=lambda: _instead(algorithm),
+    )
+
+
+NAMES = (
+    "adaround",
+    "auto_round",
+    "awq",
+    "bias_correction",
+    "eora",
+    "equalize",
+    "gptq",
+    "loftq",
+    "nearest",
+    "rotate",
+    "smooth_quant",
+)
+"""The algorithms of `jqx.algorithms`."""
+
+_OTHERS = {
+    "rtn": "nearest",
+    "round": "nearest",
+    "roundtonearest": "nearest",
+    "minmax": "nearest",
+    "quarot": "rotate",
+    "spinquant": "rotate",
+    "hadamard": "rotate",
+    "cle": "equalize",
+    "optq": "gptq",
+}
+"""Algorithms by the names that others give them."""
+
+
+def _instead(value: Any) -> str:
+    """Returns what to write in place of a value that is no algorithm."""
+    name = getattr(value, "__name__", value)
+    if isinstance(value, type) and not value.__module__.startswith("jqx."):
+        return f"call the class: {name}()."
+    if isinstance(name, str):
+        plain = name.lower().replace("_", "").replace("-", "").replace(" ", "")
+        own = {known.replace("_", ""): known for known in NAMES} | _OTHERS
+        if plain in own:
+            return f"call it: jqx.algorithms.{own[plain]}()."
+    if isinstance(value, (list, tuple)):
+        return "join them: jqx.algorithms.chain(first, second)."
+    return (
+        "leave it out for what measured best, pass jqx.algorithms.nearest() to round to nearest, "
+        "or another algorithm; other options have names, such as params=1."
     )
 
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_instance
+from .._checks import check_instance, require_that
+from .._compat import is_concrete
 from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
@@ -65,6 +66,9 @@ def check_plan(function: str, plan: Any, *others: Any, order: str, policies: boo
         mend = f"a policy is not a plan: make the plan first, {_MAKE}."
     elif name is not None:
         mend = f"call the preset, jqx.presets.{name}(), and plan with it: {_MAKE}."
+    elif hasattr(plan, "shape") and hasattr(plan, "dtype"):
+        mend = f"call it in two steps, jqx.{function}(f, plan)(params, x); for models of Flax use "
+        mend += "jqx.linen or jqx.nnx."
     elif callable(plan):
         mend = f"call the function that jqx.make_plan returns: {_MAKE}."
     else:
@@ -157,6 +161,21 @@ def _is_unbound(f: Any) -> bool:
     """Whether `f` is a linen module without variables: calling it is an error in Flax."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(f, linen.Module) and f.scope is None
+
+
+def check_concrete(function: str, *trees: Any) -> None:
+    """Checks that arrays have values: the function runs on the host, outside of `jit`."""
+    leaves = jax.tree.leaves(trees)
+    require_that(
+        not any(isinstance(x, jax.core.Tracer) and not is_concrete(x) for x in leaves),
+        error=TypeError,
+        function=function,
+        problem="it runs on the host, and cannot be traced.",
+        given="arrays without values, inside jax.jit, jax.vmap or jax.grad",
+        expected="arrays with values",
+        mend=f"call jqx.{function} outside, and jit what it returns, as in "
+        "jax.jit(quantized.function)(quantized.params, x).",
+    )
 
 
 def number_of(function: str, argument: str, f: Callable[..., Any], *values: Any) -> jax.Array:

@@ -12,6 +12,7 @@ from ._algorithm import observers_of as observers_of
 from ._algorithm import parts_of as parts_of
 from ._algorithm import picked as picked
 from ._arguments import check_batches as check_batches
+from ._arguments import check_concrete as check_concrete
 from ._arguments import check_function as check_function
 from ._arguments import check_plan as check_plan
 from ._arguments import number_of as number_of

@@ -49,6 +49,7 @@ def assert_near(y, real):
     assert float(jnp.linalg.norm(y - real) / jnp.linalg.norm(real)) < 0.05
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", HELD)
 def test_ptq_and_files_take_a_model_with(name, tmp_path):
     make, read = HELD[name]
@@ -62,6 +63,7 @@ def test_ptq_and_files_take_a_model_with(name, tmp_path):
     np.testing.assert_array_equal(jax.jit(bound.function)(bound.params, X), y)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", ["an array", "nnx.List", "variables beside arrays", "a key"])
 def test_quantize_and_what_follows_take_a_model_with(name):
     make, read = HELD[name]
