@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, as_real, check_real, require_that
+from .._checks import as_dtype, as_real, check_real, is_at_least, require_that
 from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
@@ -21,6 +21,7 @@ from ..tensor._shared import refine
 from ._bare import check_bare
 from ._dot_general import Operand, as_operand, dot_general
 from ._how._blocks import can_leave_sum
+from ._how._slices import item_along
 from ._what._subscripts import Labels, labels_of, read, sizes_of
 
 
@@ -39,9 +40,10 @@ def einsum(
     contracted. A diagonal is taken of codes and scales. A label that only one QTensor has is summed
     by a contraction with ones. A QTensor may have a scale for each index of a summed label, such as
     values that are cached per token in attention. Then the other operand, an array, is multiplied
-    by the scale first: `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. It is copied for each
-    block of another label along which the scale varies. If all operands are arrays, they are
-    passed to `jax.numpy.einsum`.
+    by the scale first: `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. With blocks of
+    another label it is copied for each block, or contracted with one block after another if the
+    copies were larger than the QTensor. If all operands are arrays, they are passed to
+    `jax.numpy.einsum`.
 
     Args:
       subscripts: such as `"bik,kj->bij"`, with `...` for axes without a name. Or the first operand:
@@ -299,6 +301,9 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
     shape = [(x if label in x.labels else q).size(label) for label in labels]
     q, split = _in_blocks(x, q)
     labels = tuple(part for label in labels for part in split.get(label, (label,)))
+    copies = math.prod(q.size(block) for block, _ in split.values())
+    if split and is_at_least(copies * x.x.size, q.x.size + 1):
+        return _block_by_block(x, q, labels, next(iter(split.values()))[0], how).reshape(shape)
     scale, zero_point = q.x.real_scale(), q.x.zero_point
     wide = common_dtype(x.x.dtype, scale.dtype)
     exact = how._replace(dtype=common_dtype(wide, how.dtype))
@@ -314,6 +319,18 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
         x = _sum_of_own(x, (*labels, *zero.labels), exact)
         y = y - _align(_contract(x, zero, labels, exact), labels)
     return y.reshape(shape).astype(how.dtype)
+
+
+def _block_by_block(x: _Term, q: _Term, labels: Labels, block: Any, how: _How) -> jax.Array:
+    """Contracts one block of a QTensor after another, without copies of the array in memory."""
+    (axis,) = q.axes([block])
+    own, rest = (tuple(label for label in of if label != block) for of in (q.labels, labels))
+
+    def one(i: jax.Array) -> jax.Array:
+        return _contract_folded(x, _Term(item_along(q.x, axis, i), own), rest, how)
+
+    y = lax.map(one, jnp.arange(q.size(block), dtype=jnp.int32))
+    return jnp.moveaxis(y, 0, labels.index(block))
 
 
 def _in_blocks(x: _Term, q: _Term) -> tuple[_Term, dict[Any, Labels]]:

@@ -121,7 +121,7 @@ def near_path(pattern: str, known: Sequence[str]) -> str | None:
         return f"it is a regular expression, in which any text is '.*': write {text!r}."
     plain = "/".join(re.findall(r"[^\[\]'\"./]+", pattern))  # PyTorch's dots, JAX's brackets
     for text in (plain, plain.partition("/")[2], plain.rpartition("/")[0]):
-        if text in known:
+        if text and text in known:
             return f"did you mean {text!r}?"
     close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.75)
     return f"did you mean {close[0]!r}?" if close else None

@@ -281,6 +281,8 @@ def test_an_array_takes_scales_in_blocks_of_other_labels():
         ("bhd,bthd->bht", (2, 3, 4), (2, 6, 3, 4), {1: 3, 2: 1, 3: 1}),
         ("bt,btd->bd", (4, 5), (4, 5, 6), {0: 2, 1: 1, 2: 3}),
         ("t,tde->ed", (5,), (5, 4, 6), {0: 1, 1: 2, 2: 3}),
+        ("rt,td->rd", (9, 5), (5, 6), {0: 1, 1: 2}),  # one block after another
+        ("rt,tde->erd", (40, 5), (5, 4, 6), {0: 1, 1: 2, 2: 3}),
         ("td->d", None, (5, 4), {0: 1, 1: 2}),
     ]:
         scale = [-(-n // sizes.get(axis, n)) for axis, n in enumerate(of_q)]
