@@ -188,7 +188,7 @@ def as_integers(function: str, argument: str, x: Any) -> jax.Array:
     return as_array(function, argument, x)
 
 
-def as_signed(indices: jax.Array, n: int) -> jax.Array:
+def as_signed(indices: jax.Array, n: Any) -> jax.Array:
     """Returns indices as int32 (or int64 if they have 64 bits). Indices that may overflow the
     signed dtype are clamped to `n`.
     """
@@ -198,7 +198,7 @@ def as_signed(indices: jax.Array, n: int) -> jax.Array:
     return indices.astype(signed)
 
 
-def as_count(integers: jax.Array, most: int) -> jax.Array:
+def as_count(integers: jax.Array, most: Any) -> jax.Array:
     """Returns integers of any dtype in `[0, most]`, int32."""
     return jnp.clip(as_signed(integers, most), 0, most).astype(jnp.int32)
 

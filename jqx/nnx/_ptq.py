@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from .._calls import called
 from .._checks import check_instance, require_that
+from .._compat import is_concrete
 from .._errors import some
 from ..policy import Policy
 from ..policy._shared import check_policy
@@ -136,7 +138,7 @@ def bind(
 def _is_random(path: Any, variable: Any) -> bool:
     """Whether a variable belongs to a stream, or an array is a key, which files do not store."""
     dtype = getattr(variable, "dtype", None)
-    is_key = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return isinstance(variable, nnx.RngState) or is_key
 
 
@@ -151,7 +153,7 @@ def _check_abstract(model: nnx.Module) -> None:
         if isinstance(node, nnx.Pytree)
         for name, value in vars(node).items()
         for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_node)
-        if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer))
+        if _has_no_values(leaf)
         and (where := (*map(str, path), name, *map(_key, keys))) not in known
     ]
     require_that(
@@ -163,6 +165,11 @@ def _check_abstract(model: nnx.Module) -> None:
         expected="a model with values, or one whose arrays are all variables",
         mend="pass the model itself, of any values; or make the attribute an nnx.Variable.",
     )
+
+
+def _has_no_values(x: Any) -> bool:
+    is_traced = isinstance(x, jax.Array) and not is_concrete(x)
+    return is_traced or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _is_node(x: Any) -> bool:

@@ -307,7 +307,7 @@ def quantized_of(
     return Quantized(function, laid_out, plan, scales, found, inputs, maps=mapped.maps)
 
 
-_CALLED = dict.fromkeys(("cuda", "rocm", "nvidia", "amd"), "pass 'gpu'")
+_CALLED: dict[str, str] = dict.fromkeys(("cuda", "rocm", "nvidia", "amd"), "pass 'gpu'")
 """What to write for other names of targets."""
 
 

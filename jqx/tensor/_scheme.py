@@ -165,7 +165,8 @@ def _mend(value: Any, role: Role) -> str:
     if type(value) is int and f"int{value}" in formats_by_name():
         return f'pass the scheme "int{value}", with one scale {_ONE_FOR[role]}.'
     try:
-        name = format_of(value).name
+        given: Any = value
+        name = format_of(given).name
     except (TypeError, ValueError):
         return 'pass for example "int8", or jqx.QSpec("int8", jqx.per_channel()).'
     own = f'pass the scheme "{name}", with one scale {_ONE_FOR[role]}'

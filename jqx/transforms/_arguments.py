@@ -167,7 +167,7 @@ def check_concrete(function: str, *trees: Any) -> None:
     """Checks that arrays have values: the function runs on the host, outside of `jit`."""
     leaves = jax.tree.leaves(trees)
     require_that(
-        not any(isinstance(x, jax.core.Tracer) and not is_concrete(x) for x in leaves),
+        not any(isinstance(x, jax.Array) and not is_concrete(x) for x in leaves),
         error=TypeError,
         function=function,
         problem="it runs on the host, and cannot be traced.",
