@@ -2,9 +2,10 @@
 exist, with our message.
 """
 
+import contextlib
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,13 +40,22 @@ def require(
 
 
 def require_that(
-    condition: object, *, error: type[Exception], function: str, problem: str, **parts: str
+    condition: object,
+    *,
+    error: type[Exception],
+    function: str,
+    problem: str,
+    **parts: str | Callable[[], str],
 ) -> None:
     """Does the same for a condition that no chex assertion states. A check that runs at every site
     should call it only if the condition fails, since otherwise it formats its message each time.
+
+    A part that formats objects of users, or whole arrays, is a function without arguments, which is
+    called only if the condition fails: their text may be slow, or raise.
     """
     if not condition:
-        raise error(message(function, problem, **parts))
+        texts = {name: text() if callable(text) else text for name, text in parts.items()}
+        raise error(message(function, problem, **texts))
 
 
 def check_instance(
@@ -90,7 +100,7 @@ def shown(value: Any, limit: int = 200) -> str:
         return f"an object of type {type(value).__name__}"
     try:
         text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
+    except Exception:  # an integer with more digits than Python prints; an object of a user
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}..."
 
@@ -153,7 +163,7 @@ def as_array(function: str, argument: str, x: Any) -> jax.Array:
     """Returns `x` as an array, or raises a TypeError that names the argument."""
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         text = message(
             function,
             f"`{argument}` is not an array.",
@@ -162,6 +172,35 @@ def as_array(function: str, argument: str, x: Any) -> jax.Array:
             mend=f"pass {argument} as a jax.Array.",
         )
         raise TypeError(text) from None
+
+
+def as_integers(function: str, argument: str, x: Any) -> jax.Array:
+    """Returns integers as an array. Where JAX would wrap 64-bit integers of NumPy to 32 bits, those
+    that do not fit become the nearest number that does.
+    """
+    if not isinstance(x, jax.Array):
+        with contextlib.suppress(Exception):  # objects that NumPy cannot read are refused below
+            host = np.asarray(x)
+            kind = jax.dtypes.canonicalize_dtype(host.dtype)
+            if jnp.issubdtype(kind, jnp.integer) and kind != host.dtype:
+                own, other = np.iinfo(kind), np.iinfo(host.dtype)
+                x = np.clip(host, max(own.min, other.min), own.max).astype(kind)
+    return as_array(function, argument, x)
+
+
+def as_signed(indices: jax.Array, n: Any) -> jax.Array:
+    """Returns indices as int32 (or int64 if they have 64 bits). Indices that may overflow the
+    signed dtype are clamped to `n`.
+    """
+    signed = jnp.dtype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)
+    if jnp.iinfo(indices.dtype).max > jnp.iinfo(signed).max:
+        indices = jnp.minimum(indices, n)
+    return indices.astype(signed)
+
+
+def as_count(integers: jax.Array, most: Any) -> jax.Array:
+    """Returns integers of any dtype in `[0, most]`, int32."""
+    return jnp.clip(as_signed(integers, most), 0, most).astype(jnp.int32)
 
 
 def as_like(function: str, argument: str, x: Any, dtype: DTypeLike) -> jax.Array:

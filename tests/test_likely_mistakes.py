@@ -4,6 +4,7 @@ Nothing is compiled.
 """
 
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,15 @@ def g(x, params):
     return f(params, x)
 
 
+def h(params, x):
+    return f(params["a"], x)
+
+
+class Pair(typing.NamedTuple):
+    x: np.ndarray
+    mask: np.ndarray
+
+
 P = {"w": np.ones((64, 128), np.float32), "v": np.ones((10, 128), np.float32)}
 X = np.ones((4, 64), np.float32)
 RULES = [jqx.Rule("a")]
@@ -36,6 +46,8 @@ STATS = {key: jqx.calibrators.absmax.empty((1, 1)) for key in PLAN.static_specs(
 SCALE = jqx.calibrators.Affine(np.ones((1, 1), np.float32), None)
 AFFINES = dict.fromkeys(PLAN.static_specs(), SCALE)
 CLOSED = jnp.ones((64, 10))
+QUANTIZED = jqx.QTensor.quantize(CLOSED, "int8")
+CONVERTED = jqx.convert(f, jqx.make_plan(f, W8A16)(P, X))
 
 
 def traced(function, *args):
@@ -121,6 +133,151 @@ MISTAKES = {
     "no group": (lambda: jqx.per_group(), "jqx.per_group(32)"),
     "no axes": (lambda: jqx.per_axis(), "jqx.per_tensor()"),
     "a block of no axis": (lambda: jqx.per_block(32), "{0: 32}"),
+    # habits from PyTorch, Qwix, AQT and others
+    "an algorithm by name": (
+        lambda: jqx.ptq(f, W8A16, "gptq"),
+        "call it: jqx.algorithms.gptq()",
+    ),
+    "SmoothQuant by name": (
+        lambda: jqx.ptq(f, W8A8, "SmoothQuant"),
+        "call it: jqx.algorithms.smooth_quant()",
+    ),
+    "rounding by name": (lambda: jqx.ptq(f, W8A8, "rtn"), "jqx.algorithms.nearest()"),
+    "an algorithm that is not called": (
+        lambda: jqx.ptq(f, W8A8, jqx.algorithms.awq),
+        "call it: jqx.algorithms.awq()",
+    ),
+    "several algorithms": (
+        lambda: jqx.ptq(f, W8A8, [jqx.algorithms.awq(), jqx.algorithms.gptq()]),
+        "jqx.algorithms.chain(first, second)",
+    ),
+    "bits for an algorithm": (
+        lambda: jqx.ptq(f, W8A8, 4),
+        "pass jqx.algorithms.nearest() to round to nearest",
+    ),
+    "a group of gptq": (lambda: jqx.algorithms.gptq(group_size=32), "'int4:group=32'"),
+    "groups of gptq": (lambda: jqx.algorithms.gptq(groups=32), "'int4:group=32'"),
+    "a group of awq": (lambda: jqx.algorithms.awq(group_size=128), "jqx.presets.w4a16(block=32)"),
+    "bits of gptq": (lambda: jqx.algorithms.gptq(bits=4), "the policy sets the format"),
+    "damping of gptq": (lambda: jqx.algorithms.gptq(percdamp=0.01), "write damping="),
+    "order of gptq": (lambda: jqx.algorithms.gptq(desc_act=True), "write order='activation'"),
+    "data of gptq": (lambda: jqx.algorithms.gptq(dataset=[X]), "(params, batches)"),
+    "alpha": (lambda: jqx.algorithms.smooth_quant(alpha=0.5), "write strength="),
+    "iterations": (lambda: jqx.algorithms.adaround(iters=10), "write steps="),
+    "a rate": (lambda: jqx.algorithms.auto_round(lr=0.1), "write learning_rate="),
+    "a rank": (lambda: jqx.algorithms.loftq(r=8), "write rank="),
+    "a scheme for an op": (lambda: jqx.Rule("up", "int8"), "write jqx.Rule('up', weight='int8')"),
+    "a group for an op": (lambda: jqx.Rule("up", "int4:group=32"), "weight='int4:group=32'"),
+    "a preset for an op": (lambda: jqx.Rule("up", "w8a8"), "jqx.presets.w8a8()"),
+    "matmul": (
+        lambda: jqx.make_plan(f, jqx.Policy([jqx.Rule("w", "matmul", weight="int8")]))(P, X),
+        "write op='dot_general'",
+    ),
+    "a glob": (lambda: jqx.Policy({"*": "int8"}), "write '.*'"),
+    "a glob of a suffix": (lambda: jqx.Policy({"*.up": "int8"}), "write '.*.up'"),
+    "a glob that is a regex": (
+        lambda: jqx.make_plan(dense, jqx.Policy({"e*": "int8"}), names={"": "exp"})(P["w"], X),
+        "write 'e.*'",
+    ),
+    "all": (lambda: jqx.make_plan(f, jqx.Policy({"all": "int8"}))(P, X), "write '.*'"),
+    "a path of PyTorch": (
+        lambda: jqx.make_plan(h, jqx.Policy({"a.w.weight": "int8"}))({"a": P}, X),
+        "did you mean 'a/w'",
+    ),
+    "a path of JAX": (
+        lambda: jqx.make_plan(h, jqx.Policy({"['a']['w']": "int8"}))({"a": P}, X),
+        "did you mean 'a/w'",
+    ),
+    "a path with params": (
+        lambda: jqx.make_plan(f, jqx.Policy({"params/w": "int8"}))(P, X),
+        "did you mean 'w'",
+    ),
+    "bits in a dict": (lambda: jqx.Policy({".*": 8}), 'pass the scheme "int8"'),
+    "fields in a dict": (
+        lambda: jqx.Policy({".*": {"weight": "int8"}}),
+        "write {'.*': jqx.Rule(weight=...)}",
+    ),
+    "a pair in a dict": (lambda: jqx.Policy({".*": ("int8", "int8")}), "weight=..., activation="),
+    "a policy twice": (lambda: jqx.Policy(W8A8), "it is a policy already"),
+    "a preset in a policy": (lambda: jqx.Policy(jqx.presets.w8a8), "jqx.presets.w8a8()"),
+    "a preset that does not exist": (
+        lambda: jqx.Policy("w3a7"),
+        "jqx.Policy([jqx.Rule(\".*\", weight='int3', activation='int7')])",
+    ),
+    "bits that do not exist": (lambda: jqx.Policy("w9a99"), "there are fp8, mxfp8, nf4, w4a16"),
+    "an algorithm for a policy": (lambda: jqx.make_plan(f, "gptq"), "jqx.presets.w8a8()"),
+    "axis=": (lambda: jqx.per_axis(axis=0), "jqx.per_axis(0)"),
+    "the axis of a spec": (lambda: jqx.QSpec("int8", axis=0), "jqx.per_axis(0)"),
+    "the group of a spec": (lambda: jqx.QSpec("int4", group_size=32), "jqx.per_group(32)"),
+    "a wrong axis of a weight": (
+        lambda: jqx.make_plan(f, jqx.Policy({".*": jqx.QSpec("int8", jqx.per_axis(0))}))(P, X),
+        "jqx.per_axis(1)",
+    ),
+    "no such axis of a weight": (
+        lambda: jqx.make_plan(f, jqx.Policy({".*": jqx.QSpec("int8", jqx.per_axis(5))}))(P, X),
+        "jqx.per_channel()",
+    ),
+    "a wrong axis of a product": (
+        lambda: X @ jqx.QTensor.quantize(P["w"], jqx.QSpec("int8", jqx.per_axis(0))),
+        "or quantize with jqx.per_axis(1)",
+    ),
+    "parameters forgotten": (lambda: CONVERTED(X), "quantized.function(quantized.params, x)"),
+    "ptq under jit": (
+        lambda: traced(jqx.ptq(f, W8A16, progress=False), P, [X]),
+        "jax.jit(quantized.function)(quantized.params, x)",
+    ),
+    "a report under jit": (
+        lambda: traced(lambda p: jqx.report(PLAN, p).table().footer, P),
+        "call jqx.report outside",
+    ),
+    "CUDA": (lambda: jqx.ptq(f, W8A16, target="cuda"), "pass 'gpu'"),
+    "a batch as a list": (
+        lambda: jqx.ptq(lambda p, x, y: f(p, x) + y, W8A16)(P, [[X, X]]),
+        "several are a tuple",
+    ),
+    "labels in a batch": (
+        lambda: jqx.ptq(f, W8A16)(P, [(X, np.ones(4))]),
+        "Leave out what f does not take, such as labels",
+    ),
+    "batches of a named tuple": (lambda: jqx.ptq(f, W8A16)(P, Pair(X, X)), "batches: [batch]"),
+    "a model for quantize": (lambda: jqx.quantize(f, W8A8), "jqx.nnx.quantize"),
+    "a call of convert": (lambda: jqx.convert(f, X), "jqx.convert(f, plan)(params, x)"),
+    "a metric of arrays": (
+        lambda: jqx.diagnostics.sensitivity(f, W8A16, lambda a, b: a - b, progress=False)(P, X),
+        "return one number",
+    ),
+    "a metric of NumPy": (
+        lambda: jqx.diagnostics.sensitivity(
+            f, W8A16, lambda a, b: np.mean(np.asarray(a) != b), progress=False
+        )(P, X),
+        "write it with jax.numpy",
+    ),
+    "the sensitivity of classes": (
+        lambda: jqx.diagnostics.sensitivity(lambda p, x: f(p, x).argmax(-1), W8A16, progress=False)(
+            P, X
+        ),
+        "metric=lambda y, exact: jnp.mean(y != exact)",
+    ),
+    # what is no array
+    "a sum": (lambda: QUANTIZED + 1, "q.dequantize()"),
+    "a sum with an array": (lambda: CLOSED + QUANTIZED, "q.dequantize()"),
+    "a product with a number": (lambda: 2.0 * QUANTIZED, "q.scaled(factor)"),
+    "an order": (lambda: QUANTIZED < 1, "compare q.dequantize()"),
+    "an array of it": (lambda: jnp.asarray(QUANTIZED), "q.values for the codes"),
+    "scale= of a QTensor": (
+        lambda: jqx.QTensor.quantize(X, "int8", scale=1.0),
+        "affine=jqx.calibrators.Affine(scale, zero_point)",
+    ),
+    "a scale of a QTensor": (
+        lambda: jqx.QTensor.quantize(X, "int8", np.float32(1)),
+        "affine=jqx.calibrators.Affine(scale, zero_point)",
+    ),
+    "bits= of a QTensor": (
+        lambda: jqx.QTensor.quantize(X, bits=8),
+        'jqx.QTensor.quantize(x, "int8")',
+    ),
+    "bits of a QTensor": (lambda: jqx.QTensor.quantize(X, 8), "with one scale for all values"),
+    "an einsum of nothing": (lambda: jqx.einsum("ij,jk"), "one term for each operand"),
     # operators and tensors
     "no scale": (lambda: jqx.quantize(X, qtype=jnp.int8), "jqx.QTensor.quantize(x"),
     "a format for a scale": (lambda: jqx.quantize(X, jnp.int8, qtype="int8"), "jax.Array"),
@@ -311,3 +468,60 @@ def test_a_likely_mistake_is_an_error_that_names_the_mend(name):
     assert re.fullmatch(PARTS, text), text
     assert mend in text, text
     assert not re.search(r"Traced<|Array\(|<function|<locals>", text), text
+
+
+UNKNOWN = {
+    "an algorithm": (lambda: jqx.gptq, "jqx.algorithms.gptq"),
+    "a diagnostic": (lambda: jqx.sensitivity, "jqx.diagnostics.sensitivity"),
+    "an estimator": (lambda: jqx.lsq, "jqx.gradients.lsq"),
+    "a preset": (lambda: jqx.w8a8, "jqx.presets.w8a8"),
+    "a preset that does not exist": (lambda: jqx.presets.w3a7, "w8a8_dynamic"),
+    "an estimator among calibrators": (lambda: jqx.calibrators.lsq, "jqx.gradients.lsq"),
+    "a calibrator": (lambda: jqx.calibrators.max, "absmax"),
+    "Qwix's array": (lambda: jqx.QArray, "it is called jqx.QTensor"),
+    "Qwix's rule": (lambda: jqx.QuantizationRule, "it is called jqx.Rule"),
+    "a model": (lambda: jqx.quantize_model, "it is called jqx.ptq"),
+    "training": (lambda: jqx.qat, "it is called jqx.simulate"),
+    "rounding": (lambda: jqx.algorithms.rtn, "it is called jqx.algorithms.nearest"),
+    "at": (lambda: QUANTIZED.at, "jqx.dynamic_update_slice(q, update, starts)"),
+    "dot": (lambda: QUANTIZED.dot, "write q @ x"),
+    "sum": (lambda: QUANTIZED.sum, "q.dequantize().sum"),
+    "flatten": (lambda: QUANTIZED.flatten, "q.reshape(-1)"),
+    "int_repr": (lambda: QUANTIZED.int_repr, "q.values"),
+    "numpy": (lambda: QUANTIZED.numpy, "numpy.asarray(q.dequantize())"),
+    "scales": (lambda: QUANTIZED.scales, "did you mean q.scale?"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_name_says_where_it_is(name):
+    mistake, mend = UNKNOWN[name]
+    with pytest.raises(AttributeError) as refusal:
+        mistake()
+    assert mend in str(refusal.value)
+
+
+OF_JAX = {
+    "dot": lambda: jnp.dot(CLOSED.T, QUANTIZED),
+    "x.dot": lambda: CLOSED.T.dot(QUANTIZED),
+    "einsum": lambda: jnp.einsum("ij,jk", CLOSED.T, QUANTIZED),
+    "sum": lambda: jnp.sum(QUANTIZED),
+    "relu": lambda: jax.nn.relu(QUANTIZED),
+    "take": lambda: jnp.take(QUANTIZED, 0, axis=0),
+    "dot_general": lambda: jax.lax.dot(CLOSED.T, QUANTIZED),
+}
+
+
+@pytest.mark.parametrize("name", OF_JAX)
+def test_errors_of_jax_for_a_quantized_array_name_what_to_write(name):
+    with pytest.raises(TypeError, match=r"jqx\.QTensor.*x @ q, jqx\.matmul.*q\.dequantize\(\)"):
+        OF_JAX[name]()
+
+
+def test_names_of_algorithms_and_presets_in_messages_exist():
+    from jqx.tensor._scheme import PRESETS
+    from jqx.transforms._algorithm import NAMES
+
+    assert sorted(PRESETS) == sorted(x for x in dir(jqx.presets) if not x.startswith("_"))
+    kinds = {name: getattr(jqx.algorithms, name) for name in NAMES}
+    assert all(isinstance(kind, type) for kind in kinds.values())

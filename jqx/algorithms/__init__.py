@@ -1,5 +1,8 @@
 """Algorithms that choose the codes of weights, for when rounding to nearest is not good enough."""
 
+import typing as _typing
+
+from .._old_names import renamed as _renamed
 from ..transforms._shared import Chosen as Chosen
 from ._adaround import AdaRound as AdaRound
 from ._adaround import adaround as adaround
@@ -41,3 +44,6 @@ from ._rotate import RotationReport as RotationReport
 from ._rotate import rotate as rotate
 from ._smooth_quant import SmoothQuant as SmoothQuant
 from ._smooth_quant import smooth_quant as smooth_quant
+
+if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
+    __getattr__ = _renamed(__name__, {}, internal=False)

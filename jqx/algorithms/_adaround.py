@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._calls import called
 from .._checks import check_instance, check_integer, require_that, shown
 from .._errors import message
 from .._files import Path, as_path
@@ -26,6 +25,7 @@ from ._grids import Grids, calibrated
 from ._layers import layer_by_layer
 from ._matrices import Matrix, Unsupported, observers_of, settled
 from ._offload import Where, check_offload
+from ._options import algorithm
 from ._report import MatrixReport
 from ._stack import Stack, parted
 
@@ -47,7 +47,7 @@ _MOMENTS, _EPSILON = (0.9, 0.999), 1e-8
 """Parameters of Adam."""
 
 
-@called("algorithms.adaround", "pass options by name: adaround(steps=500).")
+@algorithm("adaround", "pass options by name: adaround(steps=500).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaRound:
     """Learns for each weight whether to round it up or down: an algorithm of `jqx.ptq`, made for

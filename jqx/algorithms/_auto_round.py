@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._calls import called
 from .._checks import check_instance, check_integer, check_pattern, require_that, shown
 from ..calibrators import Calibrator
 from ..observers._shared import check_weight
@@ -14,9 +13,10 @@ from ..transforms._shared import Chosen
 from ._grids import calibrated
 from ._learn import learned
 from ._offload import Where, check_offload
+from ._options import algorithm
 
 
-@called("algorithms.auto_round", "pass options by name: auto_round(steps=100).")
+@algorithm("auto_round", "pass options by name: auto_round(steps=100).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoRound:
     """Learns the rounding of the weights of a block from the results of the block: an algorithm of

@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._calls import called
 from .._checks import check_flags, require_that, shown
 from .._table import Printed
 from ..observers import hessian, mean_abs
@@ -22,6 +21,7 @@ from ._factor import objective
 from ._grids import Grids
 from ._kept import Unpaired
 from ._labels import Array
+from ._options import algorithm
 from ._scaled import Scaled
 from ._scipy import components
 
@@ -67,7 +67,7 @@ class AwqReport(Printed, tuple[ScaledTogether, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.awq", "pass options by name, such as jqx.algorithms.awq(steps=20).")
+@algorithm("awq", "pass options by name, such as jqx.algorithms.awq(steps=20).")
 @dataclasses.dataclass(frozen=True)
 class Awq:
     """Scales channels of weights by `a**ratio / w**(1 - ratio)`, and divides their inputs by it.

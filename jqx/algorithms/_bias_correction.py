@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._calls import called
 from .._checks import require_that
 from .._compat import Eqn
 from .._table import Printed
@@ -20,6 +19,7 @@ from ..transforms import ChannelMap, Plan, Site, dequantize_params, map_channels
 from ..transforms._shared import (
     FORMS,
     Address,
+    Batch,
     Channels,
     Chosen,
     Observe,
@@ -35,6 +35,7 @@ from ..transforms._shared import (
 )
 from ._biases import into_biases
 from ._decisions import body_of
+from ._options import algorithm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class BiasReport(Printed, tuple[SiteShift, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.bias_correction", "pass options by name: bias_correction(weight=is_token).")
+@algorithm("bias_correction", "pass options by name: bias_correction(weight=is_token).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BiasCorrection:
     """Shifts the result of each quantized contraction so that its channels have the means that they
@@ -249,7 +250,7 @@ class _Means:
             return {key.rsplit("@", 1)[0]: x for key, x in stats.items()}
 
         each = [None] * len(batches) if wanted is None else wanted
-        return [seen(arrays, own, x) for own, x in zip(each, batches, strict=True)]
+        return [seen(arrays, own, Batch(x)) for own, x in zip(each, batches, strict=True)]
 
     def difference(self, a: Sequence[Any], b: Sequence[Any]) -> dict[str, jax.Array]:
         """Returns the means of `a` over all batches minus those of `b`."""

@@ -1,9 +1,11 @@
 """Several algorithms, run one after another."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from .._checks import require_that, shown
+from ..transforms._shared import has
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -33,13 +35,13 @@ class Chain:
     def __init__(self, *algorithms: Any) -> None:
         name = "algorithms.chain"
         for i, algorithm in enumerate(algorithms):
-            is_one = callable(algorithm) or hasattr(algorithm, "run") or _kind(algorithm) != 1
+            is_one = callable(algorithm) or has(algorithm, "run") or _kind(algorithm) != 1
             require_that(
                 is_one and not isinstance(algorithm, (type, Chain)),
                 error=TypeError,
                 function=name,
                 problem=f"argument {i} is not an algorithm.",
-                given=shown(algorithm),
+                given=partial(shown, algorithm),
                 expected="algorithms, such as jqx.algorithms.awq()",
                 mend="call the class; pass the algorithms of an inner chain directly.",
             )
@@ -61,7 +63,7 @@ class Chain:
 
 def _kind(algorithm: Any) -> int:
     """Returns the position of an algorithm in a chain."""
-    return 0 if hasattr(algorithm, "rewrite") else 2 if hasattr(algorithm, "correct") else 1
+    return 0 if has(algorithm, "rewrite") else 2 if has(algorithm, "correct") else 1
 
 
 chain = Chain

@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from .._calls import called
 from .._checks import check_flags, require_that, shown
 from ..transforms import Plan
 from ..transforms._shared import Chosen
 from ._absorb import Least, absorbed
 from ._clips import at_most_one, clips_of
 from ._labels import Array
+from ._options import algorithm
 from ._scaled import Scaled
 
 _STILL = 1e-3
 _MOST = 100
 
 
-@called("algorithms.equalize", "pass options by name: jqx.algorithms.equalize(steps=20).")
+@algorithm("equalize", "pass options by name: jqx.algorithms.equalize(steps=20).")
 @dataclasses.dataclass(frozen=True)
 class Equalize:
     """Scales channels between weights so that each has the same range in the weight that produces

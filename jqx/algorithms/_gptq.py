@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from .._calls import called
 from .._checks import check_instance, require_that, shown
 from .._errors import message
 from .._files import Path, as_path
@@ -33,6 +32,7 @@ from ._matrices import (
     unknown,
 )
 from ._offload import Where, check_offload
+from ._options import algorithm
 from ._report import AlgorithmReport, MatrixReport
 from ._stack import Stack, parted
 from ._traced import calls_of
@@ -49,7 +49,7 @@ _CHOICES = {
 }
 
 
-@called("algorithms.gptq", "pass options by name, such as jqx.algorithms.gptq(order='activation').")
+@algorithm("gptq", "pass options by name, such as jqx.algorithms.gptq(order='activation').")
 @dataclasses.dataclass(frozen=True)
 class Gptq:
     """Chooses the codes of weights by GPTQ: an algorithm of `jqx.ptq` and `jqx.quantize_params`.
@@ -152,7 +152,9 @@ class Gptq:
                 problem=f"`{field}` is unknown.",
                 given=f"{field} == {shown(value)}",
                 expected=f"one of {', '.join(map(repr, choices))}",
-                mend="pass one of these.",
+                mend="the policy sets the size of groups: the scheme 'int4:group=32'."
+                if field == "groups"
+                else "pass one of these.",
             )
         for field, least, most, expected in (
             ("damping", 1e-12, 1, "a number above 0 and up to 1"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import require_that
+from .._checks import require_that, shown
 from .._files import Path
 from ..observers._shared import has_rows
 from ..tensor._shared import Lazy
@@ -164,7 +164,7 @@ def _check_known(function: str, traced: Traced) -> None:
             error=ValueError,
             function=function,
             problem="the checkpoint cannot identify these parameters.",
-            given=f"the leaf {path!r}, {leaf!r}, without a source",
+            given=f"the leaf {path!r}, {shown(leaf)}, without a source",
             expected="leaves whose `source` identifies their values, such as those of archive.lazy",
             mend="give it a source, or leave `checkpoint` out.",
         )

@@ -14,7 +14,14 @@ from .._errors import message
 from ..tensor import QSpec
 from ..tensor._shared import fake_quantize_as, fit
 from ..transforms import ChannelMap, Plan, map_channels
-from ..transforms._shared import Channels, Inapplicable, arguments_of, progress_bar
+from ..transforms._shared import (
+    Batch,
+    Channels,
+    Inapplicable,
+    arguments_of,
+    number_of,
+    progress_bar,
+)
 from ._descent import descended
 from ._labels import Array
 
@@ -136,12 +143,14 @@ def learned(
         mend="leave `steps` out.",
     )
     loss = options.loss or relative_error
+    batches = [Batch(x) for x in batches]
 
     def lost(factors: Factors, params: Any, batch: Any, exact: Any) -> jax.Array:
         maps: dict[str, Rounded] = {}
         for rotation, own in zip(rotations, factors, strict=True):
             maps |= rotation.maps(own)
-        return loss(map_channels(f, plan, maps)(*arguments_of(plan, params, batch)), exact)
+        found = map_channels(f, plan, maps)(*arguments_of(plan, params, batch))
+        return number_of(function, "loss", loss, found, exact)
 
     real = jax.jit(lambda params, batch: f(*arguments_of(plan, params, batch)))
     judge, slope = jax.jit(lost), jax.jit(jax.grad(lost))

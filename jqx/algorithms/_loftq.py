@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from .._calls import called
 from .._checks import check_integer, require_that
 from ..transforms import Plan, dequantize_params, quantize_params
 from ..transforms._shared import Chosen
@@ -21,11 +20,12 @@ from ._low_rank import (
     real_of,
     without,
 )
+from ._options import algorithm
 
 _NAME = "algorithms.loftq"
 
 
-@called("algorithms.loftq", "pass options by name, such as jqx.algorithms.loftq(rank=64).")
+@algorithm("loftq", "pass options by name, such as jqx.algorithms.loftq(rank=64).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loftq:
     """Approximates each weight by codes plus a product of two narrow matrices: an algorithm of

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._calls import called
 from .._checks import check_integer, require_that
 from .._table import Printed
 from ..calibrators import Affine
@@ -19,6 +18,7 @@ from ..transforms._shared import Chosen, arguments_of
 from ._channels import Visit
 from ._folds import Folds
 from ._labels import Array
+from ._options import algorithm
 from ._pairs import find_pairs
 
 _NAME = "algorithms.eora"
@@ -56,7 +56,7 @@ class CompensationReport(Printed, tuple[Compensation, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.eora", "pass options by name, such as jqx.algorithms.eora(rank=64).")
+@algorithm("eora", "pass options by name, such as jqx.algorithms.eora(rank=64).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eora:
     """Adds a product of two narrow matrices, `(x a) b`, to each product with a quantized weight. It

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._calls import called
 from .._checks import check_flags, check_integer, check_pattern, require_that, shown
 from .._table import Printed
 from ..transforms import Plan
@@ -15,6 +14,7 @@ from ._hadamard import factors_of
 from ._learned_rotations import Loss, learned
 from ._named import Named
 from ._offline import Offline, found_in, why_at_run_time
+from ._options import algorithm
 from ._products import rotated_products
 from ._reads import Read
 from ._rotated_params import RotatedParams, key_of, maps_of
@@ -77,7 +77,7 @@ class RotationReport(Printed, tuple[Rotation, ...]):
         return "\n".join(lines)
 
 
-@called("algorithms.rotate", "pass options by name, such as jqx.algorithms.rotate(block=32).")
+@algorithm("rotate", "pass options by name, such as jqx.algorithms.rotate(block=32).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotate:
     """Multiplies the input of each contraction by a random Hadamard matrix, and its weight by the

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from .._calls import called
 from .._checks import check_flags, require_that, shown
 from ..observers import Observer, absmax
 from ..observers._shared import check_weight
@@ -16,6 +15,7 @@ from ._channels import Visit
 from ._kept import Kept, read_together
 from ._labels import Array
 from ._operands import most
+from ._options import algorithm
 from ._scaled import Scaled
 
 _LEAST = 1e-5
@@ -24,9 +24,7 @@ _LEAST = 1e-5
 _STATIC, _DYNAMIC = 0.85, 0.5
 
 
-@called(
-    "algorithms.smooth_quant", "pass options by name: jqx.algorithms.smooth_quant(strength=.8)."
-)
+@algorithm("smooth_quant", "pass options by name: jqx.algorithms.smooth_quant(strength=.8).")
 @dataclasses.dataclass(frozen=True)
 class SmoothQuant:
     """Divides channels of activations by `a**strength / w**(1 - strength)`, and multiplies the

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 from .._checks import as_real, require_that
 from ..numerics import Block, Integer, format_of
 from ..tensor import QTensor
-from ..tensor._shared import refine
+from ..tensor._shared import check_dtypes, refine
 
-LENGTH, HEADS, WIDTH = 1, 2, 3
+BATCH, LENGTH, HEADS, WIDTH = 0, 1, 2, 3
 
 
 class Cached(NamedTuple):
@@ -52,6 +52,7 @@ def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
     """
     if not isinstance(x, QTensor):
         return Cached(as_real(function, argument, x))
+    check_dtypes(function, x, f" of `{argument}`")
     require_that(
         x.offset is None and x.order is None,
         error=ValueError,
@@ -67,7 +68,7 @@ def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
     if x.ndim != 4 or not is_number or 1 not in (x.scale.shape[LENGTH], x.scale.shape[WIDTH]):
         return Cached(x.dequantize())
     of_channel = x.scale.shape[LENGTH] == 1
-    for axis in (HEADS, WIDTH if of_channel else LENGTH):
+    for axis in (BATCH, HEADS, WIDTH if of_channel else LENGTH):
         if x.scale.shape[axis] not in (1, x.shape[axis]):
             x = refine(x, axis)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._calls import called
-from .._checks import as_array, as_real, check_integer, require_that, shown
+from .._checks import as_count, as_integers, as_real, check_integer, require_that, shown
 from ..tensor import QTensor
 from ..tensor._shared import kernel_of
 from ._cached import Cached, cached
@@ -78,7 +78,7 @@ def decode_attention(
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     kernel = _kernel_of(keys, values)
     own, other = cached(name, "keys", keys, wide), cached(name, "values", values, wide)
-    lengths = _checked(q, own.codes, other.codes, as_array(name, "lengths", lengths))
+    lengths = _checked(q, own.codes, other.codes, as_integers(name, "lengths", lengths))
     scale = _scale_of(scale, q.shape[2])
     if window is not None:
         require_that(
@@ -106,7 +106,7 @@ def _named(kernel: str, scale: float, window: int | None) -> Callable[..., jax.A
     """Returns attention as a jitted function that can be recognized by its name in a jaxpr."""
 
     def run(q: jax.Array, keys: Cached, values: Cached, lengths: jax.Array) -> jax.Array:
-        stops = jnp.clip(lengths.astype(jnp.int32), 0, keys.codes.shape[1])
+        stops = as_count(lengths, keys.codes.shape[1])
         starts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
         return attention(kernel, scale, window)(q, keys, values, starts, stops)
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._calls import called
-from .._checks import as_dtype, check_integer, check_real, require_that, shown
+from .._checks import as_dtype, as_real, check_integer, check_real, require_that, shown
 from .._errors import message
 from .._html import pairs_html
 from ._groups import Groups
@@ -149,20 +149,22 @@ class KVCache:
         """Returns the cache with new tokens after the ones that it holds.
 
         Args:
-          keys: [batch, tokens, heads, width], floating point.
+          keys: [batch, tokens, heads, width], floating point. No tokens leave the cache as it is.
           values: likewise.
 
         Raises:
+          TypeError: keys or values are not floats.
           ValueError: shapes differ from those of the cache, or there is no room. If the length is
             traced, missing room cannot be detected: reading the cache then returns NaN.
         """
         name = "KVCache.append"
         batch, _, heads, width = self.tail.shape[1:]
+        keys, values = as_real(name, "keys", keys), as_real(name, "values", values)
         for field, x in (("keys", keys), ("values", values)):
-            shape = jnp.shape(x)
+            shape = x.shape
             fits = len(shape) == 4 and (shape[0], *shape[2:]) == (batch, heads, width)
             require_that(
-                fits and shape == jnp.shape(keys),
+                fits and shape == keys.shape,
                 error=ValueError,
                 function=name,
                 problem=f"`{field}` does not fit the cache.",
@@ -180,7 +182,9 @@ class KVCache:
                 mend="make a longer cache: KVCache.empty(length=...).",
             )
             raise ValueError(text)
-        new = jnp.stack([jnp.asarray(keys), jnp.asarray(values)]).astype(self.tail.dtype)
+        if count == 0:
+            return self
+        new = jnp.stack([x.astype(self.tail.dtype) for x in (keys, values)])
         length = self.length + count
         if self.format == "fp8":
             k, v = (own.put(x, self.length) for own, x in zip(self._codes, new, strict=True))
@@ -277,9 +281,11 @@ class KVCache:
           more tokens than the cache holds.
 
         Raises:
+          TypeError: queries are not floats.
           ValueError: shapes do not fit.
         """
-        shape = jnp.shape(queries)
+        queries = as_real("KVCache.attend", "queries", queries)
+        shape = queries.shape
         batch, _, heads, width = self.tail.shape[1:]
         require_that(
             len(shape) == 4 and (shape[0], shape[3]) == (batch, width) and shape[2] % heads == 0,
@@ -292,9 +298,9 @@ class KVCache:
         )
         places = self.length - shape[1] + jnp.arange(shape[1], dtype=jnp.int32)
         seen = jnp.arange(self.capacity, dtype=jnp.int32)[None] <= places[:, None]
-        each = jnp.asarray(queries).astype(jnp.float32)
+        each = queries.astype(jnp.float32)
         by = width**-0.5 if scale is None else scale
-        each = each.reshape(*shape[:2], heads, -1, width) * by
+        each = each.reshape(*shape[:2], heads, shape[2] // heads, width) * by
         keys, values = (x.astype(jnp.float32) for x in (self.keys, self.values))
         products = jnp.einsum("bthgw,blhw->bhgtl", each, keys)
         parts = jax.nn.softmax(jnp.where(seen[None, None, None], products, -jnp.inf))

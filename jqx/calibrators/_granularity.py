@@ -275,6 +275,11 @@ def is_without_blocks(granularity: Granularity) -> bool:
     return isinstance(granularity, (PerAxis, PerKeptAxis))
 
 
+def _axes_instead(name: str) -> str | None:
+    """Returns what to write in place of an argument of `per_axis`."""
+    return "pass the axes by position: jqx.per_axis(0)." if name.startswith("ax") else None
+
+
 @called("per_tensor", "it takes no arguments; jqx.per_axis(0) takes axes.")
 def per_tensor() -> Granularity:
     """Returns the granularity of one scale for the whole array.
@@ -287,7 +292,7 @@ def per_tensor() -> Granularity:
     return PerTensor()
 
 
-@called("per_axis")
+@called("per_axis", "pass the axes by position: jqx.per_axis(0).", _axes_instead)
 def per_axis(*axes: int) -> Granularity:
     """Returns the granularity of one scale for each index along `axes`.
 

@@ -12,7 +12,7 @@ from .._checks import as_dtype, as_real, check_real, is_at_least
 from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
-from ..tensor._shared import kernel_of
+from ..tensor._shared import check_dtypes, kernel_of
 from ._bare import in_order, of_offset
 from ._how._blocks import can_leave_sum
 from ._how._kernels import as_activation
@@ -249,7 +249,10 @@ def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
 
 def as_operand(x: Operand) -> Any:
     """Returns a QTensor unchanged, and anything else as an array."""
-    return x if isinstance(x, QTensor) else jnp.asarray(x)
+    if isinstance(x, QTensor):
+        check_dtypes("QTensor", x)
+        return x
+    return jnp.asarray(x)
 
 
 def is_empty(x: Any) -> bool:
@@ -271,13 +274,16 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
         as_real("dot_general", name, operand)
         return
     if not can_leave_sum(operand.groups, contracting):
+        kept = [str(axis) for axis in range(operand.ndim) if axis not in contracting]
         text = message(
             "dot_general",
             f"the scale of `{name}` varies along a contracted axis, so it cannot leave the sum.",
             given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
             f"contracted axes {contracting}",
             expected=f"a scale of size 1, or of blocks, along axes {contracting}",
-            mend="quantize with per_channel() or per_group(...), or with per_axis of axes that the "
-            "contraction keeps.",
+            mend="contract it with an array by jqx.einsum, which multiplies such a scale into the "
+            f"array; or quantize with jqx.per_axis({', '.join(kept)})."
+            if kept
+            else "quantize with jqx.per_tensor().",
         )
         raise ValueError(text)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +13,15 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, as_real, check_real, require_that
+from .._checks import as_dtype, as_real, check_real, is_at_least, require_that
 from .._errors import message
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
+from ..tensor._shared import refine
 from ._bare import check_bare
-from ._dot_general import Operand, dot_general
+from ._dot_general import Operand, as_operand, dot_general
 from ._how._blocks import can_leave_sum
+from ._how._slices import item_along
 from ._what._subscripts import Labels, labels_of, read, sizes_of
 
 
@@ -36,10 +39,11 @@ def einsum(
     Operands are contracted pairwise by `jqx.dot_general`; a QTensor stays quantized until it is
     contracted. A diagonal is taken of codes and scales. A label that only one QTensor has is summed
     by a contraction with ones. A QTensor may have a scale for each index of a summed label, such as
-    values that are cached per token in attention. If the other operand is an array with all labels
-    along which the scale varies, the array is multiplied by the scale first:
-    `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. If all operands are arrays, they are passed
-    to `jax.numpy.einsum`.
+    values that are cached per token in attention. Then the other operand, an array, is multiplied
+    by the scale first: `sum_t p[t] (s[t] v[t]) = sum_t (p[t] s[t]) v[t]`. With blocks of
+    another label it is copied for each block, or contracted with one block after another if the
+    copies were larger than the QTensor. If all operands are arrays, they are passed to
+    `jax.numpy.einsum`.
 
     Args:
       subscripts: such as `"bik,kj->bij"`, with `...` for axes without a name. Or the first operand:
@@ -74,7 +78,7 @@ def einsum(
       >>> jqx.einsum("ii", w)
       Array(6., dtype=float32)
     """
-    if not any(isinstance(x, QTensor) for x in (subscripts, *operands)):
+    if operands and not any(isinstance(x, QTensor) for x in (subscripts, *operands)):
         return jnp.einsum(
             subscripts,
             *operands,
@@ -84,9 +88,9 @@ def einsum(
         )
     text, inputs = read(subscripts, operands)
     arrays = [_as_operand(i, x) for i, x in enumerate(inputs)]
-    dtype = _result_dtype(arrays, preferred_element_type)
     shapes = [x.shape for x in arrays]
     inputs, output = labels_of(text, shapes)
+    dtype = _result_dtype(arrays, preferred_element_type)
     sizes = sizes_of(inputs, shapes)
     terms = [_Term(x, labels) for x, labels in zip(arrays, inputs, strict=True)]
     terms = [_without_ones(_diagonal(term), sizes, output) for term in terms]
@@ -125,7 +129,7 @@ class _How(NamedTuple):
 
 
 def _as_operand(i: int, x: Any) -> Any:
-    return x if isinstance(x, QTensor) else as_real("einsum", f"operands[{i}]", x)
+    return as_operand(x) if isinstance(x, QTensor) else as_real("einsum", f"operands[{i}]", x)
 
 
 def _result_dtype(arrays: Sequence[Any], preferred: DTypeLike | None) -> jnp.dtype:
@@ -281,8 +285,8 @@ def _takes_scale_of(x: _Term, q: _Term, summed: Sequence[Any]) -> bool:
     if isinstance(x.x, QTensor) or not isinstance(q.x, QTensor):
         return False
     own = [label for label, m in zip(q.labels, q.x.scale.shape, strict=True) if m > 1]
-    each = all(b in (1, n) for n, b in zip(q.x.groups.shape, q.x.groups.sizes, strict=True))
-    inside = each and all(label in x.labels for label in own)
+    each = [label for label in own if not q.x.groups.is_blocked(*q.axes([label]))]
+    inside = all(label in x.labels for label in each)
     return inside and not can_leave_sum(q.x.groups, q.axes(summed))
 
 
@@ -290,21 +294,65 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
     """Contracts an array, times the scale of a QTensor, with its codes.
 
     sum_t x[t] s[t] (q[t] - z[t])  =  sum_t (x[t] s[t]) q[t]  -  sum_t (x[t] s[t]) z[t]
+
+    The array gets an axis for each other axis of the QTensor with scales of blocks.
     """
-    scale, zero_point = q.x.real_scale(), q.x.zero_point
     check_bare("einsum", q.x, what=", and a scale that varies along a summed axis")
+    shape = [(x if label in x.labels else q).size(label) for label in labels]
+    q, split = _in_blocks(x, q)
+    labels = tuple(part for label in labels for part in split.get(label, (label,)))
+    copies = math.prod(q.size(block) for block, _ in split.values())
+    if split and is_at_least(copies * x.x.size, q.x.size + 1):
+        return _block_by_block(x, q, labels, next(iter(split.values()))[0], how).reshape(shape)
+    scale, zero_point = q.x.real_scale(), q.x.zero_point
     wide = common_dtype(x.x.dtype, scale.dtype)
     exact = how._replace(dtype=common_dtype(wide, how.dtype))
-    factor = _align(_without_shared(scale, q.labels), x.labels)
-    x = _Term(x.x.astype(wide) * factor.astype(wide), x.labels)
+    factor = _without_shared(scale, q.labels)
+    everywhere = tuple(dict.fromkeys((*x.labels, *factor.labels)))
+    by = _align(factor, everywhere).astype(wide)
+    x = _Term(_align(x, everywhere).astype(wide) * by, everywhere)
     one = jnp.ones((1,) * q.x.ndim, scale.dtype)
     q = _Term(dataclasses.replace(q.x, scale=one, zero_point=None, blocks=()), q.labels)
-    y = _contract(x, q, labels, exact).x
+    y = _align(_contract(x, q, labels, exact), labels)
     if zero_point is not None:
         zero = _without_shared(zero_point.astype(wide), q.labels)
         x = _sum_of_own(x, (*labels, *zero.labels), exact)
         y = y - _align(_contract(x, zero, labels, exact), labels)
-    return y.astype(how.dtype)
+    return y.reshape(shape).astype(how.dtype)
+
+
+def _block_by_block(x: _Term, q: _Term, labels: Labels, block: Any, how: _How) -> jax.Array:
+    """Contracts one block of a QTensor after another, without copies of the array in memory."""
+    (axis,) = q.axes([block])
+    own, rest = (tuple(label for label in of if label != block) for of in (q.labels, labels))
+
+    def one(i: jax.Array) -> jax.Array:
+        return _contract_folded(x, _Term(item_along(q.x, axis, i), own), rest, how)
+
+    y = lax.map(one, jnp.arange(q.size(block), dtype=jnp.int32))
+    return jnp.moveaxis(y, 0, labels.index(block))
+
+
+def _in_blocks(x: _Term, q: _Term) -> tuple[_Term, dict[Any, Labels]]:
+    """Returns a QTensor in which each axis with a scale for each block has an axis of blocks before
+    it, and the labels of both by the label of the axis. An axis that the array has too gets a scale
+    for each index in place of blocks.
+    """
+    split: dict[Any, Labels] = {}
+    for label in q.labels:
+        (axis,) = q.axes([label])
+        n, size = q.x.shape[axis], q.x.groups.sizes[axis]
+        if not q.x.groups.is_blocked(axis):
+            continue
+        if label in x.labels:
+            q = q._replace(x=refine(q.x, axis))
+            continue
+        each = math.gcd(n, size)  # of a shorter last block too
+        whole = q.x if each == size else refine(q.x, axis, each)
+        whole = whole.unpack().reshape(*q.x.shape[:axis], n // each, each, *q.x.shape[axis + 1 :])
+        split[label] = ("block of", label), label
+        q = _Term(whole, (*q.labels[:axis], *split[label], *q.labels[axis + 1 :]))
+    return q, split
 
 
 def _without_shared(parameter: jax.Array, labels: Labels) -> _Term:

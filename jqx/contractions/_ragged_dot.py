@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import called
-from .._checks import as_array, as_dtype, as_real, check_real, name_of, require_that
+from .._checks import as_dtype, as_integers, as_real, check_real, name_of, require_that
 from ..tensor import QTensor
 from ._dot_general import Operand, as_operand
 from ._how._blocks import can_leave_sum
@@ -80,7 +80,7 @@ def ragged_dot(
     """
     _check_offset(group_offset)
     left, right = as_operand(lhs), as_operand(rhs)
-    sizes = as_array("ragged_dot", "group_sizes", group_sizes)
+    sizes = as_integers("ragged_dot", "group_sizes", group_sizes)
     if not isinstance(left, QTensor) and not isinstance(right, QTensor):
         return lax.ragged_dot(
             left,

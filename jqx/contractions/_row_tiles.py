@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from .._checks import as_count
 from ..tensor import QTensor
-from ._take import as_signed, take_along
+from ._take import take_along
 
 
 class RowTiles(NamedTuple):
@@ -56,7 +57,7 @@ def row_tiles(group_sizes: jax.Array, m: int, tile: int) -> RowTiles:
     else:
         begun = min(m, g)
         count = begun + (m - begun) // tile
-    sizes = jnp.clip(as_signed(group_sizes, m), 0, m)
+    sizes = as_count(group_sizes, m)
     ends = jnp.minimum(jnp.cumsum(sizes), m)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     padded = -(-(ends - starts) // tile) * tile

@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from .._calls import called
-from .._checks import as_array, name_of, normalize_axes, require_that
+from .._checks import as_integers, as_signed, name_of, normalize_axes, require_that
 from ..calibrators import Groups
 from ..tensor import QTensor
 from ..tensor._shared import check_kept
-from ._dot_general import Operand
+from ._dot_general import Operand, as_operand
 
 MODES = (None, "fill", "clip", "wrap")
 
@@ -66,10 +67,11 @@ def take(
     _check_mode(mode, fill_value)
     if not isinstance(operand, QTensor):
         return jnp.take(operand, indices, axis=axis, mode=mode, fill_value=fill_value)
-    q, indices = operand, as_array("take", "indices", indices)
+    q = as_operand(operand)
     if axis is not None:
         (axis,) = normalize_axes("take", axis, q.ndim, argument="axis")
     n = q.size if axis is None else q.shape[axis]
+    indices = as_integers("take", "indices", _wrapped(indices, n) if mode == "wrap" else indices)
     _check_indices(indices, n, q)
     places, inside = _places(indices, n, mode)
     rows = _elements(q, places) if axis is None else _rows(q, places, axis)
@@ -126,6 +128,12 @@ def _elements(q: QTensor, places: jax.Array) -> jax.Array:
     return q[jnp.unravel_index(places, q.shape)].dequantize()
 
 
+def _wrapped(indices: Any, n: Any) -> Any:
+    """Returns NumPy's integers modulo the length, before JAX makes 32 bits of 64."""
+    known = isinstance(indices, np.ndarray) and jnp.issubdtype(indices.dtype, jnp.integer)
+    return indices % n if known and isinstance(n, int) and n else indices
+
+
 def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, jax.Array | None]:
     """Returns indices in `[0, n)`, and, for a mode that fills, which of them were in bounds."""
     if mode == "wrap":
@@ -136,16 +144,6 @@ def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, ja
         return jnp.clip(indices, 0, n - 1), None
     indices = jnp.where(indices < 0, indices + n, indices)
     return jnp.clip(indices, 0, n - 1), (indices >= 0) & (indices < n)
-
-
-def as_signed(indices: jax.Array, n: int) -> jax.Array:
-    """Returns indices as int32 (or int64 if they have 64 bits). Indices that may overflow the
-    signed dtype are clamped to `n`.
-    """
-    signed = jnp.dtype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)
-    if jnp.iinfo(indices.dtype).max > jnp.iinfo(signed).max:
-        indices = jnp.minimum(indices, n)
-    return indices.astype(signed)
 
 
 def _check_mode(mode: str | None, fill_value: float | None) -> None:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import as_array, require_that
+from .._checks import as_integers, as_signed, require_that
 from ..calibrators import Affine, Groups
 from ..tensor import QTensor
-from ..tensor._shared import check_kept
-from ._take import as_signed, take_entries
+from ..tensor._shared import check_dtypes, check_kept
+from ._take import take_entries
 
 
 class Window(NamedTuple):
@@ -24,6 +24,7 @@ class Window(NamedTuple):
 
 def window_of(function: str, q: QTensor, starts: Any, sizes: Sequence[int]) -> Window:
     """Returns the window, after checking that it fits and takes the axes of the layout whole."""
+    check_dtypes(function, q)
     starts = tuple(starts) if isinstance(starts, Sequence) or np.ndim(starts) == 1 else (starts,)
     sizes = tuple(map(int, sizes))
     require_that(
@@ -76,7 +77,7 @@ def _clamped(function: str, start: Any, n: int, size: int) -> Any:
     """Returns a start as `lax.dynamic_slice` interprets it."""
     if isinstance(start, (int, np.integer)) and not isinstance(start, bool):
         return min(max(int(start) + n if start < 0 else int(start), 0), n - size)
-    start = as_array(function, "start_indices", start)
+    start = as_integers(function, "start_indices", start)
     require_that(
         start.shape == () and jnp.issubdtype(start.dtype, jnp.integer),
         error=TypeError,

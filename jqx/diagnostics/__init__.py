@@ -21,6 +21,7 @@ from ._explain import explain as explain
 from ._interval_notes import Overflow as Overflow
 from ._lowering import Lowering as Lowering
 from ._lowering import lowering as lowering
+from ._metric import relative_error as relative_error
 from ._ranges import Ranges as Ranges
 from ._ranges import ranges as ranges
 from ._report import Report as Report
@@ -29,7 +30,6 @@ from ._search import search as search
 from ._sensitivity import Sensitivities as Sensitivities
 from ._sensitivity import Sensitivity as Sensitivity
 from ._sensitivity import sensitivity as sensitivity
-from ._sweep import relative_error as relative_error
 from ._weights import WeightError as WeightError
 
 if not _typing.TYPE_CHECKING:  # type checkers report old and unknown names

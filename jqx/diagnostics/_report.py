@@ -14,7 +14,14 @@ from .._table import Table, Tabular
 from ..calibrators import Affine
 from ..tensor._shared import read
 from ..transforms import Plan, quantize_params
-from ..transforms._shared import check_plan, is_array, is_quantized, named_leaves, rooted
+from ..transforms._shared import (
+    check_concrete,
+    check_plan,
+    is_array,
+    is_quantized,
+    named_leaves,
+    rooted,
+)
 from ._table import decibels, finite
 from ._weights import WeightError, measure
 
@@ -89,10 +96,9 @@ class Report(Tabular):
             "SQNR dB",
         )
         before, after = self.bytes_before, self.bytes_after
-        footer = (
-            f"{before:,} bytes of parameters become {after:,} ({before / after:.2f} times fewer)"
-        )
-        if self.bytes_packed < after:
+        footer = f"{before:,} bytes of parameters become {after:,}"
+        footer += f" ({before / after:.2f} times fewer)" if after else ""
+        if 0 < self.bytes_packed < after:
             times = f"{before / self.bytes_packed:.2f}"
             footer += f", with packed codes, as in a file, {self.bytes_packed:,} ({times})"
         count = self.sites + self.skipped
@@ -139,6 +145,7 @@ def report(plan: Plan, params: Any, affines: Mapping[str, Affine] | None = None)
       (4352, 1568, ['b'])
     """
     check_plan("report", plan, params, order="report(plan, params)")
+    check_concrete("report", params)
     return report_of(plan, params, lambda: quantize_params(params, plan, affines))
 
 

@@ -14,7 +14,8 @@ from ..transforms._shared import EACH, advancing, check_function, check_plan
 from ._assignment import Assignment, Point
 from ._budgets import Bits, Bytes, Error, bytes_of, in_words
 from ._found_policy import policy_of
-from ._sweep import Metric, Sweep, plan_of_batches, relative_error
+from ._metric import Metric, relative_error
+from ._sweep import Sweep, plan_of_batches
 from ._weights import bits_of
 
 FLOAT = "float"
@@ -84,17 +85,24 @@ def search(
       >>> search(f, ways["int8"], ways, Bytes(64 * 64 * 1.5 + 512))(p, x).schemes
       {'a': 'int8', 'b': 'int4'}
     """
-    check_function("search", f)
-    check_plan("search", plan, order="search(f, plan, candidates, budget)", policies=True)
-    check_instance("search", "candidates", candidates, Mapping, mend="pass {name: policy}.")
+    check_function("diagnostics.search", f)
+    check_plan(
+        "diagnostics.search",
+        plan,
+        order="diagnostics.search(f, plan, candidates, budget)",
+        policies=True,
+    )
+    check_instance(
+        "diagnostics.search", "candidates", candidates, Mapping, mend="pass {name: policy}."
+    )
     for policy in candidates.values():
-        check_policy("search", policy, "a candidate")
+        check_policy("diagnostics.search", policy, "a candidate")
     mend = "pass Bytes(n), Bits(mean) or Error(limit) of jqx.diagnostics."
-    check_instance("search", "budget", budget, (Bytes, Bits, Error), mend=mend)
+    check_instance("diagnostics.search", "budget", budget, (Bytes, Bits, Error), mend=mend)
     require_that(
         candidates and FLOAT not in candidates,
         error=ValueError,
-        function="search",
+        function="diagnostics.search",
         problem="the names of `candidates` are invalid.",
         given=f"names {', '.join(map(repr, candidates)) or '(none)'}",
         expected=f"one or more, none of them {FLOAT!r}, which is always included",
@@ -104,7 +112,7 @@ def search(
     require_that(
         not steps or isinstance(plan, Policy),
         error=ValueError,
-        function="search",
+        function="diagnostics.search",
         problem="the scans of a finished plan cannot be split.",
         given="steps=True and a Plan",
         expected="a policy, to plan each call with",
@@ -119,12 +127,12 @@ def search(
             base = plan_of_batches(f, base, params, batches, splits=splits)
         known = [plan_of_batches(f, way, params, batches, base) for way in candidates.values()]
         plans = [_restricted(way, base) for way in known]
-        sweep = Sweep("search", f, plans, metric, params, batches, progress)
+        sweep = Sweep("diagnostics.search", f, plans, metric, params, batches, progress)
         units = [unit for unit in sweep.units if sweep.paths(unit)]
         require_that(
             units,
             error=ValueError,
-            function="search",
+            function="diagnostics.search",
             problem="there is no weight to search for.",
             given="a plan without quantized weights",
             expected="one or more",
@@ -226,7 +234,7 @@ class _Problem:
         require_that(
             met,
             error=ValueError,
-            function="search",
+            function="diagnostics.search",
             problem="no assignment meets the budget.",
             given=f"{type(self.budget).__name__}({self.budget.limit:g}): {self._given()}",
             expected=self._least(front),
@@ -280,7 +288,7 @@ class _Problem:
         size = f"{math.ceil(least):,} bytes"
         if isinstance(self.budget, Bytes):
             return f"at least {size}, scales included"
-        bits = math.ceil(100 * 8 * least / self.count) / 100
+        bits = math.ceil(100 * 8 * least / max(self.count, 1)) / 100
         return f"at least {bits:.2f} bits a weight, scales included ({size})"
 
 
@@ -307,7 +315,7 @@ def _assignment(
         policy=policy_of(units, candidates, base),
         schemes=schemes,
         bytes=point.bytes,
-        bits=8 * point.bytes / problem.count,
+        bits=8 * point.bytes / max(problem.count, 1),
         predicted=point.error,
         measured=measured,
         uniform={name: (point.bytes, point.error) for name, point in uniform.items()},

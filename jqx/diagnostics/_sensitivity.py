@@ -12,7 +12,8 @@ from .._table import Table, Tabular
 from ..policy import Policy
 from ..transforms import Plan
 from ..transforms._shared import advancing, check_function, params_of
-from ._sweep import Metric, Sweep, plan_of_batches, relative_error
+from ._metric import Metric, relative_error
+from ._sweep import Sweep, plan_of_batches
 
 ESTIMATES = ("one_at_a_time", "all_but_one", "weight_error", "hessian", "fisher")
 
@@ -130,12 +131,12 @@ def sensitivity(
       >>> [row.path for row in jqx.diagnostics.sensitivity(f, policy)(p, w).ranked]
       ['b', 'a']
     """
-    check_function("sensitivity", f)
-    params_of("sensitivity", plan)
+    check_function("diagnostics.sensitivity", f)
+    params_of("diagnostics.sensitivity", plan)
     require_that(
         estimate in ESTIMATES,
         error=ValueError,
-        function="sensitivity",
+        function="diagnostics.sensitivity",
         problem="`estimate` is unknown.",
         given=f"estimate == {estimate!r}",
         expected=f"one of {', '.join(map(repr, ESTIMATES))}",
@@ -144,7 +145,7 @@ def sensitivity(
 
     def ranked(params: Any, *batches: Any) -> Sensitivities:
         known = plan if isinstance(plan, Plan) else plan_of_batches(f, plan, params, batches)
-        sweep = Sweep("sensitivity", f, [known], metric, params, batches, progress)
+        sweep = Sweep("diagnostics.sensitivity", f, [known], metric, params, batches, progress)
         everything = None
         measured = estimate in ("one_at_a_time", "all_but_one")
         count = len(sweep.units) + 1 if measured else _steps(estimate, samples, batches)
@@ -185,8 +186,9 @@ def _of_weights(
         if q is not None
     }
     if estimate == "weight_error":
+        sizes = {path: jnp.square(sweep.weights[path].astype(jnp.float32)).sum() for path in errors}
         of_path = {
-            path: jnp.sum(e * e) / jnp.sum(jnp.square(sweep.weights[path].astype(jnp.float32)))
+            path: jnp.sum(e * e) / jnp.where(sizes[path] == 0, 1, sizes[path])
             for path, e in errors.items()
         }
     else:
@@ -199,7 +201,7 @@ def _of_weights(
             require_that(
                 any(bool((g != 0).any()) for g in own.values()),
                 error=ValueError,
-                function="sensitivity",
+                function="diagnostics.sensitivity",
                 problem="the metric has no gradient at the float weights.",
                 given="a gradient of 0, such as that of a distance from the float result itself",
                 expected="a loss, such as one with labels",
@@ -212,7 +214,9 @@ def _of_weights(
             }
         else:
             traces = _hutchinson(sweep, loss, weights, samples, key)
-            of_path = {path: traces[path] / e.size * jnp.sum(e * e) for path, e in errors.items()}
+            of_path = {
+                path: traces[path] / max(e.size, 1) * jnp.sum(e * e) for path, e in errors.items()
+            }
     costs = dict.fromkeys((sweep.unit_of(path) for path in of_path), 0.0)
     for path, cost in of_path.items():
         costs[sweep.unit_of(path)] += float(cost)

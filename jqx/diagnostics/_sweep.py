@@ -20,6 +20,7 @@ from ..policy import Policy
 from ..tensor import QSpec, QTensor
 from ..transforms import Plan, Site, affines, calibrate_batches
 from ..transforms._shared import (
+    Batch,
     Call,
     Records,
     Rules,
@@ -27,47 +28,22 @@ from ..transforms._shared import (
     Weights,
     arguments_of,
     as_plan,
+    check_concrete,
+    inputs_of,
     interpret,
     is_array,
     is_quantized,
+    number_of,
     planner,
     quantize_weight,
     real_of,
     trace_call,
 )
+from ._metric import Metric, check_floats, relative_error
 from ._schemes import scheme_of_site
 
 Choice = dict[str, int]
 """The choice for each unit: 0 for float, i for the i-th plan."""
-
-Metric = Callable[[Any, Any], Any]
-
-
-def relative_error(quantized: Any, plain: Any) -> jax.Array:
-    """Returns the energy of the difference of two results, divided by that of the second: the
-    inverse of the signal-to-noise ratio, for each channel (the last axis), averaged. All channels
-    count the same, so a large one does not hide the others. All floating-point leaves count the
-    same.
-
-    The energy of one row of mean size is added to the energy of each channel, so that a channel
-    that is zero or rarely active does not dominate.
-    """
-    pairs = zip(jax.tree.leaves(quantized), jax.tree.leaves(plain), strict=True)
-    real = [(z, y) for z, y in pairs if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
-    return jnp.mean(jnp.stack([_error_of_channels(z, y) for z, y in real]))
-
-
-def _error_of_channels(quantized: Any, plain: Any) -> jax.Array:
-    """Returns the relative error of a channel of one array, on average. An array of one axis or
-    none is one channel.
-    """
-    y = jnp.asarray(plain, jnp.float32)
-    noise = jnp.square(jnp.asarray(quantized, jnp.float32) - y)
-    shape = (-1, y.shape[-1]) if y.ndim > 1 else (-1, 1)
-    signal, noise = (jnp.mean(x.reshape(shape), 0) for x in (jnp.square(y), noise))
-    rows = y.size // max(1, signal.size)
-    mean_size = jnp.square(jnp.mean(jnp.sqrt(signal)))
-    return jnp.mean(noise / ((rows * signal + mean_size) / (rows + 1)))
 
 
 def plan_of_batches(
@@ -93,7 +69,7 @@ def plan_of_batches(
         plan = planner(f, policy, Weights(like.params, like.names, splits=like.splits))
         return plan(*arguments_of(like, params, first))
     plan = planner(f, policy, Weights(0, splits=policy if splits is None else splits))
-    return plan(params, *(first if isinstance(first, tuple) else (first,)))
+    return plan(params, *inputs_of(first))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +135,11 @@ class Sweep:
         progress: bool,
     ):
         _check(caller, params, batches)
+        check_concrete(caller, params, batches)
         self.advance: Callable[[], Any] = lambda: None
         self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
-        self._arrays, self._batches = [x for x in jax.tree.leaves(params) if is_array(x)], batches
+        self._arrays = [x for x in jax.tree.leaves(params) if is_array(x)]
+        self._batches = [Batch(x) for x in batches]
         self._like = jax.tree.map(lambda x: _Array() if is_array(x) else x, params)
         self._sites = _ways(plans)
         known = tuple(map(_together, self._sites.values()))
@@ -173,7 +151,9 @@ class Sweep:
         self._scales = _scales(f, plans, params, batches, progress)
         self._evaluate = jax.jit(self._metric_of_one_batch)
         plain = jax.jit(self._in_float)
-        self._plain = [plain(self._arrays, batch) for batch in batches]
+        self._plain = [plain(self._arrays, batch) for batch in self._batches]
+        if metric is relative_error:
+            check_floats(caller, self._plain[0])
 
     @functools.cached_property
     def weights(self) -> dict[str, jax.Array]:
@@ -232,7 +212,7 @@ class Sweep:
             ]
             out = _evaluated(call, leaves, _Chosen(nothing))
             plain = jax.lax.stop_gradient(out) if plain is None else plain
-            return jnp.asarray(self._metric(out, plain))
+            return number_of(self._caller, "metric", self._metric, out, plain)
 
         return loss
 
@@ -266,7 +246,8 @@ class Sweep:
             for path, x in zip(call.paths, call.leaves, strict=True)
         ]
         rules = _Chosen(self._plan, scales, sites=self._sites, choice=by_path)
-        return jnp.asarray(self._metric(_evaluated(call, leaves, rules), plain))
+        out = _evaluated(call, leaves, rules)
+        return number_of(self._caller, "metric", self._metric, out, plain)
 
     def _in_float(self, arrays: Any, batch: Any) -> Any:
         if not any(map(is_quantized, jax.tree.leaves(batch, is_leaf=is_quantized))):
@@ -285,7 +266,7 @@ def _check(caller: str, params: Any, batches: Sequence[Any]) -> None:
         problem="there is no batch.",
         given="only parameters",
         expected="one batch or more: a tuple of the other arguments, or a single one",
-        mend=f"call it as jqx.diagnostics.{caller}(...)(params, batch, ...).",
+        mend=f"call it as jqx.{caller}(...)(params, batch, ...).",
     )
     quantized = [x for x in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(x)]
     require_that(

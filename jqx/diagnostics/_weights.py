@@ -87,12 +87,12 @@ def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
       >>> error.scheme, error.bits, error.dead, error.sqnr
       ('int8 per_axis(0)', 24.0, 1, inf)
     """
-    x = as_real("diagnostics.measure", "x", x)
-    check_instance("diagnostics.measure", "q", q, QTensor, mend="pass QTensor.quantize(x, spec).")
+    x = as_real("report", "x", x)
+    check_instance("report", "q", q, QTensor, mend="pass QTensor.quantize(x, spec).")
     require_that(
         x.shape == q.shape,
         error=ValueError,
-        function="diagnostics.measure",
+        function="report",
         problem="`x` and `q` have different shapes.",
         given=f"x.shape == {x.shape}, q.shape == {q.shape}",
         expected="equal shapes",

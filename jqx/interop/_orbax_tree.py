@@ -64,8 +64,8 @@ def from_orbax(stored: Any, like: Any) -> Any:
         error=ValueError,
         function="interop.from_orbax",
         problem="the trees differ.",
-        given=f"{shapes[0]}"[:300],
-        expected=f"{shapes[1]}"[:300],
+        given=lambda: f"{shapes[0]}"[:300],
+        expected=lambda: f"{shapes[1]}"[:300],
         mend="restore with to_orbax(like) as the target, and pass the same `like`.",
     )
 

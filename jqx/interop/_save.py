@@ -292,7 +292,7 @@ def _check_same(path: str, abstract: Any, leaf: Any) -> None:
         error=ValueError,
         function="save",
         problem=f"the leaf {path!r} differs from what was announced.",
-        given=f"{jax.tree.structure(leaf)}",
-        expected=f"{jax.tree.structure(abstract)}",
+        given=lambda: f"{jax.tree.structure(leaf)}",
+        expected=lambda: f"{jax.tree.structure(abstract)}",
         mend="make both from one function, for example with jax.eval_shape.",
     )

@@ -1,5 +1,8 @@
 """Flax linen: quantized layers, contractions to inject into Flax's own, whole modules."""
 
+import typing as _typing
+
+from .._old_names import renamed as _renamed
 from ..modules import Mode as Mode
 from ._init_lora import init_lora as init_lora
 from ._injected import ConvGeneralDilated as ConvGeneralDilated
@@ -23,3 +26,6 @@ from ._variables import convert as convert
 from ._variables import fix_scales as fix_scales
 from ._variables import learn_scales as learn_scales
 from ._variables import make_plan as make_plan
+
+if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
+    __getattr__ = _renamed(__name__, {}, internal=False)

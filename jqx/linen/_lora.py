@@ -83,7 +83,7 @@ def merge_lora(variables: Mapping[str, Any], *, alpha: float = 1.0) -> dict[str,
     require_that(
         variables.get(LORA),
         error=ValueError,
-        function="merge_lora",
+        function="linen.merge_lora",
         problem="there are no adapters.",
         given=f"collections {', '.join(variables)}",
         expected=f"a collection {LORA!r}",

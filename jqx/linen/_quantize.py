@@ -60,7 +60,7 @@ def quantize(
       >>> bool(jnp.allclose(integers.apply(small, x), trained))
       True
     """
-    check_instance("quantize", "module", module, nn.Module, mend="pass a linen module.")
+    check_instance("linen.quantize", "module", module, nn.Module, mend="pass a linen module.")
     fields = [f.name for f in dataclasses.fields(module) if f.init and f.name not in OUTER]
     own = [f.name for f in dataclasses.fields(Quantized) if f.name not in OUTER]
     both = sorted({*fields} & {*own})
@@ -68,7 +68,7 @@ def quantize(
     require_that(
         not isinstance(module, State),
         error=ValueError,
-        function="quantize",
+        function="linen.quantize",
         problem="this module is quantized already.",
         given=f"a module of the class {name}",
         expected="a float module",
@@ -78,7 +78,7 @@ def quantize(
     require_that(
         module.scope is None,
         error=ValueError,
-        function="quantize",
+        function="linen.quantize",
         problem="this module is bound to variables.",
         given=f"a bound {name}",
         expected="an unbound float module",
@@ -87,7 +87,7 @@ def quantize(
     require_that(
         not both,
         error=ValueError,
-        function="quantize",
+        function="linen.quantize",
         problem="this module has fields with names that quantized modules use.",
         given=f"{name} with fields {', '.join(both)}",
         expected="a float module without them",

@@ -78,9 +78,11 @@ def convert(
       {'bias': 'float32'}
     """
     if target is not None:
-        check_target("convert", target, None)
+        check_target("linen.convert", target, None)
     new = _find(Wanted.CODES, module, variables, scales, args, kwargs)
-    _require(new.get(QPARAMS), "convert", module, variables, Mode.CONVERT, "quantized a weight")
+    _require(
+        new.get(QPARAMS), "linen.convert", module, variables, Mode.CONVERT, "quantized a weight"
+    )
     kept = {name: unfreeze(tree) for name, tree in variables.items()}
     params, _ = split(kept.pop("params", {}))
     new = unfreeze(dict(new))
@@ -132,7 +134,7 @@ def fix_scales(
       1.0
     """
     new = _find(Wanted.SCALES, module, variables, scales, args, kwargs)
-    _require(new.get(SCALES), "fix_scales", module, variables, Mode.SIMULATE, "found a scale")
+    _require(new.get(SCALES), "linen.fix_scales", module, variables, Mode.SIMULATE, "found a scale")
     kept = {name: tree for name, tree in variables.items() if name != STATS}
     left = unscaled(variables.get(STATS, {}), new[SCALES])
     found = {SCALES: unfreeze(new[SCALES]), STATS: left}
@@ -186,7 +188,9 @@ def learn_scales(
       ['bias', 'kernel', 'kernel:dot_general:lhs', 'kernel:weight']
     """
     new = _find(Wanted.LEARNED, module, variables, scales, args, kwargs)
-    _require(new.get(LEARNED), "learn_scales", module, variables, Mode.SIMULATE, "found a scale")
+    _require(
+        new.get(LEARNED), "linen.learn_scales", module, variables, Mode.SIMULATE, "found a scale"
+    )
     learned = unfreeze(new[LEARNED])
     check_learnable(flatten(learned))
     kept = {name: tree for name, tree in variables.items() if name not in (STATS, SCALES)}
@@ -222,7 +226,7 @@ def make_plan(
       ['kernel']
     """
     mend = "pass a layer of jqx.linen, or jqx.linen.quantize(module, policy)."
-    check_instance("make_plan", "module", module, Quantized, mend=mend)
+    check_instance("linen.make_plan", "module", module, Quantized, mend=mend)
 
     def plan(module: Any, *args: Any, **kwargs: Any) -> Plan:
         return module._q_plan(method, *args, **kwargs)
@@ -242,7 +246,7 @@ def _find(
 ) -> Mapping[str, Any]:
     """Runs a module; returns the values that its quantized parts find and write."""
     if scales is not None:
-        check_scales(wanted.function, scales)
+        check_scales(f"linen.{wanted.function}", scales)
     with looking_for(wanted, dynamic=scales == "dynamic"):
         _, new = module.apply(variables, *args, **{**kwargs, "mutable": _all(wanted.value)})
     return new
@@ -279,7 +283,7 @@ def _check_taken(module: nn.Module, converted: Variables, args: Any, kwargs: Any
     except Exception as error:
         raise TypeError(
             message(
-                "convert",
+                "linen.convert",
                 "a layer that contains an injected contraction does not take a QTensor.",
                 given=f"{type(module).__name__}, whose call fails with {type(error).__name__}",
                 expected="layers with promote_dtype=jqx.linen.promote_dtype",

@@ -1,5 +1,8 @@
 """Flax nnx: quantized layers, contractions to inject into Flax's own, whole models."""
 
+import typing as _typing
+
+from .._old_names import renamed as _renamed
 from ..modules import Mode as Mode
 from ._convert import convert as convert
 from ._convert import fix_scales as fix_scales
@@ -25,3 +28,6 @@ from ._quantized import Quantized as Quantized
 from ._variables import QParam as QParam
 from ._variables import Scale as Scale
 from ._variables import Stat as Stat
+
+if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
+    __getattr__ = _renamed(__name__, {}, internal=False)

@@ -75,10 +75,10 @@ def convert(
       dtype(int4)
     """
     if target is not None:
-        check_target("convert", target, None)
-    parts = _search("convert", model, scales, Wanted.CODES, method, args, kwargs)
+        check_target("nnx.convert", target, None)
+    parts = _search("nnx.convert", model, scales, Wanted.CODES, method, args, kwargs)
     found = [(part, found) for part, found in parts if found.get("codes")]
-    _require(found, "convert", model, "quantized a weight", "weights that are not yet codes")
+    _require(found, "nnx.convert", model, "quantized a weight", "weights that are not yet codes")
     codes: dict[int, QParam] = {}
     for part, new in found:
         weights = _owned(model, part) if isinstance(part, Contraction) else _weights(part)
@@ -131,9 +131,9 @@ def fix_scales(
       >>> float(model.quant_scales["kernel:dot_general:lhs"].scale[0, 0])
       1.0
     """
-    parts = _search("fix_scales", model, scales, Wanted.SCALES, method, args, kwargs)
+    parts = _search("nnx.fix_scales", model, scales, Wanted.SCALES, method, args, kwargs)
     found = [part for part, new in parts if new.get("scales")]
-    _require(found, "fix_scales", model, "found a scale", "static activations")
+    _require(found, "nnx.fix_scales", model, "found a scale", "static activations")
     for part, new in parts:
         _keep_scales(part, new.get("scales", {}))
         part.mode = Mode.SIMULATE
@@ -185,9 +185,9 @@ def learn_scales(
       >>> sorted(model.learned_scales)
       ['kernel:dot_general:lhs', 'kernel:weight']
     """
-    parts = _search("learn_scales", model, scales, Wanted.LEARNED, method, args, kwargs)
+    parts = _search("nnx.learn_scales", model, scales, Wanted.LEARNED, method, args, kwargs)
     found = [(part, flatten(new["learned"])) for part, new in parts if new.get("learned")]
-    _require(found, "learn_scales", model, "found a scale", "quantized weights or activations")
+    _require(found, "nnx.learn_scales", model, "found a scale", "quantized weights or activations")
     for _, learned in found:
         check_learnable(learned)
     for part, _ in parts:
@@ -220,7 +220,7 @@ def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: 
       ['kernel']
     """
     mend = "pass a layer of jqx.nnx, or jqx.nnx.quantize(model, policy)."
-    check_instance("make_plan", "model", model, Quantized, mend=mend)
+    check_instance("nnx.make_plan", "model", model, Quantized, mend=mend)
     return model._q_plan(method, *args, **kwargs)
 
 
@@ -307,7 +307,7 @@ def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variabl
     require_that(
         weights,
         error=ValueError,
-        function="convert",
+        function="nnx.convert",
         problem=f"an injected {type(part).__name__} is not in a layer with a weight {name!r}.",
         given=f"weight_name={name!r}",
         expected="the name of the variable of the weight in the layer that contains it",

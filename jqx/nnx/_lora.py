@@ -102,13 +102,13 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
       >>> type(jqx.nnx.merge_lora(layer)).__name__
       'Linear'
     """
-    check_instance("merge_lora", "model", model, nnx.Module, mend="pass an nnx module.")
+    check_instance("nnx.merge_lora", "model", model, nnx.Module, mend="pass an nnx module.")
     merged = nnx.clone(model)
     layers = [layer for _, layer in nnx.iter_modules(merged) if isinstance(layer, LoRALinear)]
     require_that(
         layers,
         error=ValueError,
-        function="merge_lora",
+        function="nnx.merge_lora",
         problem="there are no adapters.",
         given=type(model).__name__,
         expected="a model with jqx.nnx.LoRALinear layers",

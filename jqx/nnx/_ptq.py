@@ -4,16 +4,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from .._calls import called
 from .._checks import check_instance, require_that
+from .._compat import is_concrete
+from .._errors import some
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
 from ..ptq._shared import Effort, Target, check_effort
-from ._pure import leaves_by_path, values, was_written, with_values
+from ..transforms._shared import is_parameter
+from ._pure import leaves_by_path, replaced_by, values, was_written, with_values
 from ._quantize import check_float
 
 
@@ -32,7 +36,8 @@ def ptq(
     """Quantizes an nnx model after training: `ptq(model, policy)(batches)`.
 
     `quantized.function(quantized.params, *args)` calls the model on integers, and is pure: `params`
-    are nested dicts of the values of the variables by path, with QTensors in the place of weights.
+    are nested dicts of the values of the variables by path, and of arrays that are attributes, with
+    QTensors in the place of weights (`nnx.Param`).
     Streams of random numbers stay in the function. A call that writes a variable, such as a running
     mean in training or a cache, is an error: use `jqx.nnx.quantize` for such models. `model` is not
     changed. The weights are those that the model has when batches are passed.
@@ -80,6 +85,7 @@ def ptq(
             "/".join(map(str, path)): None
             for path, variable in nnx.to_flat_state(state)
             if not isinstance(variable, nnx.Param)
+            and any(map(is_parameter, jax.tree.leaves(variable)))
         }
         options: Any = {"effort": effort, "target": target, "progress": progress}
         return ptq_of_function(function, policy, algorithm, names=names, **options)(
@@ -103,7 +109,8 @@ def bind(
     Args:
       unbound: the result of `jqx.load`.
       model: a model with the structure of the one that was quantized. Its values are not used, and
-        it may be abstract, from `nnx.eval_shape`. Streams of random numbers are taken from it.
+        it may be abstract, from `nnx.eval_shape`, if all its arrays are variables. Streams of
+        random numbers are taken from it.
       method: name of the method to call.
       target: as in `jqx.ptq`.
       **kwargs: keyword arguments of every call, the same as for `jqx.nnx.ptq`.
@@ -124,15 +131,61 @@ def bind(
     mend = "pass the result of jqx.load for a quantized model."
     check_instance("nnx.bind", "unbound", unbound, Unbound, mend=mend)
     check_float("nnx.bind", model)
+    _check_abstract(model)
     return unbound.bind(_called("nnx.bind", model, method, kwargs)[0], target=target)
+
+
+def _is_random(path: Any, variable: Any) -> bool:
+    """Whether a variable belongs to a stream, or an array is a key, which files do not store."""
+    dtype = getattr(variable, "dtype", None)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return isinstance(variable, nnx.RngState) or is_key
+
+
+def _check_abstract(model: nnx.Module) -> None:
+    """Checks that no attribute of an abstract model takes part in its graph, not in its state: Flax
+    keeps arrays that are no variables there.
+    """
+    known = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+    lost = [
+        "/".join(where)
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Pytree)
+        for name, value in vars(node).items()
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_node)
+        if _has_no_values(leaf)
+        and (where := (*map(str, path), name, *map(_key, keys))) not in known
+    ]
+    require_that(
+        not lost,
+        error=ValueError,
+        function="nnx.bind",
+        problem="an abstract model has attributes without values that are no variables.",
+        given=some(map(repr, lost)),
+        expected="a model with values, or one whose arrays are all variables",
+        mend="pass the model itself, of any values; or make the attribute an nnx.Variable.",
+    )
+
+
+def _has_no_values(x: Any) -> bool:
+    is_traced = isinstance(x, jax.Array) and not is_concrete(x)
+    return is_traced or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, (nnx.Variable, nnx.Pytree))
+
+
+def _key(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
 
 
 def _called(
     function: str, model: nnx.Module, method: str, kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Any]:
     """Returns a model as a function of the values of its variables, and the state of these."""
-    graphdef, streams, state = nnx.split(model, nnx.RngState, ...)
-    empty = nnx.map_state(lambda _, variable: variable.replace(None), state)
+    graphdef, streams, state = nnx.split(model, _is_random, ...)
+    empty = nnx.map_state(lambda _, variable: replaced_by(variable, None), state)
     paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(state)]
 
     def call(params: Any, *args: Any, **more: Any) -> Any:

@@ -127,14 +127,14 @@ def is_coded(path: Path, variable: Any) -> bool:
 
 
 def values(state: Any) -> dict[str, Any]:
-    """Returns the values of variables, as nested dicts keyed by name."""
+    """Returns the values of variables, and arrays that are attributes, as nested dicts by name."""
     nested: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
         *parts, last = map(str, path)
         inner = nested
         for part in parts:
             inner = inner.setdefault(part, {})
-        inner[last] = variable.get_value()
+        inner[last] = variable.get_value() if isinstance(variable, nnx.Variable) else variable
     return nested
 
 
@@ -145,9 +145,14 @@ def with_values(state: Any, params: Any) -> Any:
         value = params
         for part in path:
             value = value[str(part)]
-        return variable.replace(value)
+        return replaced_by(variable, value)
 
     return nnx.map_state(replaced, state)
+
+
+def replaced_by(variable: Any, value: Any) -> Any:
+    """Returns a variable with another value; for an array that is an attribute the value itself."""
+    return variable.replace(value) if isinstance(variable, nnx.Variable) else value
 
 
 def _is_own(path: Path, _: Any) -> bool:

@@ -63,7 +63,7 @@ def quantize(
       >>> bool(jnp.allclose(quantized(x), trained))
       True
     """
-    check_float("quantize", model, ATTRIBUTES)
+    check_float("nnx.quantize", model, ATTRIBUTES)
     result: Any = nnx.clone(model)
     become(result, over(type(model), Quantized, f"Quantized{type(model).__name__}"))
     result._q_set_up(policy, mode, backward, scales, rngs)

@@ -6,6 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from .._checks import as_count
 from ._observer import ObservedSite
 
 
@@ -54,7 +55,7 @@ def count_rows(x: jax.Array, site: ObservedSite) -> jax.Array:
         shape = tuple(1 if i in site.contracted else n for i, n in enumerate(x.shape))
         return over_rows(jnp.ones(shape, jnp.float32), site, "sum")
     if site.sizes is not None:
-        return site.sizes[:, None].astype(jnp.int32)
+        return as_count(site.sizes, jnp.iinfo(jnp.int32).max)[:, None]
     rows = math.prod(x.shape[axis] for axis in site.reduced(x.ndim))
     return jnp.asarray(rows, jnp.int32)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._checks import as_count
 from .._compat import whole_of
 from .._errors import message
 from ._channels import added
@@ -108,7 +109,9 @@ def _count(x: jax.Array, site: ObservedSite) -> jax.Array:
     weights = site.row_weights(x)
     if weights is None:
         count = jax.eval_shape(site.rows, x).shape[-2]
-        return (jnp.asarray(count) if site.sizes is None else site.sizes).astype(jnp.int32)
+        if site.sizes is None:
+            return jnp.asarray(count).astype(jnp.int32)
+        return as_count(site.sizes, jnp.iinfo(jnp.int32).max)
     if site.sizes is None:
         return weights.sum(-1)
     return jax.ops.segment_sum(weights, site.expert_of_rows(len(x)), site.experts)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 
+from .._checks import as_count
 from ..tensor import QSpec
 
 T = TypeVar("T")
@@ -149,7 +150,7 @@ class ObservedSite:
         number of matrices for a row that none multiplies.
         """
         assert self.sizes is not None
-        ends = jnp.cumsum(self.sizes)
+        ends = jnp.cumsum(as_count(self.sizes, count))
         return jnp.sum(lax.iota(ends.dtype, count)[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 

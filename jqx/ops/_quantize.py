@@ -31,7 +31,8 @@ from ._round import check_round_mode
 
 @called(
     "quantize",
-    'pass scale= and qtype=; or let jqx.QTensor.quantize(x, jqx.QSpec("int8")) find a scale.',
+    'pass scale= and qtype=; or let jqx.QTensor.quantize(x, jqx.QSpec("int8")) find a scale. '
+    "Models and parameters are quantized by jqx.ptq, jqx.linen.quantize and jqx.nnx.quantize.",
 )
 def quantize(
     x: ArrayLike,

@@ -1,7 +1,6 @@
 """Policy: an ordered list of rules, and ways to write and join policies."""
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,12 +8,10 @@ from .._calls import called
 from .._checks import check_instance, shown
 from .._errors import message
 from .._table import Table
+from ..numerics._shared import formats_by_name
 from ..tensor import QSpec
-from ..tensor._shared import FLOAT, as_spec
+from ..tensor._shared import FLOAT, as_spec, preset_instead
 from ._rule import Rule
-
-_PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?|(mx)?fp8|nf4")
-"""The names of presets."""
 
 
 @called("Policy", "pass one list, jqx.Policy([rule, ...]), or one dict.")
@@ -76,7 +73,11 @@ class Policy:
             "rules",
             rules,
             Iterable,
-            mend="pass a list, jqx.Policy([rule]), or a dict; join policies with +.",
+            mend=_mend(rules)
+            if isinstance(rules, (Rule, QSpec)) or preset_of(rules)
+            else "it is a policy already; join policies with +: jqx.Policy([rule]) + policy."
+            if isinstance(rules, Policy)
+            else "pass a list, jqx.Policy([rule]), or a dict; join policies with +.",
         )
         rules = tuple(rules)
         for rule in rules:
@@ -139,8 +140,10 @@ def _mend(value: Any) -> str:
     name = preset_of(value)
     if name is not None:
         return f"call the preset: jqx.presets.{name}()."
-    if isinstance(value, str) and _PRESET.fullmatch(value):
-        return f"call the preset: jqx.presets.{value}()."
+    if isinstance(value, str) and preset_instead(value) is not None:
+        return str(preset_instead(value))
+    if isinstance(value, str) and value.partition(":")[0] not in (FLOAT, *formats_by_name()):
+        return "call a preset, such as jqx.presets.w8a8(), or write jqx.Policy([rule, ...])."
     if isinstance(value, Rule):
         return "pass jqx.Policy([rule])."
     if isinstance(value, (list, tuple)):
@@ -176,6 +179,16 @@ def _under(path: Any, value: Any) -> tuple[Rule, ...]:
             given=f"jqx.presets.{name}",
             expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
             mend=f"call it: {{{path!r}: jqx.presets.{name}()}}.",
+        )
+        raise TypeError(text)
+    if isinstance(value, (Mapping, tuple, list)):
+        fields = ", ".join(f"{name}=..." for name in value) if isinstance(value, Mapping) else ""
+        text = message(
+            "Policy",
+            f"the value at {path!r} is a {type(value).__name__}.",
+            given=f"{len(value)} entries",
+            expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
+            mend=f"write {{{path!r}: jqx.Rule({fields or 'weight=..., activation=...'})}}.",
         )
         raise TypeError(text)
     return (Rule(path, weight=as_spec("Policy", f"rules[{path!r}]", value)),)

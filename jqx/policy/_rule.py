@@ -7,8 +7,9 @@ from typing import Any, Literal
 from .._calls import called
 from .._checks import check_instance
 from .._errors import message
+from ..numerics._shared import formats_by_name
 from ..tensor import QSpec
-from ..tensor._shared import FLOAT, as_spec
+from ..tensor._shared import FLOAT, as_spec, preset_instead
 from ._steps import Selector
 
 Spec = QSpec | str | None
@@ -26,8 +27,9 @@ class Rule:
 
     Specs may be given as schemes, as on the command line: a format, followed by colons and any of
     `group=32`, `channel`, `token`, `tensor`, `asymmetric`, `dynamic`, `calibrator=mse`. If a scheme
-    has no granularity, a weight has one scale for each channel, and an activation has one scale, or
-    one for each token if it is dynamic. A block format has one scale for each block.
+    has no granularity, a weight has one scale for each channel (in `jqx.QTensor.quantize`, which
+    knows no channels, one for all), and an activation has one scale, or one for each token if it is
+    dynamic. A block format has one scale for each block.
 
     Attributes:
       path: regular expression, matched in full against the path of the contraction. This is the key
@@ -84,6 +86,7 @@ class Rule:
         _check_regex("path", path)
         if op is not None:
             _check_regex("op", op)
+            _check_op(path, op)
         check_instance(
             "Rule", "optional", optional, bool, mend="pass optional=True or optional=False."
         )
@@ -169,6 +172,37 @@ def _check_regex(field: str, pattern: Any) -> None:
                 f"`{field}` is not a valid regular expression: {error}.",
                 given=f"{field} == {pattern!r}",
                 expected="a pattern that Python's re accepts",
-                mend="escape special characters with a backslash.",
+                mend=_glob(str(pattern)) or "escape special characters with a backslash.",
             )
         ) from None
+
+
+def _glob(pattern: str) -> str | None:
+    """Returns what to write for a pattern of a shell; `None` if it does not look like one."""
+    found = re.sub(r"(?<![.\\\])])\*+", ".*", pattern)
+    try:
+        re.compile(found)
+    except (re.error, OverflowError):
+        return None
+    if found == pattern:
+        return None
+    return f"it is a regular expression, in which any text is '.*': write {found!r}."
+
+
+def _check_op(path: str, op: str) -> None:
+    """Checks that an operation is not a scheme or a preset, which has a name of its own."""
+    name = op.partition(":")[0]
+    if name not in (FLOAT, *formats_by_name()) and preset_instead(op) is None:
+        return
+    mend = f"write jqx.Rule({path!r}, weight={op!r}): the second argument is the operation."
+    if preset_instead(op) is not None:
+        mend = f"a preset is a policy: jqx.Policy({{{path!r}: jqx.presets.w8a8()}})."
+    raise ValueError(
+        message(
+            "Rule",
+            "`op` says how to quantize, not which operation.",
+            given=f"op == {op!r}",
+            expected="dot_general, conv_general_dilated, ragged_dot or gather, or None for all",
+            mend=mend,
+        )
+    )

@@ -11,7 +11,7 @@ from ..numerics import Block, Integer, format_of
 from ..numerics._shared import E8M0
 from ..tensor import QSpec
 from ..transforms import Plan, Site
-from ..transforms._shared import Inapplicable, as_chosen, trace_call
+from ..transforms._shared import Inapplicable, as_chosen, chained, is_array, trace_call
 from ._late_folders import algorithms, shared_algorithms
 
 Effort = Literal["seconds", "minutes", "hours"]
@@ -48,7 +48,7 @@ def check_effort(function: str, effort: Any, algorithm: Any) -> None:
         error=ValueError,
         function=function,
         problem="`effort` and `algorithm` exclude each other.",
-        given=f"effort == {effort!r} and {described(algorithm)}",
+        given=lambda: f"effort == {effort!r} and {described(algorithm)}",
         expected="an algorithm, or the time that the default algorithm may take",
         mend="leave one of them out.",
     )
@@ -154,7 +154,7 @@ def fitted(
         most = max(most, (batches * inputs / channels, batches * inputs, channels))
     if most[0] >= 1:
         return choice
-    parts = getattr(choice.algorithm, "algorithms", (choice.algorithm,))
+    parts = chained(choice.algorithm) or (choice.algorithm,)
     kept = [part for part in parts if isinstance(part, algorithms.rotate)]
     left = described(_joined([part for part in parts if part not in kept]))
     note = f"{most[1]:.0f} inputs of {most[2]:.0f} channels are too few for {left}"
@@ -178,18 +178,37 @@ def described(algorithm: Any) -> str:
     Leaves out the options that say where intermediate values are kept. Codes, and files that hold
     them, do not depend on these.
     """
-    parts = getattr(algorithm, "algorithms", None)
+    parts = chained(algorithm)
     if parts is not None:
         return ", ".join(map(described, parts))
     if not dataclasses.is_dataclass(algorithm):
-        return getattr(algorithm, "__name__", type(algorithm).__name__)
-    name = getattr(algorithm, "function", type(algorithm).__name__).rpartition(".")[2]
+        return str(getattr(algorithm, "__name__", type(algorithm).__name__))
+    name = getattr(algorithm, "function", None)
+    name = name.rpartition(".")[2] if isinstance(name, str) else type(algorithm).__name__
     options = (
-        f"{field.name}={re.sub(' at 0x[0-9a-f]+', '', repr(value))}"
+        f"{field.name}={_shown(value)}"
         for field in dataclasses.fields(algorithm)
-        if (value := getattr(algorithm, field.name)) != field.default and field.name not in _KEPT
+        if field.name not in _KEPT
+        and _differ(value := getattr(algorithm, field.name, field.default), field.default)
     )
     return f"{re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()}({', '.join(options)})"
+
+
+def _differ(value: Any, default: Any) -> bool:
+    """Whether an option differs from its default; one that cannot be compared, such as an array,
+    does unless it is the same object.
+    """
+    try:
+        return value is not default and bool(value != default)
+    except Exception:  # a user's `__eq__`
+        return True
+
+
+def _shown(value: Any) -> str:
+    """Returns an option as text: an array as its type and shape."""
+    if is_array(value):
+        return f"{value.dtype}{list(value.shape)}"
+    return re.sub(" at 0x[0-9a-f]+", "", shown(value))
 
 
 def _specs(plan: Plan, site: Site) -> tuple[QSpec, QSpec | None] | None:

@@ -36,7 +36,10 @@ from ..transforms._shared import (
     check_algorithm,
     check_arguments,
     check_batches,
+    check_concrete,
     check_no_learned_scales,
+    has,
+    inputs_of,
     is_array,
     is_quantized,
     lay_out_weights,
@@ -117,8 +120,9 @@ def ptq(
     Returns:
       A function of the parameters (a tuple if there are several positions) and of batches, which
       returns a `Quantized`. Batches are a list, such as `[x]`, or another iterable. Each batch is a
-      tuple of the other arguments of `f`, or the one other argument. The plan is made with the
-      first batch. The other batches are read only if something is calibrated.
+      tuple of the other arguments of `f`, or the one other argument, which may be a named tuple.
+      The plan is made with the first batch. The other batches are read only if something is
+      calibrated.
 
       Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
       the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,
@@ -159,7 +163,8 @@ def ptq(
     def quantize(params: Any, batches: Iterable[Any]) -> Quantized:
         check_batches("ptq", batches)
         first, every = _first(batches)
-        inputs = first if isinstance(first, tuple) else (first,)
+        check_concrete("ptq", params, first)
+        inputs = inputs_of(first)
         planned = make_plan(f, policy, params=places, names=names)
         check_arguments("ptq", places, params)
         arguments = placed(places, params, inputs)
@@ -199,7 +204,7 @@ def _carried_out(
 ) -> _Done:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     rewrites, rounding, corrections = parts_of(choice.algorithm)
-    plan, run = mapped.plan, hasattr(rounding, "run")
+    plan, run = mapped.plan, has(rounding, "run")
     observers = None if run else observers_of(rounding)
     stats, scales, reports = None, {}, []
     given_values, is_plain = values, not (rewrites or corrections or rounding is not None)
@@ -302,6 +307,10 @@ def quantized_of(
     return Quantized(function, laid_out, plan, scales, found, inputs, maps=mapped.maps)
 
 
+_CALLED: dict[str, str] = dict.fromkeys(("cuda", "rocm", "nvidia", "amd"), "pass 'gpu'")
+"""What to write for other names of targets."""
+
+
 def target_of(function: str, target: Target) -> str | Literal[False]:
     """Returns the target, with `None` resolved, after checking that it has layouts."""
     meant = jax.default_backend() if target is None else target
@@ -316,7 +325,8 @@ def target_of(function: str, target: Target) -> str | Literal[False]:
             "`target` is unknown.",
             given=given,
             expected=f"one of {', '.join(map(repr, TARGETS))}, or False",
-            mend="pass one of these; target=False keeps the layout that files use.",
+            mend=f"{_CALLED.get(str(target).lower(), 'pass one of these')}; target=False keeps the "
+            "layout that files use.",
         )
     )
 

@@ -1,12 +1,13 @@
 """Quantized: what `ptq` returns."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
 
 from .._calls import called
+from .._checks import require_that
 from .._signatures import P, R
 from ..calibrators import Affine
 from ..transforms import Plan
@@ -66,7 +67,25 @@ class Quantized(Generic[P, R]):
     def __call__(self, *batch: P.args, **kwargs: P.kwargs) -> R:
         """Returns the result of the function on its weights and the other arguments."""
         function: Callable[..., R] = self.function
-        return function(*arguments_of(self.plan, self.params, batch), **kwargs)
+        try:
+            return function(*arguments_of(self.plan, self.params, batch), **kwargs)
+        except (TypeError, ValueError):
+            self._check_without_params(batch)
+            raise
+
+    def _check_without_params(self, batch: Sequence[Any]) -> None:
+        """Raises if the arguments include the parameters, which a call has already."""
+        own = jax.tree.structure(self.params)
+        require_that(
+            not any(x is self.params or jax.tree.structure(x) == own for x in batch)
+            or own.num_leaves < 2,
+            error=TypeError,
+            function="Quantized",
+            problem="the arguments include the parameters, which the call has already.",
+            given=f"{len(batch)} arguments",
+            expected="the other arguments of the function alone",
+            mend="write quantized(x), or quantized.function(quantized.params, x).",
+        )
 
     @called("Quantized.bind", "pass a function of the same weights: quantized.bind(step).")
     def bind(self, f: Callable[Concatenate[Any, Q], S]) -> "Quantized[Q, S]":

@@ -7,6 +7,7 @@ import numpy as np
 
 from .._checks import require_that
 from ..numerics import format_of
+from ._fields import check_dtypes
 from ._layout import is_flipped
 from ._order import permuted_axis
 
@@ -20,8 +21,10 @@ def check_codes(function: str, q: Any, where: str) -> None:
       where: its path, for messages.
 
     Raises:
+      TypeError: codes have another dtype.
       ValueError: a code or a zero point is out of the range of the format, such as 100 in an int3.
     """
+    check_dtypes(function, q, f" of {where!r}")
     form = format_of(q.qtype)
     if form.code_range is not None:
         codes = _integers(q, form)

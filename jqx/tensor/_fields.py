@@ -26,33 +26,68 @@ def check_leaves(q: Any) -> None:
                 mend=f"pass jnp.asarray({name}).",
             )
             raise TypeError(text)
-    if q.scale.dtype != E8M0:
-        check_real("QTensor", "`scale` element type", q.scale.dtype)
-    if q.offset is not None:
-        check_real("QTensor", "`offset` element type", q.offset.dtype)
-    storage = form.storage
-    codes = {"values": (q.values, values_dtype(q.layout, form))}
-    if q.zero_point is not None:
-        codes["zero_point"] = (q.zero_point, storage)
-        if not isinstance(form, Integer):
-            text = message(
-                "QTensor",
-                f"{form.name} has no zero point.",
-                given=f"zero_point of shape {q.zero_point.shape}",
-                expected="zero_point=None, or an integer qtype",
-                mend="drop the zero point.",
-            )
-            raise ValueError(text)
-    for name, (array, expected) in codes.items():
-        if array.dtype != expected:
-            text = message(
-                "QTensor",
-                f"`{name}` does not hold codes of `qtype`.",
-                given=f"{name}.dtype == {array.dtype.name}",
-                expected=f"{name}.dtype == {expected.name}, the codes of {form.name}",
-                mend=f"convert {name}, or pass the qtype of its codes.",
-            )
-            raise TypeError(text)
+    if q.zero_point is not None and not isinstance(form, Integer):
+        text = message(
+            "QTensor",
+            f"{form.name} has no zero point.",
+            given=f"zero_point of shape {q.zero_point.shape}",
+            expected="zero_point=None, or an integer qtype",
+            mend="drop the zero point.",
+        )
+        raise ValueError(text)
+    check_dtypes("QTensor", q)
+
+
+_CHANGED = (
+    " If jax.tree.map, an optimizer or a moving average changed the codes: apply it to float "
+    "parameters, or let it skip QTensors with is_leaf=lambda x: isinstance(x, jqx.QTensor)."
+)
+
+
+def check_dtypes(function: str, q: Any, where: str = "") -> None:
+    """Checks that the leaves have the dtypes of codes and scales, wherever a QTensor is used: a map
+    over the leaves of a tree may have changed them. A leaf without a dtype passes.
+    """
+    if hasattr(q.scale, "qtype"):
+        check_dtypes(function, q.scale, where)
+    elif getattr(q.scale, "dtype", E8M0) != E8M0:
+        check_real(function, f"`scale` element type{where}", q.scale.dtype)
+    if hasattr(q.offset, "qtype"):
+        check_dtypes(function, q.offset, where)
+    elif hasattr(q.offset, "dtype"):
+        check_real(function, f"`offset` element type{where}", q.offset.dtype)
+    name = wrong_codes(q)
+    if name is not None:
+        form, dtype = format_of(q.qtype), getattr(q, name).dtype
+        expected = _dtypes(q)[name]
+        text = message(
+            function,
+            f"`{name}`{where} does not hold codes of `qtype`.",
+            given=f"{name}.dtype == {dtype.name}",
+            expected=f"{name}.dtype == {expected.name}, the codes of {form.name}",
+            mend=f"convert {name}, or pass the qtype of its codes.{_CHANGED}",
+        )
+        raise TypeError(text)
+
+
+def wrong_codes(q: Any) -> str | None:
+    """Returns the name of a leaf whose dtype is not that of codes; `None` if there is none."""
+    known = {name: getattr(getattr(q, name), "dtype", None) for name in _CODES}
+    if known["values"] is None and known["zero_point"] is None:
+        return None
+    expected = _dtypes(q)
+    return next(
+        (n for n, dtype in known.items() if dtype is not None and dtype != expected[n]), None
+    )
+
+
+_CODES = ("values", "zero_point")
+
+
+def _dtypes(q: Any) -> dict[str, Any]:
+    """Returns the dtypes of the leaves that hold codes."""
+    form = format_of(q.qtype)
+    return {"values": values_dtype(q.layout, form), "zero_point": form.storage}
 
 
 def check_blocks(blocks: Any) -> None:

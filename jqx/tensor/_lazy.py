@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._calls import called
-from .._checks import require_that
+from .._checks import require_that, shown
 from .._errors import message
 from .._heap import give_back
 
@@ -91,8 +91,8 @@ class Lazy:
             error=ValueError,
             function="interop.Lazy",
             problem="the result of `make` does not match `spec`.",
-            given=f"{given!r}"[:200],
-            expected=f"{self.spec!r}"[:200],
+            given=lambda: shown(given),
+            expected=lambda: shown(self.spec),
             mend="derive `spec` from `make`, such as with jax.eval_shape.",
         )
         return found

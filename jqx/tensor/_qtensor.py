@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from ..calibrators import Affine, Groups
 from ..numerics import QType, format_of
 from ..numerics._shared import E8M0, as_qtype
 from . import _layout
-from ._fields import check_blocks, check_layout, check_leaves, check_shapes, refuse_as_array
+from ._fields import check_blocks, check_dtypes, check_layout, check_leaves, check_shapes
 from ._layout import Layout, packed_axis, real_shape, shape_of_values
+from ._no_array import QUANTIZE_INSTEAD, NoArray, check_affine
 from ._pytree import register
 from ._round_trip import dequantized, quantized
 from ._scheme import needed_spec
@@ -31,14 +32,15 @@ from ._zeros import zeros
 
 @called("QTensor", 'pass codes, scale and qtype=; jqx.QTensor.quantize(x, "int8") makes them.')
 @dataclasses.dataclass(frozen=True, eq=False)
-class QTensor:
+class QTensor(NoArray):
     """A quantized array: `real = (values - zero_point) * scale`, or `number of values * scale`.
 
     It is a pytree with the leaves `values`, `scale` and `zero_point`, and in rare cases `offset`
     and `order`. It works with jit, scan, vmap and `jax.tree` like any pytree. No axis number is
     stored: the scale has the rank of the values, so it is sliced, transposed and mapped over in
-    step with them. (To vmap or scan over an axis, the scale must have that axis too: quantize with
-    `per_axis` of it, in nvfp4 also with `stacked=`.)
+    step with them. (To vmap or scan over an axis, the scale must have that axis too, or JAX reports
+    inconsistent sizes: quantize with `per_axis` of it, in nvfp4 also with `stacked=`.) Where a map
+    over leaves has changed the dtype of codes, any use is a TypeError.
 
     For every view and selection, `op(q).dequantize()` equals `op(q.dequantize())`.
 
@@ -92,8 +94,6 @@ class QTensor:
     blocks: tuple[tuple[int, int, int], ...] = ()
     layout: Layout | None = None
 
-    __array_ufunc__: ClassVar[None] = None  # so that `numpy_array @ q` reaches `__rmatmul__`
-
     def __post_init__(self) -> None:
         qtype = as_qtype("QTensor", "qtype", self.qtype, "Quantized")
         object.__setattr__(self, "qtype", qtype)
@@ -109,7 +109,11 @@ class QTensor:
         check_shapes(self)
 
     @classmethod
-    @called("QTensor.quantize", 'pass for example jqx.QTensor.quantize(x, jqx.QSpec("int8")).')
+    @called(
+        "QTensor.quantize",
+        'pass for example jqx.QTensor.quantize(x, jqx.QSpec("int8")).',
+        QUANTIZE_INSTEAD.get,
+    )
     def quantize(
         cls,
         x: ArrayLike,
@@ -122,23 +126,24 @@ class QTensor:
 
         Args:
           x: real array, any shape; float16, bfloat16, float32 or float64.
-          spec: a `QSpec` with an absolute granularity, or a scheme such as `"int8:tensor"`.
+          spec: a `QSpec` with an absolute granularity, or a scheme. An array has no channels, so
+            `"int8"` is one scale for all of it (in a policy, one for each channel of a weight).
           affine: scale and zero point; `None` lets the calibrator of `spec` find them from `x`.
-          pack: the axis along which codes of less than 8 bits are packed into bytes; `None` stores
-            one code per element.
+          pack: the axis along which codes of less than 8 bits are packed; `None` packs none.
 
         Returns:
-          A `QTensor` of the shape and dtype of `x`. A scale that the calibrator finds is float32
-          (in a block format, it has the scale format).
+          A `QTensor` of the shape and dtype of `x`. A scale that is found is float32 (of a block
+          format: in its scale format).
 
         Raises:
-          TypeError: `x` is not floating point, or `spec` is not a `QSpec`.
+          TypeError: `x` is not floating point, `spec` no `QSpec`, or `affine` no `Affine`.
           ValueError: the granularity is relative, names an axis that `x` lacks or blocks that do
             not divide; `affine` does not broadcast to `x`, axis by axis; `pack` is not an axis of
             `x`, or the format has 8 bits or more.
         """
         x = as_real("QTensor.quantize", "x", x)
         spec = needed_spec("QTensor.quantize", "spec", spec, "array")
+        check_affine(affine)
         form = format_of(spec.qtype)
         axis = None if pack is None else packed_axis("QTensor.quantize", form, pack, x.ndim)
         return quantized(x, affine, cls=cls, spec=spec, axis=axis)
@@ -181,6 +186,7 @@ class QTensor:
     @called("QTensor.dequantize", "convert first, for example q.astype(jnp.float32).dequantize().")
     def dequantize(self) -> jax.Array:
         """Returns the real array: values times scale, in float32 or wider, rounded to `dtype`."""
+        check_dtypes("QTensor.dequantize", self)
         check_shapes(self)  # a map over leaves may have changed them
         return dequantized(self)
 
@@ -189,6 +195,7 @@ class QTensor:
         """The codes, one per element, in the order of the shape (a permuted axis in that of
         `values`): of dtype `storage`, or one byte each if they are packed or stored as int8.
         """
+        check_dtypes("QTensor.codes", self)
         return _layout.codes_of(self)
 
     def pack(self, axis: int = -1) -> "QTensor":
@@ -356,20 +363,13 @@ class QTensor:
           ValueError: it indexes an axis along which codes are packed or swapped.
           IndexError: there are more indices than axes, or an integer is out of range.
         """
+        check_dtypes("QTensor.__getitem__", self)
         return index(self, key)
 
     if TYPE_CHECKING:  # bound by jqx.contractions
 
         def __matmul__(self, other: "ArrayLike | QTensor") -> jax.Array: ...
         def __rmatmul__(self, other: ArrayLike) -> jax.Array: ...
-    else:  # hidden from type checkers: for NumPy's types, anything with `__array__` is an array
-
-        def __array__(self, *args: Any, **kwargs: Any) -> Any:
-            """Raises, because the caller must choose between the codes and the real array."""
-            mend = "pass q.dequantize() for the real array, or q.values for the codes."
-            refuse_as_array("QTensor", "a QTensor is not an array.", self, mend)
-
-    __iter__ = None  # else Python iterates with __getitem__, and `in` compares by identity
 
     def __repr__(self) -> str:
         return text(self)

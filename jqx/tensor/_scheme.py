@@ -44,7 +44,11 @@ _SIZES = ("group", "block")
 _VALUED = (*_SIZES, "calibrator", "contract")
 _EXAMPLES = {"group": "32", "block": "64", "calibrator": "mse", "contract": "0"}
 _OPTIONS = (*_VALUED, *_GRANULARITIES, "asymmetric", "dynamic")
-_PRESET = re.compile(r"w[0-9]+a[0-9]+(_dynamic)?")
+PRESETS = ("fp8", "mxfp8", "nf4", "w4a16", "w4a4", "w4a8", "w8a16", "w8a8", "w8a8_dynamic")
+"""The names of `jqx.presets`."""
+
+_PRESET = re.compile(r"w([0-9]+)a([0-9]+)(_dynamic)?")
+"""What the name of a preset looks like."""
 
 
 class Scheme(NamedTuple):
@@ -116,7 +120,7 @@ def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> 
                 if isinstance(value, (bool, int, float, Mapping))
                 else f"an object of type {type(value).__name__}",
                 expected='a jqx.QSpec, a scheme such as "int4:group=32", or None for float',
-                mend=_mend(value),
+                mend=_mend(value, role),
             )
         )
     spec, contract = parse_scheme(value, role, function)
@@ -143,17 +147,30 @@ def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
     )
 
 
-def _mend(value: Any) -> str:
+_ONE_FOR: dict[Role, str] = {
+    "weight": "per channel",
+    "activation": "for all values",
+    "state": "per token",
+    "array": "for all values",
+}
+"""What shares a scale if a scheme has no granularity, by what it is for."""
+
+
+def _mend(value: Any, role: Role) -> str:
     """Returns how to pass a value that is almost a spec."""
     if isinstance(value, Mapping):
         return 'make a spec of the fields: jqx.QSpec("int8", symmetric=True).'
     if isinstance(value, type) and issubclass(value, QSpec):
         return 'make a spec: jqx.QSpec("int8").'
+    if type(value) is int and f"int{value}" in formats_by_name():
+        return f'pass the scheme "int{value}", with one scale {_ONE_FOR[role]}.'
     try:
-        name = format_of(value).name
+        given: Any = value
+        name = format_of(given).name
     except (TypeError, ValueError):
         return 'pass for example "int8", or jqx.QSpec("int8", jqx.per_channel()).'
-    return f'pass the scheme "{name}", with one scale per channel, or jqx.QSpec("{name}", ...).'
+    own = f'pass the scheme "{name}", with one scale {_ONE_FOR[role]}'
+    return f'{own}, or jqx.QSpec("{name}", ...).'
 
 
 def _given(function: str, text: str, options: list[str]) -> dict[str, str]:
@@ -235,13 +252,30 @@ def _integer(function: str, text: str, number: str) -> int:
 def _unknown(function: str, name: str, known: Mapping[str, Any]) -> ValueError:
     close = difflib.get_close_matches(name, known, n=1)
     mend = f"write {close[0]!r}." if close else 'write for example "int8", or "int4:group=32".'
-    if _PRESET.fullmatch(name):
-        mend = f"call the preset of that name: jqx.presets.{name}()."
+    mend = preset_instead(name) or mend
     expected = f"float, or one of {', '.join(known)}"
     text = message(
         function, "the format is unknown.", given=repr(name), expected=expected, mend=mend
     )
     return ValueError(text)
+
+
+def preset_instead(name: str) -> str | None:
+    """Returns what to write in place of the name of a preset, which may not exist; `None` if it
+    does not look like one.
+    """
+    if name in PRESETS:
+        return f"call the preset: jqx.presets.{name}()."
+    bits = _PRESET.fullmatch(name)
+    if bits is None:
+        return None
+    fields = [("weight", f"int{bits[1]}")]
+    fields += [] if bits[2] in ("16", "32") else [("activation", f"int{bits[2]}")]
+    if not all(form in formats_by_name() for _, form in fields):
+        return f"no preset has this name: there are {', '.join(PRESETS)}."
+    dynamic = {"activation": ":token:dynamic" if bits[3] else ""}
+    rule = ", ".join(f"{x}={form + dynamic.get(x, '')!r}" for x, form in fields)
+    return f'no preset has this name: write jqx.Policy([jqx.Rule(".*", {rule})]).'
 
 
 def _wrong(

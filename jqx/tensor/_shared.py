@@ -3,6 +3,7 @@
 from ._code_range import check_codes as check_codes
 from ._export import fields_from_json as fields_from_json
 from ._export import fields_to_json as fields_to_json
+from ._fields import check_dtypes as check_dtypes
 from ._fields import check_zero_point as check_zero_point
 from ._fit import fit as fit
 from ._fit import groups_of as groups_of
@@ -36,11 +37,13 @@ from ._order import taken as taken
 from ._partition import names_of as names_of
 from ._partition import partition_specs as partition_specs
 from ._scheme import FLOAT as FLOAT
+from ._scheme import PRESETS as PRESETS
 from ._scheme import Role as Role
 from ._scheme import Scheme as Scheme
 from ._scheme import as_spec as as_spec
 from ._scheme import needed_spec as needed_spec
 from ._scheme import parse_scheme as parse_scheme
+from ._scheme import preset_instead as preset_instead
 from ._segments import lazy_parts as lazy_parts
 from ._segments import lazy_segments as lazy_segments
 from ._segments import unchecked_segments as unchecked_segments

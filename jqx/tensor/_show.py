@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .._html import pairs_html
 from .._treescope import constructor
 from ..numerics._shared import name_of_qtype
+from ._fields import wrong_codes
 from ._order import permuted_axis
 
 
@@ -16,6 +18,10 @@ def text(q: Any) -> str:
     name, dtype = name_of_qtype(q.qtype), jnp.dtype(q.dtype).name
     if not _has_arrays(q):
         return f"QTensor({name} of {_leaf(q.values)}, scale {_leaf(q.scale)}, dtype={dtype})"
+    wrong = wrong_codes(q)
+    if wrong is not None:
+        part = f"{wrong} {_leaf(getattr(q, wrong))}"
+        return f"QTensor({part}, which are no codes of {name}, scale {_leaf(q.scale)})"
     zero = "" if q.zero_point is None else f", zero_point {_leaf(q.zero_point)}"
     zero += "" if q.offset is None else f", offset {_leaf(q.offset)}"
     layout = "" if q.layout is None else f" {q.layout}"
@@ -30,7 +36,7 @@ def text(q: Any) -> str:
 def as_html(q: Any) -> str:
     """Returns the HTML that a notebook shows for a QTensor, whatever its leaves are."""
     name, dtype = name_of_qtype(q.qtype), jnp.dtype(q.dtype).name
-    if not _has_arrays(q):
+    if not _has_arrays(q) or wrong_codes(q) is not None:
         return pairs_html([("", text(q))], "QTensor")
     known = isinstance(q.size, int) and isinstance(q.nbytes, int) and q.size > 0
     bits = f", {8 * q.nbytes / q.size:.2f} bits for each of {q.size:,} numbers" if known else ""
@@ -60,7 +66,11 @@ def treescope_tree(q: Any, path: str | None, subtree_renderer: Any) -> Any:
 
 
 def _has_arrays(q: Any) -> bool:
-    return all(hasattr(leaf, "shape") for leaf in (q.values, q.scale))
+    return all(map(_is_array, (q.values, q.scale)))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # a dtype has a shape too
 
 
 def _grouped(number: Any) -> str:
@@ -68,7 +78,8 @@ def _grouped(number: Any) -> str:
 
 
 def _leaf(leaf: Any) -> str:
-    if not hasattr(leaf, "shape"):
+    if not _is_array(leaf):
         return repr(leaf)
     name = name_of_qtype(leaf.qtype) if hasattr(leaf, "qtype") else leaf.dtype.name
+    name = "float0" if leaf.dtype == jax.dtypes.float0 else name  # in a gradient
     return f"{name}{list(leaf.shape)}"

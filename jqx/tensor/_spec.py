@@ -24,7 +24,18 @@ from ..ops._shared import check_round_mode, check_symmetric
 _PER_TENSOR = per_tensor()
 
 
-@called("QSpec", 'the format sets the number of bits: jqx.QSpec("int4", jqx.per_group(32)).')
+def _instead(name: str) -> str | None:
+    """Returns what to write in place of a field of a spec that does not exist."""
+    if name in ("axis", "axes", "ch_axis", "channel_axis", "channelwise_axes"):
+        return 'write jqx.QSpec("int8", jqx.per_axis(0)), or jqx.per_channel() in a policy.'
+    if name in ("group_size", "block_size", "tile_size", "group", "block"):
+        return 'write jqx.QSpec("int4", jqx.per_group(32)).'
+    return None
+
+
+@called(
+    "QSpec", 'the format sets the number of bits: jqx.QSpec("int4", jqx.per_group(32)).', _instead
+)
 @dataclasses.dataclass(frozen=True)
 class QSpec:
     """How one operand is quantized: its format, granularity, and how the scale is found.

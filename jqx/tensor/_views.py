@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._checks import is_at_least
+from .._checks import as_signed, is_at_least
 from .._errors import message
 from ..calibrators import Groups
 
@@ -51,7 +51,7 @@ def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
             _check_axis_index(-shape[axis] <= part < shape[axis], part, axis, shape)
         elif hasattr(part, "size") and part.size:
             _check_axis_index(is_at_least(shape[axis], 1), "of an array", axis, shape)
-        spelt.append(part)
+        spelt.append(_in_int32(part, shape[axis]) if hasattr(part, "dtype") else part)
         axis += not (part is None or part is Ellipsis)
     return tuple(spelt)
 
@@ -71,7 +71,7 @@ def _part(part: Any) -> Any:
     dtype = getattr(array, "dtype", np.dtype(object))
     if jnp.issubdtype(dtype, jnp.integer):
         plain = isinstance(array, np.ndarray) and array.ndim == 0
-        return int(array) if plain else array.astype(np.int32)
+        return int(array) if plain else array
     if jnp.issubdtype(dtype, jnp.bool_) and array.ndim and _compat.is_concrete(array):
         return np.asarray(array)
     raise TypeError(
@@ -83,6 +83,18 @@ def _part(part: Any) -> Any:
             mend="index q.values and q.scale yourself, or q.dequantize()[index].",
         )
     )
+
+
+def _in_int32(places: Any, n: Any) -> Any:
+    """Returns indices of an axis of size `n` as int32. Those out of bounds take the first or the
+    last element, as in JAX.
+    """
+    if np.can_cast(places.dtype, np.int32) or not isinstance(n, int):
+        return places.astype(np.int32)
+    if isinstance(places, np.ndarray):
+        low = -n if places.dtype.kind == "i" else 0
+        return np.clip(places, low, max(n - 1, 0)).astype(np.int32)
+    return jnp.clip(as_signed(places, n), -n, n - 1).astype(np.int32)
 
 
 def _as_array(part: list[Any]) -> Any:

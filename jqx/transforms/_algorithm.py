@@ -69,16 +69,15 @@ class Algorithm(Protocol):
 def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False) -> None:
     """Checks that an algorithm can be called; with `of_functions` it may need the function."""
     is_class = isinstance(algorithm, type)
-    wants = [
-        name for name in ("rewrite", "run", "correct", "algorithms") if hasattr(algorithm, name)
-    ]
+    wants = [name for name in ("rewrite", "run", "correct") if has(algorithm, name)]
+    wants += ["algorithms"] if chained(algorithm) is not None else []
     fits = not is_class and (callable(algorithm) or (of_functions and bool(wants)))
     require_that(
         fits or is_class or not wants or of_functions,
         error=TypeError,
         function=function,
         problem="`algorithm` needs the function, and batches.",
-        given=f"{algorithm!r}",
+        given=lambda: shown(algorithm),
         expected="an algorithm that chooses codes from statistics alone, such as "
         "jqx.algorithms.gptq()",
         mend="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
@@ -88,11 +87,56 @@ def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False
         error=TypeError,
         function=function,
         problem="`algorithm` is not an algorithm.",
-        given=f"the class {algorithm.__name__}" if is_class else shown(algorithm),
+        given=f"the class {algorithm.__name__}" if is_class else lambda: shown(algorithm),
         expected="a function (plan, params, stats) that returns the parameters, or None",
-        mend=f"call the class: {algorithm.__name__}()."
-        if is_class
-        else "leave it out to round to nearest; pass other options by name, such as params=1.",
+        mend=lambda: _instead(algorithm),
+    )
+
+
+NAMES = (
+    "adaround",
+    "auto_round",
+    "awq",
+    "bias_correction",
+    "eora",
+    "equalize",
+    "gptq",
+    "loftq",
+    "nearest",
+    "rotate",
+    "smooth_quant",
+)
+"""The algorithms of `jqx.algorithms`."""
+
+_OTHERS = {
+    "rtn": "nearest",
+    "round": "nearest",
+    "roundtonearest": "nearest",
+    "minmax": "nearest",
+    "quarot": "rotate",
+    "spinquant": "rotate",
+    "hadamard": "rotate",
+    "cle": "equalize",
+    "optq": "gptq",
+}
+"""Algorithms by the names that others give them."""
+
+
+def _instead(value: Any) -> str:
+    """Returns what to write in place of a value that is no algorithm."""
+    name = getattr(value, "__name__", value)
+    if isinstance(value, type) and not value.__module__.startswith("jqx."):
+        return f"call the class: {name}()."
+    if isinstance(name, str):
+        plain = name.lower().replace("_", "").replace("-", "").replace(" ", "")
+        own = {known.replace("_", ""): known for known in NAMES} | _OTHERS
+        if plain in own:
+            return f"call it: jqx.algorithms.{own[plain]}()."
+    if isinstance(value, (list, tuple)):
+        return "join them: jqx.algorithms.chain(first, second)."
+    return (
+        "leave it out for what measured best, pass jqx.algorithms.nearest() to round to nearest, "
+        "or another algorithm; other options have names, such as params=1."
     )
 
 
@@ -108,11 +152,23 @@ class Parts(NamedTuple):
 
 def parts_of(algorithm: Any) -> Parts:
     """Returns the parts of an algorithm."""
-    each = () if algorithm is None else getattr(algorithm, "algorithms", (algorithm,))
-    rewrites = tuple(x for x in each if hasattr(x, "rewrite"))
-    corrections = tuple(x for x in each if hasattr(x, "correct"))
-    rest = [x for x in each if not hasattr(x, "rewrite") and not hasattr(x, "correct")]
+    each = () if algorithm is None else chained(algorithm) or (algorithm,)
+    rewrites = tuple(x for x in each if has(x, "rewrite"))
+    corrections = tuple(x for x in each if has(x, "correct"))
+    rest = [x for x in each if not has(x, "rewrite") and not has(x, "correct")]
     return Parts(rewrites, rest[0] if rest else None, corrections)
+
+
+def has(algorithm: Any, method: str) -> bool:
+    """Whether an algorithm has a method. A field of a user's algorithm may have the same name."""
+    return callable(getattr(algorithm, method, None))
+
+
+def chained(algorithm: Any) -> tuple[Any, ...] | None:
+    """Returns the algorithms of a chain, and `None` for a single algorithm."""
+    parts = getattr(algorithm, "algorithms", None)
+    is_single = callable(algorithm) or any(has(algorithm, x) for x in ("rewrite", "run", "correct"))
+    return parts if isinstance(parts, tuple) and not is_single else None
 
 
 def observers_of(algorithm: Algorithm | None) -> Any:

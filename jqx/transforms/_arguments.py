@@ -3,13 +3,15 @@ another value of jqx, or was passed as the wrong argument.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_instance
+from .._checks import check_instance, require_that
+from .._compat import is_concrete
 from .._errors import message
 from ..calibrators import Affine
 from ..policy import Policy
@@ -64,6 +66,9 @@ def check_plan(function: str, plan: Any, *others: Any, order: str, policies: boo
         mend = f"a policy is not a plan: make the plan first, {_MAKE}."
     elif name is not None:
         mend = f"call the preset, jqx.presets.{name}(), and plan with it: {_MAKE}."
+    elif hasattr(plan, "shape") and hasattr(plan, "dtype"):
+        mend = f"call it in two steps, jqx.{function}(f, plan)(params, x); for models of Flax use "
+        mend += "jqx.linen or jqx.nnx."
     elif callable(plan):
         mend = f"call the function that jqx.make_plan returns: {_MAKE}."
     else:
@@ -105,14 +110,16 @@ def check_batches(function: str, batches: Any) -> None:
     """Checks that batches are an iterable of batches."""
     mend = "pass a list, or a generator."
     shape = getattr(batches, "shape", None) if hasattr(batches, "dtype") else None
-    if isinstance(batches, Iterable) and shape is None and not isinstance(batches, _NOT_BATCHES):
+    is_named = isinstance(batches, tuple) and hasattr(batches, "_fields")
+    is_one = isinstance(batches, _NOT_BATCHES) or is_named
+    if isinstance(batches, Iterable) and shape is None and not is_one:
         return
     kind = type(batches).__name__
     given = f"a {kind}, which iterates over its keys" if isinstance(batches, Mapping) else None
     if shape is not None:
         given = f"an array of shape {list(shape)}, which iterates over its first axis"
         mend = "pass a list of batches: [x]."
-    elif isinstance(batches, Mapping):
+    elif isinstance(batches, Mapping) or is_named:
         mend = "pass a list of batches: [batch]."
     elif isinstance(batches, (Plan, Policy)):
         mend = "call jqx.calibrate_batches(f, plan, params, batches)."
@@ -154,3 +161,42 @@ def _is_unbound(f: Any) -> bool:
     """Whether `f` is a linen module without variables: calling it is an error in Flax."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(f, linen.Module) and f.scope is None
+
+
+def check_concrete(function: str, *trees: Any) -> None:
+    """Checks that arrays have values: the function runs on the host, outside of `jit`."""
+    leaves = jax.tree.leaves(trees)
+    require_that(
+        not any(isinstance(x, jax.Array) and not is_concrete(x) for x in leaves),
+        error=TypeError,
+        function=function,
+        problem="it runs on the host, and cannot be traced.",
+        given="arrays without values, inside jax.jit, jax.vmap or jax.grad",
+        expected="arrays with values",
+        mend=f"call jqx.{function} outside, and jit what it returns, as in "
+        "jax.jit(quantized.function)(quantized.params, x).",
+    )
+
+
+def number_of(function: str, argument: str, f: Callable[..., Any], *values: Any) -> jax.Array:
+    """Returns the result of a user's metric or loss, after checking that it is one real number."""
+    mend = "return one number, such as jnp.mean(...) of the array."
+    try:
+        found = jnp.asarray(f(*values))
+        given = f"{found.dtype.name}{list(found.shape)}"
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        found, given = None, f"a function that reads values: {type(error).__name__}"
+        mend = "write it with jax.numpy: it is traced."
+    except TypeError as error:
+        found, given = None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        mend = f"{mend} Its arguments are two results of f."
+    if found is None or found.shape or jnp.issubdtype(found.dtype, jnp.complexfloating):
+        text = message(
+            function,
+            f"`{argument}` does not return one number.",
+            given=given,
+            expected="a real number, from a function of two results that jax can trace",
+            mend=mend,
+        )
+        raise TypeError(text)
+    return found

@@ -19,7 +19,7 @@ from ._paths import Params, flatten, path_of, rooted
 from ._plan import Plan
 from ._progress import progress_bar, tell
 from ._quantize_params import dequantize_params
-from ._trace import check_function, is_array
+from ._trace import check_function, is_array, is_quantized
 
 _LARGE = 2**28
 """The size in bytes from which the size of statistics is printed."""
@@ -46,7 +46,9 @@ def calibrate_batches(
       params: the argument of `f` that holds its weights; a tuple of arguments if the plan was made
         with several. Leaves that are not arrays are static, as everywhere.
       batches: a list or another iterable, but not an array; each a tuple of the other arguments of
-        `f`, in order, or a single argument that is not a tuple. All leaves are arrays or numbers.
+        `f`, in order, or a single argument: an array, a dict, a named tuple or another pytree. All
+        leaves are arrays or numbers. Python's numbers are static, and each other number compiles
+        another function.
       observers: other statistics to record, as in `calibrate`.
       quantized: the same parameters quantized, from `quantize_params`. For
         `jqx.observers.cross`, `f` is also run with their dequantized values, side by side with the
@@ -93,7 +95,7 @@ def calibrate_batches(
     def observe(arrays: list[Any], batch: Any) -> _Once:
         if quantized is None:
             return _Once(one(arrays, batch))
-        found = jax.vmap(one, (0, None), axis_name=BOTH)(arrays, batch)
+        found = jax.vmap(lambda own: one(own, batch), axis_name=BOTH)(arrays)
         return _Once(jax.tree.map(lambda both: both[0], found))
 
     @jax.jit
@@ -105,11 +107,12 @@ def calibrate_batches(
     shown = progress_bar("calibrate", "batch", batches) if progress else None
     for place, batch in enumerate(batches if shown is None else shown):
         check_batch(name, batch, place)
+        given = Batch(batch)
         if found is None and shown is not None:
-            size = bytes_of(jax.eval_shape(observe, arrays, batch))
+            size = bytes_of(jax.eval_shape(observe, arrays, given))
             if size >= _LARGE:
                 tell(shown, f"calibrate: the statistics take {in_bytes(size)}")
-        seen = observe(arrays, batch)
+        seen = observe(arrays, given)
         found, first = (seen, batch) if found is None else (merge(found, seen), first)
     require_that(
         found is not None,
@@ -190,11 +193,41 @@ class _Once:
         return cls({key: objects[place] for key, place in entries})
 
 
+@jax.tree_util.register_pytree_node_class
+class Batch:
+    """A batch as an argument of `jax.jit`. Its leaves that are not arrays, such as numbers, are
+    static, as they are for every transform.
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the arrays and QTensors, and all else with its type, because 1 == 1.0 == True."""
+        leaves, structure = jax.tree.flatten(self.value, is_leaf=is_quantized)
+        rest = tuple(None if is_array(x) else (type(x), x) for x in leaves)
+        return tuple(x for x in leaves if is_array(x)), (structure, rest)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> "Batch":
+        """Returns the batch."""
+        (structure, rest), own = static, iter(arrays)
+        return cls(structure.unflatten([next(own) if x is None else x[1] for x in rest]))
+
+
+def inputs_of(batch: Any) -> tuple[Any, ...]:
+    """Returns a batch as arguments: those of a plain tuple, or a single one, such as a named tuple
+    or another pytree.
+    """
+    batch = batch.value if isinstance(batch, Batch) else batch
+    return batch if type(batch) is tuple else (batch,)
+
+
 def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:
     """Returns the arguments of the function: the parameters at their positions, and the batch, a
     tuple or a single argument.
     """
-    return placed(plan.params, params, batch if isinstance(batch, tuple) else (batch,))
+    return placed(plan.params, params, inputs_of(batch))
 
 
 def placed(places: Params, params: Any, others: Sequence[Any]) -> list[Any]:

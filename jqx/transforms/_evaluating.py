@@ -48,6 +48,10 @@ def _text(
     if misfit is not None:
         problem, expected = misfit
         mend = "pass the arguments of f in its order."
+        if "too many positional" in problem:
+            mend += " Leave out what f does not take, such as labels."
+        if any(isinstance(x, list) for x in args[1:]):
+            mend += " A batch that is a list is one argument: several are a tuple."
         return message(function, problem, given=given or "none", expected=expected, mend=mend)
     why = next(iter(str(error).splitlines()), "")
     expected = "arguments that f accepts, in its order"

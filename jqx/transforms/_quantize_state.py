@@ -129,7 +129,7 @@ def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTen
         error=ValueError,
         function="quantize_state",
         problem=f"the leaf {name!r} is quantized already.",
-        given=repr(leaf),
+        given=lambda: repr(leaf),
         expected="a float array",
         mend="quantize the float state, or leave this leaf out.",
     )

@@ -54,8 +54,11 @@ def resolve_weights(
             continue
         axes = close_over_merges(frozenset.intersection(*kept[path]), merged[path])
         stack = frozenset.intersection(*stacked[path])
-        resolved = spec.resolve(len(shapes_of[path]), sorted(axes), sorted(stack))
         where = f"weight {path!r}, rule {place}"
+        try:
+            resolved = spec.resolve(len(shapes_of[path]), sorted(axes), sorted(stack))
+        except ValueError as error:
+            raise ValueError(f"{error} Here it is {_GRANULARITY}, at {where}.") from None
         differ = len(set(kept[path])) > 1
         for here in kept[path]:
             _check_kept(function, resolved, shapes_of[path], here, where, tied=differ)
@@ -63,6 +66,9 @@ def resolve_weights(
         contracted = -1 if last else None
         weights.append(Weight(path, resolved, f"{path}:weight", counts[path], contracted))
     return tuple(weights)
+
+
+_GRANULARITY = "jqx.per_channel() or jqx.per_group(size), which find the axes of a weight"
 
 
 def _stacked(part: Origin, kept: Sequence[int], batch: Sequence[int], rank: int) -> frozenset[int]:
@@ -112,7 +118,7 @@ def _check_kept(
 
     With `tied`, other sites contract other axes of the same weight.
     """
-    mend = "use per_channel() or per_group(size), which find those axes, or name them."
+    mend = f"use {_GRANULARITY}, or jqx.per_axis({', '.join(map(str, sorted(kept)))})."
     if tied:
         mend = "its sites contract different axes: put a separate rule for it first, with "
         mend += "per_tensor(), or with blocks along all of them, such as per_block({0: 8, 1: 8})."

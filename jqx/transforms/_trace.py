@@ -12,7 +12,7 @@ from .._checks import check_integer, require_that
 from .._errors import message
 from ..policy import Policy
 from ..tensor import QTensor, Segments
-from ..tensor._shared import Lazy, check_read, sharding_of
+from ..tensor._shared import Lazy, check_dtypes, check_read, sharding_of
 from ._arguments import check_function as check_function
 from ._evaluating import evaluating
 from ._find import contractions
@@ -157,6 +157,10 @@ def trace_call(
     if not lazy:
         check_read(function, zip(paths, leaves, strict=True))
     _check_parameters(function, weights, args, leaves, paths)
+    for leaf, path in zip(leaves, paths, strict=True):
+        for part in leaf.parts if isinstance(leaf, Segments) else (leaf,):
+            if isinstance(part, QTensor):
+                check_dtypes(function, part, f" of {path!r}" if path else "")
     stand_ins = [_stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
 
     def trace() -> Traced:
@@ -341,7 +345,23 @@ def _check_parameters(
         if own == [*weights.lines] and isinstance(weights.params, int):
             mend = f"argument {place} has them: pass the arguments in the order of f."
             check_same(function, lines, weights.lines, mend)
+    if not any(isinstance(x, (QTensor, Segments)) for x in leaves) and not _is_tree(args, weights):
+        place = weights.params if isinstance(weights.params, int) else weights.params[0]
+        mend = (
+            f"argument {place} holds the parameters: pass them too, as in "
+            "quantized.function(quantized.params, x); quantized(x) has them already."
+        )
+        check_same(function, lines, weights.lines, mend)
     check_same(function, lines, weights.lines)
+
+
+def _is_tree(args: Sequence[Any], weights: Weights) -> bool:
+    """Whether the argument of the parameters has as many arrays as the plan; one array may be the
+    input in their place.
+    """
+    places = (weights.params,) if isinstance(weights.params, int) else weights.params
+    count = sum(is_parameter(leaf) for place in places for _, leaf in flatten(args[place]))
+    return count > 1 or count == len(weights.lines or ())
 
 
 def _weight_keys(

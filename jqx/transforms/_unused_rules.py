@@ -1,6 +1,7 @@
 """The error of a rule of a policy that matches no contraction."""
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Sequence
 from itertools import accumulate
@@ -62,7 +63,7 @@ def _refuse(
             + (" that an earlier rule has not taken." if shadowed else "."),
             given="; ".join(dict.fromkeys(given)),
             expected=f"a match; paths are: {shown_paths(rule.path, known)}",
-            mend=_mend(rule.path, known, shadowed)
+            mend=_op(rule, known) or _mend(rule.path, known, shadowed)
             if weights
             else "pass the weights in an argument of f, and its position as params=.",
         )
@@ -85,6 +86,25 @@ def _mend(pattern: str, known: Sequence[str], shadowed: bool) -> str:
     return f"{near} Or pass optional=True." if near.endswith("?") else near
 
 
+_OPS = {
+    **dict.fromkeys(("matmul", "dot", "linear", "dense", "einsum", "bmm", "mm"), "dot_general"),
+    **dict.fromkeys(("conv", "conv1d", "conv2d", "conv3d", "convolution"), "conv_general_dilated"),
+    **dict.fromkeys(("embedding", "embed", "take", "lookup"), "gather"),
+}
+"""Operations by the names that others give them."""
+
+
+def _op(rule: Rule, known: Sequence[str]) -> str | None:
+    """Returns what to write if the operation alone is wrong; `None` if it is not."""
+    own = _OPS.get((rule.op or "").lower())
+    if own is None or not any(re.fullmatch(rule.path, path) for path in known):
+        return None
+    return f"the operation is called {own!r}: write op={own!r}, or leave it out for all."
+
+
+_ALL = ("", "*", "all", "default", "any", "everything")
+
+
 def near_path(pattern: str, known: Sequence[str]) -> str | None:
     """Returns the path that a pattern without a match is likely to mean, as a hint; `None` if there
     is none.
@@ -93,5 +113,15 @@ def near_path(pattern: str, known: Sequence[str]) -> str | None:
         for parent in accumulate(path.split("/")[:-1], "{}/{}".format):
             if re.fullmatch(pattern, parent):
                 return f"a path must match in full, such as {path!r}: write '{parent}/.*'."
+    if pattern.lower() in _ALL:
+        return "write '.*', which matches every path."
+    globbed = [path for path in known if "*" in pattern and fnmatch.fnmatchcase(path, pattern)]
+    if globbed:
+        text = re.sub(r"(?<!\.)\*+", ".*", pattern)
+        return f"it is a regular expression, in which any text is '.*': write {text!r}."
+    plain = "/".join(re.findall(r"[^\[\]'\"./]+", pattern))  # PyTorch's dots, JAX's brackets
+    for text in (plain, plain.partition("/")[2], plain.rpartition("/")[0]):
+        if text and text in known:
+            return f"did you mean {text!r}?"
     close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.75)
     return f"did you mean {close[0]!r}?" if close else None

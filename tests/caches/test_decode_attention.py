@@ -530,3 +530,27 @@ def test_convert_of_what_vmap_or_a_derivative_made_of_it_has_the_same_numbers():
         y = jax.jit(jqx.convert(f, plan, unsupported="dequantize"))(params, q, *state)
         expected = jax.jit(f)(params, q, *(c.dequantize() for c in state))
         np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)
+
+
+def test_lengths_of_any_dtype_count_what_the_cache_holds():
+    q, k = on_device(np.ones((2, 2, 8)), jnp.float32), on_device(np.ones((2, 4, 2, 8)), jnp.float32)
+    v = on_device(np.ones((2, 4, 2, 8)) * np.arange(4)[:, None, None], jnp.float32)
+    for lengths, expected in [
+        (on_device([2**32 - 1, 2], np.uint32), (1.5, 0.5)),
+        (np.array([2**32, 2**40 + 1]), (1.5, 1.5)),
+        (np.array([2**63, 1], np.uint64), (1.5, 0.0)),
+        ([-(2**40), 3], (0.0, 1.0)),
+        (on_device([-100, 127], np.int8), (0.0, 1.5)),
+    ]:
+        y = jqx.decode_attention(q, k, v, lengths)
+        np.testing.assert_allclose(y[:, 0, 0], expected, rtol=1e-6, err_msg=str(lengths))
+
+
+def test_scales_in_blocks_of_sequences_are_those_of_the_dequantized_cache():
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((4, 2, 16), np.float32), rng.standard_normal((4, 8, 2, 16))
+    for sizes in ({0: 2, 1: 1, 2: 1}, {0: 2, 3: 1}):
+        spec = jqx.QSpec("int8", jqx.per_block(sizes), symmetric=False)
+        x = jqx.QTensor.quantize(on_device(k, jnp.float32), spec)
+        y, real = (jqx.decode_attention(q, a, a, [8, 3, 1, 5]) for a in (x, x.dequantize()))
+        np.testing.assert_allclose(y, real, rtol=1e-5, atol=1e-5, err_msg=str(sizes))

@@ -237,3 +237,19 @@ def test_what_does_not_fit_is_refused():
     for call, error, fact in cases:
         with pytest.raises(error, match=rf"(?s)jqx\.KVCache\.\w+: .*{fact}.*to mend:"):
             call()
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4", "int2"])
+def test_no_tokens_change_nothing_and_lists_are_arrays(form):
+    cache = jqx.KVCache.empty(batch=1, length=16, heads=1, width=8, format=form)
+    none = on_device(np.zeros((1, 0, 1, 8)), jnp.float32)
+    full = cache.append(*np.ones((2, 1, 16, 1, 8), np.float32))
+    for own in (cache, full):
+        same = own.append(none, none)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), own, same))
+        assert own.attend(none).shape == (1, 0, 1, 8)
+    one = [[[[1.0] * 8]]]
+    assert cache.append(one, one).attend(one).shape == (1, 1, 1, 8)
+    for wrong in ([[[[1] * 8]]], "word"):
+        with pytest.raises(TypeError, match=r"(?s)^jqx\.KVCache\.append: `keys`.+to mend:"):
+            cache.append(wrong, wrong)

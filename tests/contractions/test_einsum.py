@@ -271,6 +271,33 @@ def test_an_array_takes_a_scale_that_varies_along_a_summed_label(case):
     assert_all_exact([*beside, *((turned, [operand, x]) for operand in (q, one, none))])
 
 
+def test_an_array_takes_scales_in_blocks_of_other_labels():
+    """Values of attention with a scale for each token and block of channels, also a short block."""
+    rng = np.random.default_rng(3)
+    beside = []
+    for subscripts, shape, of_q, sizes in [
+        ("bht,bthd->bhd", (2, 3, 5), (2, 5, 3, 4), {0: 1, 1: 1, 2: 1, 3: 2}),
+        ("bht,bthd->hdb", (2, 3, 5), (2, 5, 3, 6), {1: 1, 3: 4}),
+        ("bhd,bthd->bht", (2, 3, 4), (2, 6, 3, 4), {1: 3, 2: 1, 3: 1}),
+        ("bt,btd->bd", (4, 5), (4, 5, 6), {0: 2, 1: 1, 2: 3}),
+        ("t,tde->ed", (5,), (5, 4, 6), {0: 1, 1: 2, 2: 3}),
+        ("rt,td->rd", (9, 5), (5, 6), {0: 1, 1: 2}),  # one block after another
+        ("rt,tde->erd", (40, 5), (5, 4, 6), {0: 1, 1: 2, 2: 3}),
+        ("td->d", None, (5, 4), {0: 1, 1: 2}),
+    ]:
+        scale = [-(-n // sizes.get(axis, n)) for axis, n in enumerate(of_q)]
+        affine = np.ldexp(np.float32(1), rng.integers(0, 2, scale)), rng.integers(-3, 4, scale)
+        spec = jqx.QSpec("int8", jqx.per_block(sizes, tail=True), symmetric=False)
+        affine = jqx.calibrators.Affine(on_device(affine[0]), on_device(affine[1], jnp.int8))
+        q = jqx.QTensor.quantize(floats(rng, of_q), spec, affine)
+        beside.append((subscripts, [q] if shape is None else [floats(rng, shape), q]))
+    found = jax.jit(lambda: [einsum(subscripts, *xs) for subscripts, xs in beside])()
+    for (subscripts, xs), result in zip(beside, found, strict=True):
+        real = [x.dequantize() if isinstance(x, jqx.QTensor) else x for x in xs]
+        expected = np.einsum(subscripts, *map(as_float64, real))
+        assert_floats(result, expected, np.float32)
+
+
 def test_a_sum_of_one_operand_takes_any_scale_for_each_index():
     rng = np.random.default_rng(0)
     every = [

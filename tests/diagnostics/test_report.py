@@ -100,3 +100,12 @@ def test_it_is_of_the_scales_that_are_given():
     coarse = {plan.weights[0].key: jqx.calibrators.Affine(jnp.full((1, 8), 0.1))}
     found, plain = jqx.report(plan, w, coarse).weights[0], jqx.report(plan, w).weights[0]
     assert found.sqnr < 30 < 40 < plain.sqnr
+
+
+def test_a_function_without_parameters_has_a_report():
+    rule = jqx.Rule(".*", activation="int8:tensor:dynamic", optional=True)
+    plan = jqx.make_plan(lambda p, x: x @ x.T, jqx.Policy([rule]))({}, jnp.ones((2, 3)))
+    found = jqx.report(plan, {})
+    assert (found.bytes_before, found.bytes_after) == (0, 0)
+    assert "0 bytes of parameters become 0; 1 of 1 contractions" in str(found)
+    assert "0 bytes" in found._repr_html_()

@@ -239,3 +239,13 @@ def test_quantized_parameters_are_refused():
     plan = jqx.make_plan(chain, W4)(PARAMS, BATCHES[0])
     with pytest.raises(ValueError, match=re.escape("a parameter is quantized already")):
         sensitivity(chain, plan)(jqx.quantize_params(PARAMS, plan), BATCHES[0])
+
+
+def test_a_result_of_zeros_costs_what_it_is_off_by():
+    w, x = jnp.ones((4, 4)) / 3, jnp.ones((2, 4))
+    zero = sensitivity(lambda w, x: (x @ w) * 0.0, jqx.presets.w8a16(), progress=False)(w, x)
+    assert (zero.everything, [row.cost for row in zero.ranked]) == (0.0, [0.0])
+    cheap = sensitivity(
+        lambda w, x: x @ w, jqx.presets.w8a16(), estimate="weight_error", progress=False
+    )(w * 0, x)
+    assert [row.cost for row in cheap.ranked] == [0.0]

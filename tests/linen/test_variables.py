@@ -159,7 +159,9 @@ def test_calibrating_with_fixed_scales_is_refused(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_in_another_mode_is_refused(way, function):
     module = WAYS[way](W8A8, Mode.FLOAT)
-    with pytest.raises(ValueError, match=f"jqx.{function}: no part of the module") as error:
+    with pytest.raises(
+        ValueError, match=rf"jqx\.linen\.{function}: no part of the module"
+    ) as error:
         getattr(jqx.linen, function)(module, variables(), images())
     assert "Mode." in str(error.value)
 
@@ -273,5 +275,5 @@ def test_convert_lays_weights_out_for_a_target():
         assert all((a == b).all() for a, b in pairs)
         assert jax.tree.structure(packed) != jax.tree.structure(plain)
         module.apply(packed, x)
-        with pytest.raises(ValueError, match=r"jqx\.convert: `target` is unknown"):
+        with pytest.raises(ValueError, match=r"jqx\.linen\.convert: `target` is unknown"):
             jqx.linen.convert(module, known, x, target="cuda")

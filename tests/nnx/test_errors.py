@@ -49,9 +49,11 @@ def test_quantize_takes_float_modules():
 @pytest.mark.parametrize("name", ["convert", "fix_scales", "learn_scales"])
 def test_a_model_without_quantized_parts(name):
     model = Net(nnx.Rngs(0))
-    with pytest.raises(ValueError, match=rf"(?s)jqx\.{name}: no part.*Net with 0 quant.*to mend"):
+    with pytest.raises(
+        ValueError, match=rf"(?s)jqx\.nnx\.{name}: no part.*Net with 0 quant.*to mend"
+    ):
         getattr(jqx.nnx, name)(model, images())
-    with pytest.raises(TypeError, match=rf"(?s)jqx\.{name}: `model` is not a Module"):
+    with pytest.raises(TypeError, match=rf"(?s)jqx\.nnx\.{name}: `model` is not a Module"):
         getattr(jqx.nnx, name)(lambda x: x, images())
 
 

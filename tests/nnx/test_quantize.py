@@ -285,7 +285,7 @@ def test_convert_lays_weights_out_for_a_target():
         ),
     ):
         plain, packed = make(), make()
-        with pytest.raises(ValueError, match=r"jqx\.convert: `target` is unknown"):
+        with pytest.raises(ValueError, match=r"jqx\.nnx\.convert: `target` is unknown"):
             jqx.nnx.convert(plain, x, target="cuda")
         jqx.nnx.convert(plain, x)
         jqx.nnx.convert(packed, x, target="cpu")

@@ -153,3 +153,46 @@ def test_what_is_no_algorithm_is_refused():
         with pytest.raises(error, match=fact) as info:
             plain(algorithm)
         assert "to mend:" in str(info.value)
+
+
+class Hostile:
+    """An object of a user that can neither be compared nor printed."""
+
+    def __eq__(self, other):
+        raise RuntimeError("compared")
+
+    def __repr__(self):
+        raise RuntimeError("printed")
+
+    __hash__ = None
+
+
+@dataclasses.dataclass(eq=False)
+class Fields:
+    """An algorithm whose fields are arrays, or have names that mean something in jqx."""
+
+    mask: Any = None
+    function: Any = jnp.abs
+    algorithms: Any = ("first", "second")
+    run: int = 3
+    correct: bool = True
+    rewrite: str = "no"
+    other: Any = dataclasses.field(default_factory=Hostile)
+
+    def __call__(self, plan, params, stats):
+        return params
+
+
+@pytest.mark.parametrize("mask", [None, np.ones(3), jnp.ones((2, 2)), Hostile()])
+def test_fields_of_an_algorithm_are_its_own(mask):
+    f, policy = lambda w, x: x @ w, jqx.presets.w8a16()
+    quantized = jqx.ptq(f, policy, Fields(mask), progress=False, target=False)(W, BATCHES)
+    assert quantized.report.codes.startswith("fields(")
+    if hasattr(mask, "shape"):
+        assert f"mask={mask.dtype}{list(mask.shape)}" in quantized.report.codes
+    chained = jqx.algorithms.chain(jqx.algorithms.smooth_quant(), Fields(mask))
+    assert chained.algorithms[1].mask is mask
+    with pytest.raises(ValueError, match="exclude each other"):
+        jqx.ptq(f, policy, Fields(mask), effort="hours")
+    with pytest.raises(TypeError, match="not an algorithm"):
+        jqx.ptq(f, policy, Hostile())

@@ -434,3 +434,21 @@ def test_bad_state_is_refused():
         jqx.quantize_state(done, {"k": spec})
     abstract = jqx.quantize_state({"k": jax.ShapeDtypeStruct((2, 4), jnp.float32)}, {"k": spec})
     assert jax.tree.structure(abstract["k"]) == jax.tree.structure(done["k"])
+
+
+@pytest.mark.parametrize("leaf", ["k", "v", "k|v"])
+def test_a_cache_in_groups_is_read_by_attention(leaf):
+    rng = np.random.default_rng(0)
+    q = on_device(rng.standard_normal((2, 4, 12)), jnp.float32)
+    k, v = on_device(rng.standard_normal((2, 2, 16, 4, 12)), jnp.float32)
+
+    def attend(q, cache):
+        shares = jax.nn.softmax(jnp.einsum("bhd,bthd->bht", q, cache["k"]))
+        return jnp.einsum("bht,bthd->bhd", shares, cache["v"])
+
+    cache = jqx.quantize_state(
+        {"k": k, "v": v}, {leaf: jqx.QSpec("int4", jqx.per_group(8, tail=True))}
+    )
+    y = jax.jit(jqx.convert(attend, jqx.Policy([])))(q, cache)
+    real = attend(q, jqx.dequantize_params(cache))
+    np.testing.assert_allclose(y, real, rtol=1e-4, atol=1e-5)

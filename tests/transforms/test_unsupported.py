@@ -116,7 +116,7 @@ def test_products_that_codes_cannot_enter_go_on_in_float():
         return jax.grad(lambda x: jnp.sin(x @ p["w"].T).sum())(x)
 
     w, x = normal(0, 64, 256), normal(1, 2, 256)
-    params = {"w": jqx.QTensor.quantize(w, jqx.QSpec("int4", jqx.per_block({0: 1, 1: 32})))}
+    params = {"w": jqx.QTensor.quantize(w, jqx.QSpec("int4", jqx.per_axis(0, 1)))}
     with pytest.raises(ValueError, match="varies along a contracted axis"):
         jqx.convert(f, jqx.Policy([]))(params, x)
     found = jqx.convert(f, jqx.Policy([]), unsupported="dequantize")(params, x)

@@ -199,7 +199,7 @@ class Requantization:
             )
 
 
-@called("requantize")
+@called("tflite.requantize")
 def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTensor:
     """Converts int32 accumulators to a quantized tensor, by integer arithmetic only.
 

@@ -55,15 +55,17 @@ def sqnr_bars(
       >>> plots.sqnr_bars(found).axes[0].get_xlabel()
       'SQNR, dB'
     """
-    check_instance("plots.sqnr_bars", "found", found, (Comparison, Report), mend="pass either.")
+    check_instance(
+        "diagnostics.plots.sqnr_bars", "found", found, (Comparison, Report), mend="pass either."
+    )
     given = _bars_of(found)
-    check_some("plots.sqnr_bars", given)
+    check_some("diagnostics.plots.sqnr_bars", given)
     rows = [given[i] for i in in_model_order([row.name for row in given])]
     values = [row.value for row in rows]
     schemes = [row.scheme for row in rows]
 
     height = height_of(len(rows))
-    figure, axis = axes_for("plots.sqnr_bars", ax, 8, height + 1.3)
+    figure, axis = axes_for("diagnostics.plots.sqnr_bars", ax, 8, height + 1.3)
     labels = Rows(axis, [row.name for row in rows], None if ax else 72 * height / len(rows))
     known = sorted(set(schemes), key=lambda scheme: (-schemes.count(scheme), scheme))
     colors = {scheme: COLORS[i] if i < len(COLORS) else OTHERS for i, scheme in enumerate(known)}
@@ -125,8 +127,8 @@ def sensitivity_bars(
       'cost of quantizing each weight (weight_error)'
     """
     mend = "pass the result of diagnostics.sensitivity."
-    check_instance("plots.sensitivity_bars", "found", found, Sensitivities, mend=mend)
-    check_some("plots.sensitivity_bars", found.ranked)
+    check_instance("diagnostics.plots.sensitivity_bars", "found", found, Sensitivities, mend=mend)
+    check_some("diagnostics.plots.sensitivity_bars", found.ranked)
     ranked = found.ranked[:_MOST] if len(found.ranked) > _MOST + 1 else found.ranked
     rest = found.ranked[len(ranked) :]
     names, shared = shortened([row.name for row in ranked])
@@ -135,7 +137,7 @@ def sensitivity_bars(
         names.append(f"{len(rest)} others, together")
         costs.append(sum(row.cost for row in rest))
     height = height_of(len(names))
-    figure, axis = axes_for("plots.sensitivity_bars", ax, 8, height + 1.1)
+    figure, axis = axes_for("diagnostics.plots.sensitivity_bars", ax, 8, height + 1.1)
     labels = Rows(axis, names, None if ax else 72 * height / len(names), grouped=False)
     axis.barh(range(len(ranked)), costs[: len(ranked)], height=labels.thick, **labels.edges)
     whole = sum(row.cost for row in found.ranked if row.cost > 0) or 1.0

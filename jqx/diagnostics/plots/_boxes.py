@@ -41,7 +41,7 @@ def ranges(
       >>> [x.get_text() for x in plots.ranges({"a": w, "b": 2 * w}).axes[0].get_yticklabels()]
       ['a', 'b']
     """
-    check_some("plots.ranges", arrays)
+    check_some("diagnostics.plots.ranges", arrays)
     names = list(arrays)
     names = [names[i] for i in in_model_order(names)]
     labels, boxes = [], []
@@ -55,7 +55,7 @@ def ranges(
             np.percentile(finite, [0, 1, 25, 50, 75, 99, 100]) if finite.size else [np.nan] * 7
         )
     height = height_of(len(names))
-    figure, axis = axes_for("plots.ranges", ax, 8, height + 1.3)
+    figure, axis = axes_for("diagnostics.plots.ranges", ax, 8, height + 1.3)
     rows = Rows(axis, labels, None if ax else 72 * height / len(names))
     low, first, q1, median, q3, last, high = np.array(boxes, float).T
     places = np.arange(len(names))

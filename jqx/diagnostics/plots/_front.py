@@ -39,8 +39,10 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
       >>> plots.front(search(f, ways["int8"], ways, Bytes(400))(w, w)).axes[0].get_xlabel()
       'bytes of the weights, and bits a weight, with scales'
     """
-    check_instance("plots.front", "found", found, Assignment, mend="pass the result of search.")
-    figure, axis = axes_for("plots.front", ax, 7, 4.4)
+    check_instance(
+        "diagnostics.plots.front", "found", found, Assignment, mend="pass the result of search."
+    )
+    figure, axis = axes_for("diagnostics.plots.front", ax, 7, 4.4)
     points = [point for point in found.front if point.error > 0]
     handles = axis.plot(
         [p.bytes for p in points],

@@ -50,18 +50,18 @@ def heat_map(
       >>> [label.get_text() for label in plots.heat_map(found).axes[0].get_xticklabels()]
       ['w8a16', 'w4a16']
     """
-    check_some("plots.heat_map", found)
+    check_some("diagnostics.plots.heat_map", found)
     names = [[row.name for row in comparison.sites] for comparison in found.values()]
     require_that(
         all(own == names[0] for own in names),
         error=ValueError,
-        function="plots.heat_map",
+        function="diagnostics.plots.heat_map",
         problem="the comparisons have different sites.",
         given=f"{', '.join(str(len(own)) for own in names)} sites",
         expected="the same sites in each",
         mend="compare one function under policies that quantize the same contractions.",
     )
-    check_some("plots.heat_map", names[0])
+    check_some("diagnostics.plots.heat_map", names[0])
     order = in_model_order(names[0])
     values = np.array([[c.sites[i].local_sqnr for c in found.values()] for i in order], float)
     finite = values[np.isfinite(values)]
@@ -69,7 +69,7 @@ def heat_map(
     drawn = np.clip(values, *ends)
 
     height, width = height_of(len(order)), max(2.0, min(_CELL * len(found), 12))
-    figure, axis = axes_for("plots.heat_map", ax, width + 3.6, height + 1.0)
+    figure, axis = axes_for("diagnostics.plots.heat_map", ax, width + 3.6, height + 1.0)
     axis.set_facecolor("#d8d8d8")
     image = axis.imshow(np.ma.masked_invalid(drawn), aspect="auto", cmap="viridis")
     rows = Rows(axis, [names[0][i] for i in order], None if ax else 72 * height / len(order))

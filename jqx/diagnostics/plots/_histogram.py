@@ -49,11 +49,13 @@ def histogram(
       >>> plots.histogram(x, q).axes[0].get_title(loc="left")
       'int4 per_axis(1)'
     """
-    check_instance("plots.histogram", "q", q, QTensor, mend="pass QTensor.quantize(x, spec).")
+    check_instance(
+        "diagnostics.plots.histogram", "q", q, QTensor, mend="pass QTensor.quantize(x, spec)."
+    )
     require_that(
         np.shape(x) == q.shape,
         error=ValueError,
-        function="plots.histogram",
+        function="diagnostics.plots.histogram",
         problem="`x` and `q` have different shapes.",
         given=f"shapes {np.shape(x)} and {q.shape}",
         expected="equal shapes",
@@ -62,7 +64,7 @@ def histogram(
     values = _some(in_steps(jnp.asarray(x), q))
     grid = np.unique(_some(in_steps(q.dequantize(), q)).round(4))
     form = format_of(q.qtype)
-    figure, axis = axes_for("plots.histogram", ax, 8, 3.6)
+    figure, axis = axes_for("diagnostics.plots.histogram", ax, 8, 3.6)
     axis.hist(values, bins=bins, color=COLORS[4])
     count = "values" if values.size == q.size else f"{values.size:,} of {q.size:,} values"
     handles: list[Any] = [Patch(color=COLORS[4], label=count)]

@@ -1,0 +1,109 @@
+"""Models with arrays beside their variables, in every verb of jqx.nnx."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jqx
+import jqx.nnx
+
+from ..arrays import normal, on_device
+
+ONES = on_device(np.linspace(0.5, 1.5, 8), jnp.float32)
+X = normal(0, 4, 16)
+HELD = {
+    "an array": (lambda: ONES, lambda t: t),
+    "a NumPy array": (lambda: np.asarray(ONES), lambda t: t),
+    "data": (lambda: nnx.data(ONES), lambda t: t),
+    "a list as data": (lambda: nnx.data([ONES, {"x": ONES}]), lambda t: t[0] * t[1]["x"]),
+    "nnx.List": (lambda: nnx.List([ONES, np.asarray(ONES)]), lambda t: t[0] * t[1]),
+    "nnx.Dict": (lambda: nnx.Dict(x=ONES), lambda t: t["x"]),
+    "static numbers": (lambda: nnx.static((1.0, 2.0)), lambda t: t[1]),
+    "variables beside arrays": (
+        lambda: nnx.data({"p": nnx.Param(ONES), "q": ONES}),
+        lambda t: t["p"][...] * t["q"],
+    ),
+    "a number": (lambda: on_device(2.0, jnp.float32), lambda t: t),
+    "a variable of a number": (lambda: nnx.Variable(on_device(2.0, jnp.float32)), lambda t: t[...]),
+    "integers": (lambda: on_device(np.arange(8)), lambda t: ONES[t]),
+    "a key": (lambda: nnx.data(jax.random.key(0)), lambda t: jax.random.uniform(t, (8,))),
+}
+
+
+class Model(nnx.Module):
+    def __init__(self, held, read, rngs):
+        self.inner = nnx.Linear(16, 16, rngs=rngs)
+        self.twice = self.inner
+        self.out = nnx.Linear(16, 8, rngs=rngs)
+        self.held, self.read = held, read
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.twice(self.inner(x)))) * jnp.broadcast_to(
+            self.read(self.held), (len(x), 8)
+        )
+
+
+def assert_near(y, real):
+    assert float(jnp.linalg.norm(y - real) / jnp.linalg.norm(real)) < 0.05
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("name", HELD)
+def test_ptq_and_files_take_a_model_with(name, tmp_path):
+    make, read = HELD[name]
+    model, path = Model(make(), read, nnx.Rngs(0)), str(tmp_path / "model.safetensors")
+    policy = jqx.presets.w8a16()
+    quantized = jqx.nnx.ptq(model, policy, progress=False, target=False)([X])
+    y = jax.jit(quantized.function)(quantized.params, X)
+    assert_near(y, model(X))
+    jqx.save(path, quantized)
+    bound = jqx.nnx.bind(jqx.load(path), Model(make(), read, nnx.Rngs(1)), target=False)
+    np.testing.assert_array_equal(jax.jit(bound.function)(bound.params, X), y)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("name", ["an array", "nnx.List", "variables beside arrays", "a key"])
+def test_quantize_and_what_follows_take_a_model_with(name):
+    make, read = HELD[name]
+    model = Model(make(), read, nnx.Rngs(0))
+    quantized = jqx.nnx.quantize(model, jqx.presets.w8a8(), mode=jqx.nnx.Mode.CALIBRATE)
+    quantized(X)
+    fixed, learned = nnx.clone(quantized), nnx.clone(quantized)
+    jqx.nnx.fix_scales(fixed, X)
+    lsq = {"gradient": jqx.gradients.lsq}
+    learned.policy = jqx.presets.w8a8(weight=lsq, activation=lsq)
+    jqx.nnx.learn_scales(learned, X)
+    assert len(jqx.nnx.make_plan(quantized, X).sites) == 3
+    jqx.nnx.convert(quantized, X)
+    graphdef, state = nnx.split(quantized)
+    real = model(X)
+    for each in (fixed, learned, nnx.merge(graphdef, state)):
+        assert_near(nnx.jit(lambda model, x: model(x))(each, X), real)
+
+
+def test_a_call_that_replaces_an_array_is_refused():
+    class Counting(nnx.Module):
+        def __init__(self, rngs):
+            self.layer, self.seen = nnx.Linear(16, 8, rngs=rngs), on_device(np.zeros(8))
+
+        def __call__(self, x):
+            y = self.layer(x)
+            self.seen = self.seen + y.sum(0)
+            return y
+
+    quantize = jqx.nnx.ptq(Counting(nnx.Rngs(0)), jqx.presets.w8a16(), progress=False)
+    with pytest.raises(ValueError, match="writes variables") as refusal:
+        quantize([X])
+    assert "'seen'" in str(refusal.value)
+
+
+def test_an_abstract_model_whose_arrays_flax_loses_is_refused(tmp_path):
+    path = str(tmp_path / "model.safetensors")
+    model = Model(ONES, lambda t: t, nnx.Rngs(0))
+    jqx.save(path, jqx.nnx.ptq(model, jqx.presets.w8a16(), progress=False)([X]))
+    abstract = nnx.eval_shape(lambda: Model(jnp.ones(8), lambda t: t, nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"^jqx\.nnx\.bind: an abstract model") as refusal:
+        jqx.nnx.bind(jqx.load(path), abstract)
+    assert "'held'" in str(refusal.value)
