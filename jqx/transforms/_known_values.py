@@ -84,7 +84,7 @@ class KnownValues:
       at: what is split off, by address, index of the equation and index of its result.
       lengths: the number of steps of each scan, by address.
       operands: what is split off as an operand of a contraction, by the `id` of the equation.
-      inner: the `id` of contractions of known values, which may be split off themselves.
+      inner: the `id` of equations that compute known values, which may be split off.
     """
 
     def __init__(self, jaxpr: Any, is_parameter: Sequence[bool], what: What):
@@ -209,8 +209,7 @@ class KnownValues:
         ]
 
     def _find_inner(self, eqn: Eqn) -> None:
-        if eqn.primitive.name in CONTRACTIONS:
-            self.inner.add(id(eqn))
+        self.inner.add(id(eqn))
         for body in _compat.sub_jaxprs(eqn):
             for inner in body.eqns:
                 self._find_inner(inner)

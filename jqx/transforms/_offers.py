@@ -15,19 +15,24 @@ def offers(call: Call) -> dict[int, tuple[str, str]]:
     """Returns what can be done about operands that depend on parameters alone, by the `id` of the
     contraction: the names of the parameters, and the end of the reason.
     """
-    numbered = zip(call.paths, call.keys, strict=True)
-    places = {keys[1].idx for path, keys in numbered if path is not None}
-    are_known = [
-        path is not None or (keys[0].idx == 0 and keys[1].idx in places and tuple(leaf.shape) == ())
-        for path, keys, leaf in zip(call.paths, call.keys, call.leaves, strict=True)
-    ]
-    known = KnownValues(call.jaxpr, are_known, "all")
+    known = known_values(call)
     found = dict.fromkeys(known.inner, ("parameters", ": jqx.hoist computes it outside of f"))
     for place, own in known.operands.items():
         paths = [call.paths[parent] for parent in sorted(own.value.parents)]
         names = named([path for path in paths if path is not None])
         found[place] = names, _offer(known, own.value, own.aval)
     return found
+
+
+def known_values(call: Call) -> KnownValues:
+    """Returns what depends on the parameters of a call alone."""
+    numbered = zip(call.paths, call.keys, strict=True)
+    places = {keys[1].idx for path, keys in numbered if path is not None}
+    are_known = [
+        path is not None or (keys[0].idx == 0 and keys[1].idx in places and tuple(leaf.shape) == ())
+        for path, keys, leaf in zip(call.paths, call.keys, call.leaves, strict=True)
+    ]
+    return KnownValues(call.jaxpr, are_known, "all")
 
 
 def _offer(known: KnownValues, value: Value, aval: Any) -> str:
