@@ -39,6 +39,6 @@ def with_rule(
     function = jax.custom_vjp(f)
     function.defvjp(
         lambda operands, others: (value(operands, others), (operands, others)),
-        lambda kept, cotangent: (rule(*kept, cotangent), None),
+        lambda kept, cotangent: (rule(kept[0], kept[1], cotangent), None),
     )
     return function

@@ -175,7 +175,7 @@ def hoisted_as(
     names = dict(hoisting.names)
     split = hoist(f, cast(What, hoisting.what), params=places, names=names or None)
     g, _ = split(*placed(_positions(places), parents, inputs))
-    return g
+    return cast(Hoisted, g)
 
 
 @dataclasses.dataclass(frozen=True)

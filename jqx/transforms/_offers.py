@@ -16,7 +16,8 @@ def offers(call: Call) -> dict[int, tuple[str, str]]:
     contraction: the names of the parameters, and the end of the reason.
     """
     known = known_values(call)
-    found = dict.fromkeys(known.inner, ("parameters", ": jqx.hoist computes it outside of f"))
+    inner = "parameters", ": jqx.hoist computes it outside of f"
+    found: dict[int, tuple[str, str]] = dict.fromkeys(known.inner, inner)
     for place, own in known.operands.items():
         paths = [call.paths[parent] for parent in sorted(own.value.parents)]
         names = named([path for path in paths if path is not None])

@@ -120,6 +120,7 @@ class Nnx(nnx.Module):
         return self.norm(x @ (self.g[...] * norm(self.v[...])))
 
 
+@pytest.mark.slow
 def test_modules_of_flax_are_split_and_bound_again(tmp_path):
     policy, options = jqx.presets.w8a8_dynamic(), {"hoist": True, "progress": False}
     module = Linen()
