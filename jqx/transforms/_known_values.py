@@ -92,6 +92,7 @@ class KnownValues:
         self._numbers: dict[Any, int] = {}
         self._values: dict[Address, dict[Any, Known]] = {}
         self._held: list[Any] = []
+        self._views: set[tuple[Address, Any]] = set()
         self.at: dict[tuple[Address, int, int], SplitOff] = {}
         self.lengths: dict[Address, int] = {}
         self.operands: dict[int, SplitOff] = {}
@@ -144,6 +145,8 @@ class KnownValues:
             known = [self._value(address, atom) for atom in eqn.invars]
             results = self._results(eqn, known, (*address, i))
             env.update(zip(eqn.outvars, results, strict=True))
+            if eqn.primitive.name in VIEWS and not any(results) and self._is_view(eqn, address):
+                self._views.update((address, var) for var in eqn.outvars)
         return [self._value(address, atom) for atom in body.outvars]
 
     def _results(self, eqn: Eqn, known: list[Known], here: Address) -> Sequence[Known]:
@@ -241,11 +244,10 @@ class KnownValues:
         if name in INLINE and _compat.name_of_jit(eqn) != HIDDEN:
             return self._backward(eqn.params[INLINE[name]], here, needs)
         known = [self._value(address, var) for var in eqn.outvars]
-        if name in VIEWS and any(x is not None and x.parents for x in known):
+        if name in VIEWS and self._is_view(eqn, address):
+            together = _PLAIN.union(*(need for need in needs if need is not None))
             origins = [self._origin(address, atom) for atom in eqn.invars]
-            if all(x is not None for x in VIEWS[name].track(eqn, origins)):
-                together = _PLAIN.union(*(need for need in needs if need is not None))
-                return [together if origin else _PLAIN for origin in origins]
+            return [together if origin else _PLAIN for origin in origins]
         rest = bool(eqn.effects)
         for j, (var, value, need) in enumerate(zip(eqn.outvars, known, needs, strict=True)):
             if need is None:
@@ -287,8 +289,16 @@ class KnownValues:
                 wants = [a | b for a, b in zip(wants, [_PLAIN] * shift + found, strict=True)]
         return wants
 
+    def _is_view(self, eqn: Eqn, address: Address) -> bool:
+        """Whether a result is a view of known values, also at an index that is not known."""
+        origins = [self._origin(address, atom) for atom in eqn.invars]
+        views = VIEWS[eqn.primitive.name].track(eqn, origins) if any(origins) else [None]
+        return all(view is not None for view in views)
+
     def _origin(self, address: Address, atom: Any) -> Origin | None:
         value = self._value(address, atom)
+        if value is None and not _compat.is_literal(atom) and (address, atom) in self._views:
+            return Origin.of_leaf("", len(atom.aval.shape))
         if value is None or not value.parents or self._is_factor(value, atom):
             return None
         return Origin.of_leaf(str(value.number), len(atom.aval.shape))

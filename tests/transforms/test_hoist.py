@@ -126,6 +126,14 @@ CASES = {
     "in a scan": (in_scan, STACK, "computed/s,w computed/v", ""),
     "in scans in scans": (in_nested_scans, {"w": normal(5, 2, 3, 16, 16)}, "computed/w", ""),
     "in loops": (in_loops, P, "computed/w", ""),
+    "at an index of a loop": (
+        lambda p, x: lax.fori_loop(
+            0, 3, lambda i, h: jnp.tanh(h @ jax.vmap(norm)(p["w"])[i] * h.max()), x
+        ),
+        STACK,
+        "computed/w",
+        "",
+    ),
     "a scan of parameters": (scan_of_parameters, STACK, "computed/w", ""),
     "of a map": (
         lambda p, x: jnp.einsum("bi,kio->bo", x, jax.vmap(norm)(p["w"])),
