@@ -59,6 +59,7 @@ from .transforms import calibrate as calibrate
 from .transforms import calibrate_batches as calibrate_batches
 from .transforms import convert as convert
 from .transforms import dequantize_params as dequantize_params
+from .transforms import hoist as hoist
 from .transforms import make_plan as make_plan
 from .transforms import map_channels as map_channels
 from .transforms import merge_stats as merge_stats

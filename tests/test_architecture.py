@@ -223,7 +223,7 @@ PUBLIC = {
         dot_general matmul einsum conv_general_dilated ragged_dot take formulations
         kernels_in_exports dynamic_slice dynamic_update_slice pack_for KVCache decode_attention
         make_plan map_channels ChannelMap LowRank calibrate calibrate_batches merge_stats affines
-        simulate convert
+        simulate convert hoist
         quantize_params dequantize_params quantize_state
         compare explain lowering report save load
         algorithms calibrators diagnostics gradients interop numerics observers onednn parallel

@@ -22,7 +22,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_instance
+from .._added import added
+from .._checks import check_instance, check_integer, require_that
 from ._grid import grid, rounding_error
 from ._ste import ste
 
@@ -33,9 +34,14 @@ class LearnedStep:
 
     Attributes:
       gradient_scale: whether `g` multiplies the gradients of the limits.
+      elements: the number `N` in `g`. `None` counts the elements of `x` that share a range. Pass it
+        where a call sees only a part of the batch: micro-batches, steps of a scan, `jax.vmap` over
+        examples, or one device of a `jax.shard_map`. Otherwise the gradients of the parts do not
+        add up to that of the batch.
     """
 
     gradient_scale: bool = True
+    elements: int | None = added(None)
     uniform_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -46,6 +52,28 @@ class LearnedStep:
             bool,
             mend="pass gradient_scale=True or gradient_scale=False.",
         )
+        if self.elements is None:
+            return
+        number = check_integer(type(self).__name__, "elements", self.elements)
+        object.__setattr__(self, "elements", number)
+        require_that(
+            self.elements >= 1,
+            error=ValueError,
+            function=type(self).__name__,
+            problem="`elements` must be 1 or more.",
+            given=f"elements == {self.elements}",
+            expected="a number of elements, or None",
+            mend="pass the number of elements of the whole batch that share a scale, or None.",
+        )
+        require_that(
+            self.gradient_scale,
+            error=ValueError,
+            function=type(self).__name__,
+            problem="`elements` has no effect.",
+            given=f"elements == {self.elements} and gradient_scale=False",
+            expected="elements=None, because only the gradient scale reads it",
+            mend="leave out elements, or gradient_scale=False.",
+        )
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
@@ -55,7 +83,7 @@ class LearnedStep:
         share = dx * rounding_error(x, low, high, levels) / (levels - 1)
         dlow, dhigh = dlow - share, dhigh + share
         if self.gradient_scale:
-            n = max(x.size // max(low.size, 1), 1)
+            n = self.elements or max(x.size // max(low.size, 1), 1)
             g = jax.lax.rsqrt(float(n) * jnp.maximum(self.largest_code(low, high, levels), 1))
             dlow, dhigh = g * dlow, g * dhigh
         return dx, dlow, dhigh

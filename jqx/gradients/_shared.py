@@ -10,3 +10,4 @@ from ._pact import ParameterizedClipping as ParameterizedClipping
 from ._parq import Parq as Parq
 from ._ste import StraightThrough as StraightThrough
 from ._ste import StraightThroughUnclipped as StraightThroughUnclipped
+from ._with_rule import with_rule as with_rule

@@ -77,7 +77,7 @@ def straight_through(value: jax.Array, through: jax.Array) -> jax.Array:
 
 @straight_through.defjvp
 def _tangent(primals, tangents):
-    return primals[0], tangents[1]
+    return straight_through(*primals), tangents[1]
 
 
 def clamp(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:

@@ -2,6 +2,8 @@
 
     {"version": 1, "plan": as of Plan.to_dict, "affines": [[key, numbers, numbers or null], ...],
      "report": its fields, "inputs": null or a tree, "shapes": [[name, shape], ...],
+     "parents": such a tree of the parameters before `hoist`, if it split the function,
+     "shapes_of_parents": as "shapes",
      "structured": whether the weights are a tree as the function takes it, or leaves by path,
      "maps": whether the tree of the file is {"params": the weights, "maps": of channels, by key}}
 
@@ -77,6 +79,7 @@ class _Contents:
     structured: bool
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     maps: bool = added(False)
+    shapes_of_parents: tuple[tuple[str, tuple[int, ...]], ...] = added(())
 
 
 def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
@@ -96,6 +99,7 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
         check_scales_of_weights("save", plan, named, affines)
     structured = _is_described(packed, values)
     node, shapes = _inputs_of(quantized.inputs, values)
+    parents, shapes_of_parents = _inputs_of(quantized.parents, values)
     contents = _Contents(
         affines=tuple(
             _Scale(key, _Numbers.of(scale), None if zero is None else _Numbers.of(zero))
@@ -105,6 +109,7 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
         structured=structured,
         shapes=shapes,
         maps=bool(quantized.maps),
+        shapes_of_parents=shapes_of_parents,
     )
     data = {
         "version": _VERSION,
@@ -112,6 +117,8 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
         "inputs": node,
         **to_json("save", contents, _Contents, values),
     }
+    if parents is not None:
+        data["parents"] = parents
     text = json.dumps(data, separators=(",", ":"))
     tree = packed if structured else leaves_by_path(packed)
     if quantized.maps:
@@ -190,9 +197,10 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
             data = None
         fields = check_version("load", data, _VERSION)
         plan = Plan.from_dict(fields.pop("plan", None), values)
-        node = fields.pop("inputs", None)
+        node, node_of_parents = fields.pop("inputs", None), fields.pop("parents", None)
         contents = record_from_json("load", fields, _Contents, values, "the quantized function")
         inputs = _inputs(node, dict(contents.shapes), values)
+        parents = _inputs(node_of_parents, dict(contents.shapes_of_parents), values)
     affines = {each.key: _affine(each) for each in contents.affines}
     plan.check_affines("load", affines)
     maps: Maps = {}
@@ -200,7 +208,8 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
         maps = _maps(tree)
         tree = tree["params"]
     params = _unpacked(tree)
-    return Unbound(params, plan, affines, contents.report, inputs, contents.structured, maps)
+    given = params, plan, affines, contents.report, inputs, contents.structured, maps
+    return Unbound(*given, parents)
 
 
 def _affine(each: _Scale) -> Affine:

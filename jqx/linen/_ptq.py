@@ -14,7 +14,7 @@ from ..policy import Policy
 from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
-from ..ptq._shared import Effort, Target, check_effort
+from ..ptq._shared import Effort, Hoist, Target, check_effort
 from ._state import State
 
 Variables = Mapping[str, Any]
@@ -27,6 +27,7 @@ def ptq(
     algorithm: Algorithm | None = None,
     *,
     effort: Effort | None = None,
+    hoist: Hoist = False,
     target: Target = None,
     progress: bool = True,
     **kwargs: Any,
@@ -43,6 +44,7 @@ def ptq(
       policy: what is quantized; paths are those in `variables["params"]`.
       algorithm: as in `jqx.ptq`; its `params` are the variables.
       effort: as in `jqx.ptq`.
+      hoist: as in `jqx.ptq`; then `params` are what was split off.
       target: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: arguments of every call, as for `module.apply`, such as `method=`, `mutable=`,
@@ -91,7 +93,7 @@ def ptq(
             mend="pass what module.init returns, or {'params': params}.",
         )
         names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
-        options: Any = {"effort": effort, "target": target, "progress": progress}
+        options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
         return ptq_of_function(function, policy, algorithm, names=names, **options)(plain, batches)
 
     return quantize

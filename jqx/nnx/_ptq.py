@@ -15,7 +15,7 @@ from ..policy import Policy
 from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
-from ..ptq._shared import Effort, Target, check_effort
+from ..ptq._shared import Effort, Hoist, Target, check_effort
 from ..transforms._shared import is_parameter
 from ._pure import leaves_by_path, replaced_by, values, was_written, with_values
 from ._quantize import check_float
@@ -28,6 +28,7 @@ def ptq(
     algorithm: Algorithm | None = None,
     *,
     effort: Effort | None = None,
+    hoist: Hoist = False,
     method: str = "__call__",
     target: Target = None,
     progress: bool = True,
@@ -48,6 +49,7 @@ def ptq(
       algorithm: as in `jqx.ptq`; its `params` are those nested dicts.
       method: name of the method to call.
       effort: as in `jqx.ptq`.
+      hoist: as in `jqx.ptq`; then `params` are what was split off.
       target: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: keyword arguments of every call. Calls may pass others.
@@ -87,7 +89,7 @@ def ptq(
             if not isinstance(variable, nnx.Param)
             and any(map(is_parameter, jax.tree.leaves(variable)))
         }
-        options: Any = {"effort": effort, "target": target, "progress": progress}
+        options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
         return ptq_of_function(function, policy, algorithm, names=names, **options)(
             values(state), batches
         )

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from ..gradients import Gradient, Surrogate
+from ..gradients._shared import with_rule
 from ..numerics import Integer, Numerics, QType, format_of, ngraph, round_to_integer
 from ..numerics._shared import (
     E8M0,
@@ -102,13 +103,13 @@ def affine_fake_quantize(
         low, high, _, _ = _bounds(x, scale, zero_point, qtype)
         wide, levels = x.astype(low.dtype), format_of(qtype).levels
         return gradient.surrogate(wide, low, high, levels, key).astype(x.dtype)
-    operands = _compat.vary_alike(x, scale, zero_point)
-    return _fake_quantize(qtype, round_mode, gradient, numerics, *operands)
+    x, scale, zero_point = _compat.vary_alike(x, scale, zero_point)
+    forward = partial(_fake_quantize, qtype, round_mode, numerics)
+    return with_rule(forward, partial(_cotangents, qtype, gradient))((x, scale), zero_point)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _fake_quantize(qtype, round_mode, gradient, numerics, x, scale, zero_point):
-    form = format_of(qtype)
+def _fake_quantize(qtype, round_mode, numerics, operands, zero_point):
+    (x, scale), form = operands, format_of(qtype)
     if not isinstance(form, Integer):
         return _scaled(form.round(_safe_quotient(x, scale), round_mode), scale, x.dtype)
     wide = compute_dtype(_real(scale.dtype))
@@ -187,19 +188,11 @@ def _bounds(
     return from_low * s, from_high * s, from_low, from_high
 
 
-def _forward(qtype, round_mode, gradient, numerics, x, scale, zero_point):
-    y = _fake_quantize(qtype, round_mode, gradient, numerics, x, scale, zero_point)
-    return y, (x, scale, zero_point)
-
-
-def _backward(qtype, round_mode, gradient, numerics, residuals, cotangent):
-    x, scale, zero_point = residuals
+def _cotangents(qtype, gradient, operands, zero_point, cotangent):
+    x, scale = operands
     low, high, from_low, from_high = _bounds(x, scale, zero_point, qtype)
     wide = low.dtype
     levels = format_of(qtype).levels
     dx, dlow, dhigh = gradient.bwd(x.astype(wide), low, high, levels, cotangent.astype(wide))
     dscale = sum_to_shape(dlow, low.shape) * from_low + sum_to_shape(dhigh, low.shape) * from_high
-    return dx.astype(x.dtype), sum_to_shape(dscale, scale.shape).astype(scale.dtype), None
-
-
-_fake_quantize.defvjp(_forward, _backward)
+    return dx.astype(x.dtype), sum_to_shape(dscale, scale.shape).astype(scale.dtype)

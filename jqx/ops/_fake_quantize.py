@@ -12,7 +12,7 @@ from .. import _compat
 from .._calls import called
 from .._checks import as_like, as_real, check_dtype, check_integer, require_that
 from ..gradients import Gradient, Surrogate, ste
-from ..gradients._shared import check_estimator, check_key
+from ..gradients._shared import check_estimator, check_key, with_rule
 from ..numerics import round_to_integer
 from ..numerics._shared import (
     RoundMode,
@@ -182,7 +182,9 @@ def _aligned_shape(
 def _evaluate(x, il, ih, ol, oh, key, *, levels, gradient):
     if isinstance(gradient, Surrogate):
         return _with_surrogate(levels, gradient, key, x, il, ih, ol, oh)
-    return _fake_quantize(levels, gradient, *_compat.vary_alike(x, il, ih, ol, oh))
+    forward = partial(_fake_quantize, levels)
+    rule = partial(_cotangents, levels, gradient)
+    return with_rule(forward, rule)(_compat.vary_alike(x, il, ih, ol, oh), None)
 
 
 def _with_surrogate(levels, gradient, key, x, il, ih, ol, oh):
@@ -196,10 +198,10 @@ def _with_surrogate(levels, gradient, key, x, il, ih, ol, oh):
     return jnp.where(ih == il, jnp.where(x <= il, ol, oh), y).astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fake_quantize(levels, gradient, x, il, ih, ol, oh):
-    dtype, wide = x.dtype, compute_dtype(x.dtype)
-    x, il, ih, ol, oh = map(widen, (x, il, ih, ol, oh))
+def _fake_quantize(levels, operands, _):
+    dtype = operands[0].dtype
+    wide = compute_dtype(dtype)
+    x, il, ih, ol, oh = map(widen, operands)
     steps = jnp.asarray(np.asarray(levels - 1, wide))
     u = divide(x - il, ih - il)
     u = divide_by_steps(round_to_integer(u * steps, RoundMode.NEAREST_TOWARD_EVEN), levels - 1)
@@ -214,18 +216,14 @@ def _ordered(il: jax.Array, ih: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(ih < il, ih, il), jnp.where(ih > il, ih, il)
 
 
-def _forward(levels, gradient, x, il, ih, ol, oh):
-    return _fake_quantize(levels, gradient, x, il, ih, ol, oh), (x, il, ih, ol, oh)
-
-
-def _backward(levels, gradient, residuals, cotangent):
+def _cotangents(levels, gradient, operands, _, cotangent):
     """The chain rule around the estimator: `y = ol + u * (oh - ol)`, `u = (c - il) / (ih - il)`.
 
     `c` is `x` clamped to the input range by the quantizer that the estimator differentiates.
     """
-    dtypes = [v.dtype for v in residuals]
+    dtypes = [v.dtype for v in operands]
     wide = compute_dtype(dtypes[0])
-    x, il, ih, ol, oh = (v.astype(wide) for v in residuals)
+    x, il, ih, ol, oh = (v.astype(wide) for v in operands)
     cotangent = cotangent.astype(wide)
     zero = jnp.zeros_like(cotangent)
     low, high = _ordered(il, ih)
@@ -252,6 +250,3 @@ def _backward(levels, gradient, residuals, cotangent):
         sum_to_shape(d_oh, oh.shape),
     )
     return tuple(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True))
-
-
-_fake_quantize.defvjp(_forward, _backward)

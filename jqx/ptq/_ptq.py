@@ -30,6 +30,7 @@ from ..transforms import (
 from ..transforms._shared import (
     Algorithm,
     Chosen,
+    Hoisted,
     Names,
     as_chosen,
     as_params,
@@ -51,6 +52,7 @@ from ..transforms._shared import (
     rooted,
 )
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
+from ._hoisted import Hoist, Own, check_hoist, split_off
 from ._late_folders import diagnostics, shared_algorithms, shared_diagnostics
 from ._mapped import Mapped, check_whole
 from ._quantized import Quantized, abstract
@@ -68,6 +70,7 @@ def ptq(
     effort: Effort | None = None,
     params: Literal[0] = 0,
     names: Names = None,
+    hoist: Hoist = False,
     target: Target = None,
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized[P, R]]: ...
@@ -80,6 +83,7 @@ def ptq(
     effort: Effort | None = None,
     params: int | tuple[int, ...],
     names: Names = None,
+    hoist: Hoist = False,
     target: Target = None,
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized[..., R]]: ...
@@ -92,6 +96,7 @@ def ptq(
     effort: Effort | None = None,
     params: int | tuple[int, ...] = 0,
     names: Names = None,
+    hoist: Hoist = False,
     target: Target = None,
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized]:
@@ -113,6 +118,12 @@ def ptq(
         a few cores: `"seconds"` (also `None`), `"minutes"` or `"hours"`.
       params: position, or positions, of the arguments of `f` that hold weights.
       names: names of weights, as in `make_plan`.
+      hoist: whether weights that `f` computes from parameters alone are computed once, by
+        `jqx.hoist`, and quantized: masked, normalised or dequantized weights, for example. `True`
+        takes floats that are not larger than the parameters that they are computed from; `"all"`
+        takes everything that depends on parameters alone. Then `function`, `params` and `plan` of
+        the result are those of the function without them. For new parameters, quantize again. To
+        train with quantization, plan and simulate `f` itself.
       target: `"cpu"`, `"gpu"` or `"tpu"`: the platform whose weight layout is used. `None` means
         `jax.default_backend()`. `False` keeps the layout that files use.
       progress: whether to show a progress bar, as in `calibrate_batches`.
@@ -157,6 +168,7 @@ def ptq(
     check_policy("ptq", policy)
     check_algorithm("ptq", algorithm, of_functions=True)
     check_effort("ptq", effort, algorithm)
+    check_hoist(hoist)
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
     @called("ptq(f, policy)", "pass the parameters, and a list of batches, such as [x].")
@@ -165,17 +177,17 @@ def ptq(
         first, every = _first(batches)
         check_concrete("ptq", params, first)
         inputs = inputs_of(first)
-        planned = make_plan(f, policy, params=places, names=names)
         check_arguments("ptq", places, params)
-        arguments = placed(places, params, inputs)
-        plan = planned(*arguments)
+        own = split_off(Own(f, params, places, names), hoist, inputs)
+        arguments = placed(own.places, own.params, inputs)
+        plan = make_plan(own.f, policy, params=own.places, names=own.names)(*arguments)
         choice = Choice(algorithm)
         if algorithm is None:
             choice = default_of(plan, effort or "seconds")
             if choice.reads_batches:
                 every = list(every)
-                choice = fitted(choice, f, plan, arguments, len(every))
-        done = _carried_out(choice, Mapped(f, plan), params, every, progress)
+                choice = fitted(choice, own.f, plan, arguments, len(every))
+        done = _carried_out(choice, Mapped(own.f, plan), own.params, every, progress)
         found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
         found = dataclasses.replace(found, codes=str(choice))
         given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant
@@ -304,7 +316,9 @@ def quantized_of(
     plan = mapped.plan
     laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
     function = mapped.converted(scales)
-    return Quantized(function, laid_out, plan, scales, found, inputs, maps=mapped.maps)
+    parents = mapped.f.parents if isinstance(mapped.f, Hoisted) else None
+    given = function, laid_out, plan, scales, found, inputs
+    return Quantized(*given, maps=mapped.maps, parents=parents)
 
 
 _CALLED: dict[str, str] = dict.fromkeys(("cuda", "rocm", "nvidia", "amd"), "pass 'gpu'")

@@ -12,6 +12,7 @@ from .._signatures import P, R
 from ..calibrators import Affine
 from ..transforms import Plan
 from ..transforms._shared import Maps, arguments_of, is_array
+from ._hoisted import without_values
 from ._late_folders import diagnostics
 from ._mapped import Mapped, check_whole
 
@@ -43,6 +44,8 @@ class Quantized(Generic[P, R]):
       details: what the algorithm reports, for instance for each matrix. Files do not store it.
       maps: the channel maps that an algorithm adds at sites. If there are any, the function is
         that of `jqx.map_channels(f, plan, maps)`.
+      parents: after `hoist=`, the parameters of the function that was split, one tree for each
+        position, with `jax.ShapeDtypeStruct` in place of arrays; otherwise `None`.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -63,6 +66,7 @@ class Quantized(Generic[P, R]):
     inputs: tuple[Any, ...] | None = None
     details: Any = None
     maps: Maps = dataclasses.field(default_factory=dict)
+    parents: tuple[Any, ...] | None = None
 
     def __call__(self, *batch: P.args, **kwargs: P.kwargs) -> R:
         """Returns the result of the function on its weights and the other arguments."""
@@ -98,7 +102,8 @@ class Quantized(Generic[P, R]):
         Args:
           f: a function that takes the weights where the first one takes them, and has the same
             contractions of them, in the same order, of operands with as many axes; its other
-            arguments and the sizes of batches may differ.
+            arguments and the sizes of batches may differ. After `hoist=`, a function of the
+            parameters is split in the same way.
 
         Raises:
           TypeError: `f` is no function.
@@ -113,6 +118,7 @@ class Quantized(Generic[P, R]):
           Array([[2., 2., 2., 2.]], dtype=float32)
         """
         check_whole("bind", f)
+        f = without_values(self.plan, f, self.parents, None)
         function = Mapped(f, self.plan, self.maps).converted(self.affines)
         return Quantized(
             function,
@@ -122,6 +128,7 @@ class Quantized(Generic[P, R]):
             self.report,
             details=self.details,
             maps=self.maps,
+            parents=self.parents,
         )
 
     def __repr__(self) -> str:

@@ -15,12 +15,14 @@ from .._signatures import R
 from ..calibrators import Affine
 from ..transforms import Plan
 from ..transforms._shared import (
+    Hoisted,
     Maps,
     check_function_of,
     is_array,
     is_quantized,
     placed,
 )
+from ._hoisted import without_values
 from ._late_folders import diagnostics
 from ._mapped import Mapped, check_whole
 from ._ptq import Target, quantized_of, target_of
@@ -42,6 +44,7 @@ class Unbound:
       structured: whether `params` has the containers that the function takes. Files store dicts,
         lists and tuples of arrays. Of other pytrees they store only the leaves that are arrays.
       maps: channel maps at sites.
+      parents: as in `jqx.Quantized`; `None` also if files cannot store their containers.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -60,6 +63,7 @@ class Unbound:
     inputs: tuple[Any, ...] | None
     structured: bool = True
     maps: Maps = dataclasses.field(default_factory=dict)
+    parents: tuple[Any, ...] | None = None
 
     @called("bind", "pass the function that was quantized: jqx.load(path).bind(f).")
     def bind(
@@ -72,7 +76,9 @@ class Unbound:
             contractions. The fingerprint of the plan is checked.
           like: parameters with the structure that `f` takes: float, quantized or
             `jax.ShapeDtypeStruct`, such as `jax.eval_shape(init, key)`. Leaves that are not arrays
-            are taken from it. Required if `structured` is false.
+            are taken from it. Required if `structured` is false. If `hoist=` split the function,
+            these are the parameters before that (a tuple if there are several positions), and they
+            are required only if `parents` is `None`.
           target: the platform whose weight layout is used, as in `jqx.ptq`.
 
         Raises:
@@ -82,6 +88,11 @@ class Unbound:
         """
         check_whole("bind", f)
         meant = target_of("bind", target)
+        parents = self.parents
+        if self.plan.hoisted is not None and not isinstance(f, Hoisted):
+            if like is not None:
+                parents = (like,) if isinstance(self.plan.hoisted.params, int) else tuple(like)
+            f, like = without_values(self.plan, f, parents, self.inputs), None
         params = self.params if like is None and self.structured else self._filled(like)
         if self.inputs is not None:
             mend = (
@@ -91,7 +102,8 @@ class Unbound:
             given = placed(self.plan.params, params, self.inputs)
             check_function_of("bind", f, self.plan, given, mend)
         mapped = Mapped(f, self.plan, self.maps)
-        return quantized_of(mapped, self.affines, params, self.report, self.inputs, meant)
+        found = quantized_of(mapped, self.affines, params, self.report, self.inputs, meant)
+        return found if parents is None else dataclasses.replace(found, parents=parents)
 
     def __repr__(self) -> str:
         return f"Unbound({summary(self.plan, self.report)})"

@@ -8,6 +8,7 @@ from ._calibrate_batches import calibrate_batches as calibrate_batches
 from ._channel_map import ChannelMap as ChannelMap
 from ._channel_map import LowRank as LowRank
 from ._convert import convert as convert
+from ._hoist import hoist as hoist
 from ._make_plan import make_plan as make_plan
 from ._map_channels import map_channels as map_channels
 from ._plan import Plan as Plan

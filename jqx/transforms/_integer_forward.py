@@ -1,13 +1,15 @@
 """A contraction on integers, with the gradient of the dequantized contraction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _compat
 from .._compat import Eqn
+from .._errors import message
 from ..tensor import QTensor
 from .primitives import CONTRACTIONS
 
@@ -29,20 +31,47 @@ def integer_forward(
       dtype: dtype of the operands of the contractions in the backward pass.
     """
 
+    family = CONTRACTIONS[eqn.primitive.name]
+
     @jax.custom_vjp
     def contract(real: Sequence[jax.Array], codes: Sequence[Any], others: Sequence[Any]) -> Any:
-        return CONTRACTIONS[eqn.primitive.name].apply(eqn, [*codes, *others])
+        return family.apply(eqn, [*codes, *others])
 
     def forward(real: Sequence[jax.Array], codes: Sequence[Any], others: Sequence[Any]) -> Any:
-        return contract(real, codes, others), (codes, others)
+        result = _differentiable_once(lambda real: family.apply(eqn, [*codes, *others]), dtype)
+        return result(real), (codes, others)
 
     def backward(kept: Any, cotangent: jax.Array) -> Any:
         codes, others = kept
         rounded = [x.dequantize() if isinstance(x, QTensor) else x for x in codes]
-        family = CONTRACTIONS[eqn.primitive.name]
-        found = family.gradients(eqn, [*rounded, *others], cotangent, dtype)
-        return [g.astype(x.dtype) for g, x in zip(found, rounded, strict=True)], None, None
+
+        def gradients(cotangent: jax.Array) -> list[jax.Array]:
+            found = family.gradients(eqn, [*rounded, *others], cotangent, dtype)
+            return [g.astype(x.dtype) for g, x in zip(found, rounded, strict=True)]
+
+        return _differentiable_once(gradients, dtype)(cotangent), None, None
 
     contract.defvjp(forward, backward)
     parts = real[:count], codes[:count], real[count:]
     return contract(*_compat.vary_alike(*map(list, parts)))
+
+
+def _differentiable_once(f: Callable[[Any], Any], dtype: DTypeLike) -> Callable[[Any], Any]:
+    """Returns a function of a first derivative that raises where it is differentiated again. Codes
+    have no derivative, so the result would lack the terms of the weights and activations.
+    """
+    function = jax.custom_jvp(f)
+
+    @function.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            message(
+                "simulate",
+                "`backward` has no second derivatives.",
+                given=f"backward={jnp.dtype(dtype).name} in a derivative of a gradient",
+                expected="first derivatives in reverse mode, such as jax.grad",
+                mend="leave out backward= there: jqx.simulate(f, plan, affines).",
+            )
+        )
+
+    return function

@@ -29,12 +29,12 @@ def _may_hold_dead(jaxpr: Any, known: dict[int, bool]) -> bool:
     function inside an equation does not read. If there is none, nothing is dead.
     """
     if id(jaxpr) not in known:
-        read = _read(jaxpr)
+        read = read_by(jaxpr)
         known[id(jaxpr)] = any(
             eqn.primitive.name == "while"
             or not read.issuperset(map(id, eqn.outvars))
             or any(
-                not _read(body).issuperset(map(id, body.invars)) or _may_hold_dead(body, known)
+                not read_by(body).issuperset(map(id, body.invars)) or _may_hold_dead(body, known)
                 for body in _compat.sub_jaxprs(eqn)
             )
             for eqn in jaxpr.eqns
@@ -42,7 +42,7 @@ def _may_hold_dead(jaxpr: Any, known: dict[int, bool]) -> bool:
     return known[id(jaxpr)]
 
 
-def _read(jaxpr: Any) -> set[int]:
+def read_by(jaxpr: Any) -> set[int]:
     """Returns the `id` of each value of an open jaxpr that its equations or results read."""
     return {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
 
@@ -66,7 +66,7 @@ def _size(jaxpr: Any, known: dict[int, _Size] | None = None) -> _Size:
 def _with_live_loops(jaxpr: Any, known: dict[int, Any]) -> Any:
     """Returns an open jaxpr without dead code in its `while` loops; the same object if none."""
     if id(jaxpr) not in known:
-        read = _read(jaxpr)
+        read = read_by(jaxpr)
         eqns = [_with_live_bodies(eqn, read, known) for eqn in jaxpr.eqns]
         changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
         known[id(jaxpr)] = jaxpr.replace(eqns=eqns) if changed else jaxpr

@@ -1,5 +1,6 @@
 """`make_plan`: from a function and a policy to a plan. Nothing is computed."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,13 @@ from .._calls import called
 from .._signatures import P
 from ..policy import Policy
 from ..policy._shared import check_policy
+from ._hoist import Hoisted
 from ._paths import Names, Params, Weights, check_names
 from ._plan import Plan
 from ._plan_call import plan_call
 from ._reach import check_unsupported
 from ._refusals import check_reach
-from ._trace import as_params, check_function, trace_call
+from ._trace import TracedOnce, as_params, check_function, trace_call
 
 
 @called("make_plan", "call it in two steps: jqx.make_plan(f, policy)(params, x).")
@@ -97,6 +99,9 @@ def planner(
         made = plan_call("make_plan", call, policy, weights)
         if unsupported == "error":
             check_reach("make_plan", call, made)
+        own = f.f if isinstance(f, TracedOnce) else f
+        if isinstance(own, Hoisted):
+            made = dataclasses.replace(made, hoisted=own.hoisting)
         return made
 
     return plan

@@ -69,6 +69,20 @@ Splits = tuple[Split, ...] | Policy | Literal["each"]
 """How weights are split: as in a plan, by the rules of a policy, or at each step."""
 
 
+class Hoisting(NamedTuple):
+    """How `jqx.hoist` split the function of a plan.
+
+    Attributes:
+      what: `"all"` or `"weights"`, as in `jqx.hoist`.
+      params: position, or positions, of the parameters in the function before it was split.
+      names: its parameters that have other names than their key paths.
+    """
+
+    what: str
+    params: Params
+    names: Renamed = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """The arguments that hold weights, and the names of the weights.

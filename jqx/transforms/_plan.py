@@ -26,7 +26,7 @@ from ..tensor._shared import (
 )
 from ._affines import GivenAffines, check_affines, required_affines, some
 from ._origin import Address
-from ._paths import Params, Split, Weights, flatten, is_whole, rooted
+from ._paths import Hoisting, Params, Split, Weights, flatten, is_whole, rooted
 from ._plan_table import plan_table
 from ._signature import check_same, is_parameter_line
 from ._site import Site, Skipped, Unreached, Weight, label_of
@@ -51,6 +51,7 @@ class Plan(Tabular):
       unreached: float parameters that no contraction multiplies by; not compared.
       splits: parameters that are split into parts, each with its own path such as `layers/w[0:1]`,
         because rules select steps of a scan over them.
+      hoisted: how `jqx.hoist` split the function, if it did.
     """
 
     sites: tuple[Site, ...]
@@ -61,6 +62,7 @@ class Plan(Tabular):
     names: tuple[tuple[str, str | None], ...] = added(())
     unreached: tuple[Unreached, ...] = added((), compare=False)
     splits: tuple[Split, ...] = added(())
+    hoisted: Hoisting | None = added(None)  # noqa: RUF009
 
     @property
     def parameters(self) -> Weights:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import _compat
 from .._compat import Eqn
+from ._offers import OUTSIDE, named, offers
 from ._trace import Call
 from .primitives import CONTRACTIONS, FORMS, VIEWS
 
@@ -56,11 +57,8 @@ class Source:
         if self.other:
             return None
         if self.weights:
-            known = sorted(self.weights)
-            names = " and ".join(map(repr, known[:3]))
-            names += f" and {len(known) - 3} more" if len(known) > 3 else ""
             by = f"`{self.through}`, which is not a view" if self.through else "more than views"
-            return f"an operand is computed from {names} by {by}: compute it outside of f"
+            return f"an operand is computed from {named(sorted(self.weights))} by {by}{OUTSIDE}"
         if self.closure:
             return "an operand is closed over by f: pass weights in an argument that params= names"
         return "an operand is drawn at random in f" if self.drawn else None
@@ -72,8 +70,14 @@ _CLOSURE = Source(closure=True)
 
 def reasons(call: Call) -> dict[int, str]:
     """Returns the reasons for the operands of contractions, by the `id` of the equation."""
-    known = {place: [source.reason for source in each] for place, each in sources(call).items()}
-    return {place: next(filter(None, why)) for place, why in known.items() if any(why)}
+    sources_of = sources(call)
+    known = {place: [source.reason for source in each] for place, each in sources_of.items()}
+    found = {place: next(filter(None, why)) for place, why in known.items() if any(why)}
+    if any(source.weights for each in sources_of.values() for source in each):
+        for place, (names, offer) in offers(call).items():
+            why = found.get(place, f"an operand is computed from {names}")
+            found[place] = why.removesuffix(OUTSIDE) + offer
+    return found
 
 
 def sources(call: Call) -> dict[int, list[Source]]:

@@ -4,6 +4,7 @@ from .. import _compat
 from .._errors import message
 from ._codes import Escape
 from ._convert import check_converts
+from ._offers import known_values
 from ._plan import Plan
 from ._reach import followed
 from ._trace import Call
@@ -17,7 +18,9 @@ def check_reach(function: str, call: Call, plan: Plan) -> None:
     """Raises if a weight of a plan reaches an operation without a quantized form."""
     codes, _ = followed(call, {weight.path for weight in plan.weights})
     if codes.escapes:
-        raise _refusal(function, plan, codes.escapes[0])
+        escape = codes.escapes[0]
+        known = id(escape.eqn) in known_values(call).inner
+        raise _refusal(function, plan, escape, "quantize jqx.hoist(f), " if known else "")
     if codes.mixed:  # whether their formats agree is known only when the call is traced
         try:
             check_converts(call, plan)
@@ -25,7 +28,7 @@ def check_reach(function: str, call: Call, plan: Plan) -> None:
             raise _refusal(function, plan, codes.mixed[0]) from error
 
 
-def _refusal(function: str, plan: Plan, escape: Escape) -> Unsupported:
+def _refusal(function: str, plan: Plan, escape: Escape, mend: str = "") -> Unsupported:
     path = min(escape.paths)
     weight = next(weight for weight in plan.weights if weight.path == path)
     where = f", in scope {escape.scope}" if escape.scope else ""
@@ -35,7 +38,7 @@ def _refusal(function: str, plan: Plan, escape: Escape) -> Unsupported:
             f"the weight {path!r}, which the policy quantizes, {escape.how}.",
             given=f"{weight.spec}{_compat.at_line_of(escape.eqn)}{where}",
             expected="contractions, views such as transpose, reshape and slice, and updates",
-            mend=f"leave it in float with jqx.Rule({path!r}) first in the policy, or pass "
+            mend=f"{mend}leave it in float with jqx.Rule({path!r}) first in the policy, or pass "
             'unsupported="dequantize", here and to jqx.convert.',
         )
     )

@@ -45,6 +45,8 @@ from ._entries import observed_parts as observed_parts
 from ._find import addressed as addressed
 from ._find import contraction_of as contraction_of
 from ._find import contractions as contractions
+from ._hoist import Hoisted as Hoisted
+from ._hoist import hoisted_as as hoisted_as
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view

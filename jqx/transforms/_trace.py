@@ -161,7 +161,7 @@ def trace_call(
         for part in leaf.parts if isinstance(leaf, Segments) else (leaf,):
             if isinstance(part, QTensor):
                 check_dtypes(function, part, f" of {path!r}" if path else "")
-    stand_ins = [_stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
+    stand_ins = [stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
 
     def trace() -> Traced:
         own = f.f if isinstance(f, TracedOnce) else f
@@ -199,11 +199,11 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
         split = None if path is None else by_path.get(path)
         if split is None:
             parts, names = [leaf], [path]
-            given.append(_stand_in(leaf))
+            given.append(stand_in(leaf))
         else:
             parts = parts_of(function, leaf, split)
             names = [part.path for part in split.parts]
-            given.append(Segments(list(map(_stand_in, parts)), split.axis))
+            given.append(Segments(list(map(stand_in, parts)), split.axis))
             if isinstance(leaf, Segments) or not isinstance(wanted, tuple):
                 kept[call.jaxpr.invars[place]] = split
         leaves += parts
@@ -374,7 +374,8 @@ def _weight_keys(
     return keys[2:] if isinstance(params, int) else keys[1:]
 
 
-def _stand_in(leaf: Any) -> Any:
+def stand_in(leaf: Any) -> Any:
+    """Returns what a function is traced with in place of a leaf."""
     if not isinstance(leaf, (QTensor, Segments, Lazy)):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf))

@@ -65,6 +65,8 @@ def _refuse(
             expected=f"a match; paths are: {shown_paths(rule.path, known)}",
             mend=_op(rule, known) or _mend(rule.path, known, shadowed)
             if weights
+            else "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
+            if any("jqx.hoist" in text for text in given)
             else "pass the weights in an argument of f, and its position as params=.",
         )
     )

@@ -1,5 +1,6 @@
 """The rules of the transforms for each primitive, one family a file."""
 
+from ._carry import unchanged as unchanged
 from ._contractions import Contraction as Contraction
 from ._counts import counted as counted
 from ._form import Form as Form
