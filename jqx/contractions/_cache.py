@@ -19,7 +19,7 @@ from ..calibrators import Affine, Groups, absmax, minmax
 from ..calibrators._shared import per_block, per_tensor
 from ..numerics import Integer, format_of
 from ..tensor import QSpec, QTensor
-from ..tensor._shared import lay_out, refine
+from ..tensor._shared import lay_out, refine, swap_axes
 from ._bare import check_bare
 from ._dot_general import Operand
 from ._window import (
@@ -76,6 +76,12 @@ def dynamic_slice(
     """
     if not isinstance(operand, QTensor):
         return lax.dynamic_slice(jnp.asarray(operand), start_indices, slice_sizes)
+    layout, sizes = operand.layout, tuple(slice_sizes)
+    if layout is not None and layout.swapped and len(sizes) == operand.ndim:
+        cut = {i - len(sizes) for i, n in enumerate(sizes) if n != operand.shape[i]}
+        if layout.follows((), cut):
+            turned = [[*x[:-2], *reversed(x[-2:])] for x in (tuple(start_indices), sizes)]
+            return swap_axes(dynamic_slice(swap_axes(operand), *turned))
     return sliced(operand, window_of("dynamic_slice", operand, start_indices, slice_sizes))
 
 

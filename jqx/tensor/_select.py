@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +13,7 @@ from .._checks import check_instance, normalize_axes, require_that
 from ..calibrators import Groups
 from ..numerics import format_of
 from ..numerics._shared import bit_width
-from ._layout import byte_of, check_view, depth_of, real_shape, shape_of_values
+from ._layout import byte_of, check_view, depth_of, real_shape, shape_of_values, swap_axes
 from ._order import check_same_axis, check_whole, permuted_axis, refuse
 from ._views import (
     axis_groups,
@@ -32,6 +32,9 @@ T = TypeVar("T", bound=Any)
 def index(q: T, key: Any) -> T:
     """Indexes a QTensor; see `QTensor.__getitem__`."""
     parts = _with_whole_axes(normal_index(key, q.shape), q.shape)
+    last = [part for part in parts[-2:] if isinstance(part, slice)]
+    if len(last) == 2 and _is_swapped(q, {i - 2 for i in (0, 1) if last[i] != slice(None)}):
+        return swap_axes(index(swap_axes(q), (*parts[:-2], parts[-1], parts[-2])))
     check_view("QTensor.__getitem__", q, _keeps_last(parts, depth_of(q)))
     check_whole("QTensor.__getitem__", q, parts)
     for axis in cut_axes(parts, q.groups):
@@ -54,6 +57,11 @@ def index(q: T, key: Any) -> T:
         order=None if q.order is None else entry(q.order),
         blocks=Groups(shape, tuple(sizes)).blocks,
     )
+
+
+def _is_swapped(q: Any, cut: Container[int]) -> bool:
+    """Whether the last two axes are swapped, and parts can be taken of these axes."""
+    return q.layout is not None and q.layout.swapped and q.layout.follows((), cut)
 
 
 def _with_whole_axes(parts: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
@@ -183,6 +191,10 @@ def _reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
 def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     """Joins QTensors of one format along an axis; see `QTensor.concatenate`."""
     axis, first = _check_joinable(function, tensors, axis), tensors[0]
+    if axis >= first.ndim - 2 and _is_swapped(first, {axis - first.ndim}):
+        other = 2 * first.ndim - 3 - axis
+        return swap_axes(concatenate(function, list(map(swap_axes, tensors)), other))
+    check_view(function, first, axis < first.ndim - depth_of(first))
     tensors = [q for q in tensors if q.shape[axis]]  # empty tensors add no scale
     if not tensors:
         return first
@@ -217,7 +229,6 @@ def _check_joinable(function: str, tensors: Sequence[Any], axis: int) -> int:
     for q in tensors:
         _check_alike(function, q, first)
     (axis,) = normalize_axes(function, axis, first.ndim, argument="axis")
-    check_view(function, first, axis < first.ndim - depth_of(first))
     return axis
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .._compat import Eqn
 from ._origin import Address, Loop, Origin
-from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction
+from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction, tracked
 
 _PART = re.compile(r"/\[[0-9]+:[0-9]+\](?=/|\Z)|\A\[[0-9]+:[0-9]+\](?:/|\Z)")
 """The name scope of a part of a split scan; rules do not see it."""
@@ -142,7 +142,7 @@ def find(
             results = FORMS[name].track(eqn, known, inside)
             found += inside.found
         elif name in VIEWS:
-            results = VIEWS[name].track(eqn, known)
+            results = tracked(eqn, known) or []
         else:
             inside = _Inside(here, inner_scope, reason)
             for body in _compat.sub_jaxprs(eqn):
