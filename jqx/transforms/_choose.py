@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
+from .._checks import is_real
 from ..policy import Policy, Rule
 from ..tensor import QSpec
 from ._find import Found
@@ -123,8 +122,9 @@ def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) 
     if item.reason is not None:
         return Chosen(choice, item.reason)
     operands = [v.aval.dtype for v in item.eqn.invars[: len(item.origins)]]
-    integers = [part.path for part in weights_of(item) if not _is_float(dtypes[part.path])]
-    real = all(map(_is_float, operands)) and not integers
+    integers = [part.path for part in weights_of(item) if not is_real(dtypes[part.path])]
+    cast = next((part for part in weights_of(item) if part.cast), None)
+    real = all(map(is_real, operands)) and not integers and cast is None
     if choice is None:
         reason = "no rule matches" if any(item.origins) else NO_WEIGHT
         return Chosen(None, reason, may_take=real)
@@ -133,18 +133,23 @@ def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) 
     if weight is None and rule.output is None and (lookup or rule.activation is None):
         it = "lookups" if lookup and rule.weight else "it"
         return Chosen(choice, f"rule {place} leaves {it} in float", may_take=real)
-    if not all(map(_is_float, operands)):
+    if cast is not None:
+        return Chosen(choice, f"f rounds {cast.path!r} to {cast.cast}")
+    if not all(map(is_real, operands)):
         names = " and ".join(dtype.name for dtype in operands)
-        return Chosen(choice, f"operands are {names}, not floats")
+        return Chosen(choice, f"operands are {names}, not floats{_OF_BITS * ('float' in names)}")
     if integers:
         name = dtypes[integers[0]].name
-        return Chosen(choice, f"the parameter {integers[0]!r} is {name}, not a float")
+        return Chosen(choice, f"the parameter {integers[0]!r} is {_unreal(name)}")
     specs = tuple(weight if origin else None for origin in item.origins)
     return Chosen(choice, None, specs=specs, may_take=True)
 
 
-def _is_float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
+_OF_BITS = " of 16 bits or more"
+
+
+def _unreal(name: str) -> str:
+    return f"{name}, not a float{_OF_BITS * name.startswith('float')}"
 
 
 def _spread(found: Sequence[Found], own: Sequence[Chosen], floats: dict[str, Use]) -> None:

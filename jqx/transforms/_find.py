@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from .. import _compat
+from .._checks import is_real
 from .._compat import Eqn
 from ._origin import Address, Loop, Origin
 from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction, tracked
@@ -182,9 +181,7 @@ def contractions(call: Any) -> list[Found]:
         None if path is None else Origin.of_leaf(path, len(leaf.shape))
         for leaf, path in zip(call.leaves, call.paths, strict=True)
     ]
-    floats = {
-        path for path, dtype in dtypes_of(call).items() if jnp.issubdtype(dtype, jnp.floating)
-    }
+    floats = {path for path, dtype in dtypes_of(call).items() if is_real(dtype)}
     return [_without_integers(item, floats) for item in find(call.jaxpr, origins)[0]]
 
 

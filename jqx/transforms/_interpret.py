@@ -284,7 +284,7 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
             for i, atom in enumerate(eqn.invars)
         ],
     )
-    if origins is None or not any(origins):
+    if origins is None or not any(origin and origin.is_view for origin in origins):
         return None
     codes = [codes_of(x) for x in operands]
     own = [codes[i] for i in quantized]

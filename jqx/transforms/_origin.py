@@ -35,6 +35,8 @@ class Origin:
         shape, each with the name of the view.
       cut: the axes of which a view has taken a part, in any order, or joined parts; each with the
         name of the view.
+      cast: the format of less than 16 bits that the function has rounded it to; else empty. What it
+        multiplies is listed under its path, but it is not a view.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Origin:
     stepped: tuple[frozenset[int], ...] = ()
     moved: Marks = frozenset()
     cut: Marks = frozenset()
+    cast: str = ""
 
     @classmethod
     def of_leaf(cls, path: str, rank: int) -> "Origin":
@@ -73,6 +76,11 @@ class Origin:
     def parts(self) -> tuple["Origin", ...]:
         """The weights joined in the value, each as a separate origin."""
         return (dataclasses.replace(self, others=()), *self.others) if self.others else (self,)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the value is a view of all of them."""
+        return not any(part.cast for part in self.parts)
 
     @property
     def name(self) -> str:
