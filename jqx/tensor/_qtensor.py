@@ -298,7 +298,7 @@ class QTensor:
     def concatenate(tensors: Sequence["QTensor"], axis: int = 0) -> "QTensor":
         """Joins QTensors of one format along an axis, as `jnp.concatenate` does.
 
-        If blocks do not fit end to end, each index along the axis gets its own scale.
+        If blocks do not fit end to end, they become the largest smaller ones that do.
         Formats, dtypes or layouts that differ are a TypeError.
         """
         return concatenate("QTensor.concatenate", tensors, axis)
@@ -348,8 +348,8 @@ class QTensor:
 
     def __getitem__(self, key: Any) -> "QTensor":
         """Indexes as `jax.Array` does, by integers, slices, `None`, `...`, integer arrays and
-        masks. The scale is indexed in step. If a slice cuts a block, each of its elements gets its
-        own scale.
+        masks. The scale is indexed in step. If a slice cuts blocks, or takes them in another order,
+        the result has the largest blocks that fit it.
 
         Raises:
           TypeError: the index holds anything else.

@@ -49,10 +49,12 @@ def choose(
     policy: Policy,
     dtypes: Mapping[str, Any],
     parts: Mapping[str, Part],
+    lost: Mapping[str, str],
 ) -> tuple[list[Chosen], set[int]]:
     """Returns the decision for each contraction, and the indices of the rules that match one.
 
-    `dtypes` are the dtypes of the parameters, `parts` those parameters that are parts of another.
+    `dtypes` are the dtypes of the parameters, `parts` those parameters that are parts of another,
+    and `lost` those that cannot be quantized as planned, each with the reason.
     """
     rules = selecting(found, policy, parts)
     choices = [_choices(item, policy, rules, parts) for item in found]
@@ -60,6 +62,7 @@ def choose(
     uses = _uses(found, choices)
     first = {path: _first(each) for path, each in uses.items()}
     floats = {path: use for path, use in first.items() if use and use.spec is None}
+    floats |= {path: first[path]._replace(spec=None, why=why) for path, why in lost.items()}
     own = [_own(item, each, dtypes) for item, each in zip(found, choices, strict=True)]
     _spread(found, own, floats)
     chosen = [_together(item, mine, first, floats) for item, mine in zip(found, own, strict=True)]
@@ -72,12 +75,13 @@ def weights_of(item: Found) -> list[Origin]:
 
 
 class Use(NamedTuple):
-    """What a rule specifies for a use of a weight."""
+    """What a rule specifies for a use of a weight; `why` is the reason if it cannot be done."""
 
     place: int
     path: str
     op: str
     spec: QSpec | None
+    why: str = ""
 
 
 def _choices(
@@ -197,6 +201,9 @@ def _taken(origin: Origin, spec: QSpec | None, first: Mapping[str, Use]) -> Use 
 
 
 def _left(path: str, use: Use) -> str:
+    if use.why:
+        also = f", and {path!r} is multiplied together with it"
+        return use.why + (also if path != use.path else "")
     what, more = f"{use.path!r}", ""
     if use.op == "gather":
         what, more = f"the lookup of {use.path!r}", 'pass tables="int8", or '

@@ -82,6 +82,10 @@ class Rules(abc.ABC):
         """Evaluates an equation that has no quantized form for its quantized operands."""
         return _compat.bind(eqn, [self.dense(eqn, x) for x in operands])
 
+    def view(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+        """Evaluates a view of quantized operands; `None` if it is not one."""
+        return view(eqn, operands)
+
     def dense(self, eqn: Eqn | None, x: Any) -> Any:
         """Dequantizes a value where an equation, or a result, supports only arrays."""
         return real_of(x)
@@ -158,7 +162,7 @@ def _evaluate(
     if not quantized:
         return _compat.bind(eqn, operands), {}
     with _noted(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
-        seen = view(eqn, operands)
+        seen = rules.view(eqn, operands)
         if seen is None and name in UPDATES:
             seen = _updated(eqn, operands)
     if seen is not None:
