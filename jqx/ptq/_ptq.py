@@ -299,7 +299,18 @@ def quantized_of(
     plan = mapped.plan
     laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
     function = mapped.converted(scales)
+    found = _in_memory(found, plan, laid_out)
     return Quantized(function, laid_out, plan, scales, found, inputs, maps=mapped.maps)
+
+
+def _in_memory(found: "diagnostics.Report", plan: Plan, params: Any) -> "diagnostics.Report":
+    """Returns a report with the bytes that weights take in their layout."""
+    leaves = dict(named_leaves("ptq", rooted(plan.params, params), plan))
+    weights = [
+        dataclasses.replace(x, bytes_after=abstract_leaf(leaves[x.path]).nbytes)
+        for x in found.weights
+    ]
+    return dataclasses.replace(found, weights=tuple(weights))
 
 
 def target_of(function: str, target: Target) -> str | Literal[False]:
