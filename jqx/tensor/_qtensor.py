@@ -268,11 +268,11 @@ class QTensor:
         """Reshapes, as `jax.Array.reshape` does, if the scale can follow.
 
         It can follow if the axes that merge or split with each other all have their own scale or
-        all share one, and if blocks stay whole.
+        all share one. Blocks that do not fit the new axes become smaller ones.
 
         Raises:
           ValueError: some of the axes that merge or split have their own scale and some do not, or
-            a block would be split; or axes change along which codes are packed or swapped.
+            axes change along which codes are packed or swapped.
         """
         if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)):
             shape = tuple(shape[0])

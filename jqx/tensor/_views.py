@@ -278,7 +278,7 @@ def reshaped(groups: Groups, new: Sequence[int]) -> tuple[Groups, Groups]:
                     "them have their own scale.",
                     given=f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}",
                     expected="axes that merge or split to all have their own scale or none, or "
-                    "blocks that stay whole",
+                    "blocks along the last of them",
                     mend="reshape before quantizing, or quantize with a coarser granularity.",
                 )
             )
