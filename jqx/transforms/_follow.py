@@ -2,7 +2,6 @@
 the function.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from ..tensor._shared import abstract, groups_of
 from ._find import Found
 from ._interpret import interpret
 from ._on_integers import OnIntegers, quantized_leaf
-from ._origin import Origin
 from ._plan import Plan
 from ._site import Site
 from ._trace import Call
@@ -27,13 +25,13 @@ def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[st
     """Returns the paths of weights whose scales cannot follow the views on the way to a site, each
     with the reason.
 
-    Only scales in blocks can fail to follow. If views change an axis in blocks, the function is
-    traced once as `convert` would.
+    Only scales in blocks can fail to follow. If views change an axis in blocks, or a kernel of a
+    convolution is in blocks, the function is traced once as `convert` would.
     """
     changed = {site.name: _changed(plan, call, item) for site, item in sites}
     if not any(changed.values()):
         return {}
-    trial = _Trial(plan, failed=set())
+    trial = _Trial(plan, failed={})
 
     def run(leaves: list[Any]) -> list[Any]:
         pairs = zip(leaves, call.paths, strict=True)
@@ -46,6 +44,8 @@ def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[st
     for name in (site.name for site, _ in sites if site.name in trial.failed):
         for path, views in changed[name].items():
             why = f"blocks of {path!r} cannot follow its {views}"
+            if not views:
+                why = trial.failed[name].partition(": ")[2].rstrip(".")
             shared = plan.weight_at(path)
             if shared is not None and shared.sites > 1:
                 why += f" at {name}"
@@ -54,22 +54,22 @@ def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[st
 
 
 def _changed(plan: Plan, call: Call, item: Found) -> dict[str, str]:
-    """Returns the paths of the weights of a contraction of which views change an axis in blocks,
-    with these views.
+    """Returns the paths of the weights in blocks whose contraction may have no quantized form, each
+    with the views that change an axis in blocks: those that have any, and kernels of convolutions.
     """
     parts = [part for origin in item.origins if origin for part in origin.parts]
-    named = {part.path: _views(plan, call, part) for part in parts if part.moved or part.cut}
-    return {path: views for path, views in named.items() if views}
-
-
-def _views(plan: Plan, call: Call, part: Origin) -> str:
-    weight = plan.weight_at(part.path)
-    if weight is None:
-        return ""
-    shape = tuple(call.leaves[call.paths.index(part.path)].shape)
-    groups = groups_of("make_plan", weight.spec, shape)
-    names = {name for axis, name in part.moved | part.cut if groups.is_blocked(axis)}
-    return " and ".join(f"`{name}`" for name in sorted(names))
+    is_kernel = item.op == "conv_general_dilated"
+    found = {}
+    for part in parts:
+        weight = plan.weight_at(part.path)
+        if weight is None or not (is_kernel or part.moved or part.cut):
+            continue
+        shape = tuple(call.leaves[call.paths.index(part.path)].shape)
+        groups = groups_of("make_plan", weight.spec, shape)
+        names = {name for axis, name in part.moved | part.cut if groups.is_blocked(axis)}
+        if names or (is_kernel and any(map(groups.is_blocked, range(len(shape))))):
+            found[part.path] = " and ".join(f"`{name}`" for name in sorted(names))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +77,20 @@ class _Trial(OnIntegers):
     """Rules of `convert` that go on in float where a scale cannot follow.
 
     Attributes:
-      failed: the names of the sites that were computed in float.
+      failed: the names of the sites that were computed in float, with the errors.
     """
 
-    failed: set[str] = dataclasses.field(default_factory=set)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         pairs = zip(site.operands, operands, strict=False)
         lost = [x for own, x in pairs if own.role == "weight" and own.spec and not is_coded(x)]
         if not lost:
-            with contextlib.suppress(ValueError, NotImplementedError):
+            try:
                 return super().at_site(site, eqn, operands)
-        self.failed.add(site.name)
+            except (ValueError, NotImplementedError) as error:
+                self.failed[site.name] = str(error).splitlines()[0]
+        self.failed.setdefault(site.name, "")
         return _compat.bind(eqn, list(map(real_of, operands)))[0], {}
 
     def view(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
