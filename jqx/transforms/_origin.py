@@ -89,7 +89,7 @@ class Origin:
 
     def through(self, view: Callable[["Origin"], "Origin | None"]) -> "Origin | None":
         """The origin of a view of all of them together."""
-        return Origin.joined(map(view, self.parts))
+        return Origin.joined(map(view, self.parts)) if self.others else view(self)
 
     def with_marks(self, moved: Marks = frozenset(), cut: Marks = frozenset()) -> "Origin":
         """The same value with other marks of views."""
