@@ -145,10 +145,15 @@ def as_real(function: str, argument: str, x: ArrayLike) -> jax.Array:
     return x
 
 
+def is_real(dtype: DTypeLike) -> bool:
+    """Whether a dtype is floating point, of 16 bits or more: those of fewer bits are formats."""
+    return name_of(dtype) in FLOATS
+
+
 def check_real(function: str, what: str, dtype: DTypeLike, *, given: str = "") -> None:
     """Checks that a dtype is floating point."""
     name = name_of(dtype)
-    if name not in FLOATS:
+    if not is_real(dtype):
         text = message(
             function,
             f"{what} ({name}) must be a floating point number.",

@@ -19,7 +19,7 @@ from ..calibrators import Affine, Groups, absmax, minmax
 from ..calibrators._shared import per_block, per_tensor
 from ..numerics import Integer, format_of
 from ..tensor import QSpec, QTensor
-from ..tensor._shared import lay_out, refine
+from ..tensor._shared import lay_out, refine, swap_axes
 from ._bare import check_bare
 from ._dot_general import Operand
 from ._window import (
@@ -47,8 +47,8 @@ def dynamic_slice(
     """Returns a slice whose start is a run-time value, as `jax.lax.dynamic_slice`.
 
     `dynamic_slice(q, ...).dequantize()` equals `dynamic_slice(q.dequantize(), ...)`. Along an axis
-    with blocks, the slice keeps the blocks if its start is a Python integer at the border of a
-    block and its end is at a border too; otherwise each of its elements gets its own scale.
+    with blocks, a slice whose start is a Python integer has the largest blocks that fit it;
+    otherwise each of its elements gets its own scale.
 
     Args:
       operand: array or QTensor, any shape.
@@ -76,7 +76,23 @@ def dynamic_slice(
     """
     if not isinstance(operand, QTensor):
         return lax.dynamic_slice(jnp.asarray(operand), start_indices, slice_sizes)
-    return sliced(operand, window_of("dynamic_slice", operand, start_indices, slice_sizes))
+    layout, sizes = operand.layout, tuple(slice_sizes)
+    if layout is not None and layout.swapped and len(sizes) == operand.ndim:
+        cut = {i - len(sizes) for i, n in enumerate(sizes) if n != operand.shape[i]}
+        if layout.follows((), cut):
+            turned = [[*x[:-2], *reversed(x[-2:])] for x in (tuple(start_indices), sizes)]
+            return swap_axes(dynamic_slice(swap_axes(operand), *turned))
+    window = window_of("dynamic_slice", operand, start_indices, slice_sizes)
+    known = [isinstance(start, int) for start in window.starts]
+    if any(known):
+        parts = [
+            slice(start, start + n) if is_known else slice(None)
+            for start, n, is_known in zip(*window, known, strict=True)
+        ]
+        operand = operand[tuple(parts)]
+        pairs = zip(window.starts, known, strict=True)
+        window = window._replace(starts=tuple(0 if is_known else x for x, is_known in pairs))
+    return sliced(operand, window)
 
 
 @overload

@@ -1,6 +1,6 @@
 """`explain`: the compiled contraction of each site, and whether it runs on codes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,14 @@ from .._table import Table, Tabular
 from ..policy import Policy
 from ..tensor import QTensor, pack_for
 from ..transforms import Plan, convert, make_plan, quantize_params
-from ..transforms._shared import GivenAffines, check_plan, is_array, label_of, rooted
+from ..transforms._shared import (
+    GivenAffines,
+    check_plan,
+    is_array,
+    label_of,
+    lay_out_weights,
+    rooted,
+)
 from ._contraction import Contraction
 from ._hlo import CODES
 from ._lowering import Lowering, lowering
@@ -184,7 +191,7 @@ def explain(
             convert(f, known, "dynamic" if affines is None else affines), *quantized, target=target
         ),
         known,
-        _plain(quantized, target),
+        _plain(_planned(quantized, known, target), target),
         _already(args, known),
     )
 
@@ -198,6 +205,26 @@ def _plain(args: Any, target: str) -> tuple[str, ...]:
         for path, q in flat
         if _is_quantized(q) and pack_for(q, target).layout != q.layout
     )
+
+
+def _planned(args: Sequence[Any], plan: Plan, target: str) -> list[Any]:
+    """Returns the arguments without the weights that quantize_params would leave as they are for a
+    target, because of their views.
+    """
+    places = (plan.params,) if isinstance(plan.params, int) else plan.params
+    params = args[plan.params] if isinstance(plan.params, int) else tuple(args[i] for i in places)
+    given = list(args)
+    laid_out = lay_out_weights(params, plan, target)
+    for i, own in zip(
+        places, (laid_out,) if isinstance(plan.params, int) else laid_out, strict=True
+    ):
+        given[i] = jax.tree.map(_unless_same, args[i], own, is_leaf=_is_quantized)
+    return given
+
+
+def _unless_same(x: Any, laid_out: Any) -> Any:
+    same = _is_quantized(x) and _is_quantized(laid_out) and x.layout == laid_out.layout
+    return None if same else x
 
 
 def _already(args: Any, plan: Plan) -> dict[str, str]:

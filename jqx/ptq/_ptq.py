@@ -317,12 +317,22 @@ def quantized_of(
     laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
     function = mapped.converted(scales)
     parents = mapped.f.parents if isinstance(mapped.f, Hoisted) else None
-    given = function, laid_out, plan, scales, found, inputs
+    given = function, laid_out, plan, scales, _in_memory(found, plan, laid_out), inputs
     return Quantized(*given, maps=mapped.maps, parents=parents)
 
 
 _CALLED: dict[str, str] = dict.fromkeys(("cuda", "rocm", "nvidia", "amd"), "pass 'gpu'")
 """What to write for other names of targets."""
+
+
+def _in_memory(found: "diagnostics.Report", plan: Plan, params: Any) -> "diagnostics.Report":
+    """Returns a report with the bytes that weights take in their layout."""
+    leaves = dict(named_leaves("ptq", rooted(plan.params, params), plan))
+    weights = [
+        dataclasses.replace(x, bytes_after=abstract_leaf(leaves[x.path]).nbytes)
+        for x in found.weights
+    ]
+    return dataclasses.replace(found, weights=tuple(weights))
 
 
 def target_of(function: str, target: Target) -> str | Literal[False]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
+from jax import dtypes
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._calls import called
@@ -165,4 +165,4 @@ def _name(keys: Any) -> str:
 
 
 def _kind(x: Any) -> str:
-    return "none" if x is None else f"{jax.numpy.dtype(x.dtype).name}{list(x.shape)}"
+    return "none" if x is None else f"{dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}"

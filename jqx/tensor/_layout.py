@@ -1,7 +1,7 @@
 """The memory layout of the codes of a QTensor: packed, swapped, as int8 or uint4, for a kernel."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,6 +81,15 @@ class Layout:
         if self.packing is None:
             return None
         return _other(self.packing.axis) if self.swapped else self.packing.axis
+
+    def follows(self, moved: Container[int], cut: Container[int]) -> bool:
+        """Whether views can keep it that move some axes, and take parts of others; both are counted
+        from the last. Where two axes are swapped, parts are taken in the order of the values.
+        """
+        whole = self.transposed() if self.swapped else self
+        fixed = [_other(axis) if self.swapped else axis for axis in range(-whole.depth, 0)]
+        still = not any(axis in moved for axis in range(-self.depth, 0))
+        return still and not any(axis in cut for axis in fixed)
 
     def transposed(self) -> "Layout":
         """Returns the layout of the same values under a shape whose last two axes are swapped."""
@@ -287,9 +296,12 @@ def _laid_out(q: Any, layout: Layout) -> jax.Array:
 
 def transpose(q: T, order: tuple[int, ...]) -> T:
     """Permutes the axes; see `QTensor.transpose`."""
-    n, depth = q.ndim, depth_of(q)
-    if q.layout is not None and order == (*range(n - 2), n - 1, n - 2):
-        return swap_axes(q)
+    n = q.ndim
+    if q.layout is not None and order[-2:] == (n - 1, n - 2):
+        q, order = swap_axes(q), (*order[:-2], n - 2, n - 1)
+        if order == tuple(range(n)):
+            return q
+    depth = depth_of(q)
     check_view("QTensor.transpose", q, order[n - depth :] == tuple(range(n - depth, n)))
     _check_order(q, order)
     return q.map_leaves(lambda leaf: leaf.transpose(order), q.blocks)
@@ -311,7 +323,7 @@ def swap_axes(q: T) -> T:
     return dataclasses.replace(
         q.map_parameters(lambda leaf: leaf.transpose(axes)),
         order=None if q.order is None else q.order.transpose(axes),
-        layout=q.layout.transposed(),
+        layout=(q.layout or Layout()).transposed(),
     )
 
 

@@ -275,11 +275,11 @@ class QTensor(NoArray):
         """Reshapes, as `jax.Array.reshape` does, if the scale can follow.
 
         It can follow if the axes that merge or split with each other all have their own scale or
-        all share one, and if blocks stay whole.
+        all share one. Blocks that do not fit the new axes become smaller ones.
 
         Raises:
           ValueError: some of the axes that merge or split have their own scale and some do not, or
-            a block would be split; or axes change along which codes are packed or swapped.
+            axes change along which codes are packed or swapped.
         """
         if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)):
             shape = tuple(shape[0])
@@ -305,7 +305,7 @@ class QTensor(NoArray):
     def concatenate(tensors: Sequence["QTensor"], axis: int = 0) -> "QTensor":
         """Joins QTensors of one format along an axis, as `jnp.concatenate` does.
 
-        If blocks do not fit end to end, each index along the axis gets its own scale.
+        If blocks do not fit end to end, they become the largest smaller ones that do.
         Formats, dtypes or layouts that differ are a TypeError.
         """
         return concatenate("QTensor.concatenate", tensors, axis)
@@ -355,8 +355,8 @@ class QTensor(NoArray):
 
     def __getitem__(self, key: Any) -> "QTensor":
         """Indexes as `jax.Array` does, by integers, slices, `None`, `...`, integer arrays and
-        masks. The scale is indexed in step. If a slice cuts a block, each of its elements gets its
-        own scale.
+        masks. The scale is indexed in step. If a slice cuts blocks, or takes them in another order,
+        the result has the largest blocks that fit it.
 
         Raises:
           TypeError: the index holds anything else.

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,11 +14,12 @@ from .._checks import check_instance, normalize_axes, require_that
 from ..calibrators import Groups
 from ..numerics import format_of
 from ..numerics._shared import bit_width
-from ._layout import byte_of, check_view, depth_of, real_shape, shape_of_values
+from ._layout import byte_of, check_view, depth_of, real_shape, shape_of_values, swap_axes
 from ._order import check_same_axis, check_whole, permuted_axis, refuse
 from ._views import (
     axis_groups,
     blocks_after,
+    blocks_at,
     cut_axes,
     index_for,
     normal_index,
@@ -32,10 +34,14 @@ T = TypeVar("T", bound=Any)
 def index(q: T, key: Any) -> T:
     """Indexes a QTensor; see `QTensor.__getitem__`."""
     parts = _with_whole_axes(normal_index(key, q.shape), q.shape)
+    last = [part for part in parts[-2:] if isinstance(part, slice)]
+    if len(last) == 2 and _is_swapped(q, {i - 2 for i in (0, 1) if last[i] != slice(None)}):
+        return swap_axes(index(swap_axes(q), (*parts[:-2], parts[-1], parts[-2])))
     check_view("QTensor.__getitem__", q, _keeps_last(parts, depth_of(q)))
     check_whole("QTensor.__getitem__", q, parts)
-    for axis in cut_axes(parts, q.groups):
-        q = refine(q, axis)
+    for axis, part in cut_axes(parts, q.groups).items():
+        q = _cut(q, axis, part)
+        parts = _with_whole(parts, axis)
     groups = q.groups
 
     def entry(leaf: Any) -> Any:
@@ -54,6 +60,31 @@ def index(q: T, key: Any) -> T:
         order=None if q.order is None else entry(q.order),
         blocks=Groups(shape, tuple(sizes)).blocks,
     )
+
+
+def _cut(q: T, axis: int, part: slice) -> T:
+    """Returns a slice of a QTensor along an axis in blocks, in the largest blocks that fit it."""
+    places = np.arange(q.shape[axis], dtype=np.int32)[part]
+    size, entries = blocks_at(places, q.groups.sizes[axis])
+    values = q.values[(slice(None),) * axis + (part,)]
+    sizes = [*q.groups.sizes]
+    sizes[axis] = size
+    groups = Groups(real_shape(values.shape, q.layout), tuple(sizes))
+    after = q.map_parameters(
+        lambda leaf: leaf if leaf.shape[axis] == 1 else repeated(leaf, axis, entries)
+    )
+    return dataclasses.replace(after, values=values, blocks=groups.blocks)
+
+
+def _with_whole(parts: Sequence[Any], axis: int) -> tuple[Any, ...]:
+    """Returns an index that takes an axis whole."""
+    places = [i for i, part in enumerate(parts) if part is not None and part is not Ellipsis]
+    return (*parts[: places[axis]], slice(None), *parts[places[axis] + 1 :])
+
+
+def _is_swapped(q: Any, cut: Container[int]) -> bool:
+    """Whether the last two axes are swapped, and parts can be taken of these axes."""
+    return q.layout is not None and q.layout.swapped and q.layout.follows((), cut)
 
 
 def _with_whole_axes(parts: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
@@ -128,7 +159,9 @@ def sliceable(q: T, axis: int) -> T:
 def reshape(q: T, shape: tuple[int, ...]) -> T:
     """Reshapes a QTensor; see `QTensor.reshape`."""
     values = jnp.reshape(q.values, shape_of_values("QTensor.reshape", q, shape))
-    after = reshaped(q.groups, real_shape(values.shape, q.layout))
+    before, after = reshaped(q.groups, real_shape(values.shape, q.layout))
+    for axis, (size, old) in enumerate(zip(before.sizes, q.groups.sizes, strict=True)):
+        q = refine(q, axis, size) if size != old else q
 
     def parameter(leaf: Any) -> Any:
         if hasattr(leaf, "qtype"):
@@ -160,7 +193,7 @@ def _reshape_order(q: Any, shape: tuple[int, ...]) -> Any:
     if len(target) != 1:
         refuse("QTensor.reshape", q, "a reshape that does not change it")
     own = Groups.of_scale(q.shape, q.order.shape)
-    sizes = reshaped(own, shape).scale_shape
+    sizes = reshaped(own, shape)[1].scale_shape
     if any(m not in (1, n) for m, n in zip(sizes, shape, strict=True)):
         refuse("QTensor.reshape", q, "a reshape that keeps the axes with their own orders")
     order = q.order.reshape(sizes)
@@ -183,6 +216,10 @@ def _reshape_scale(scale: Any, shape: tuple[int, ...]) -> Any:
 def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
     """Joins QTensors of one format along an axis; see `QTensor.concatenate`."""
     axis, first = _check_joinable(function, tensors, axis), tensors[0]
+    if axis >= first.ndim - 2 and _is_swapped(first, {axis - first.ndim}):
+        other = 2 * first.ndim - 3 - axis
+        return swap_axes(concatenate(function, list(map(swap_axes, tensors)), other))
+    check_view(function, first, axis < first.ndim - depth_of(first))
     tensors = [q for q in tensors if q.shape[axis]]  # empty tensors add no scale
     if not tensors:
         return first
@@ -217,7 +254,6 @@ def _check_joinable(function: str, tensors: Sequence[Any], axis: int) -> int:
     for q in tensors:
         _check_alike(function, q, first)
     (axis,) = normalize_axes(function, axis, first.ndim, argument="axis")
-    check_view(function, first, axis < first.ndim - depth_of(first))
     return axis
 
 
@@ -246,7 +282,7 @@ def _check_alike(function: str, q: Any, first: Any) -> None:
 
 def _in_step(tensors: list[T], axis: int) -> tuple[list[T], int]:
     """Returns tensors whose blocks have one size after the join, and that size. The tensors do not
-    change if only the last one ends with a shorter block; else each index gets its own scale.
+    change if only the last one ends with a shorter block; else they get smaller blocks.
     """
     *others, last = tensors
     size = tensors[0].groups.sizes[axis]
@@ -254,7 +290,8 @@ def _in_step(tensors: list[T], axis: int) -> tuple[list[T], int]:
     short = last.groups.sizes[axis] < size and last.scale.shape[axis] == 1
     if whole and (last.groups.sizes[axis] == size or short):
         return tensors, size
-    return [refine(q, axis) for q in tensors], 1
+    size = math.gcd(*(q.groups.sizes[axis] for q in tensors), *(q.shape[axis] for q in others))
+    return [refine(q, axis, size) for q in tensors], size
 
 
 def _joined(codes: Sequence[jax.Array], axis: int) -> jax.Array:
@@ -268,11 +305,12 @@ def _joined(codes: Sequence[jax.Array], axis: int) -> jax.Array:
 
 
 def _alike_elsewhere(tensors: Sequence[T], axis: int) -> list[T]:
-    """Gives each index of another axis its own scale if the block sizes differ along that axis."""
+    """Gives all tensors the same blocks along each other axis."""
     found = list(tensors)
     for other in range(tensors[0].ndim):
-        if other != axis and len({q.groups.sizes[other] for q in found}) > 1:
-            found = [refine(q, other) for q in found]
+        sizes = {q.groups.sizes[other] for q in found}
+        if other != axis and len(sizes) > 1:
+            found = [refine(q, other, math.gcd(*sizes)) for q in found]
     return found
 
 

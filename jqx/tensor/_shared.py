@@ -22,6 +22,7 @@ from ._layout import Layout as Layout
 from ._layout import Packing as Packing
 from ._layout import is_flipped as is_flipped
 from ._layout import lay_out as lay_out
+from ._layout import swap_axes as swap_axes
 from ._layout import to_int8 as to_int8
 from ._lazy import Lazy as Lazy
 from ._lazy import abstract as abstract

@@ -145,17 +145,29 @@ def _check_axis_index(holds: bool, part: Any, axis: int, shape: Sequence[int]) -
     )
 
 
-def cut_axes(parts: Sequence[Any], groups: Groups) -> tuple[int, ...]:
-    """Returns the blocked axes that a slice of the index cuts inside a block."""
-    cut = []
+def cut_axes(parts: Sequence[Any], groups: Groups) -> dict[int, slice]:
+    """Returns the blocked axes of which a slice of the index takes other than whole blocks in their
+    order, and the slices.
+    """
+    cut = {}
     for axis, part in enumerate(
         part for part in parts if part is not None and part is not Ellipsis
     ):
         if isinstance(part, slice) and groups.is_blocked(axis):
             start, stop, step = part.indices(groups.shape[axis])
             if start % groups.sizes[axis] or step != 1 or stop <= start:
-                cut.append(axis)
-    return tuple(cut)
+                cut[axis] = part
+    return cut
+
+
+def blocks_at(places: np.ndarray, size: int) -> tuple[int, np.ndarray]:
+    """Returns the largest block size for elements taken from `places` of an axis with blocks of a
+    size, and the old block of each new one. The last one may be smaller.
+    """
+    blocks = places // size
+    borders = np.flatnonzero(np.diff(blocks)) + 1
+    size = math.gcd(*borders.tolist()) or max(len(places), 1)
+    return size, blocks[::size]
 
 
 def index_for(parts: Sequence[Any], parameter: Any, groups: Groups) -> tuple[Any, ...]:
@@ -249,24 +261,28 @@ def axis_groups(
     return groups
 
 
-def reshaped(groups: Groups, new: Sequence[int]) -> Groups:
-    """Returns which elements share a scale after their array was reshaped.
+def reshaped(groups: Groups, new: Sequence[int]) -> tuple[Groups, Groups]:
+    """Returns which elements share a scale before and after their array is reshaped: the same, or,
+    where blocks do not fit the new axes, smaller blocks.
 
     Axes that merge or split are read as one run of elements, with the last axis varying fastest. A
     scale can follow if it is constant on blocks of that run.
     """
     old, sizes = groups.shape, groups.sizes
-    after = [1] * len(new)
+    after, finer = [1] * len(new), [*sizes]
     for sources, targets in axis_groups(old, new):
         if len(sources) == len(targets) == 1:
             after[targets[0]] = sizes[sources[0]]
             continue
+        lengths, wanted = [old[i] for i in sources], [new[j] for j in targets]
         run = _run(tuple((old[i], sizes[i]) for i in sources))
         if all(sizes[i] == old[i] for i in sources):
-            spread = [new[j] for j in targets]
+            spread = wanted
+        elif run is not None:
+            spread, before = _spread_both(run, wanted, lengths)
+            for i, size in zip(sources, before, strict=True):
+                finer[i] = size
         else:
-            spread = None if run is None else _spread(run, tuple(new[j] for j in targets))
-        if spread is None:
             raise ValueError(
                 message(
                     "QTensor.reshape",
@@ -274,32 +290,45 @@ def reshaped(groups: Groups, new: Sequence[int]) -> Groups:
                     "them have their own scale.",
                     given=f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}",
                     expected="axes that merge or split to all have their own scale or none, or "
-                    "blocks that stay whole",
+                    "blocks along the last of them",
                     mend="reshape before quantizing, or quantize with a coarser granularity.",
                 )
             )
         for j, size in zip(targets, spread, strict=True):
             after[j] = size
-    return Groups(tuple(new), tuple(after))
+    return Groups(old, tuple(finer)), Groups(tuple(new), tuple(after))
 
 
 def _run(axes: Sequence[tuple[int, int]]) -> int | None:
     """Returns the length of the runs on which a scale over (size, block) axes is constant, or
-    `None` if the runs have different lengths.
+    `None` if some of the axes share a scale and others do not.
     """
     run, whole = 1, True
     for n, b in reversed(axes):
         if whole:
-            if b == 0 or n % b:
+            if b == 0:
                 return None
-            run, whole = run * b, b == n
+            run, whole = run * math.gcd(b, n), b == n
         elif b != 1:
             return None
     return run
 
 
+def _spread_both(
+    run: int, new: Sequence[int], old: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns block sizes for the axes of two shapes, for the longest part of a run that both can
+    hold.
+    """
+    parts = (part for part in range(run, 0, -1) if run % part == 0)
+    both = ((_spread(part, new), _spread(part, old)) for part in parts)
+    return next((a, b) for a, b in both if a is not None and b is not None)
+
+
 def _spread(run: int, shape: Sequence[int]) -> list[int] | None:
-    """Returns block sizes for the axes of `shape` whose product is a run; last axes fill first."""
+    """Returns block sizes for the axes of `shape` whose product is a run; last axes fill first.
+    `None` if there are none.
+    """
     sizes = []
     for n in reversed(shape):
         size = math.gcd(n, run)

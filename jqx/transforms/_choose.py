@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
+from .._checks import is_real
 from ..policy import Policy, Rule
 from ..tensor import QSpec
 from ._find import Found
@@ -50,10 +49,12 @@ def choose(
     policy: Policy,
     dtypes: Mapping[str, Any],
     parts: Mapping[str, Part],
+    lost: Mapping[str, str],
 ) -> tuple[list[Chosen], set[int]]:
     """Returns the decision for each contraction, and the indices of the rules that match one.
 
-    `dtypes` are the dtypes of the parameters, `parts` those parameters that are parts of another.
+    `dtypes` are the dtypes of the parameters, `parts` those parameters that are parts of another,
+    and `lost` those that cannot be quantized as planned, each with the reason.
     """
     rules = selecting(found, policy, parts)
     choices = [_choices(item, policy, rules, parts) for item in found]
@@ -61,6 +62,7 @@ def choose(
     uses = _uses(found, choices)
     first = {path: _first(each) for path, each in uses.items()}
     floats = {path: use for path, use in first.items() if use and use.spec is None}
+    floats |= {path: first[path]._replace(spec=None, why=why) for path, why in lost.items()}
     own = [_own(item, each, dtypes) for item, each in zip(found, choices, strict=True)]
     _spread(found, own, floats)
     chosen = [_together(item, mine, first, floats) for item, mine in zip(found, own, strict=True)]
@@ -73,12 +75,13 @@ def weights_of(item: Found) -> list[Origin]:
 
 
 class Use(NamedTuple):
-    """What a rule specifies for a use of a weight."""
+    """What a rule specifies for a use of a weight; `why` is the reason if it cannot be done."""
 
     place: int
     path: str
     op: str
     spec: QSpec | None
+    why: str = ""
 
 
 def _choices(
@@ -123,8 +126,9 @@ def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) 
     if item.reason is not None:
         return Chosen(choice, item.reason)
     operands = [v.aval.dtype for v in item.eqn.invars[: len(item.origins)]]
-    integers = [part.path for part in weights_of(item) if not _is_float(dtypes[part.path])]
-    real = all(map(_is_float, operands)) and not integers
+    integers = [part.path for part in weights_of(item) if not is_real(dtypes[part.path])]
+    cast = next((part for part in weights_of(item) if part.cast), None)
+    real = all(map(is_real, operands)) and not integers and cast is None
     if choice is None:
         reason = "no rule matches" if any(item.origins) else NO_WEIGHT
         return Chosen(None, reason, may_take=real)
@@ -133,18 +137,23 @@ def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) 
     if weight is None and rule.output is None and (lookup or rule.activation is None):
         it = "lookups" if lookup and rule.weight else "it"
         return Chosen(choice, f"rule {place} leaves {it} in float", may_take=real)
-    if not all(map(_is_float, operands)):
+    if cast is not None:
+        return Chosen(choice, f"f rounds {cast.path!r} to {cast.cast}")
+    if not all(map(is_real, operands)):
         names = " and ".join(dtype.name for dtype in operands)
-        return Chosen(choice, f"operands are {names}, not floats")
+        return Chosen(choice, f"operands are {names}, not floats{_OF_BITS * ('float' in names)}")
     if integers:
         name = dtypes[integers[0]].name
-        return Chosen(choice, f"the parameter {integers[0]!r} is {name}, not a float")
+        return Chosen(choice, f"the parameter {integers[0]!r} is {_unreal(name)}")
     specs = tuple(weight if origin else None for origin in item.origins)
     return Chosen(choice, None, specs=specs, may_take=True)
 
 
-def _is_float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
+_OF_BITS = " of 16 bits or more"
+
+
+def _unreal(name: str) -> str:
+    return f"{name}, not a float{_OF_BITS * name.startswith('float')}"
 
 
 def _spread(found: Sequence[Found], own: Sequence[Chosen], floats: dict[str, Use]) -> None:
@@ -192,6 +201,9 @@ def _taken(origin: Origin, spec: QSpec | None, first: Mapping[str, Use]) -> Use 
 
 
 def _left(path: str, use: Use) -> str:
+    if use.why:
+        also = f", and {path!r} is multiplied together with it"
+        return use.why + (also if path != use.path else "")
     what, more = f"{use.path!r}", ""
     if use.op == "gather":
         what, more = f"the lookup of {use.path!r}", 'pass tables="int8", or '

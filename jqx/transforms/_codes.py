@@ -140,7 +140,7 @@ def _views(eqn: Eqn, known: Sequence[Paths]) -> list[Paths] | None:
         Origin.of_leaf("", atom.aval.ndim) if paths else None
         for atom, paths in zip(eqn.invars, known, strict=True)
     ]
-    seen = view.track(eqn, origins)
+    seen = [x if x and x.is_view else None for x in view.track(eqn, origins)]
     if not any(seen):
         return None
     if len(seen) == len(known):  # as many results as operands: each is a view of its operand

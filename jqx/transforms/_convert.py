@@ -1,10 +1,8 @@
 """`convert`: the quantized function on integers."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -12,98 +10,19 @@ from jax.typing import DTypeLike
 from .. import _compat
 from .._calls import called
 from .._checks import require_that
-from .._compat import Eqn
-from .._errors import message
 from .._signatures import P, R
-from ..calibrators import Affine
-from ..contractions._shared import Pending, may_quantize
-from ..numerics._shared import name_of_qtype
 from ..policy import Policy
-from ..tensor import QTensor
-from ..tensor._shared import groups_of
 from ._affines import GivenAffines
-from ._gathered import Gathered, gathered
-from ._interpret import Rules, interpret
-from ._origin import Address
-from ._partial_sums import PartialSums, partial_sums
+from ._gathered import gathered
+from ._interpret import interpret
+from ._on_integers import OnIntegers, quantized_leaf
+from ._partial_sums import partial_sums
 from ._plan import Plan
 from ._plan_call import as_plan, params_of
-from ._quantize_weight import quantize_weight
 from ._reach import check_unsupported
-from ._site import Operand, Site, Weight
 from ._trace import Call, check_function, is_quantized, trace_call
 from ._weight import real_of
 from ._weight_places import weight_places
-from .primitives import CONTRACTIONS, FORMS, Records
-
-
-@dataclasses.dataclass(frozen=True)
-class _Integers(Rules):
-    dequantize: bool = False
-    partial: PartialSums | None = None
-    gather: Gathered | None = None
-
-    function: ClassVar[str | None] = "convert"
-
-    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
-        if self.gather is not None:
-            pairs = zip(site.operands, operands, strict=False)
-            own = [self.gather.weight(operand, x) for operand, x in pairs]
-            operands = [*own, *operands[len(own) :]]
-        known = [
-            self._quantized(operand, x, site.op, operands)
-            for operand, x in zip(site.operands, operands, strict=False)
-        ]
-        quantized = [*known, *operands[len(known) :]]
-        result = None if self.partial is None else self.partial.contract(site, eqn, quantized)
-        if result is None:
-            result = _contracted(eqn, quantized)
-        if site.output is not None:
-            affine = self.affines.get(site.output_key)
-            result = QTensor.quantize(result, site.output, affine).dequantize()
-        return result, {}
-
-    def scope(self, here: Address) -> AbstractContextManager[Any]:
-        name = self.plan.name_at(here)
-        return contextlib.nullcontext() if name is None else jax.named_scope(f"jqx[{name}]")
-
-    def _quantized(self, operand: Operand, x: Any, op: str, operands: Sequence[Any]) -> Any:
-        if operand.role == "weight" or operand.spec is None or is_quantized(x):
-            return x
-        rows = Pending(x, operand.spec, self.affines.get(operand.key))
-        kernel = any(may_quantize(rows.spec, other) for other in operands if other is not x)
-        return rows if kernel and op in ("dot_general", "ragged_dot") else rows.quantized()
-
-    def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-        try:
-            return [_contracted(eqn, operands)]
-        except (ValueError, NotImplementedError):
-            if not (self.dequantize and any(map(is_quantized, operands))):
-                raise
-        return _compat.bind(eqn, list(map(real_of, operands)))
-
-    def dense(self, eqn: Eqn | None, x: Any) -> Any:
-        if self.dequantize or not is_quantized(x):
-            return real_of(x)
-        assert eqn is not None
-        name = eqn.primitive.name
-        problem = f"a quantized array reaches `{name}`, which has no quantized form."
-        if name in FORMS:
-            problem = f"a quantized array is carried by `{name}` in place of an array."
-        paths = [weight.path for weight in self.plan.weights if weight.spec.qtype == x.qtype]
-        rule = f"jqx.Rule({paths[0]!r})" if len(paths) == 1 else 'jqx.Rule("its/path")'
-        mend = f"leave a weight in float with {rule} first in the policy, or " if paths else ""
-        more = "" if len(paths) < 5 else f" and {len(paths) - 4} more"
-        raise NotImplementedError(
-            message(
-                "convert",
-                problem,
-                given=f"{x!r} of {' or '.join(map(repr, paths[:4])) or 'an argument'}{more}"
-                f"{_compat.at_line_of(eqn)}, in scope {_compat.scope_of(eqn) or '(none)'}",
-                expected="contractions, views such as transpose, reshape and slice, and updates",
-                mend=f'{mend}pass unsupported="dequantize".',
-            )
-        )
 
 
 @called("convert", "call it in two steps: jqx.convert(f, plan, affines)(params, x).")
@@ -176,7 +95,7 @@ def convert(
         known = as_plan("convert", plan, call, params)
         scales = known.scales_of("convert", affines)
         _check_used(shardings, partial_dtype, gather_axes)
-        rules = _Integers(known, scales, dequantize=unsupported == "dequantize")
+        rules = OnIntegers(known, scales, dequantize=unsupported == "dequantize")
         if partial_dtype is not None or gather_axes is not None:
             named = dict(zip(call.paths, call.leaves, strict=True))
             places = weight_places("convert", known, shardings, named)
@@ -185,7 +104,7 @@ def convert(
             partial = partial_sums("convert", partial_dtype, parted)
             rules = dataclasses.replace(rules, partial=partial, gather=gather)
         leaves = [
-            _leaf(leaf, path, known, rules.affines)
+            quantized_leaf(leaf, path, known, rules.affines)
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
@@ -207,58 +126,19 @@ def _check_used(shardings: Any, *readers: Any) -> None:
     )
 
 
-def _contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
-    """Evaluates a contraction of arrays and QTensors."""
-    if _compat.is_explicit(eqn):
-        operands = [x.quantized() if isinstance(x, Pending) else x for x in operands]
-    family = CONTRACTIONS[eqn.primitive.name]
-    return _compat.as_result_of(eqn, lambda *xs: family.apply(eqn, xs), *operands)
-
-
 def check_converts(call: Call, plan: Plan) -> None:
     """Traces a converted call without computing it, to raise the errors of `convert`."""
-    rules = _Integers(plan)
+    rules = OnIntegers(plan)
 
     def run(given: list[Any]) -> list[Any]:
         pairs = zip(given, call.paths, strict=True)
-        leaves = [_leaf(leaf, path, plan, rules.affines) for leaf, path in pairs]
+        leaves = [quantized_leaf(leaf, path, plan, rules.affines) for leaf, path in pairs]
         return interpret(call.jaxpr, call.consts, leaves, rules)[0]
 
     jax.eval_shape(run, call.leaves)
 
 
-def _leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str, Affine]) -> Any:
-    """Returns a leaf as the plan needs it: a planned weight is quantized, all else is unchanged."""
-    weight = plan.weight_at(path)
-    if weight is None:
-        return leaf
-    if is_quantized(leaf):
-        _check_weight(leaf, path, weight)
-        return leaf
-    return quantize_weight(leaf, weight.spec, affines.get(weight.key))
-
-
-def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
-    groups = groups_of("convert", weight.spec, leaf.shape)
-    zero = "without" if weight.spec.symmetric else "with"
-    if not (
-        leaf.qtype == weight.spec.qtype
-        and leaf.groups == groups
-        and (leaf.zero_point is None) == weight.spec.symmetric
-        and leaf.offset is leaf.order is None
-    ):
-        text = message(
-            "convert",
-            "a QTensor does not fit the plan.",
-            given=f"{leaf!r} for the parameter {path!r}",
-            expected=f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
-            f"one for each {list(groups.sizes)} elements, {zero} zero point, in order",
-            mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
-        )
-        raise ValueError(text)
-
-
-def _results(call: Call, out: Sequence[Any], rules: _Integers) -> list[Any]:
+def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
     """Returns results in the form of the arguments. An argument that is returned unchanged is the
     same object. Results contain QTensors only if the arguments do.
     """

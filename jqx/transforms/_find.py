@@ -5,12 +5,11 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from .. import _compat
+from .._checks import is_real
 from .._compat import Eqn
 from ._origin import Address, Loop, Origin
-from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction
+from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction, tracked
 
 _PART = re.compile(r"/\[[0-9]+:[0-9]+\](?=/|\Z)|\A\[[0-9]+:[0-9]+\](?:/|\Z)")
 """The name scope of a part of a split scan; rules do not see it."""
@@ -142,7 +141,7 @@ def find(
             results = FORMS[name].track(eqn, known, inside)
             found += inside.found
         elif name in VIEWS:
-            results = VIEWS[name].track(eqn, known)
+            results = tracked(eqn, known) or []
         else:
             inside = _Inside(here, inner_scope, reason)
             for body in _compat.sub_jaxprs(eqn):
@@ -182,9 +181,7 @@ def contractions(call: Any) -> list[Found]:
         None if path is None else Origin.of_leaf(path, len(leaf.shape))
         for leaf, path in zip(call.leaves, call.paths, strict=True)
     ]
-    floats = {
-        path for path, dtype in dtypes_of(call).items() if jnp.issubdtype(dtype, jnp.floating)
-    }
+    floats = {path for path, dtype in dtypes_of(call).items() if is_real(dtype)}
     return [_without_integers(item, floats) for item in find(call.jaxpr, origins)[0]]
 
 

@@ -27,7 +27,7 @@ from ._origin import Address, Origin
 from ._plan import Plan
 from ._site import Site
 from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
-from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records, counted
+from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records, counted, tracked
 
 _NOWHERE = -1
 """Part of an address that no site has, because an equation without contractions has the address of
@@ -81,6 +81,10 @@ class Rules(abc.ABC):
     def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         """Evaluates an equation that has no quantized form for its quantized operands."""
         return _compat.bind(eqn, [self.dense(eqn, x) for x in operands])
+
+    def view(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+        """Evaluates a view of quantized operands; `None` if it is not one."""
+        return view(eqn, operands)
 
     def dense(self, eqn: Eqn | None, x: Any) -> Any:
         """Dequantizes a value where an equation, or a result, supports only arrays."""
@@ -158,7 +162,7 @@ def _evaluate(
     if not quantized:
         return _compat.bind(eqn, operands), {}
     with _noted(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
-        seen = view(eqn, operands)
+        seen = rules.view(eqn, operands)
         if seen is None and name in UPDATES:
             seen = _updated(eqn, operands)
     if seen is not None:
@@ -273,14 +277,28 @@ class _Runner:
 def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     """Evaluates a view of quantized arrays, and of the float values that go with their codes, if
     any. Returns `None` if the equation is not a view of its quantized operands, or joins formats.
+
+    If a layout cannot follow the view, the codes are moved to the default layout first.
     """
     quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
-    if not _is_view(eqn, quantized):
+    origins = tracked(
+        eqn,
+        [
+            Origin.of_leaf(str(i), atom.aval.ndim) if i in quantized else None
+            for i, atom in enumerate(eqn.invars)
+        ],
+    )
+    if origins is None or not any(origin and origin.is_view for origin in origins):
         return None
-    formats = {_format(codes_of(operands[i])) for i in quantized}
-    if len(eqn.outvars) == 1 and len(formats) > 1:  # no single tensor can hold them
-        return None
-    seen = VIEWS[eqn.primitive.name].apply(eqn, [codes_of(x) for x in operands])
+    codes = [codes_of(x) for x in operands]
+    own = [codes[i] for i in quantized]
+    if len(eqn.outvars) == 1 and len({_format(q) for q in own}) > 1:
+        return None  # no single tensor can hold them
+    parts = [part for origin in origins if origin for part in origin.parts]
+    alike = len(eqn.outvars) > 1 or len({q.layout for q in own}) == 1
+    if not (alike and all(_follows(codes[int(part.path)], part) for part in parts)):
+        codes = [x.unpack() if i in quantized else x for i, x in enumerate(codes)]
+    seen = VIEWS[eqn.primitive.name].apply(eqn, codes)
     if not any(isinstance(x, Trainable) for x in operands):
         return seen
     real = _compat.bind(eqn, [real_of(x) for x in operands])
@@ -290,14 +308,10 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _format(q: QTensor) -> Any:
-    return q.qtype, jnp.dtype(q.dtype), q.layout
+    return q.qtype, jnp.dtype(q.dtype)
 
 
-def _is_view(eqn: Eqn, quantized: Sequence[int]) -> bool:
-    """Whether an equation is a view of its operands at these places, as planning sees it."""
-    view = VIEWS.get(eqn.primitive.name)
-    known = [
-        Origin.of_leaf("", atom.aval.ndim) if i in quantized else None
-        for i, atom in enumerate(eqn.invars)
-    ]
-    return view is not None and any(origin is not None for origin in view.track(eqn, known))
+def _follows(q: QTensor, seen: Origin) -> bool:
+    """Whether the layout of a QTensor can follow a view."""
+    moved, cut = ({axis - q.ndim for axis, _ in marks} for marks in (seen.moved, seen.cut))
+    return q.layout is None or q.layout.follows(moved, cut)

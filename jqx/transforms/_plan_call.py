@@ -1,7 +1,8 @@
 """Makes a plan from a traced call and a policy."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax import export
@@ -10,6 +11,7 @@ from ..policy import Policy
 from ._arguments import check_plan
 from ._choose import Chosen, choose
 from ._find import Found, contractions, dtypes_of
+from ._follow import lost
 from ._input_as_weight import check_inputs
 from ._origin import Origin
 from ._paths import Weights
@@ -22,6 +24,8 @@ from ._site import Operand, Shape, Site, Skipped
 from ._trace import Call, trace_call
 from ._unused_alternatives import warn_of_unused_alternatives
 from ._unused_rules import check_used
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def signature_of(call: Call, found: Sequence[Found], *, axes: bool = True) -> tuple[str, ...]:
@@ -69,10 +73,13 @@ def plan_call(
     policy: Policy,
     weights: Weights,
     found: list[Found] | None = None,
+    floats: Mapping[str, str] = NOTHING,
 ) -> Plan:
-    """Plans a traced call; `found` are its contractions, if known."""
+    """Plans a traced call; `found` are its contractions, if known. `floats` are weights that cannot
+    be quantized as planned, each with the reason.
+    """
     found = contractions(call) if found is None else found
-    chosen, used = choose(found, policy, dtypes_of(call), call.parts)
+    chosen, used = choose(found, policy, dtypes_of(call), call.parts, floats)
     sites: list[tuple[Site, Found]] = []
     skipped: list[Skipped] = []
     numbers: Counter[str] = Counter()
@@ -100,7 +107,7 @@ def plan_call(
         for leaf, path in zip(call.leaves, call.paths, strict=True)
         if path is not None
     }
-    return Plan(
+    plan = Plan(
         sites=tuple(site for site, _ in sites),
         skipped=tuple(skipped),
         weights=resolve_weights(function, sites, shapes_of),
@@ -110,6 +117,8 @@ def plan_call(
         unreached=unreached(call, found),
         splits=call.splits,
     )
+    more = lost(call, plan, sites)
+    return plan_call(function, call, policy, weights, found, {**floats, **more}) if more else plan
 
 
 def _of_weights(sites: Sequence[tuple[Site, Found]]) -> list[Found]:

@@ -58,7 +58,9 @@ def _footer(plan: Any) -> str:
     count = len(plan.sites) + len(plan.skipped)
     tied = [f"{w.path} ({w.sites} sites)" for w in plan.weights if w.sites > 1]
     shared = f"; one tensor for {some(tied)}" if tied else ""
-    return f"{len(plan.sites)} of {count} contractions quantized{_share(plan)}{shared}"
+    moved = [w.path or "(argument)" for w in plan.weights if {-1, -2} & {*w.moved}]
+    order = f"; codes of {some(moved)} stay in order, as f moves its axes" if moved else ""
+    return f"{len(plan.sites)} of {count} contractions quantized{_share(plan)}{shared}{order}"
 
 
 def _share(plan: Any) -> str:

@@ -13,7 +13,18 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _compat
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor, Segments
-from ..tensor._shared import NONE, Lazy, kept, lay_out_for, put, sharding_of, shardings_of, to_json
+from ..tensor._shared import (
+    NONE,
+    Layout,
+    Lazy,
+    kept,
+    lay_out,
+    lay_out_for,
+    put,
+    sharding_of,
+    shardings_of,
+    to_json,
+)
 from ._paths import Split, is_whole
 from ._plan import Plan
 from ._site import Weight
@@ -92,15 +103,27 @@ def lay_out_weights(params: Any, plan: Plan, target: str) -> Any:
 def _laid_out(leaf: Any, weight: Weight, target: str) -> Any:
     """Lays a weight out. If its scales do not show which axis is contracted, the plan does. Kernels
     cannot read a weight on several devices, because compilers do not partition kernels.
+
+    A layout that views of the function could not follow would be undone in each call. Then only
+    the dtype of the codes is that for the target.
     """
     if isinstance(leaf, Lazy):
         return leaf.then(lambda x: _laid_out(x, weight, target), f"for {target}")
     if not is_whole(leaf):
         return leaf
     default = -2 if weight.contracted is None else weight.contracted
-    kernels = sharding_of(leaf) is None
-    laid_out = lay_out_for("quantize_params", leaf, target, default=default, kernels=kernels)
+    lay_out_as = partial(lay_out_for, "quantize_params", leaf, target, default=default)
+    laid_out = lay_out_as(kernels=sharding_of(leaf) is None)
+    if not _follows(laid_out, weight):
+        laid_out = lay_out_as(kernels=False)
+    if not _follows(laid_out, weight):
+        laid_out = lay_out(leaf, Layout(int8=laid_out.layout.int8))
     return kept("quantize_params", leaf, laid_out, weight.path)
+
+
+def _follows(q: Any, weight: Weight) -> bool:
+    """Whether the layout of a QTensor can follow the views of the function."""
+    return q.layout is None or q.layout.follows(weight.moved, weight.cut)
 
 
 def quantize_weight(

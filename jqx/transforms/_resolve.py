@@ -1,6 +1,6 @@
 """Resolves specs of a plan to the axes of weights, and of activations at a site."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from .._checks import require_that
@@ -23,6 +23,8 @@ def resolve_weights(
     stacked: dict[str, list[frozenset[int]]] = {}
     merged: dict[str, set[frozenset[int]]] = {}
     summed: dict[str, set[frozenset[int]]] = {}
+    moved: dict[str, set[int]] = defaultdict(set)
+    cut: dict[str, set[int]] = defaultdict(set)
     counts: Counter[str] = Counter()
     for site, item in sites:
         for operand, origin, axes in zip(
@@ -43,6 +45,8 @@ def resolve_weights(
                     expected="one spec for one weight, wherever it is used",
                     mend="let one rule match every use of it.",
                 )
+                moved[path].update(axis - rank for axis, _ in part.moved)
+                cut[path].update(axis - rank for axis, _ in part.cut)
                 merged.setdefault(path, set()).update(part.merged)
                 kept.setdefault(path, []).append(part.kept(axes.kept, rank))
                 stacked.setdefault(path, []).append(_stacked(part, axes.kept, axes.batch, rank))
@@ -64,7 +68,8 @@ def resolve_weights(
             _check_kept(function, resolved, shapes_of[path], here, where, tied=differ)
         last = summed[path] == {frozenset({len(shapes_of[path]) - 1})}
         contracted = -1 if last else None
-        weights.append(Weight(path, resolved, f"{path}:weight", counts[path], contracted))
+        views = tuple(sorted(moved[path])), tuple(sorted(cut[path]))
+        weights.append(Weight(path, resolved, f"{path}:weight", counts[path], contracted, *views))
     return tuple(weights)
 
 

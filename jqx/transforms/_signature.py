@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import dtypes
 
 from .._errors import message
 
@@ -13,7 +14,8 @@ AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
 
 def parameter_line(path: str, leaf: Any) -> str:
     """The line of a signature that describes one parameter."""
-    return f"parameter {path}: {leaf.dtype}{list(leaf.shape)}"
+    dtype = dtypes.canonicalize_dtype(leaf.dtype)  # that of NumPy's arrays inside JAX
+    return f"parameter {path}: {dtype}{list(leaf.shape)}"
 
 
 def parameter_of(line: str) -> tuple[str, jax.ShapeDtypeStruct]:

@@ -210,6 +210,10 @@ class Weight:
       sites: number of sites that share it.
       contracted: -1 if its products contract its last axis, as in `x @ w.T`; `None` if they
         contract another one, or several; not compared.
+      moved: its axes, counted from the last, that views in the function merge, split or move, as a
+        reshape does; not compared. If -1 or -2 is among them, no target swaps or packs its codes.
+      cut: its axes, counted from the last, of which views take parts, as a slice does, or that they
+        join; not compared.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -226,6 +230,8 @@ class Weight:
     key: str
     sites: int
     contracted: int | None = added(None, compare=False)
+    moved: tuple[int, ...] = added((), compare=False)
+    cut: tuple[int, ...] = added((), compare=False)
 
     __treescope_repr__ = changed_fields
 

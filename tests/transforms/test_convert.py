@@ -202,7 +202,7 @@ def test_a_quantized_weight_in_an_unknown_operation_is_an_error_that_names_it():
 
 
 def test_errors_of_contractions_and_views_name_their_place():
-    int8 = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)
+    """Such as those of arguments that are quantized in a way that the function cannot use."""
 
     def convolve(params, x):
         return jax.lax.conv_general_dilated(
@@ -211,21 +211,39 @@ def test_errors_of_contractions_and_views_name_their_place():
 
     def merge(params, x):
         with jax.named_scope("head"):
-            return x @ params["kernel"].reshape(96, 6)
+            return x.reshape(96, 6) @ params["kernel"]
 
     cases = {
-        "at path 'kernel', rule 0": (convolve, (3, 3, 64, 8), (1, 4, 4, 64), int8),
-        "reshape of a quantized array, scope head": (merge, (2, 48, 6), (3, 96), None),
+        "at path 'kernel', rule 0": (convolve, (3, 3, 64, 8), (1, 4, 4, 64), 3),
+        "reshape of a quantized array, scope head": (merge, (6, 4), (2, 48, 6), 1),
     }
-    for place, (f, shape, x_shape, activation) in cases.items():
-        spec = jqx.QSpec(jnp.int4, jqx.per_group(32, tail=True))
-        policy = jqx.Policy([jqx.Rule(weight=spec, activation=activation)])
+    policy = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_channel()))])
+    for place, (f, shape, x_shape, axis) in cases.items():
         params, x = {"kernel": normal(0, *shape)}, normal(1, *x_shape)
         plan = plan_of(f, policy, params, x)
+        state = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, jqx.per_axis(axis)))
         for call in (jqx.convert(f, plan), jax.jit(jqx.convert(f, plan))):
             with pytest.raises(ValueError, match="scale") as error:
-                call(jqx.quantize_params(params, plan), x)
+                call(jqx.quantize_params(params, plan), state)
             assert [place in note for note in error.value.__notes__[:1]] == [True]
+
+
+def test_a_kernel_in_blocks_that_a_convolution_cannot_use_is_listed():
+    def convolve(params, x):
+        return jax.lax.conv_general_dilated(
+            x, params, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    kernel, x = normal(0, 3, 3, 64, 8), normal(1, 1, 4, 4, 64)
+    weight = jqx.QSpec(jnp.int4, jqx.per_group(32, tail=True))
+    activation = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)
+    plan = plan_of(
+        convolve, jqx.Policy([jqx.Rule(weight=weight, activation=activation)]), kernel, x
+    )
+    assert [item.reason for item in plan.skipped] == [
+        "the scale of `rhs` varies along an axis that is summed"
+    ]
+    assert jnp.array_equal(jqx.convert(convolve, plan)(kernel, x), convolve(kernel, x))
 
 
 def test_dequantize_goes_on_in_float_where_asked():

@@ -9,6 +9,7 @@ from ._forms import FORMS as FORMS
 from ._known import CONTRACTIONS as CONTRACTIONS
 from ._known import VIEWS as VIEWS
 from ._known import primitive_rules as primitive_rules
+from ._known import tracked as tracked
 from ._remat import REMAT as REMAT
 from ._shardings import SHARDINGS as SHARDINGS
 from ._updates import UPDATES as UPDATES

@@ -151,7 +151,10 @@ def _gradients(
 
 
 def _conv_axes(eqn: Eqn) -> tuple[OperandAxes, ...]:
-    return conv_axes(eqn.params["dimension_numbers"])
+    image, kernel = conv_axes(eqn.params["dimension_numbers"])
+    if eqn.params["batch_group_count"] > 1:  # groups of the batch meet other features of the result
+        image = image._replace(kept=())
+    return image, kernel
 
 
 def _conv_macs(eqn: Eqn) -> int:

@@ -1,15 +1,17 @@
 """Rules of primitives by name: those of jqx, and those that the user has added."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import jax
 
 from ..._checks import check_instance, require_that
+from ..._compat import Eqn
+from .._origin import Origin
 from ._contractions import CONTRACTIONS as OF_CONTRACTIONS
 from ._contractions import Contraction
-from ._view import View
+from ._view import View, marked
 from ._views import VIEWS as OF_VIEWS
 
 Rule = TypeVar("Rule")
@@ -40,6 +42,17 @@ class Known(Mapping[str, Rule], Generic[Rule]):
 
 CONTRACTIONS: Known[Contraction] = Known(Contraction, OF_CONTRACTIONS)
 VIEWS: Known[View] = Known(View, OF_VIEWS)
+
+
+def tracked(eqn: Eqn, known: Sequence[Origin | None]) -> Sequence[Origin | None] | None:
+    """Returns the origins of the results of a view, with what it does to the axes of weights;
+    `None` if the equation is not a view. A view of the user may do anything to all axes.
+    """
+    name = eqn.primitive.name
+    view = VIEWS.get(name)
+    if view is None:
+        return None
+    return marked(eqn, known, view.track(eqn, known), is_known=name in OF_VIEWS)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,57 @@ class View:
     apply: Callable[[Eqn, Sequence[Any]], list[Any]]
 
 
+def marked(eqn: Eqn, known: Known, results: Known, *, is_known: bool = True) -> Known:
+    """Returns the origins of the results of a view, with the axes of weights that it moves and of
+    which it takes parts. A view that is not known moves all of them.
+    """
+    each = len(results) == len(known) > 1
+    found = []
+    for i, (result, atom) in enumerate(zip(results, eqn.outvars, strict=True)):
+        if result is not None:
+            own = [i] if each else range(len(known))
+            sources = [(known[j], eqn.invars[j].aval.shape) for j in own if known[j] is not None]
+            for source, shape in sources:
+                shapes = shape, atom.aval.shape if is_known else None
+                result = _marked_by(eqn, source, result, *shapes)
+        found.append(result)
+    return found
+
+
+def _marked_by(
+    eqn: Eqn, source: Any, result: Origin, old: Sequence[int], new: Sequence[int] | None
+) -> Origin:
+    """Returns the origin of a result, with what the view did to the weights of one operand."""
+    name = eqn.primitive.name
+    turned = eqn.params["dimensions"] if name == "rev" else ()
+    before = {part.path: part.dims for part in source.parts}
+
+    def mark(part: Origin) -> Origin:
+        dims = before.get(part.path)
+        if dims is None or (dims == part.dims and not turned and old == new):
+            return part
+        if new is None:
+            every = frozenset().union(*dims)
+            return part.with_marks(part.moved | {(axis, name) for axis in every}, part.cut)
+        moved: set[int] = set()
+        cut: set[int] = set()
+        for axis, (held, n) in enumerate(zip(dims, old, strict=True)):
+            at = [i for i, other in enumerate(part.dims) if other & held]
+            if len(at) == 1 and part.dims[at[0]] == held:
+                cut |= held if new[at[0]] != n or axis in turned else set()
+            elif n != 1:
+                moved |= held
+        last = dims[-2:]
+        if {*last} != {*part.dims[-2:]}:
+            moved |= frozenset().union(*last)
+        return part.with_marks(
+            part.moved | {(axis, name) for axis in moved}, part.cut | {(axis, name) for axis in cut}
+        )
+
+    parts = [mark(part) for part in result.parts]
+    return dataclasses.replace(parts[0], others=tuple(parts[1:])) if parts[1:] else parts[0]
+
+
 def of_one(
     track: Callable[[Eqn, int, Origin], Origin | None],
     apply: Callable[[Eqn, int, Sequence[Any]], Any],

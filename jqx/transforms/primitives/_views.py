@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..._checks import is_real
 from ..._compat import Eqn
 from ...contractions import dynamic_slice
 from ...tensor import QTensor
@@ -93,7 +94,11 @@ def _apply_dynamic_slice(eqn: Eqn, position: int, operands: Sequence[Any]) -> An
 
 
 def _track_convert(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
-    return origin if jnp.issubdtype(eqn.params["new_dtype"], jnp.floating) else None
+    old, new = eqn.invars[position].aval.dtype, eqn.params["new_dtype"]
+    if not jnp.issubdtype(new, jnp.floating):
+        return None
+    rounds = is_real(old) and not is_real(new)
+    return dataclasses.replace(origin, cast=jnp.dtype(new).name) if rounds else origin
 
 
 def _apply_convert(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
