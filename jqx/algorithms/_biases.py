@@ -19,6 +19,7 @@ from ..transforms._shared import (
     Address,
     Call,
     Channels,
+    Unstacked,
     addressed,
     arguments_of,
     is_array,
@@ -78,7 +79,8 @@ def into_biases(
         for i, (x, path) in enumerate(zip(call.leaves, call.paths, strict=True))
     ]
     walk.body(call.jaxpr, (), known, ())
-    arguments = arguments_of(plan, codes, batch)
+    own = Unstacked(plan, codes)
+    arguments = arguments_of(plan, own.params, batch)
     leaves, tree = jax.tree.flatten(arguments, is_leaf=is_quantized)
     places = [i for i, x in enumerate(leaves) if is_array(x)]
     left = dict(shifts)
@@ -89,14 +91,14 @@ def into_biases(
         total = sum(_taken(use, part, shifts[part[0].output_key]) for part in use.parts)
         delta = _delta(use, np.asarray(total), leaf.size)
         if delta is not None:
-            own = np.asarray(leaf, np.float64) + delta.reshape(leaf.shape)
-            leaves[places[use.bias.place]] = jnp.asarray(own, leaf.dtype)
+            moved = np.asarray(leaf, np.float64) + delta.reshape(leaf.shape)
+            leaves[places[use.bias.place]] = jnp.asarray(moved, leaf.dtype)
             for site, _ in use.parts:
                 del left[site.output_key]
     filled = tree.unflatten(leaves)
     if isinstance(plan.params, int):
-        return filled[plan.params], left
-    return tuple(filled[i] for i in plan.params), left
+        return own.together(filled[plan.params]), left
+    return own.together(tuple(filled[i] for i in plan.params)), left
 
 
 def _taken(use: _BiasUse, part: tuple[Site, Channels], shift: Any) -> Array:
@@ -126,7 +128,9 @@ def _delta(use: _BiasUse, shift: Array, size: int) -> Array | None:
 
 
 class _Walk:
-    """Follows parameters and results through a function, as long as each is read only once."""
+    """Follows parameters and results through a function, as long as each is read only once, or by
+    slices that are apart.
+    """
 
     def __init__(self, plan: Plan, wanted: set[str]):
         self._plan, self._wanted = plan, wanted
@@ -142,7 +146,12 @@ class _Walk:
         env = dict(zip(body.invars, known, strict=True))
 
         def of(x: Any) -> Any:
-            return None if _compat.is_literal(x) or uses[x] > 1 else env.get(x)
+            found = None if _compat.is_literal(x) else env.get(x)
+            if found is None or uses[x] == 1:
+                return found
+            slices = [eqn for eqn in body.eqns if eqn.primitive.name == "slice" and x in eqn.invars]
+            is_apart = isinstance(found, _Elements) and len(slices) == uses[x] and _apart(slices)
+            return found if is_apart else None
 
         for here, eqn, marked in addressed(body, address):
             given = [of(x) for x in eqn.invars]
@@ -219,7 +228,22 @@ def _broadcast(x: Array, eqn: Eqn, loops: int) -> Array:
     return np.broadcast_to(x.reshape(*lead, *own), (*lead, *shape))
 
 
+def _taken_by(eqn: Eqn) -> tuple[slice, ...]:
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (None,) * len(starts)
+    return tuple(map(slice, starts, limits, strides))
+
+
+def _apart(slices: Sequence[Eqn]) -> bool:
+    """Whether no two slices of one value take the same element."""
+    seen = np.zeros(slices[0].invars[0].aval.shape, np.int8)
+    for eqn in slices:
+        seen[_taken_by(eqn)] += 1
+    return seen.max(initial=0) <= 1
+
+
 _VIEWS = {
+    "slice": lambda x, eqn, loops: x[(slice(None),) * loops + _taken_by(eqn)],
     "broadcast_in_dim": _broadcast,
     "reshape": lambda x, eqn, loops: x.reshape(*x.shape[:loops], *eqn.outvars[0].aval.shape),
     "squeeze": lambda x, eqn, loops: x.reshape(*x.shape[:loops], *eqn.outvars[0].aval.shape),

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .._checks import require_that
 from ..policy import Policy, Rule
 from ..transforms import Plan
 from ..transforms._shared import Address, Call, as_plan, plan_call, trace_call
@@ -34,15 +33,6 @@ class Every(NamedTuple):
 
 def every_site(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any]) -> Every:
     """Returns the contractions of a function with weights, traced at its arguments."""
-    require_that(
-        not plan.splits,
-        error=NotImplementedError,
-        function=function,
-        problem="the plan splits a scan.",
-        given="rules that select steps, such as 'layers[0]'",
-        expected="a plan of the whole function: pairs are found at all sites, quantized or not",
-        mend="pass a plan of another policy, such as jqx.presets.w8a16(), to find pairs and fold.",
-    )
     call = trace_call(function, f, plan.parameters, args, {})
     own = as_plan(function, plan, call, plan.parameters)
     every = plan_call(function, call, _EVERY, plan.parameters)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ..transforms import Plan, Site, Weight
-from ..transforms._shared import is_array
+from ..transforms._shared import Unstacked, is_array
 
 
 class Step(Protocol):
@@ -56,7 +56,8 @@ class Named:
 
     def leaves(self, params: Any) -> dict[int, Any]:
         """Returns the leaves of parameters by index, as in `Visit.place`."""
-        leaves = [x for tree in self._trees(params) for x in jax.tree.leaves(tree) if is_array(x)]
+        apart = Unstacked(self.plan, params).params
+        leaves = [x for tree in self._trees(apart) for x in jax.tree.leaves(tree) if is_array(x)]
         return dict(zip(self._places, leaves, strict=True))
 
     def _trees(self, params: Any) -> list[Any]:
@@ -67,12 +68,12 @@ class Named:
 
     def with_leaves(self, params: Any, leaves: Mapping[int, Any]) -> Any:
         """Returns parameters with some leaves replaced."""
-        rest = (leaves[place] for place in self._places)
+        rest, own = (leaves[place] for place in self._places), Unstacked(self.plan, params)
         trees = [
             jax.tree.map(lambda x: next(rest) if is_array(x) else x, tree)
-            for tree in self._trees(params)
+            for tree in self._trees(own.params)
         ]
         if isinstance(self.plan.params, int):
-            return trees[0]
+            return own.together(trees[0])
         order = np.argsort(self.plan.params).tolist()
-        return tuple(trees[order.index(i)] for i in range(len(trees)))
+        return own.together(tuple(trees[order.index(i)] for i in range(len(trees))))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from .._checks import require_that, shown
+from .._errors import message, warn
 from ..numerics import Block, Integer, format_of
 from ..numerics._shared import E8M0
 from ..tensor import QSpec
@@ -79,14 +80,26 @@ class Choice:
         """Runs a part of the algorithm and returns its result as `Chosen`.
 
         If the user did not name the algorithm, and the part does not apply to the function or does
-        not support it, adds a note and returns `None`.
+        not support it, adds a note and returns `None`. Warns unless it has nothing to do.
         """
         try:
             return as_chosen(run(*args, **kwargs))
         except (Inapplicable, NotImplementedError) as error:
             if self.effort is None:
                 raise
-            self.notes.append(f"without {described(part)}: {str(error).splitlines()[0]}")
+            why = str(error).splitlines()[0]
+            self.notes.append(f"without {described(part)}: {why}")
+            # That there are no channels to scale or to rotate is no loss.
+            if isinstance(error, NotImplementedError) or hasattr(part, "run"):
+                warn(
+                    message(
+                        "ptq",
+                        "a part of the default algorithm does not support this function.",
+                        given=f"{described(part)}: {why}",
+                        expected="a function that it supports",
+                        mend="pass an algorithm by name, such as jqx.algorithms.nearest().",
+                    )
+                )
             return None
 
     def choose(self, rounding: Any, *args: Any, **kwargs: Any) -> Any:

@@ -32,6 +32,8 @@ from ..transforms._shared import (
     Chosen,
     Hoisted,
     Names,
+    TracedOnce,
+    Unstacked,
     as_chosen,
     as_params,
     check_algorithm,
@@ -215,6 +217,12 @@ def _carried_out(
     choice: Choice, mapped: "Mapped", values: Any, batches: Iterable[Any], progress: bool
 ) -> _Done:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
+    if mapped.plan.splits and choice.reads_batches:
+        own = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
+        done = _carried_out(choice, Mapped(own.function, own.plan), own.params, batches, progress)
+        whole = Mapped(mapped.f, mapped.plan, done.mapped.maps)
+        values, codes = own.together(done.values), own.together(done.codes)
+        return dataclasses.replace(done, values=values, codes=codes, mapped=whole)
     rewrites, rounding, corrections = parts_of(choice.algorithm)
     plan, run = mapped.plan, has(rounding, "run")
     observers = None if run else observers_of(rounding)

@@ -42,6 +42,10 @@ class Algorithm(Protocol):
     `plan.map_weights(f, params)` visits the weights of any tree of parameters, with their names and
     specs. For linen and nnx, `params` has the form that their `ptq` documents.
 
+    If rules select steps of a scan, `jqx.ptq` passes the function, plan and parameters of parts: in
+    `params` a tuple of its parts takes the place of each weight that is split. The parts are
+    weights of the plan, with paths such as `layers/w[0:1]`.
+
     Example:
       >>> import jqx, jax.numpy as jnp
       >>> class Centred:

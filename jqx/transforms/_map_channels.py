@@ -57,7 +57,6 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
       TypeError: if `f` is not a function, `plan` is not a plan, or `maps` is not a dict of maps.
       ValueError: if a key is unknown, a map does not fit its value, or the plan was made for
         another function.
-      NotImplementedError: if the plan splits a scan.
 
     Gradient: that of the maps, with respect to arguments and to the arrays of `maps`.
 
@@ -84,15 +83,6 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
         given=some(unknown),
         expected=f"keys of operands and results, such as {some(sorted(places))}",
         mend="take the keys of plan.sites: operand.key, or site.output_key.",
-    )
-    require_that(
-        not plan.splits,
-        error=NotImplementedError,
-        function=name,
-        problem="the plan splits a scan.",
-        given="rules that select steps, such as 'layers[0]'",
-        expected="a plan of the unsplit function",
-        mend="use a policy that does not select steps.",
     )
     wanted: dict[Address, dict[int, str]] = {}
     for key in given:

@@ -91,6 +91,7 @@ from ._trace import is_array as is_array
 from ._trace import is_parameter as is_parameter
 from ._trace import is_quantized as is_quantized
 from ._trace import trace_call as trace_call
+from ._unstack import Unstacked as Unstacked
 from ._weight import Trainable as Trainable
 from ._weight import codes_of as codes_of
 from ._weight import real_of as real_of

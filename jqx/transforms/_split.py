@@ -89,7 +89,7 @@ def rewritten(
 
     def run(*flat: Any) -> list[Any]:
         nonlocal out_tree
-        results = _evaluate(function, jaxpr, consts, jax.tree.unflatten(tree, flat))
+        results = evaluated(function, jaxpr, consts, jax.tree.unflatten(tree, flat))
         leaves, out_tree = jax.tree.flatten(out(results))
         return leaves
 
@@ -97,7 +97,8 @@ def rewritten(
     return live(new), new_consts, out_tree
 
 
-def _evaluate(function: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def evaluated(function: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr of arrays, and of `Segments` for weights in parts."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -170,6 +171,8 @@ def _view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     ):
         return None
     axis, length = parted[0].axis, parted[0].shape[parted[0].axis]
+    if eqn.primitive.name == "slice":
+        return _parts_in(eqn, parted[0])
     if eqn.primitive.name == "rev" and axis in eqn.params["dimensions"]:
         return None
     known = [
@@ -191,6 +194,21 @@ def _view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
         except (TypeError, ValueError):  # a custom primitive with other parameters for sizes
             return None
     return [Segments(parts, at) for parts, at in zip(zip(*each, strict=True), axes, strict=True)]
+
+
+def _parts_in(eqn: Eqn, x: Segments) -> list[Any] | None:
+    """Returns the parts that a slice takes; `None` if it cuts one. A function that has been split,
+    such as the result of `map_channels`, slices its weights, and here gets its parts again.
+    """
+    first, last = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides, ends = eqn.params["strides"] or (1,) * x.ndim, (first[x.axis], last[x.axis])
+    if strides[x.axis] != 1 or not {*ends} <= {*x.bounds}:
+        return None
+    chosen = x.parts[x.bounds.index(ends[0]) : x.bounds.index(ends[1])]
+    start = (*first[: x.axis], 0, *first[x.axis + 1 :])
+    limits = [(*last[: x.axis], p.shape[x.axis], *last[x.axis + 1 :]) for p in chosen]
+    parts = [lax.slice(p, start, limit, strides) for p, limit in zip(chosen, limits, strict=True)]
+    return parts if len(parts) == 1 else [Segments(parts, x.axis)]
 
 
 def _of_size(eqn: Eqn, axis: int, size: int) -> Eqn:
@@ -216,7 +234,7 @@ class _Runner:
         self, jaxpr: Any, args: Sequence[Any], part: Any = (), given: Any = None
     ) -> tuple[list[Any], Records]:
         body, consts = _compat.open_jaxpr(jaxpr)
-        results = _evaluate(self.function, body, consts, args)
+        results = evaluated(self.function, body, consts, args)
         loop = self.eqn.primitive.name in ("scan", "while")
         return [joined(x) if loop else x for x in results], {}
 

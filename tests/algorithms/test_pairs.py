@@ -353,13 +353,6 @@ def bert_like(p, x):
     return h @ p["b"], h @ p["c"]
 
 
-def test_a_plan_that_splits_a_scan_is_refused():
-    policy = jqx.Policy([jqx.Rule("layers[0]", weight="int4"), *POLICY.rules])
-    plan = jqx.make_plan(llama, policy)(LLAMA, TOKEN_IDS)
-    with pytest.raises(NotImplementedError, match=r"(?s)the plan splits a scan.+to mend:"):
-        find_pairs(llama, plan)(LLAMA, TOKEN_IDS)
-
-
 def test_weights_may_stand_in_several_arguments():
     def f(b, x, a):
         return jax.nn.relu(x @ a["w"]) @ b
