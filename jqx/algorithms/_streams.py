@@ -229,7 +229,9 @@ class Streams(Walk):
         """Returns a value with its channels multiplied by a gain."""
         shape = eqn.outvars[0].aval.shape
         if not x.is_bare:
-            return stop_at(self.constraints, eqn, [x], "two gains, or a gain of squares,")[0]
+            why = "two gains, or a gain of squares,"
+            self.elsewhere.setdefault(gain.place, with_line(eqn, why))
+            return stop_at(self.constraints, eqn, [x], why)[0]
         scaled(self.constraints, x, gain.varies, with_line(eqn, "a factor for each channel,"))
         found = self._labels(gain)
         self._use(gain.place, gain.elements)  # type: ignore[arg-type]
@@ -238,7 +240,9 @@ class Streams(Walk):
         pairs = np.unique(np.stack([y.ravel() for y in both]), axis=1)
         known = self.offsets.setdefault(gain.place, gain.offset)
         if known != gain.offset:
-            return stop_at(self.constraints, eqn, [x], "a gain with another offset")[0]
+            why = "a gain with another offset"
+            self.elsewhere.setdefault(gain.place, with_line(eqn, why))
+            return stop_at(self.constraints, eqn, [x], why)[0]
         self.gains.append((pairs[0], pairs[1]))
         return dataclasses.replace(x, gains=found, shape=shape)
 
