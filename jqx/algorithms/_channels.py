@@ -20,7 +20,7 @@ from ..transforms import Plan, Site
 from ..transforms._shared import CONTRACTIONS, Address, Call, Channels, contractions, observed_parts
 from ._elements import Elements
 from ._label_rules import VIEWED, channels_of, evaluated, gathered, moved, product
-from ._labels import Array, Known, Labelled, Labels, Leaf, Value, step_of, with_line
+from ._labels import FIXED, Array, Known, Labelled, Labels, Leaf, Value, step_of, with_line
 from ._stages import Steps
 from ._walk import Walk
 
@@ -57,21 +57,6 @@ class Visit:
         return self.places[self.steps]
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A parameter whose rows are looked up.
-
-    Attributes:
-      place: the index of the leaf.
-      elements: the numbers of its elements, [rows, columns].
-      labels: labels of its columns.
-    """
-
-    place: int
-    elements: Elements
-    labels: Array
-
-
 class Follower(Walk):
     """Passes labels through a jaxpr.
 
@@ -82,6 +67,12 @@ class Follower(Walk):
       call: the traced function.
       fixed: labels that are known to have no factor, independent of the choices at products of two
         values that may both have one, and why.
+
+    Attributes:
+      made: by leaf, the label of each of its elements, flat; 0 for elements that are not read. An
+        element has one label, however often and wherever it is read. Weights of sites have none.
+      visits: the sites in all steps.
+      elsewhere: leaves that cannot be scaled, and why.
     """
 
     def __init__(
@@ -101,11 +92,11 @@ class Follower(Walk):
         self.names: list[str | None] = names_of(call, plan.params)
         self._items = {item.address: item for item in contractions(call) if item.address}
         self.labels: Labels = Labels(fixed)
-        self.starts: dict[int, int] = {}
-        self.tables: list[Table] = []
+        self.made: dict[int, Array] = {}
         self.visits: list[Visit] = []
         self.elsewhere: dict[int, str] = {}
         self._used: dict[int, Array] = {}
+        self._alone: set[int] = set()
 
     def follow(self, call: Call) -> None:
         """Follows a whole call."""
@@ -133,14 +124,9 @@ class Follower(Walk):
                 reason = f"its weight has another use: {self.elsewhere[visit.place]}"
                 self.labels.stop_labels(visit.inputs, reason)
                 self.labels.stop_labels(visit.outputs, reason)
-        for place, start in self.starts.items():
+        for place, labels in self.made.items():
             if place in self.elsewhere:
-                labels = np.arange(start, start + self.sizes[place])
                 self.labels.stop_labels(labels, f"it has another use: {self.elsewhere[place]}")
-        for table in self.tables:
-            if table.place in self.starts or table.place in self.elsewhere:
-                use = self.elsewhere.get(table.place, "sums with it")
-                self.labels.stop_labels(table.labels, f"the table has another use: {use}")
 
     def evaluate(
         self, eqn: Eqn, given: list[Value], here: Address, steps: Steps
@@ -164,10 +150,29 @@ class Follower(Walk):
         if x.elements is None:
             self.elsewhere.setdefault(x.place, use)
             return Labelled.fixed(x.shape)
-        if x.place not in self.starts:
-            self.starts[x.place] = int(self.labels.new(self.sizes[x.place])[0])
+        labels = self._labels_of(x.place)
+        if x.place not in self._alone:
+            self._alone.add(x.place)
+            own = labels == FIXED
+            labels[own] = self.labels.new(int(own.sum()))
         self._use(x.place, x.elements)
-        return self.labels.made(x.elements + np.int32(self.starts[x.place]), x.shape)
+        return self.labels.made(labels[x.elements], x.shape)
+
+    def _labels_of(self, place: int) -> Array:
+        """Returns the label of each element of a leaf, 0 for those that have none yet."""
+        return self.made.setdefault(place, np.zeros(self.sizes[place], np.int32))
+
+    def _columns(self, x: Leaf, elements: Array) -> Array:
+        """Returns the labels of the columns of a parameter whose rows are looked up."""
+        labels = self._labels_of(x.place)
+        known = labels[elements]
+        self._use(x.place, elements)
+        if len(known) and np.all(known[0] > FIXED) and np.all(known == known[:1]):
+            return known[0]
+        columns = self.labels.new(x.shape[1])
+        labels[elements] = np.where(known > FIXED, known, columns)
+        self.labels.join(labels[elements], columns, "rows of it are looked up")
+        return columns
 
     def _use(self, place: int, elements: Array) -> None:
         self._used.setdefault(place, np.zeros(self.sizes[place], bool))[elements] = True
@@ -221,9 +226,8 @@ class Follower(Walk):
         self, eqn: Eqn, given: Sequence[Value], here: Address, steps: Steps
     ) -> Labelled:
         name, site = eqn.primitive.name, self.plan.site_at(here)
-        weighted = site is not None and any(x.path is not None for x in site.operands)
-        if weighted:
-            return self._site(site, eqn, given, here, steps)  # type: ignore[arg-type]
+        if site is not None and sum(x.path is not None for x in site.operands) == 1:
+            return self._site(site, eqn, given, here, steps)
         if name == "gather":
             return self._gather(eqn, given)
         where = with_line(eqn)
@@ -294,8 +298,7 @@ class Follower(Walk):
         if isinstance(source, Leaf) and source.elements is not None:
             axes = [i for i, n in enumerate(source.shape) if sizes[i] < n]
             if axes == [0] and len(source.shape) == 2 and not numbers.operand_batching_dims:
-                labels = self.labels.new(source.shape[1])
-                self.tables.append(Table(source.place, Elements.of(source.elements), labels))
+                labels = self._columns(source, source.elements)
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
                 columns = numbers.offset_dims[-1]  # in a vmap an axis of size 1 is before it
                 return self.labels.made(np.moveaxis(out, -1, columns), shape)

@@ -52,6 +52,11 @@ class Elements:
         )
         return found if even else cls(shape, 0, None, np.array(numbers, np.int32))
 
+    def equals(self, other: "Elements") -> bool:
+        """Whether others are the same numbers in the same order."""
+        same = (self.shape, self.first, self.strides) == (other.shape, other.first, other.strides)
+        return same and np.array_equal(self.table, other.table)  # type: ignore[arg-type]
+
     @property
     def nbytes(self) -> int:
         """The bytes that it holds."""

@@ -11,7 +11,7 @@ import numpy as np
 from .._checks import require_that
 from ..transforms import Plan
 from ._channels import Follower, Visit
-from ._labels import FIXED, Array
+from ._labels import FIXED, Array, narrowed
 from ._named import Named
 
 
@@ -56,12 +56,10 @@ class Folds(Named):
         self.is_clipped[self.numbers[np.isfinite(self._limits)]] = True
         self.is_clipped[0] = False
         self._shapes = follower.shapes
-        of_leaves = {
-            place: np.arange(start, start + follower.sizes[place])
-            for place, start in follower.starts.items()
+        self._made = {
+            place: narrowed(labels.reshape(follower.shapes[place]))
+            for place, labels in follower.made.items()
         }
-        self._made = [*of_leaves.items(), *((x.place, x.labels) for x in follower.tables)]
-        self._elements = [None for _ in of_leaves] + [x.elements for x in follower.tables]
 
     def inputs(self, visit: Visit) -> Array:
         """Returns the numbers of the factors of the channels of a site, [*batch, channels]."""
@@ -122,7 +120,7 @@ class Folds(Named):
         for visit in self.visits:
             add(after, visit.inputs, self.name(visit))
             add(before, visit.outputs, self.name(visit))
-        for place, labels in self._made:
+        for place, labels in self._made.items():
             add(before, labels, self.names[place])
         found: dict[tuple[tuple[str, ...], tuple[str, ...], bool], int] = {}
         for number, consumers in after.items():
@@ -152,20 +150,21 @@ class Folds(Named):
         """
         given, found = self.leaves(params), {}
 
-        def times(place: int, elements: Array, by: Array) -> None:
+        def float64(place: int) -> Array:
             if place not in found:
                 found[place] = np.array(given[place], np.float64)
-            found[place].reshape(-1)[elements] *= by
+            return found[place]
 
         for visit in self.visits:
             rows, channels = factors[self.outputs(visit)], factors[self.inputs(visit)]
             channels = channels / (kept(visit) if kept else 1)
             if np.any(rows != 1) or np.any(channels != 1):
-                times(visit.place, visit.elements, rows[..., :, None] / channels[..., None, :])
-        for (place, labels), known in zip(self._made, self._elements, strict=True):
+                by = rows[..., :, None] / channels[..., None, :]
+                float64(visit.place).reshape(-1)[visit.elements] *= by
+        for place, labels in self._made.items():
             by = factors[self._numbers(labels)]
             if np.any(by != 1):
-                times(place, np.arange(len(by)) if known is None else known[()], by)
+                float64(place)[...] *= by
         for place, x in found.items():
             given[place] = jnp.asarray(x, given[place].dtype)
         return self.with_leaves(params, given)

@@ -4,7 +4,7 @@ without a rule fixes its operands.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from .._compat import Eqn
 from ..observers import ObservedSite
 from ..transforms import OperandAxes
 from ..transforms._shared import CONTRACTIONS, SHARDINGS
-from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Value, with_line
+from ._labels import FIXED, FREE, Array, Known, Labelled, Labels, Value, is_key, with_line
 
 Rule = Callable[[Labels, Eqn, Sequence[Labelled], Sequence[Value]], Sequence[Labelled]]
 
@@ -109,11 +109,17 @@ def _reduced(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> lis
 def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
     """Running sums and maxima, and windows, over elements with one factor."""
     x, p = values[0], eqn.params
-    windows = enumerate(p.get("window_dimensions", ()))
-    even = x.even([p["axis"]] if "axis" in p else [i for i, n in windows if n > 1])
+    even = x.even([p["axis"]] if "axis" in p else _windowed(p))
     if even is None:
         return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
     return [Labelled(even.labels, eqn.outvars[0].aval.shape)]
+
+
+def _windowed(p: Mapping[str, Any]) -> list[int]:
+    """Returns the axes along which the windows of an equation change anything."""
+    names = "window_dimensions", "window_strides", "base_dilation"
+    each = enumerate(zip(*(p[name] for name in names), p["padding"], strict=True))
+    return [i for i, (*sizes, ends) in each if any(n != 1 for n in sizes) or any(ends)]
 
 
 def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], given: Any) -> list[Labelled]:
@@ -253,4 +259,6 @@ def evaluated(
 
 
 def _has_infinity(x: Value) -> bool:
-    return isinstance(x, Known) and bool(np.any(np.asarray(x.value) == np.inf))
+    return (
+        isinstance(x, Known) and not is_key(x.value) and bool(np.any(np.asarray(x.value) == np.inf))
+    )

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,6 +29,8 @@ class Known:
     @property
     def label(self) -> int:
         """The label of all its elements: whether they may be scaled."""
+        if is_key(self.value):
+            return FIXED
         x = np.asarray(self.value)
         is_free = jnp.issubdtype(x.dtype, jnp.inexact) and bool(np.all((x == 0) | np.isinf(x)))
         return FREE if is_free else FIXED
@@ -93,6 +96,11 @@ class Labelled:
 
 
 Value = Known | Leaf | Labelled
+
+
+def is_key(x: Any) -> bool:
+    """Whether a value holds typed keys of random numbers, which NumPy does not know."""
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def narrowed(x: Array) -> Array:

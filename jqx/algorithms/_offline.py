@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ._channels import Table
 from ._labels import FIXED, Array
-from ._reads import Lookup, Read
+from ._reads import Lookup, Read, Table, different
 from ._rotatable import Blocks
 from ._streams import Streams
 
@@ -47,8 +46,7 @@ class Offline:
     def tables(self) -> list[Table]:
         """The tables that take rotations."""
         edges = set(map(id, self.edges))
-        own = [x.table for x in self.streams.lookups if id(x) not in edges]
-        return list({(x.place, x.elements.first): x for x in own}.values())
+        return different(x.table for x in self.streams.lookups if id(x) not in edges)
 
     def sizes(self, labels: Array) -> Array:
         """Returns for each channel the size of its block, 0 if it is not rotated."""

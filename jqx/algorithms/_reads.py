@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,6 @@ import numpy as np
 from ..observers import ObservedSite
 from ..transforms import Operand, Site
 from ..transforms._shared import CONTRACTIONS, Address
-from ._channels import Table
 from ._elements import Elements
 from ._label_rules import channels_of
 from ._labels import Array
@@ -80,6 +80,30 @@ class Read:
         assert self.places is not None
         patches = self.about.patches
         return self.places.shape[-1] // (1 if patches is None else math.prod(patches.kernel))
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A parameter whose rows are looked up.
+
+    Attributes:
+      place: the index of the leaf.
+      elements: the numbers of its elements, [rows, columns].
+      labels: labels of its columns.
+    """
+
+    place: int
+    elements: Elements
+    labels: Array
+
+
+def different(tables: Iterable[Table]) -> list[Table]:
+    """Returns one table of each set of tables that are the same view of one leaf."""
+    found: list[Table] = []
+    for x in tables:
+        if not any(x.place == y.place and x.elements.equals(y.elements) for y in found):
+            found.append(x)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

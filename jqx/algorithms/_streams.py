@@ -16,12 +16,12 @@ import numpy as np
 from .._compat import Eqn
 from ..transforms import Site
 from ..transforms._shared import CONTRACTIONS, Address, Call, Channels, contractions, observed_parts
-from ._channels import Table, names_of
+from ._channels import names_of
 from ._elements import Elements
 from ._every import Every
 from ._label_rules import VIEWED, moved
-from ._labels import FREE, Array, Known, narrowed, with_line
-from ._reads import Lookup, Read, channels_at, read_of_table
+from ._labels import FREE, Array, Known, is_key, narrowed, with_line
+from ._reads import Lookup, Read, Table, channels_at, different, read_of_table
 from ._rotatable import BlockConstraints, Parameter, Rotatable
 from ._rotation_rules import RULES, gathered, product, scaled, stop_at, varies_of
 from ._stages import Steps
@@ -89,7 +89,14 @@ class Streams(Walk):
         for place, used in self._used.items():
             if not used.all():  # a call with other shapes may use the rest
                 self.unseen.setdefault(place, "a part of it is not used here")
-        for place in {x.table.place for x in self.lookups} & set(self.starts):
+        uses: dict[int, Array] = {}
+        for table in different(x.table for x in self.lookups):
+            own = uses.setdefault(table.place, np.zeros(self.sizes[table.place], np.int32))
+            np.add.at(own, table.elements[()], 1)
+        for place, own in uses.items():
+            if np.any(own > 1):
+                self.elsewhere.setdefault(place, "two different views of it are looked up")
+        for place in set(uses) & set(self.starts):
             self.elsewhere.setdefault(place, "rows of it are looked up")
         for place in {x.place for x in self.reads} & set(self.starts):
             self.elsewhere.setdefault(place, "a product with it")
@@ -113,6 +120,8 @@ class Streams(Walk):
         if isinstance(x, Rotatable):
             return x
         if isinstance(x, Known):
+            if is_key(x.value):
+                return Rotatable.plain(np.shape(x.value))
             value = np.asarray(x.value)
             if jnp.issubdtype(value.dtype, jnp.inexact) and np.all(value == 0):
                 return Rotatable(np.full((1,) * value.ndim, FREE, np.int32), value.shape)
@@ -220,7 +229,9 @@ class Streams(Walk):
         """Returns a value with its channels multiplied by a gain."""
         shape = eqn.outvars[0].aval.shape
         if not x.is_bare:
-            return stop_at(self.constraints, eqn, [x], "two gains, or a gain of squares,")[0]
+            why = "two gains, or a gain of squares,"
+            self.elsewhere.setdefault(gain.place, with_line(eqn, why))
+            return stop_at(self.constraints, eqn, [x], why)[0]
         scaled(self.constraints, x, gain.varies, with_line(eqn, "a factor for each channel,"))
         found = self._labels(gain)
         self._use(gain.place, gain.elements)  # type: ignore[arg-type]
@@ -229,7 +240,9 @@ class Streams(Walk):
         pairs = np.unique(np.stack([y.ravel() for y in both]), axis=1)
         known = self.offsets.setdefault(gain.place, gain.offset)
         if known != gain.offset:
-            return stop_at(self.constraints, eqn, [x], "a gain with another offset")[0]
+            why = "a gain with another offset"
+            self.elsewhere.setdefault(gain.place, with_line(eqn, why))
+            return stop_at(self.constraints, eqn, [x], why)[0]
         self.gains.append((pairs[0], pairs[1]))
         return dataclasses.replace(x, gains=found, shape=shape)
 
@@ -237,7 +250,7 @@ class Streams(Walk):
         self, eqn: Eqn, given: Sequence[Any], here: Address, steps: Steps
     ) -> Rotatable:
         name, site = eqn.primitive.name, self.plan.site_at(here)
-        if site is not None and any(x.path is not None for x in site.operands):
+        if site is not None and sum(x.path is not None for x in site.operands) == 1:
             return self._site(site, eqn, given, here, steps)
         if name == "gather":
             return self._gather(eqn, given, here, steps)
@@ -308,6 +321,7 @@ class Streams(Walk):
             plain = axes == [0] and not numbers.operand_batching_dims and here in self.items
             if plain and known is not None:
                 labels = self.constraints.new(source.shape[1])
+                self._use(source.place, known)
                 table = Table(source.place, Elements.of(known), labels)
                 self.lookups.append(Lookup(here, steps, table, labels))
                 out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)

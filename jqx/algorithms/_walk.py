@@ -5,13 +5,14 @@ scans, into both branches, and into all functions that are called once.
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
 from .._compat import Eqn
 from ..transforms._shared import FORMS, Address, addressed
 from ._decisions import body_of
-from ._labels import Known, with_line
+from ._labels import Known, is_key, with_line
 from ._stages import Steps
 
 _MOST = 256
@@ -112,7 +113,7 @@ class Walk:
             return self.stopped(eqn, given, f"a scan of {len(order)} steps")
         for i in reversed(order) if eqn.params["reverse"] else order:
             own = [
-                Known(np.asarray(x.value)[i]) if isinstance(x, Known) else self.step_of(x, i)
+                Known(_rows(x.value)[i]) if isinstance(x, Known) else self.step_of(x, i)
                 for x in stacked
             ]
             results = self._inside(eqn.params["jaxpr"], [*shared, *carry, *own], here, (*steps, i))
@@ -125,5 +126,11 @@ class Walk:
 
     def _all_steps(self, rows: Sequence[Any]) -> Any:
         if all(isinstance(x, Known) for x in rows):
-            return Known(np.stack([np.asarray(x.value) for x in rows]))
+            stack = jnp.stack if is_key(rows[0].value) else np.stack
+            return Known(stack([_rows(x.value) for x in rows]))
         return self.stacked(rows)
+
+
+def _rows(x: Any) -> Any:
+    """Returns an array on the host; typed keys are left as they are."""
+    return x if is_key(x) else np.asarray(x)

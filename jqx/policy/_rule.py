@@ -34,11 +34,12 @@ class Rule:
     Attributes:
       path: regular expression, matched in full against the path of the contraction. This is the key
         path of its weight inside the parameters, such as `blocks/0/query`, or its name scope if it
-        has no weight. If several weights are joined, a rule must match each of them. For weights
-        that a scan steps over it may select steps: `layers[0]`, `layers[-2:]/attn/.*`,
-        `layers[1:3]`. The scan is split there: see `make_plan`. Brackets select steps if they hold
-        an integer or a slice, stand at the end of a part of the path, and the path matches nothing
-        as a regular expression. If the path ends with them, it includes everything below.
+        has no weight. If several weights are joined, or multiplied by each other, one rule must
+        match all of them. For weights that a scan steps over it may select steps: `layers[0]`,
+        `layers[-2:]/attn/.*`, `layers[1:3]`. The scan is split there: see `make_plan`. Brackets
+        select steps if they hold an integer or a slice, stand at the end of a part of the path, and
+        the path matches nothing as a regular expression. If the path ends with them, it includes
+        everything below.
       op: regular expression, matched in full against the operation: `dot_general`,
         `conv_general_dilated`, `ragged_dot` or `gather`; `None` matches all.
       weight: spec of weights; `None` leaves them in float.

@@ -121,7 +121,9 @@ def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) 
     choice = next(iter(choices.values()))
     if len({choice and choice[0] for choice in choices.values()}) > 1:
         names = " and ".join(map(repr, choices))
-        why = f"the weights {names} are joined, but fall under different rules"
+        several = sum(origin is not None for origin in item.origins) > 1
+        how = "multiplied by each other" if several else "joined"
+        why = f"the weights {names} are {how}, but fall under different rules"
         return Chosen(None, why)
     if item.reason is not None:
         return Chosen(choice, item.reason)

@@ -50,10 +50,10 @@ class Found:
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths that rules match: the path of each of its weights, or its name scope."""
-        origin = self._weight
-        if origin is None:
+        weights = [x for x in reversed(self.origins) if x is not None]
+        if not weights:
             return (_PART.sub("", self.scope),)
-        return tuple(dict.fromkeys(part.path for part in origin.parts))
+        return tuple(dict.fromkeys(part.path for x in weights for part in x.parts))
 
     @property
     def loops(self) -> tuple[Loop, ...]:
