@@ -18,6 +18,7 @@ from ..observers import Mean, ObservedSite
 from ..observers._shared import MeanStats, check_weight
 from ..transforms import ChannelMap, Plan, Site, dequantize_params, map_channels, simulate
 from ..transforms._shared import (
+    FLAGS,
     FORMS,
     Address,
     Channels,
@@ -214,7 +215,7 @@ class _Shifting(Observe):
         result, records = super().at_site(site, eqn, operands)
         if site.output_key not in self.affines:
             return result, records
-        (stats,) = records.values()
+        stats = next(x for key, x in records.items() if FLAGS not in key)
         place = next(i for i, x in enumerate(site.operands) if x.role == "weight")
         wanted: Any = self.affines[site.output_key]
         shift = wanted - _mean(stats)

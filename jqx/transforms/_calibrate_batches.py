@@ -10,15 +10,17 @@ import jax.numpy as jnp
 from .._calls import called
 from .._checks import require_that
 from ..observers import places
-from ..observers._shared import BOTH
+from ..observers._shared import BOTH, in_total
 from ..tensor._shared import check_read
 from ._arguments import check_batch, check_batches, check_plan
-from ._calibrate import Stats, calibrate, merge_stats
+from ._calibrate import Weight, calibrate
+from ._merge_stats import merge_stats
 from ._observers import GivenObservers, check_observers, observers_of
 from ._paths import Params, flatten, path_of, rooted
 from ._plan import Plan
 from ._progress import progress_bar, tell
 from ._quantize_params import dequantize_params
+from ._stats import OnNonfinite, Stats, check_flags, check_mode, warn_left_out
 from ._trace import check_function, is_array
 
 _LARGE = 2**28
@@ -34,6 +36,8 @@ def calibrate_batches(
     *,
     observers: GivenObservers = None,
     quantized: Any = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Stats:
     """Returns the merged statistics of the activations of `f` over batches, one after another.
@@ -51,6 +55,9 @@ def calibrate_batches(
       quantized: the same parameters quantized, from `quantize_params`. For
         `jqx.observers.cross`, `f` is also run with their dequantized values, side by side with the
         float ones. All other statistics stay the same.
+      weight: how much rows count, as in `calibrate`.
+      on_nonfinite: `"error"` raises if a row of an operand holds a NaN or an infinity. `"ignore"`
+        leaves such rows out, as in `calibrate`, with a warning that counts them.
       progress: whether to show a bar on standard error, if tqdm is installed, and above it the size
         of large statistics, before they are computed.
 
@@ -58,7 +65,8 @@ def calibrate_batches(
       TypeError: if `f` is not a function, `plan` is not a `Plan`, `observers` is not a dict of
         observers, or `batches` is not iterable or is an array.
       ValueError: if there is no batch, the plan was made for another function, `observers` does not
-        fit it, or `quantized` are other parameters.
+        fit it, `quantized` are other parameters, or activations are not finite; the error names the
+        sites and the batch.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -73,6 +81,7 @@ def calibrate_batches(
     name = "calibrate_batches"
     order = "calibrate_batches(f, plan, params, batches)"
     check_plan(name, plan, params, batches, order=order)
+    ignores = check_mode(name, on_nonfinite)
     check_batches(name, batches)
     checked = check_observers(name, observers)
     observers_of(name, plan, checked)
@@ -87,14 +96,19 @@ def calibrate_batches(
 
     def one(arrays: list[Any], batch: Any) -> Stats:
         arguments = arguments_of(plan, filled(arrays), batch)
-        return calibrate(f, plan, observers=valued)(*arguments)[1]
+        options: Any = {"weight": weight, "on_nonfinite": on_nonfinite}
+        return calibrate(f, plan, observers=valued, **options)(*arguments)[1]
 
     @jax.jit
-    def observe(arrays: list[Any], batch: Any) -> _Once:
+    def observe(arrays: list[Any], batch: Any) -> tuple[_Once, jax.Array]:
         if quantized is None:
-            return _Once(one(arrays, batch))
-        found = jax.vmap(one, (0, None), axis_name=BOTH)(arrays, batch)
-        return _Once(jax.tree.map(lambda both: both[0], found))
+            found = one(arrays, batch)
+        else:
+            both = jax.vmap(one, (0, None), axis_name=BOTH)(arrays, batch)
+            found, flags = jax.tree.map(lambda x: x[0], both), (both.flags, both.left_out)
+            most = jax.tree.map(lambda x: jnp.max(x, 0), flags)
+            found = Stats(found, *most)
+        return _Once(found), in_total([*found.flags.values(), *found.left_out.values()])
 
     @jax.jit
     def merge(a: _Once, b: _Once) -> _Once:
@@ -102,14 +116,26 @@ def calibrate_batches(
 
     found: _Once | None = None
     first: Any = None
+    left_out: list[int] = []
+    pending: tuple[int, Stats, jax.Array] | None = None
+
+    def settle() -> None:
+        """Looks at the flags of the last batch, while the next one is computed."""
+        if pending is None or not int(pending[2]):
+            return
+        check_flags(name, pending[1].flags, pending[0])
+        left_out.append(pending[0])
+
     shown = progress_bar("calibrate", "batch", batches) if progress else None
     for place, batch in enumerate(batches if shown is None else shown):
         check_batch(name, batch, place)
         if found is None and shown is not None:
-            size = bytes_of(jax.eval_shape(observe, arrays, batch))
+            size = bytes_of(jax.eval_shape(observe, arrays, batch)[0])
             if size >= _LARGE:
                 tell(shown, f"calibrate: the statistics take {in_bytes(size)}")
-        seen = observe(arrays, batch)
+        seen, bad = observe(arrays, batch)
+        settle()
+        pending = place, seen.stats, bad
         found, first = (seen, batch) if found is None else (merge(found, seen), first)
     require_that(
         found is not None,
@@ -121,7 +147,12 @@ def calibrate_batches(
         mend="pass a list, or create the generator again.",
     )
     assert found is not None
-    return found.stats | elements_of(f, plan, params, first, where)
+    settle()
+    stats = found.stats
+    if ignores:
+        warn_left_out(name, stats.left_out, left_out)
+    stats.update(elements_of(f, plan, params, first, where))
+    return stats
 
 
 def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
@@ -178,16 +209,19 @@ class _Once:
     def __init__(self, stats: Stats):
         self.stats = stats
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[str, int], ...]]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns the distinct objects, and the index of the object of each entry."""
-        objects = {id(value): value for value in self.stats.values()}
+        parts = self.stats.parts
+        objects = {id(value): value for part in parts for value in part.values()}
         places = {key: i for i, key in enumerate(objects)}
-        return tuple(objects.values()), tuple((k, places[id(v)]) for k, v in self.stats.items())
+        return tuple(objects.values()), tuple(
+            tuple((key, places[id(value)]) for key, value in part.items()) for part in parts
+        )
 
     @classmethod
-    def tree_unflatten(cls, entries: Any, objects: Any) -> "_Once":
+    def tree_unflatten(cls, parts: Any, objects: Any) -> "_Once":
         """Returns the statistics."""
-        return cls({key: objects[place] for key, place in entries})
+        return cls(Stats(*({key: objects[place] for key, place in part} for part in parts)))
 
 
 def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from .. import _compat
 from .._checks import require_that
 from .._errors import message
-from ._counted import Counted, is_counted
+from ._counted import Counted, is_counted, value_of
 from ._interpret import Rules, evaluate_counted
 from ._paths import Params
 from ._plan import Plan
@@ -28,20 +28,31 @@ Weight = Callable[..., Any]
 class _Following(Rules):
     """Evaluates in float, and tracks how much rows count."""
 
+    without_nonfinite: bool = False
+
     @property
     def is_counting(self) -> bool:
         return True
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.without_nonfinite
 
     def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
         """Not called: the evaluated equations are not sites of the plan."""
         raise NotImplementedError
 
 
-def followed(plan: Plan, eqn: Any, operands: list[Any]) -> list[Any]:
+def followed(plan: Plan, eqn: Any, operands: list[Any], leaves_out: bool = False) -> list[Any]:
     """Evaluates an equation in float and returns results with counts, if those of operands are
-    known.
+    known. With `leaves_out` elements that are not finite do not count.
     """
-    return evaluate_counted(eqn, operands, _Following(plan))[0]
+    return evaluate_counted(eqn, operands, _Following(plan, without_nonfinite=leaves_out))[0]
+
+
+def every_row(*args: Any, **kwargs: Any) -> jax.Array:
+    """A weight by which all rows count the same."""
+    return jnp.ones((), jnp.float32)
 
 
 def weights_of(
@@ -110,7 +121,7 @@ def count_arguments(
             )
             found.append(Counted(leaf, None, why))
     require_that(
-        any(is_counted(x) and x.is_known for x in found),
+        shape == () or any(is_counted(x) and x.is_known for x in found),
         error=ValueError,
         function=function,
         problem="no argument has the rows that the `weight` of an observer counts.",
@@ -131,12 +142,12 @@ def count_operand(
       function: name of the calling function, for messages.
       site: the name of the site.
       x: the operand.
-      shape: the shape of the weight, for messages.
+      shape: the shape of the weight, for messages; all rows count the same if it is `()`.
     """
     if is_counted(x) and x.is_known:
         return jnp.where(jnp.isinf(x.counts), 1, x.counts)
-    if not is_counted(x) and not is_coded(x):
-        return jnp.ones((1,) * jnp.ndim(x), jnp.float32)
+    if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
+        return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
     operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
     raise ValueError(
         message(

@@ -21,7 +21,15 @@ from ..tensor import QTensor
 from ..tensor._shared import alone
 from ._affine_checks import check_sums
 from ._attention import attention_over
-from ._counted import Counted, common, counted_like, is_counted, opened, value_of
+from ._counted import (
+    Counted,
+    common,
+    counted_like,
+    is_counted,
+    opened,
+    value_of,
+    where_finite,
+)
 from ._find import addressed
 from ._origin import Address, Origin
 from ._plan import Plan
@@ -64,6 +72,11 @@ class Rules(abc.ABC):
     @property
     def is_counting(self) -> bool:
         """Whether the counts of the rows of a batch are tracked."""
+        return False
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether elements that are not finite lose their count."""
         return False
 
     @abc.abstractmethod
@@ -181,7 +194,8 @@ def evaluate_counted(
         return _evaluate(eqn, operands, rules, here, holds_site)
     values = list(map(value_of, operands))
     results, records = _evaluate(eqn, values, rules, here, holds_site)
-    return counted(eqn, operands, results), records
+    found = counted(eqn, operands, results)
+    return [where_finite(x) for x in found] if rules.leaves_out else found, records
 
 
 def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:

@@ -12,9 +12,7 @@ from ._algorithm import picked as picked
 from ._arguments import check_batches as check_batches
 from ._arguments import check_function as check_function
 from ._arguments import check_plan as check_plan
-from ._calibrate import Affines as Affines
 from ._calibrate import Observe as Observe
-from ._calibrate import affines_seen as affines_seen
 from ._calibrate import observed as observed
 from ._calibrate_batches import arguments_of as arguments_of
 from ._calibrate_batches import arrays_of as arrays_of
@@ -30,8 +28,10 @@ from ._counted import spread as spread
 from ._counted import value_of as value_of
 from ._counting import count_arguments as count_arguments
 from ._counting import count_operand as count_operand
+from ._counting import every_row as every_row
 from ._counting import followed as followed
 from ._counting import weights_of as weights_of
+from ._entries import FLAGS as FLAGS
 from ._entries import Entries as Entries
 from ._entries import Entry as Entry
 from ._entries import entries_of as entries_of
@@ -39,6 +39,8 @@ from ._entries import observed_parts as observed_parts
 from ._find import addressed as addressed
 from ._find import contraction_of as contraction_of
 from ._find import contractions as contractions
+from ._find_affines import Affines as Affines
+from ._find_affines import affines_seen as affines_seen
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view
@@ -76,6 +78,13 @@ from ._quantize_weight import lay_out_weights as lay_out_weights
 from ._quantize_weight import quantize_weight as quantize_weight
 from ._select_steps import rule_for as rule_for
 from ._site import label_of as label_of
+from ._stats import OnNonfinite as OnNonfinite
+from ._stats import Stats as Stats
+from ._stats import check_flags as check_flags
+from ._stats import check_mode as check_mode
+from ._stats import merged_flags as merged_flags
+from ._stats import warn_left_out as warn_left_out
+from ._stats import with_flags as with_flags
 from ._trace import Call as Call
 from ._trace import TracedOnce as TracedOnce
 from ._trace import as_params as as_params
