@@ -17,7 +17,7 @@ from ..calibrators import Calibrator
 from ..observers._shared import check_weight
 from ..tensor import QSpec, QTensor
 from ..transforms import Plan, Weight, calibrate_batches
-from ..transforms._shared import Chosen
+from ..transforms._shared import Chosen, OnNonfinite
 from ._checkpoint import Checkpoint, chosen, made_of
 from ._factor import Factor, Order, carried_over, corrected, factor
 from ._grids import Grids, Group, calibrated
@@ -240,6 +240,7 @@ class Gptq:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns parameters with codes chosen from batches: layer by layer, or in one pass."""
         solver, folder = dataclasses.replace(self, offload=False, checkpoint=None), self.checkpoint
@@ -254,6 +255,7 @@ class Gptq:
                 offload=self.offload,
                 checkpoint=folder,
                 progress=progress,
+                on_nonfinite=on_nonfinite,
             )
         known = None
         if folder is not None:
@@ -263,7 +265,8 @@ class Gptq:
         stats, observers = {}, self.observers
         if any(x.path is None for site in plan.sites for x in site.operands):
             given = f, plan, params, batches
-            stats = calibrate_batches(*given, observers=observers, progress=progress)
+            options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
+            stats = calibrate_batches(*given, observers=observers, **options)
         return solver._one_pass(plan, params, stats, known)
 
     def spec_of(self, spec: QSpec) -> QSpec:

@@ -25,14 +25,16 @@ class Flags(Observer):
     def observe(self, x: jax.Array, site: ObservedSite) -> jax.Array:
         axes = row_axes(site)
         own = jnp.any(x != 0, axes, keepdims=True)
+        some = True
+        if site.weights is not None:
+            own, some = own & kept_rows(site), jnp.any(site.weights != 0, axes, keepdims=True)
         kinds = [jnp.zeros_like(own)] * 2
         if jnp.issubdtype(x.dtype, jnp.inexact):
             nan, bad = (
                 jnp.any(f(x), axes, keepdims=True) for f in (jnp.isnan, lambda x: ~jnp.isfinite(x))
             )
-            kinds = [nan, bad & ~nan]
-        kept = True if site.weights is None else kept_rows(site)
-        return jnp.stack([jnp.sum(kind & kept, dtype=jnp.int32) for kind in (*kinds, own)])
+            kinds = [nan & some, bad & ~nan & some]
+        return jnp.stack([jnp.sum(kind, dtype=jnp.int32) for kind in (*kinds, own)])
 
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return added(a, b)

@@ -15,6 +15,7 @@ from .._checks import require_that, shown
 from .._errors import message
 from .._signatures import P, R
 from ..calibrators import Affine
+from ..observers._shared import Weight, check_weight
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..tensor._shared import TARGETS, Lazy, check_read, kept
@@ -31,11 +32,14 @@ from ..transforms._shared import (
     Algorithm,
     Chosen,
     Names,
+    OnNonfinite,
     as_chosen,
     as_params,
     check_algorithm,
     check_arguments,
     check_batches,
+    check_finite_weights,
+    check_mode,
     check_no_learned_scales,
     is_array,
     is_quantized,
@@ -50,6 +54,7 @@ from ..transforms._shared import (
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
 from ._late_folders import diagnostics, shared_algorithms, shared_diagnostics
 from ._mapped import Mapped, check_whole
+from ._observing import Observing, weighted
 from ._quantized import Quantized, abstract
 
 Target = str | Literal[False] | None
@@ -66,6 +71,8 @@ def ptq(
     params: Literal[0] = 0,
     names: Names = None,
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized[P, R]]: ...
 @overload
@@ -78,6 +85,8 @@ def ptq(
     params: int | tuple[int, ...],
     names: Names = None,
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized[..., R]]: ...
 @called("ptq", "call it in two steps: jqx.ptq(f, policy)(params, batches).")
@@ -90,6 +99,8 @@ def ptq(
     params: int | tuple[int, ...] = 0,
     names: Names = None,
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized]:
     """Quantizes a function after training: `ptq(f, policy)(params, batches)`.
@@ -112,6 +123,13 @@ def ptq(
       names: names of weights, as in `make_plan`.
       target: `"cpu"`, `"gpu"` or `"tpu"`: the platform whose weight layout is used. `None` means
         `jax.default_backend()`. `False` keeps the layout that files use.
+      weight: how much the rows of a batch count, for static scales and for algorithms without a
+        `weight` of their own: a function of the inputs of a batch, such as
+        `lambda tokens: tokens != 0` if 0 is padding. `None`: static scales take the `weight` of the
+        algorithm, if it has one.
+      on_nonfinite: what is done with rows of operands that hold a NaN or an infinity: `"error"`
+        raises, `"ignore"` leaves them out of all statistics, with a warning that counts them, as in
+        `calibrate`.
       progress: whether to show a progress bar, as in `calibrate_batches`.
 
     Returns:
@@ -132,8 +150,9 @@ def ptq(
     Raises:
       TypeError: `f` is not a function, `policy` is not a `Policy`, `batches` is not a list of
         batches, or a leaf is `Lazy` where arrays are needed.
-      ValueError: there is no batch, `target` or `effort` is unknown, both `effort` and `algorithm`
-        are given, or a step rejects its input.
+      ValueError: there is no batch, `target`, `effort` or `on_nonfinite` is unknown, both `effort`
+        and `algorithm` are given, a weight that is quantized or an activation is not finite, or a
+        step rejects its input.
       NotImplementedError: a named algorithm changes a weight that is quantized already.
 
     Gradient: none; weights are codes.
@@ -153,6 +172,8 @@ def ptq(
     check_policy("ptq", policy)
     check_algorithm("ptq", algorithm, of_functions=True)
     check_effort("ptq", effort, algorithm)
+    check_weight("ptq", weight)
+    ignores = check_mode("ptq", on_nonfinite)
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
     @called("ptq(f, policy)", "pass the parameters, and a list of batches, such as [x].")
@@ -170,7 +191,9 @@ def ptq(
             if choice.reads_batches:
                 every = list(every)
                 choice = fitted(choice, f, plan, arguments, len(every))
-        done = _carried_out(choice, Mapped(f, plan), params, every, progress)
+        choice, counting = weighted(choice, plan, weight)
+        given = Mapped(f, plan), params, every, Observing(counting, ignores, progress)
+        done = _carried_out(choice, *given)
         found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
         found = dataclasses.replace(found, codes=str(choice))
         given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant
@@ -195,7 +218,7 @@ class _Done:
 
 
 def _carried_out(
-    choice: Choice, mapped: "Mapped", values: Any, batches: Iterable[Any], progress: bool
+    choice: Choice, mapped: "Mapped", values: Any, batches: Iterable[Any], how: Observing
 ) -> _Done:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     rewrites, rounding, corrections = parts_of(choice.algorithm)
@@ -212,29 +235,28 @@ def _carried_out(
     reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
     if rewrites or corrections or not reads_leaves:
         check_read("ptq", named)
+    check_finite_weights("ptq", plan, values)
 
-    def rewrite(each: Any, *arguments: Any, progress: bool) -> Chosen:
-        found = as_chosen(each.rewrite(*arguments, progress=progress))
+    def rewrite(each: Any, *arguments: Any) -> Chosen:
+        found = as_chosen(each.rewrite(*arguments, **how.of(each.rewrite)))
         _with_given(given_values, floats, found.params)
         return found
 
     for each in rewrites:
         given = mapped.function, plan, values, batches
-        chosen = choice.attempt(each, rewrite, each, *given, progress=progress)
+        chosen = choice.attempt(each, rewrite, each, *given)
         if chosen is not None:
             values, mapped = chosen.params, mapped.then(chosen.maps)
             reports.append(chosen.report)
     if plan.static_specs() or observers:
         given = mapped.function, plan, values, batches
-        if is_lazy:
-            stats = shared_algorithms.calibrate_stages(*given, progress=progress)
-        else:
-            stats = calibrate_batches(*given, observers=observers, progress=progress)
+        calibrated = shared_algorithms.calibrate_stages if is_lazy else calibrate_batches
+        stats = calibrated(*given, observers=observers, **how.options)
         scales = affines(plan, stats)
     chosen = None
     if run:
         given = mapped.function, plan, values, batches
-        chosen = choice.choose(rounding, *given, progress=progress)
+        chosen = choice.choose(rounding, *given, **how.of(rounding.run))
     elif rounding is not None:
         chosen = choice.attempt(rounding, rounding, plan, values, stats)
     if is_plain:
@@ -245,7 +267,7 @@ def _carried_out(
     real = values if chosen.real is None else chosen.real
     for each in corrections:
         given = mapped.function, plan, real, codes, scales, batches
-        chosen = choice.attempt(each, each.correct, *given, progress=progress)
+        chosen = choice.attempt(each, each.correct, *given, **how.of(each.correct))
         if chosen is not None:
             real = real if chosen.real is None else chosen.real
             codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)

@@ -14,7 +14,7 @@ from .._compat import Eqn
 from .._signatures import P, R
 from ..observers._shared import Weight, check_weight
 from ..policy import Policy
-from ._counted import value_of, where_finite
+from ._counted import value_of
 from ._counting import count_arguments, count_operand, every_row, weights_of
 from ._entries import Entries, entries_of
 from ._interpret import Rules, interpret
@@ -25,6 +25,7 @@ from ._plan import Plan
 from ._plan_call import params_of, with_contractions
 from ._site import Site
 from ._stats import OnNonfinite, Stats, check_mode, each_step, with_flags
+from ._tainted import tainted, tainted_results, tainted_rows
 from ._trace import check_function, is_quantized, trace_call
 from ._weight import real_of
 from .primitives import Records, counted
@@ -55,6 +56,7 @@ class Observe(Rules):
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[Any, Records]:
         values = [real_of(value_of(x)) for x in operands]
         results = _compat.bind(eqn, values)
+        operands = tainted_rows(eqn, operands) if self.ignores else operands
         counts = [*operands, *results]
         if self.is_counting:
             roles = [x.role for x in site.operands] + [""] * len(operands)
@@ -63,7 +65,7 @@ class Observe(Rules):
                 for role, x, value in zip(roles, operands, values, strict=False)
             ]
             own = counted(eqn, known, results)
-            counts = [*operands, *(map(where_finite, own) if self.ignores else own)]
+            counts = [*operands, *(tainted_results(eqn, known, own) if self.ignores else own)]
         seen, result = [*values, *results], counts[-1]
         sizes = values[2] if site.op == "ragged_dot" else None
         records = {}
@@ -198,6 +200,7 @@ def observed(
                 options = {"shape": counts.shape, "ignores": ignores}
                 here = rules(known, dict(given), entries=own, **options)
                 these = count_arguments("calibrate", counts, known.params, call, leaves)
+                these = list(map(tainted, these)) if ignores else these
             out, records = interpret(call.jaxpr, call.consts, these, here)
             seen |= records
         out = list(map(value_of, out))

@@ -98,16 +98,6 @@ def common(forms: Sequence[Any]) -> Any:
     return Counted(known.value, shape)
 
 
-def where_finite(x: Any) -> Any:
-    """Returns a value whose elements have the count -1 where they are not finite. The count stays
-    with what is computed from such an element alone, even if that is finite again.
-    """
-    if not is_counted(x) or not x.is_known or not jnp.issubdtype(x.value.dtype, jnp.inexact):
-        return x
-    counts = jnp.where(jnp.isfinite(x.value), x.counts, jnp.float32(-1))
-    return Counted(x.value, counts)
-
-
 def alike(values: Sequence[Any]) -> list[Any]:
     """Returns values of one shape, all in the form in which each can be expressed."""
     form = common(values)

@@ -38,6 +38,10 @@ class _Following(Rules):
     def leaves_out(self) -> bool:
         return self.without_nonfinite
 
+    @property
+    def cleans(self) -> bool:
+        return self.without_nonfinite
+
     def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
         """Not called: the evaluated equations are not sites of the plan."""
         raise NotImplementedError

@@ -28,12 +28,12 @@ from ._counted import (
     is_counted,
     opened,
     value_of,
-    where_finite,
 )
 from ._find import addressed
 from ._origin import Address, Origin
 from ._plan import Plan
 from ._site import Site
+from ._tainted import tainted_results, tainted_rows
 from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
 from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records, counted
 
@@ -77,6 +77,11 @@ class Rules(abc.ABC):
     @property
     def leaves_out(self) -> bool:
         """Whether elements that are not finite lose their count."""
+        return False
+
+    @property
+    def cleans(self) -> bool:
+        """Whether contractions see zeros in place of rows that are not finite."""
         return False
 
     @abc.abstractmethod
@@ -192,10 +197,12 @@ def evaluate_counted(
     name = eqn.primitive.name
     if name in FORMS or (name in CONTRACTIONS and rules.plan.site_at(here) is not None):
         return _evaluate(eqn, operands, rules, here, holds_site)
+    if rules.leaves_out and name in CONTRACTIONS:
+        operands = tainted_rows(eqn, operands, rules.cleans)
     values = list(map(value_of, operands))
     results, records = _evaluate(eqn, values, rules, here, holds_site)
     found = counted(eqn, operands, results)
-    return [where_finite(x) for x in found] if rules.leaves_out else found, records
+    return tainted_results(eqn, operands, found) if rules.leaves_out else found, records
 
 
 def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:

@@ -41,6 +41,7 @@ from ._find import contraction_of as contraction_of
 from ._find import contractions as contractions
 from ._find_affines import Affines as Affines
 from ._find_affines import affines_seen as affines_seen
+from ._finite_weights import check_finite_weight as check_finite_weight
 from ._interpret import Rules as Rules
 from ._interpret import interpret as interpret
 from ._interpret import view as view
@@ -73,6 +74,7 @@ from ._progress import progress_bar as progress_bar
 from ._progress import tell as tell
 from ._progress import with_bar as with_bar
 from ._quantize_params import check_arguments as check_arguments
+from ._quantize_params import check_finite_weights as check_finite_weights
 from ._quantize_params import named_leaves as named_leaves
 from ._quantize_weight import lay_out_weights as lay_out_weights
 from ._quantize_weight import quantize_weight as quantize_weight
@@ -85,6 +87,7 @@ from ._stats import check_mode as check_mode
 from ._stats import merged_flags as merged_flags
 from ._stats import warn_left_out as warn_left_out
 from ._stats import with_flags as with_flags
+from ._tainted import tainted as tainted
 from ._trace import Call as Call
 from ._trace import TracedOnce as TracedOnce
 from ._trace import as_params as as_params

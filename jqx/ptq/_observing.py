@@ -1,0 +1,80 @@
+"""How the steps of `ptq` observe batches."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .._checks import require_that
+from ..observers._shared import Weight
+from ..transforms import Plan
+from ..transforms._shared import parts_of
+from ._defaults import Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Observing:
+    """How batches are observed.
+
+    Attributes:
+      weight: how much rows count, for static scales.
+      ignores: whether rows that are not finite are left out.
+      progress: whether to show a progress bar.
+    """
+
+    weight: Weight | None
+    ignores: bool
+    progress: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a calibration."""
+        return {
+            "weight": self.weight,
+            "on_nonfinite": "ignore" if self.ignores else "error",
+            "progress": self.progress,
+        }
+
+    def of(self, method: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the options of a method of an algorithm; those of users may not know all."""
+        found: dict[str, Any] = {"progress": self.progress}
+        if self.ignores and "on_nonfinite" in inspect.signature(method).parameters:
+            found["on_nonfinite"] = "ignore"
+        return found
+
+
+def weighted(choice: Choice, plan: Plan, weight: Weight | None) -> tuple[Choice, Weight | None]:
+    """Returns a choice whose algorithms have a weight, and the weight for static scales."""
+    choice = dataclasses.replace(
+        choice,
+        algorithm=_with_weight(choice.algorithm, weight),
+        instead=_with_weight(choice.instead, weight),
+    )
+    if weight is not None or not plan.static_specs():
+        return choice, weight
+    rewrites, rounding, corrections = parts_of(choice.algorithm)
+    every = (getattr(x, "weight", None) for x in (*rewrites, rounding, *corrections))
+    own = list(dict.fromkeys(x for x in every if callable(x)))
+    require_that(
+        len(own) < 2,
+        error=ValueError,
+        function="ptq",
+        problem="algorithms weight rows differently, and static scales have no weight.",
+        given=f"{len(own)} different `weight`s",
+        expected="one function, or weight= of ptq",
+        mend="pass the weight for static scales: jqx.ptq(f, policy, algorithm, weight=...).",
+    )
+    return choice, own[0] if own else None
+
+
+def _with_weight(algorithm: Any, weight: Weight | None) -> Any:
+    """Returns an algorithm in which each part without a weight has this one, if it can."""
+    if weight is None:
+        return algorithm
+    parts = getattr(algorithm, "algorithms", None)
+    if parts is not None:
+        return type(algorithm)(*(_with_weight(x, weight) for x in parts))
+    fields = getattr(type(algorithm), "__dataclass_fields__", {})
+    if "weight" in fields and algorithm.weight is None:
+        return dataclasses.replace(algorithm, weight=weight)
+    return algorithm
