@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import jax
@@ -18,14 +18,21 @@ from ..transforms._shared import (
     Address,
     Chosen,
     Inapplicable,
+    OnNonfinite,
+    Stats,
     TracedOnce,
-    counts_of,
+    check_flags,
+    check_mode,
     is_counted,
+    merged_flags,
+    observed_flags,
     progress_bar,
     value_of,
+    warn_left_out,
 )
 from ._blocks import labels_of
 from ._descent import descended
+from ._distance import distance, is_spoilt
 from ._grids import Grids
 from ._leaves import Leaves
 from ._offload import Offload, Where, on_device
@@ -74,6 +81,7 @@ def learned(
     batches: Iterable[Any],
     *,
     progress: bool = False,
+    on_nonfinite: OnNonfinite = "error",
 ) -> Chosen:
     """Returns the parameters with codes that are learned block by block.
 
@@ -84,9 +92,10 @@ def learned(
       params: its parameters, in float.
       batches: as in `calibrate_batches`; all are held.
       progress: whether to show a progress bar.
+      on_nonfinite: as in `calibrate_batches`.
     """
-    every = list(batches)
-    traced = Traced.of(TracedOnce(f), plan, params, every, options.weight)
+    every, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
+    traced = Traced.of(TracedOnce(f), plan, params, every, options.weight, ignores=ignores)
     bodies = bodies_of(plan, traced.calls[0].jaxpr)
     sites = [site for site in plan.sites if site.address in bodies]
     labels = labels_of(sites, bodies, options.blocks)
@@ -100,13 +109,15 @@ def learned(
         mend="print the plan: it shows all paths.",
     )
     own = apart(plan, traced.groups, traced.elements, labels) & {*labels}
-    walk = _Learning(options, traced, own)
+    flags = partial(observed_flags, f, plan, params, on_nonfinite=on_nonfinite)
+    walk = _Learning(options, traced, own, lambda i: flags(batch=every[i]))
     scopes = traced.scopes(lambda site: site.address in own, labels)
     both = walk.current, dict(traced.originals)
     offload = Offload(options.offload)
     streams = [Stream(Leaves(x), offload) for x in both]
     walk.bar = progress_bar("auto_round", "block") if progress else None
     walk.go(traced.frames(scopes, streams))
+    walk.warn()
     if walk.bar is not None:
         walk.bar.close()
     report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
@@ -125,6 +136,7 @@ class _Block:
       inputs: its inputs for each batch, as they are kept.
       targets: its results in float, likewise.
       decided: the integers that it computes from floats.
+      batches: the indices of the batches.
     """
 
     stages: list[tuple[Stage, Scope]]
@@ -133,6 +145,7 @@ class _Block:
     inputs: list[list[Any]]
     targets: list[list[Any]]
     decided: list[Any]
+    batches: list[int]
 
     @property
     def given(self) -> list[Given]:
@@ -150,8 +163,11 @@ class _Learning(Walk):
       bar: shows how many blocks are done, or `None`.
     """
 
-    def __init__(self, options: Options, traced: Traced, own: set[Address]):
+    def __init__(
+        self, options: Options, traced: Traced, own: set[Address], flags: Callable[[int], Stats]
+    ):
         super().__init__(traced.plan, self._alone)
+        self._flags, self._spoilt = flags, dict[int, None]()
         self._kinds["block"] = self._block
         self._options, self._traced, self._own = options, traced, own
         self.current, self.grids = dict(traced.originals), traced.grids(options.spec_of)
@@ -210,15 +226,24 @@ class _Learning(Walk):
         """
         options = self._options
         rate = options.learning_rate or 1 / options.steps
+        losses: dict[int, Any] = {}
+
+        def step(found: list[Shifts], i: int, length: float) -> list[Shifts]:
+            found, losses[i] = self._call("step", block, i, found, rate * length)
+            return found
+
         found = descended(
             [nearest(tile.rounding, tile.given, options.ranges) for tile in block.tiles],
             options.steps,
             len(block.stages),
             options.seed,
             lost=lambda found, i: self._call("lost", block, i, found),
-            moved=lambda found, i, length: self._call("step", block, i, found, rate * length),
-            refuse=lambda lost, _: Inapplicable(self._not_finite(block, lost)),
+            moved=step,
+            refuse=lambda lost, _: self._not_finite(block, lost, None),
         )
+        for i, lost in losses.items():
+            if not np.isfinite(lost):
+                raise self._not_finite(block, float(lost), block.batches[i])
         return (found.before, found.after, found.best), found.kept
 
     def _sites(self, stage: Stage) -> list[Site]:
@@ -251,13 +276,15 @@ class _Learning(Walk):
 
     def _prepared(self, pairs: Pairs, steps: Steps, tiles: list[Tile]) -> _Block:
         """Runs the block in float, with the integers that it decides on the quantized inputs."""
-        block = _Block([], steps, tiles, [], [], [])
+        block = _Block([], steps, tiles, [], [], [], [own.batch for _, (own, _) in pairs])
         for stage, (own, exact) in pairs:
             read = [own.values[x] for x in stage.reads]
             given = list(map(on_device, read))
             _, made = own.scope.run(stage, self.current, steps, given, None, True)
             floats = [on_device(exact.values[x]) for x in stage.reads]
             results, _ = own.scope.run(stage, self._traced.originals, steps, floats, made)
+            if bool(is_spoilt([*map(value_of, results)], [*filter(is_counted, results)])):
+                self._spoil(block, own.batch)
             block.stages.append((stage, own.scope))
             block.inputs.append(read)
             block.targets.append(list(map(exact.stream.offload.kept, results)))
@@ -293,14 +320,30 @@ class _Learning(Walk):
             mend="use smaller blocks, such as blocks='.*', where each weight is a block.",
         )
 
-    def _not_finite(self, block: _Block, lost: float) -> str:
-        return message(
+    def _spoil(self, block: _Block, batch: int) -> None:
+        """Raises if rows of a batch are not finite, or notes that some are left out."""
+        if not self._traced.ignores:
+            check_flags(_FUNCTION, self._flags(batch).flags, batch)
+            raise self._not_finite(block, np.inf, batch)
+        self._spoilt[batch] = None
+
+    def warn(self) -> None:
+        """Warns of rows that were left out."""
+        each = [self._flags(batch).left_out for batch in self._spoilt]
+        if each:
+            warn_left_out(_FUNCTION, reduce(merged_flags, each), sorted(self._spoilt))
+
+    def _not_finite(self, block: _Block, lost: float, batch: int | None) -> ValueError:
+        where = f"{len(block.stages)} batches" if batch is None else f"batch {batch}"
+        text = message(
             _FUNCTION,
             f"the loss of {self._name(block)} is not finite.",
-            given=f"a loss of {lost} on {len(block.stages)} batches",
-            expected="finite results",
-            mend="learn from other batches.",
+            given=f"a loss of {lost} on {where}",
+            expected="finite results, also with rounded weights",
+            mend="leave such batches out, or pass on_nonfinite='ignore', which leaves out rows "
+            "that are not finite.",
         )
+        return ValueError(text)
 
     def _program(self, name: str, block: _Block, stage: Stage, scope: Scope) -> Any:
         """Returns the program of a loss or a step, compiled once for equal blocks."""
@@ -319,27 +362,12 @@ class _Learning(Walk):
                 own[place] = Replaced(own[place], values, x.own, where, stepped)
             inputs, targets, decided = batch
             results, _ = scope.run(stage, own, steps, inputs, decided)
-            return _distance(results, targets)
+            return distance(results, targets)
 
-        def step(*given: Any) -> list[Shifts]:
+        def step(*given: Any) -> tuple[list[Shifts], jax.Array]:
             *values, found, rate = given
-            return moved(found, jax.grad(partial(lost, *values))(found), rate)
+            now, slope = jax.value_and_grad(partial(lost, *values))(found)
+            return moved(found, slope, rate), now
 
         self._programs[key] = jax.jit({"lost": lost, "step": step}[name])
         return self._programs[key]
-
-
-def _distance(results: Sequence[Any], targets: Sequence[Any]) -> jax.Array:
-    """Returns the squared errors of results relative to their squares, summed."""
-    total = jnp.float32(0)
-    for x, y in zip(results, targets, strict=True):
-        if not jnp.issubdtype(value_of(y).dtype, jnp.floating):
-            continue
-        a, b = (value_of(z).astype(np.float32) for z in (x, y))
-        count = jnp.float32(1)
-        if is_counted(x):
-            count = counts_of(x)
-            count = jnp.where(jnp.isfinite(count), count, 0)
-        norm = jnp.sum(count * b**2)
-        total += jnp.sum(count * (a - b) ** 2) / jnp.where(norm > 0, norm, 1)
-    return total

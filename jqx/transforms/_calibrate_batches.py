@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .._calls import called
 from .._checks import require_that
 from ..observers import places
-from ..observers._shared import BOTH, in_total
+from ..observers._shared import BOTH, flags, in_total
 from ..tensor._shared import check_read
 from ._arguments import check_batch, check_batches, check_plan
 from ._calibrate import Weight, calibrate
@@ -105,8 +105,8 @@ def calibrate_batches(
             found = one(arrays, batch)
         else:
             both = jax.vmap(one, (0, None), axis_name=BOTH)(arrays, batch)
-            found, flags = jax.tree.map(lambda x: x[0], both), (both.flags, both.left_out)
-            most = jax.tree.map(lambda x: jnp.max(x, 0), flags)
+            found, seen = jax.tree.map(lambda x: x[0], both), (both.flags, both.left_out)
+            most = jax.tree.map(lambda x: jnp.max(x, 0), seen)
             found = Stats(found, *most)
         return _Once(found), in_total([*found.flags.values(), *found.left_out.values()])
 
@@ -153,6 +153,20 @@ def calibrate_batches(
         warn_left_out(name, stats.left_out, left_out)
     stats.update(elements_of(f, plan, params, first, where))
     return stats
+
+
+def observed_flags(
+    f: Callable[..., Any], plan: Plan, params: Any, batch: Any, on_nonfinite: OnNonfinite = "error"
+) -> Stats:
+    """Returns statistics of one batch that hold the flags of all operands of sites."""
+    arrays, filled = arrays_of((params, batch))
+
+    @jax.jit
+    def seen(arrays: list[Any]) -> Stats:
+        options: Any = {"observers": {".*": flags}, "on_nonfinite": on_nonfinite}
+        return calibrate(f, plan, **options)(*arguments_of(plan, *filled(arrays)))[1]
+
+    return seen(arrays)
 
 
 def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:

@@ -13,15 +13,19 @@ import numpy as np
 from .. import _compat
 from .._checks import require_that
 from .._errors import message
-from ._counted import Counted, is_counted, value_of
-from ._interpret import Rules, evaluate_counted
+from ._counted import Counted, counts_of, is_counted, value_of
+from ._interpret import Rules, evaluate_counted, interpret
 from ._paths import Params
 from ._plan import Plan
 from ._site import Site
-from ._trace import Call
+from ._tainted import tainted
+from ._trace import Call, trace_call
 from ._weight import is_coded
 
 Weight = Callable[..., Any]
+
+_NO_SITE = (-1,)
+"""An address at which no contraction is a site."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +169,17 @@ def count_operand(
             "argument that this site reads.",
         )
     )
+
+
+def finite_rows(f: Callable[..., Any], plan: Plan, *args: Any) -> tuple[Any, Any]:
+    """Returns the results of a function with zeros where they come from rows that are not finite,
+    and which elements do not; traceable.
+    """
+    call = trace_call("ptq", f, plan.parameters, args, {})
+    leaves = count_arguments("ptq", every_row(), plan.params, call, call.leaves)
+    rules = _Following(plan, without_nonfinite=True)
+    out, _ = interpret(call.jaxpr, call.consts, list(map(tainted, leaves)), rules, _NO_SITE)
+    kept = [counts_of(x) > 0 for x in out]
+    values = [jnp.where(own, value_of(x), 0) for x, own in zip(out, kept, strict=True)]
+    both = (jax.tree.unflatten(call.out_tree, x) for x in (values, kept))
+    return next(both), next(both)

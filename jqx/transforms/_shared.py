@@ -19,6 +19,7 @@ from ._calibrate_batches import arrays_of as arrays_of
 from ._calibrate_batches import bytes_of as bytes_of
 from ._calibrate_batches import elements_of as elements_of
 from ._calibrate_batches import in_bytes as in_bytes
+from ._calibrate_batches import observed_flags as observed_flags
 from ._calibrate_batches import placed as placed
 from ._channel_map import Channels as Channels
 from ._counted import alike as alike
@@ -29,6 +30,7 @@ from ._counted import value_of as value_of
 from ._counting import count_arguments as count_arguments
 from ._counting import count_operand as count_operand
 from ._counting import every_row as every_row
+from ._counting import finite_rows as finite_rows
 from ._counting import followed as followed
 from ._counting import weights_of as weights_of
 from ._entries import FLAGS as FLAGS
