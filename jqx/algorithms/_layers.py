@@ -30,7 +30,7 @@ from ._checkpoint import Checkpoint, Solver, chosen, made_of
 from ._elements import Elements
 from ._grids import Group
 from ._leaves import Leaves
-from ._matrices import Drift, Matrix, by_shape, matrices_of, stacked, unknown
+from ._matrices import UNREACHED, Drift, Matrix, by_shape, matrices_of, stacked, unknown
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
 from ._offload import Offload, Where
 from ._once import sites_once
@@ -275,7 +275,7 @@ class _Weights:
                 sites, shape = (site.name,), (rows, columns)
                 if (sites, step, at) not in known:
                     report = MatrixReport(
-                        sites, step, at, site.path, shape, 0.0, 0.0, None, 0, 0, 0, 0.0
+                        sites, step, at, site.path, shape, 0.0, 0.0, None, 0, 0, 0, 0.0, UNREACHED
                     )
                     self.entries.append(report)
 

@@ -37,7 +37,7 @@ from ._grids import Grids
 from ._leaves import Leaves
 from ._offload import Offload, Where, on_device
 from ._once import apart, bodies_of
-from ._report import BlockReport, BlocksReport, name_of
+from ._report import NOT_REACHED, BlockReport, BlocksReport, name_of
 from ._sequential import Pairs, Stream, Walk
 from ._shelf import InMemory
 from ._shifts import Shifts, moved, nearest, rounded
@@ -197,7 +197,7 @@ class _Learning(Walk):
             if site.address not in self._own:
                 yield site.name, "whose weight other blocks or steps of a loop share"
             elif site.name not in reached:
-                yield site.name, "which no batch has reached"
+                yield site.name, NOT_REACHED
 
     def _alone(self, *_: Any) -> None:
         """Does nothing: all sites belong to blocks."""

@@ -54,14 +54,18 @@ class Sums:
             return self._last[2]
         self._last = None
         # Batch by batch, so that only one is on the device.
-        own, *floats = ((list(map(on_device, batch)) for batch in each) for each in streams)
+        each, *floats = ((list(map(on_device, batch)) for batch in each) for each in streams)
         total, drift, rows = None, None, 0
-        for place, x in zip(batches, own, strict=False):
-            exact = [next(each)[0] for each in floats]
+        for place, x in zip(batches, each, strict=True):
+            exact = [next(stream)[0] for stream in floats]
             options: Any = {"about": about, "ignores": self.ignores, "shape": self._shape}
             seen, both, flags = _observed(exact, *x, **options)
-            self._look(np.asarray(flags), name, place)
-            total, rows = _added(total, seen.products), rows + np.asarray(seen.rows, np.float64)
+            flags = np.asarray(flags)
+            self._look(flags, name, place)
+            own = np.asarray(seen.rows, np.float64)
+            if about.op == "dot_general" and not about.batch:
+                own = np.minimum(own, flags[2])  # rows of zeros, as of another expert, say nothing
+            total, rows = _added(total, seen.products), rows + own
             if both is not None:
                 drift = Drift(*map(_added, drift or (None, None), both))
         # Arrays that nothing else holds are not kept for this.

@@ -8,11 +8,13 @@ from flax import nnx
 
 from .._calls import called
 from .._checks import check_instance, require_that
+from ..observers._shared import Weight
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
 from ..ptq._shared import Effort, Target, check_effort
+from ..transforms._shared import OnNonfinite
 from ._pure import leaves_by_path, values, was_written, with_values
 from ._quantize import check_float
 
@@ -26,6 +28,8 @@ def ptq(
     effort: Effort | None = None,
     method: str = "__call__",
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
     **kwargs: Any,
 ) -> Callable[[Iterable[Any]], Quantized]:
@@ -44,6 +48,8 @@ def ptq(
       method: name of the method to call.
       effort: as in `jqx.ptq`.
       target: as in `jqx.ptq`.
+      weight: as in `jqx.ptq`.
+      on_nonfinite: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: keyword arguments of every call. Calls may pass others.
 
@@ -82,6 +88,7 @@ def ptq(
             if not isinstance(variable, nnx.Param)
         }
         options: Any = {"effort": effort, "target": target, "progress": progress}
+        options |= {"weight": weight, "on_nonfinite": on_nonfinite}
         return ptq_of_function(function, policy, algorithm, names=names, **options)(
             values(state), batches
         )

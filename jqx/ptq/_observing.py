@@ -2,14 +2,16 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._checks import require_that
+from .._errors import message, some, warn
 from ..observers._shared import Weight
 from ..transforms import Plan
 from ..transforms._shared import parts_of
 from ._defaults import Choice
+from ._late_folders import shared_algorithms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,3 +80,26 @@ def _with_weight(algorithm: Any, weight: Weight | None) -> Any:
     if "weight" in fields and algorithm.weight is None:
         return dataclasses.replace(algorithm, weight=weight)
     return algorithm
+
+
+def note_rounded(choice: Choice, reports: Sequence[Any]) -> None:
+    """Warns of matrices whose codes an algorithm did not choose, because too few inputs reached
+    them, and notes how many there are.
+    """
+    found, count = [], 0
+    for report in reports:
+        own, every = shared_algorithms.not_chosen(report)
+        found, count = found + own, count + every
+    if not found:
+        return
+    names = some(name for name, _ in found)
+    choice.notes.append(f"{len(found)} of {count} matrices rounded to nearest: {names}")
+    text = message(
+        "ptq",
+        "some matrices were rounded to nearest: the algorithm did not choose their codes.",
+        given=some(f"{name}: {why}" for name, why in found),
+        expected="about as many inputs as channels for each matrix, or more",
+        mend="calibrate on more batches, or on batches that reach them, such as each expert; or "
+        "leave it so.",
+    )
+    warn(text)

@@ -54,7 +54,7 @@ from ..transforms._shared import (
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
 from ._late_folders import diagnostics, shared_algorithms, shared_diagnostics
 from ._mapped import Mapped, check_whole
-from ._observing import Observing, weighted
+from ._observing import Observing, note_rounded, weighted
 from ._quantized import Quantized, abstract
 
 Target = str | Literal[False] | None
@@ -136,7 +136,7 @@ def ptq(
       A function of the parameters (a tuple if there are several positions) and of batches, which
       returns a `Quantized`. Batches are a list, such as `[x]`, or another iterable. Each batch is a
       tuple of the other arguments of `f`, or the one other argument. The plan is made with the
-      first batch. The other batches are read only if something is calibrated.
+      first batch that is not empty. The other batches are read only if something is calibrated.
 
       Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
       the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,
@@ -190,7 +190,9 @@ def ptq(
             choice = default_of(plan, effort or "seconds")
             if choice.reads_batches:
                 every = list(every)
-                choice = fitted(choice, f, plan, arguments, len(every))
+                other = lambda x: planned(*placed(places, params, x))  # noqa: E731
+                alike = partial(_plans, every, (first, plan), other)
+                choice = fitted(choice, f, plan, arguments, alike)
         choice, counting = weighted(choice, plan, weight)
         given = Mapped(f, plan), params, every, Observing(counting, ignores, progress)
         done = _carried_out(choice, *given)
@@ -272,6 +274,7 @@ def _carried_out(
             real = real if chosen.real is None else chosen.real
             codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
             reports.append(chosen.report)
+    note_rounded(choice, reports)
     codes = _with_given(given_values, floats, codes)
     codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
     return _Done(values, codes, scales, mapped, reports)
@@ -344,13 +347,14 @@ def target_of(function: str, target: Target) -> str | Literal[False]:
 
 
 def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """Returns the first batch, and all batches including the first."""
-    if isinstance(batches, (list, tuple)) and batches:
-        return batches[0], batches
-    every = iter(batches)
-    found = list(itertools.islice(every, 1))
+    """Returns the first batch that is not empty, and all batches."""
+    every, read = iter(batches), []
+    for batch in every:
+        read.append(batch)
+        if all(getattr(x, "size", 1) for x in jax.tree.leaves(batch)):
+            break
     require_that(
-        found,
+        read,
         error=ValueError,
         function="ptq",
         problem="there is no batch.",
@@ -358,4 +362,26 @@ def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
         expected="one batch or more",
         mend="pass a list, or create the generator again.",
     )
-    return found[0], itertools.chain(found, every)
+    is_list = isinstance(batches, (list, tuple))
+    return read[-1], batches if is_list else itertools.chain(read, every)
+
+
+def _plans(
+    batches: Sequence[Any], known: tuple[Any, Plan], planned: Callable[[tuple[Any, ...]], Plan]
+) -> Iterable[tuple[int, Plan]]:
+    """Yields how many batches have the same shapes, and the plan of one of them; the shapes that
+    most elements have come first, so that few plans are made. That of the first batch is known.
+    """
+    kinds: dict[Any, list[Any]] = {}
+    for batch in batches:
+        leaves, structure = jax.tree.flatten(batch)
+        kinds.setdefault((structure, tuple(map(np.shape, leaves))), []).append(batch)
+
+    def size(own: list[Any]) -> int:
+        return len(own) * sum(np.size(x) for x in jax.tree.leaves(own[0]))
+
+    for own in sorted(kinds.values(), key=size, reverse=True):
+        batch, plan = own[0], known[1]
+        if not any(x is known[0] for x in own):
+            plan = planned(batch if isinstance(batch, tuple) else (batch,))
+        yield len(own), plan
