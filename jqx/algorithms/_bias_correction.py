@@ -29,8 +29,9 @@ from ..transforms._shared import (
     addressed,
     arguments_of,
     arrays_of,
-    check_flags,
+    check_finite,
     check_mode,
+    in_order,
     is_counted,
     merged_flags,
     observed,
@@ -265,7 +266,7 @@ class _Means:
         each, found = [None] * len(batches) if wanted is None else wanted, []
         for place, (own, x) in enumerate(zip(each, batches, strict=True)):
             means, flags, left_out = seen(arrays, own, x)
-            check_flags(_NAME, flags, place)
+            check_finite(_NAME, in_order(self._plan, flags), place)
             self._left_out.append(left_out)
             found.append(means)
         return found
@@ -275,7 +276,7 @@ class _Means:
         most: dict[str, Any] = {}
         for batch in self._left_out:
             most = merged_flags(most, batch)
-        warn_left_out(_NAME, most)
+        warn_left_out(_NAME, in_order(self._plan, most))
 
     def difference(self, a: Sequence[Any], b: Sequence[Any]) -> dict[str, jax.Array]:
         """Returns the means of `a` over all batches minus those of `b`."""

@@ -21,7 +21,7 @@ from ..transforms._shared import (
     OnNonfinite,
     Stats,
     TracedOnce,
-    check_flags,
+    check_finite,
     check_mode,
     is_counted,
     merged_flags,
@@ -323,7 +323,7 @@ class _Learning(Walk):
     def _spoil(self, block: _Block, batch: int) -> None:
         """Raises if rows of a batch are not finite, or notes that some are left out."""
         if not self._traced.ignores:
-            check_flags(_FUNCTION, self._flags(batch).flags, batch)
+            check_finite(_FUNCTION, self._flags(batch).flags, batch)
             raise self._not_finite(block, np.inf, batch)
         self._spoilt[batch] = None
 

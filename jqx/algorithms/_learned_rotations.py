@@ -19,7 +19,7 @@ from ..transforms._shared import (
     Inapplicable,
     OnNonfinite,
     arguments_of,
-    check_flags,
+    check_finite,
     check_mode,
     finite_rows,
     merged_flags,
@@ -178,7 +178,7 @@ def learned(
         """Returns the loss of a batch and its gradient, after checking that they are finite."""
         now, slope = judge(*given(factors, i))
         if not all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves((now, slope)))):
-            check_flags(function, observed_flags(f, plan, params, batches[i]).flags, i)
+            check_finite(function, observed_flags(f, plan, params, batches[i]).flags, i)
             raise ValueError(not_finite(float(now), f"batch {i}"))
         return float(now), slope
 

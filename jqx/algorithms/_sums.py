@@ -13,7 +13,7 @@ import numpy as np
 from ..observers import ObservedSite, hessian
 from ..observers._shared import HessianStats, flags, gram, without_nonfinite
 from ..transforms._shared import (
-    check_flags,
+    check_finite,
     count_operand,
     is_counted,
     value_of,
@@ -77,7 +77,7 @@ class Sums:
         if not flags[:2].any():
             return
         if not self.ignores:
-            check_flags(self.function, {name: flags}, batch)
+            check_finite(self.function, {name: flags}, batch)
         self.left_out[name] = self.left_out.get(name, 0) + flags
         self.batches[batch] = None
 

@@ -23,7 +23,7 @@ from ..transforms._shared import (
     OnNonfinite,
     Stats,
     TracedOnce,
-    check_flags,
+    check_finite,
     check_mode,
     check_observers,
     contractions,
@@ -157,7 +157,7 @@ class _Watch(Walk):
         seen = jnp.asarray(value_of(x)), sizes, weights
         own = _observed(*seen, entry=same, leaves_out=self._ignores)
         if FLAGS in entry.key and not self._ignores:
-            check_flags("ptq", {name_of([entry.part.key], steps): own}, batch)
+            check_finite("ptq", {name_of([entry.part.key], steps): own}, batch)
         seen = self._seen[entry.key]
         seen[at] = _merged(seen[at], own, observer=entry.observer) if at in seen else own
 

@@ -20,7 +20,7 @@ from ._paths import Params, flatten, path_of, rooted
 from ._plan import Plan
 from ._progress import progress_bar, tell
 from ._quantize_params import dequantize_params
-from ._stats import OnNonfinite, Stats, check_flags, check_mode, warn_left_out
+from ._stats import OnNonfinite, Stats, check_finite, check_mode, in_order, warn_left_out
 from ._trace import check_function, is_array
 
 _LARGE = 2**28
@@ -123,7 +123,7 @@ def calibrate_batches(
         """Looks at the flags of the last batch, while the next one is computed."""
         if pending is None or not int(pending[2]):
             return
-        check_flags(name, pending[1].flags, pending[0])
+        check_finite(name, in_order(plan, pending[1].flags), pending[0])
         left_out.append(pending[0])
 
     shown = progress_bar("calibrate", "batch", batches) if progress else None
@@ -150,7 +150,7 @@ def calibrate_batches(
     settle()
     stats = found.stats
     if ignores:
-        warn_left_out(name, stats.left_out, left_out)
+        warn_left_out(name, in_order(plan, stats.left_out), left_out)
     stats.update(elements_of(f, plan, params, first, where))
     return stats
 
@@ -166,7 +166,8 @@ def observed_flags(
         options: Any = {"observers": {".*": flags}, "on_nonfinite": on_nonfinite}
         return calibrate(f, plan, **options)(*arguments_of(plan, *filled(arrays)))[1]
 
-    return seen(arrays)
+    found = seen(arrays)
+    return Stats(found, in_order(plan, found.flags), in_order(plan, found.left_out))
 
 
 def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from ._observers import without_observers
 from ._plan import Plan
 from ._quantize_params import quantize_params
 from ._site import Weight
-from ._stats import check_flags, check_keys, each_step, nonfinite_text, stats_of
+from ._stats import check_finite, check_keys, each_step, in_order, nonfinite_text, stats_of
 
 Affines = dict[str, Affine]
 """Scales and zero points by key."""
@@ -88,7 +88,7 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
             )
         )
     seen = stats_of(stats)
-    check_flags("affines", seen.flags)
+    check_finite("affines", in_order(plan, seen.flags))
     found = {
         key: each_step(partial(spec.calibrator.affine, spec=spec), plan.site_of_key(key).loops)(
             stats[key]
@@ -111,7 +111,7 @@ def _check_finite(plan: Plan, stats: Mapping[str, Any], found: Affines) -> None:
         if count:
             bad.append(f"{count} NaN values at {key}")
         elif not np.isfinite(np.asarray(affine.scale, np.float32)).all():
-            bad.append(f"an infinity at {key}")
+            bad.append(f"infinity at {key}")
     if bad:
         raise ValueError(nonfinite_text("affines", bad))
 

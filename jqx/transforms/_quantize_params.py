@@ -25,7 +25,7 @@ from ._quantize_weight import Quantizing, at_place, lay_out_weights
 from ._signature import parameter_line
 from ._site import Weight
 from ._split import parts_of
-from ._stats import check_flags, stats_of
+from ._stats import check_finite, in_order, stats_of
 from ._trace import is_parameter
 
 
@@ -103,7 +103,7 @@ def quantize_params(
     if algorithm is not None:
         check_read("quantize_params", named)
         check_finite_weights("quantize_params", plan, params)
-        check_flags("quantize_params", {} if stats is None else stats_of(stats).flags)
+        check_finite("quantize_params", in_order(plan, stats_of(stats or {}).flags))
         chosen = as_chosen(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(chosen), plan)
         codes = picked("quantize_params", chosen, nearest)

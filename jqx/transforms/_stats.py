@@ -14,6 +14,7 @@ from .._errors import message, some, warn
 from ..observers._shared import flags
 from ._entries import FLAGS
 from ._origin import Loop
+from ._plan import Plan
 
 OnNonfinite = Literal["error", "ignore"]
 """What is done with rows that are not finite."""
@@ -108,7 +109,7 @@ def described(found: Mapping[str, Any]) -> list[str]:
     for key, each in found.items():
         for step in np.ndindex(np.shape(each)[:-1]):
             nans, infinities, _ = map(int, np.asarray(each)[step])
-            counts = ((nans, "NaN"), (infinities, "an infinity"))
+            counts = ((nans, "NaN"), (infinities, "infinity"))
             kinds = [f"{n} row{'s' * (n > 1)} with {kind}" for n, kind in counts if n]
             if kinds:
                 at = f"[{', '.join(map(str, step))}]" if step else ""
@@ -116,14 +117,16 @@ def described(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-_MEND = (
-    'find where they come from, leave such batches out, or pass on_nonfinite="ignore", which '
-    "leaves such rows out"
-)
+def in_order(plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns flags in the order in which the sites of a plan run."""
+    keys = [key for site in plan.sites for key in site.keys]
+    return {key: found[key] for key in dict.fromkeys((*keys, *found)) if key in found}
 
 
-def check_flags(function: str, found: Mapping[str, Any], batch: int | None = None) -> None:
-    """Raises if observed rows are not finite. Traced flags are not checked."""
+def check_finite(function: str, found: Mapping[str, Any], batch: int | None = None) -> None:
+    """Raises if observed rows are not finite; the first operand is the cause of the others. Traced
+    flags are not checked.
+    """
     known = {key: x for key, x in found.items() if _compat.is_concrete(x)}
     bad = described(known)
     if bad:
@@ -132,14 +135,17 @@ def check_flags(function: str, found: Mapping[str, Any], batch: int | None = Non
 
 def nonfinite_text(function: str, bad: list[str], batch: int | None = None) -> str:
     """Returns the text of the error for rows that are not finite."""
+    first, *others = bad
+    kinds = [kind for kind in ("NaN", "infinity") if kind in first.partition(" at ")[0]]
     where = "" if batch is None else f"batch {batch}: "
+    more = f", and at {len(others)} more operands" if others else ""
     return message(
         function,
-        "activations are not finite: NaN or infinities were observed.",
-        given=where + some(bad),
-        expected="batches on which every operand of a site is finite (float16 overflows to infinity"
-        " above 65504)",
-        mend=_MEND + ".",
+        f"an activation is not finite: there is {' and '.join(kinds)} in an operand of a site.",
+        given=f"{where}{first}{more}",
+        expected="batches on which every operand of a site is finite",
+        mend="find where it comes from (float16 overflows above 65504), leave such batches out, or "
+        'leave such rows out with on_nonfinite="ignore" of calibrate, calibrate_batches and ptq.',
     )
 
 
