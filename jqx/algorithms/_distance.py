@@ -10,18 +10,6 @@ import numpy as np
 from ..transforms._shared import counts_of, is_counted, value_of
 
 
-@jax.jit
-def is_spoilt(results: Sequence[jax.Array], counted: Sequence[Any]) -> jax.Array:
-    """Whether results hold a NaN or an infinity, or something that is computed from one. Negative
-    infinities are in masks, and are none.
-    """
-    found = [jnp.any(x.counts < 0) for x in counted if x.is_known]
-    for x in results:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            found.append(jnp.any(jnp.isnan(x) | (x == jnp.inf)))
-    return jnp.any(jnp.stack(found)) if found else jnp.bool_(False)
-
-
 def distance(results: Sequence[Any], targets: Sequence[Any]) -> jax.Array:
     """Returns the squared errors of results relative to their squares, summed."""
     total = jnp.float32(0)

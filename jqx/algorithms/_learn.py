@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -19,20 +19,14 @@ from ..transforms._shared import (
     Chosen,
     Inapplicable,
     OnNonfinite,
-    Stats,
     TracedOnce,
-    check_finite,
     check_mode,
-    is_counted,
-    merged_flags,
-    observed_flags,
+    look_at_batches,
     progress_bar,
-    value_of,
-    warn_left_out,
 )
 from ._blocks import labels_of
 from ._descent import descended
-from ._distance import distance, is_spoilt
+from ._distance import distance
 from ._grids import Grids
 from ._leaves import Leaves
 from ._offload import Offload, Where, on_device
@@ -95,7 +89,9 @@ def learned(
       on_nonfinite: as in `calibrate_batches`.
     """
     every, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
-    traced = Traced.of(TracedOnce(f), plan, params, every, options.weight, ignores=ignores)
+    f = TracedOnce(f)
+    look_at_batches(_FUNCTION, f, plan, params, every, on_nonfinite)
+    traced = Traced.of(f, plan, params, every, options.weight, ignores=ignores)
     bodies = bodies_of(plan, traced.calls[0].jaxpr)
     sites = [site for site in plan.sites if site.address in bodies]
     labels = labels_of(sites, bodies, options.blocks)
@@ -109,15 +105,13 @@ def learned(
         mend="print the plan: it shows all paths.",
     )
     own = apart(plan, traced.groups, traced.elements, labels) & {*labels}
-    flags = partial(observed_flags, f, plan, params, on_nonfinite=on_nonfinite)
-    walk = _Learning(options, traced, own, lambda i: flags(batch=every[i]))
+    walk = _Learning(options, traced, own)
     scopes = traced.scopes(lambda site: site.address in own, labels)
     both = walk.current, dict(traced.originals)
     offload = Offload(options.offload)
     streams = [Stream(Leaves(x), offload) for x in both]
     walk.bar = progress_bar("auto_round", "block") if progress else None
     walk.go(traced.frames(scopes, streams))
-    walk.warn()
     if walk.bar is not None:
         walk.bar.close()
     report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
@@ -163,11 +157,8 @@ class _Learning(Walk):
       bar: shows how many blocks are done, or `None`.
     """
 
-    def __init__(
-        self, options: Options, traced: Traced, own: set[Address], flags: Callable[[int], Stats]
-    ):
+    def __init__(self, options: Options, traced: Traced, own: set[Address]):
         super().__init__(traced.plan, self._alone)
-        self._flags, self._spoilt = flags, dict[int, None]()
         self._kinds["block"] = self._block
         self._options, self._traced, self._own = options, traced, own
         self.current, self.grids = dict(traced.originals), traced.grids(options.spec_of)
@@ -283,8 +274,6 @@ class _Learning(Walk):
             _, made = own.scope.run(stage, self.current, steps, given, None, True)
             floats = [on_device(exact.values[x]) for x in stage.reads]
             results, _ = own.scope.run(stage, self._traced.originals, steps, floats, made)
-            if bool(is_spoilt([*map(value_of, results)], [*filter(is_counted, results)])):
-                self._spoil(block, own.batch)
             block.stages.append((stage, own.scope))
             block.inputs.append(read)
             block.targets.append(list(map(exact.stream.offload.kept, results)))
@@ -319,19 +308,6 @@ class _Learning(Walk):
             expected="no loop of unknown length in a block",
             mend="use smaller blocks, such as blocks='.*', where each weight is a block.",
         )
-
-    def _spoil(self, block: _Block, batch: int) -> None:
-        """Raises if rows of a batch are not finite, or notes that some are left out."""
-        if not self._traced.ignores:
-            check_finite(_FUNCTION, self._flags(batch).flags, batch)
-            raise self._not_finite(block, np.inf, batch)
-        self._spoilt[batch] = None
-
-    def warn(self) -> None:
-        """Warns of rows that were left out."""
-        each = [self._flags(batch).left_out for batch in self._spoilt]
-        if each:
-            warn_left_out(_FUNCTION, reduce(merged_flags, each), sorted(self._spoilt))
 
     def _not_finite(self, block: _Block, lost: float, batch: int | None) -> ValueError:
         where = f"{len(block.stages)} batches" if batch is None else f"batch {batch}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -19,13 +19,10 @@ from ..transforms._shared import (
     Inapplicable,
     OnNonfinite,
     arguments_of,
-    check_finite,
     check_mode,
     finite_rows,
-    merged_flags,
-    observed_flags,
+    look_at_batches,
     progress_bar,
-    warn_left_out,
 )
 from ._descent import descended
 from ._labels import Array
@@ -178,7 +175,6 @@ def learned(
         """Returns the loss of a batch and its gradient, after checking that they are finite."""
         now, slope = judge(*given(factors, i))
         if not all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves((now, slope)))):
-            check_finite(function, observed_flags(f, plan, params, batches[i]).flags, i)
             raise ValueError(not_finite(float(now), f"batch {i}"))
         return float(now), slope
 
@@ -195,11 +191,10 @@ def learned(
             mend="learn from other batches, or pass loss=.",
         )
 
+    look_at_batches(function, f, plan, params, batches, on_nonfinite)
     start = [rotation.start for rotation in rotations]
     if ignores:
-        batches = _without_spoilt(
-            function, f, plan, params, batches, lambda i: judge(*given(start, i))
-        )
+        batches = _without_spoilt(function, batches, lambda i: judge(*given(start, i)))
     bar = progress_bar("rotate", "step") if progress else None
     try:
         found = descended(
@@ -226,20 +221,13 @@ def _finite(x: Any) -> Any:
 
 
 def _without_spoilt(
-    function: str,
-    f: Callable[..., Any],
-    plan: Plan,
-    params: Any,
-    batches: Sequence[Any],
-    judge: Callable[[int], Any],
+    function: str, batches: Sequence[Any], judge: Callable[[int], Any]
 ) -> Sequence[Any]:
-    """Returns the batches whose loss and gradient are finite, and warns of what is left out."""
+    """Returns the batches whose loss and gradient are finite, and warns if there are others."""
     kept, spoilt = [], []
     for i in range(len(batches)):
         leaves = map(np.asarray, jax.tree.leaves(judge(i)))
         (kept if all(np.isfinite(x).all() for x in leaves) else spoilt).append(i)
-    every = [observed_flags(f, plan, params, x, "ignore").left_out for x in batches]
-    warn_left_out(function, reduce(merged_flags, every))
     require_that(
         kept,
         error=ValueError,

@@ -1,10 +1,13 @@
 """Flags of an operand: how many of its rows are not finite, and how many hold a value besides 0."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ._channels import added
 from ._observer import Axes, ObservedSite, Observer
@@ -23,24 +26,35 @@ class Flags(Observer):
         return jnp.zeros(3, jnp.int32)
 
     def observe(self, x: jax.Array, site: ObservedSite) -> jax.Array:
-        axes = row_axes(site)
-        own = jnp.any(x != 0, axes, keepdims=True)
-        some = True
-        if site.weights is not None:
-            own, some = own & kept_rows(site), jnp.any(site.weights != 0, axes, keepdims=True)
-        kinds = [jnp.zeros_like(own)] * 2
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            nan, bad = (
-                jnp.any(f(x), axes, keepdims=True) for f in (jnp.isnan, lambda x: ~jnp.isfinite(x))
-            )
-            kinds = [nan & some, bad & ~nan & some]
-        return jnp.stack([jnp.sum(kind, dtype=jnp.int32) for kind in (*kinds, own)])
+        return _counted(x, site.weights, row_axes(site))
 
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return added(a, b)
 
 
 flags: Flags = Flags()
+
+
+@partial(jax.jit, static_argnames="axes")  # traced once for all operands of one shape
+def _counted(x: jax.Array, weights: jax.Array | None, axes: Axes) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = (x != 0).astype(jnp.float32)
+    elif x.dtype not in _WITH_INFINITY:
+        x = x.astype(jnp.float32)
+    # The bits of magnitudes have the order of magnitudes, with infinity and then NaN at the end.
+    integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    infinity = np.asarray(np.inf, x.dtype).view(integer)[()]
+    bits = lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
+    most = jnp.max(bits, axes, keepdims=True, initial=0)
+    kinds = most > infinity, most == infinity, most > 0
+    if weights is not None:
+        some = jnp.any(weights != 0, axes, keepdims=True)
+        kept = jnp.max(weights, axes, keepdims=True) > 0
+        kinds = tuple(kind & own for kind, own in zip(kinds, (some, some, kept), strict=True))
+    return jnp.stack([jnp.sum(kind, dtype=jnp.int32) for kind in kinds])
+
+
+_WITH_INFINITY = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
 
 def row_axes(site: ObservedSite) -> Axes:

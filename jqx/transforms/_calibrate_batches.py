@@ -20,7 +20,15 @@ from ._paths import Params, flatten, path_of, rooted
 from ._plan import Plan
 from ._progress import progress_bar, tell
 from ._quantize_params import dequantize_params
-from ._stats import OnNonfinite, Stats, check_finite, check_mode, in_order, warn_left_out
+from ._stats import (
+    OnNonfinite,
+    Stats,
+    check_finite,
+    check_mode,
+    in_order,
+    merged_flags,
+    warn_left_out,
+)
 from ._trace import check_function, is_array
 
 _LARGE = 2**28
@@ -155,19 +163,37 @@ def calibrate_batches(
     return stats
 
 
-def observed_flags(
-    f: Callable[..., Any], plan: Plan, params: Any, batch: Any, on_nonfinite: OnNonfinite = "error"
-) -> Stats:
-    """Returns statistics of one batch that hold the flags of all operands of sites."""
-    arrays, filled = arrays_of((params, batch))
+def look_at_batches(
+    function: str,
+    f: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    batches: Sequence[Any],
+    on_nonfinite: OnNonfinite,
+) -> None:
+    """Raises, or warns, if an operand or a result of a site is not finite in float, for algorithms
+    that do not observe each site.
+    """
+    ignores = check_mode(function, on_nonfinite)
+    arrays, filled = arrays_of(params)
 
     @jax.jit
-    def seen(arrays: list[Any]) -> Stats:
+    def seen(arrays: list[Any], batch: Any) -> tuple[Stats, jax.Array]:
         options: Any = {"observers": {".*": flags}, "on_nonfinite": on_nonfinite}
-        return calibrate(f, plan, **options)(*arguments_of(plan, *filled(arrays)))[1]
+        found = calibrate(f, plan, **options)(*arguments_of(plan, filled(arrays), batch))[1]
+        found = Stats((), found.flags, found.left_out)
+        return found, in_total([*found.flags.values(), *found.left_out.values()])
 
-    found = seen(arrays)
-    return Stats(found, in_order(plan, found.flags), in_order(plan, found.left_out))
+    left_out: dict[str, Any] = {}
+    spoilt = []
+    for place, batch in enumerate(batches):
+        found, bad = seen(arrays, batch)
+        if int(bad):
+            check_finite(function, in_order(plan, found.flags), place)
+            left_out = merged_flags(left_out, found.left_out)
+            spoilt.append(place)
+    if ignores:
+        warn_left_out(function, in_order(plan, left_out), spoilt)
 
 
 def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from ._calibrate_batches import arrays_of as arrays_of
 from ._calibrate_batches import bytes_of as bytes_of
 from ._calibrate_batches import elements_of as elements_of
 from ._calibrate_batches import in_bytes as in_bytes
-from ._calibrate_batches import observed_flags as observed_flags
+from ._calibrate_batches import look_at_batches as look_at_batches
 from ._calibrate_batches import placed as placed
 from ._channel_map import Channels as Channels
 from ._counted import alike as alike
