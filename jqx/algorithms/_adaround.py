@@ -19,7 +19,7 @@ from ..numerics._shared import RoundMode
 from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan, Weight
-from ..transforms._shared import Chosen
+from ..transforms._shared import Chosen, OnNonfinite
 from ._factor import corrected
 from ._grids import Grids, calibrated
 from ._layers import layer_by_layer
@@ -156,6 +156,7 @@ class AdaRound:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the parameters with learned codes, and a report."""
         return layer_by_layer(
@@ -168,6 +169,7 @@ class AdaRound:
             offload=self.offload,
             checkpoint=self.checkpoint,
             progress=progress,
+            on_nonfinite=on_nonfinite,
         )
 
     def spec_of(self, spec: QSpec) -> QSpec:

@@ -9,7 +9,7 @@ from ..calibrators import Calibrator
 from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan
-from ..transforms._shared import Chosen
+from ..transforms._shared import Chosen, OnNonfinite
 from ._grids import calibrated
 from ._learn import learned
 from ._offload import Where, check_offload
@@ -114,9 +114,11 @@ class AutoRound:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the parameters with learned codes, and a report."""
-        return learned(self, f, plan, params, batches, progress=progress)
+        options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
+        return learned(self, f, plan, params, batches, **options)
 
 
 auto_round = AutoRound

@@ -15,7 +15,7 @@ from ..observers import hessian, mean_abs
 from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan
-from ..transforms._shared import Chosen, quantize_weight
+from ..transforms._shared import Chosen, OnNonfinite, quantize_weight
 from ._channels import Visit
 from ._factor import objective
 from ._grids import Grids
@@ -133,12 +133,13 @@ class Awq:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the parameters with scaled channels and clipped ranges, and the maps that are
         applied at sites.
         """
         observers = hessian(weight=self.weight), mean_abs(weight=self.weight)
-        given = f, plan, params, list(batches), observers, progress
+        given = f, plan, params, list(batches), observers, progress, on_nonfinite
         scaled = Scaled.of("algorithms.awq", *given, every=self.clip or self.keep)
         unpaired = Unpaired(scaled, observers[1], scaled.visits if self.keep else ())
         relative = _relative(scaled)

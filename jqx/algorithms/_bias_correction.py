@@ -17,25 +17,34 @@ from ..observers import Mean, ObservedSite
 from ..observers._shared import MeanStats, check_weight
 from ..transforms import ChannelMap, Plan, Site, dequantize_params, map_channels, simulate
 from ..transforms._shared import (
+    FLAGS,
     FORMS,
     Address,
     Batch,
     Channels,
     Chosen,
     Observe,
+    OnNonfinite,
     Records,
     addressed,
     arguments_of,
     arrays_of,
+    check_finite,
+    check_mode,
+    in_order,
     is_counted,
+    merged_flags,
     observed,
     progress_bar,
     trace_call,
     value_of,
+    warn_left_out,
 )
 from ._biases import into_biases
 from ._decisions import body_of
 from ._options import algorithm
+
+_NAME = "algorithms.bias_correction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +124,7 @@ class BiasCorrection:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the same codes, biases that include shifts, and the shifts to add at sites."""
         sites = [site for site in plan.sites if _is_corrected(site)]
@@ -127,7 +137,7 @@ class BiasCorrection:
             expected="a site of a weight and an activation",
             mend="leave this algorithm out.",
         )
-        batches, means = list(batches), _Means(_bare(plan), self.weight)
+        batches, means = list(batches), _Means(_bare(plan), self.weight, on_nonfinite)
         operands = dataclasses.replace(plan, weights=())  # weights are dequantized codes already
         quantized = lambda g: simulate(g, operands, affines)  # noqa: E731
         bar = progress_bar("bias correction", "pass", total=4) if progress else None
@@ -151,6 +161,7 @@ class BiasCorrection:
             means.difference(exact, seen(quantized(g), real))
             for g in (f, map_channels(f, plan, maps))
         ]
+        means.warn()
         if bar is not None:
             bar.close()
         report = BiasReport(
@@ -215,7 +226,7 @@ class _Shifting(Observe):
         result, records = super().at_site(site, eqn, operands)
         if site.output_key not in self.affines:
             return result, records
-        (stats,) = records.values()
+        stats = next(x for key, x in records.items() if FLAGS not in key)
         place = next(i for i, x in enumerate(site.operands) if x.role == "weight")
         wanted: Any = self.affines[site.output_key]
         shift = wanted - _mean(stats)
@@ -230,8 +241,10 @@ class _Shifting(Observe):
 class _Means:
     """The means of results over batches."""
 
-    def __init__(self, plan: Plan, weight: Callable[..., Any] | None):
+    def __init__(self, plan: Plan, weight: Callable[..., Any] | None, on_nonfinite: OnNonfinite):
         self._plan, self._observer = plan, _ResultMean(weight=weight)
+        self._ignores = check_mode(_NAME, on_nonfinite)
+        self._left_out: list[Mapping[str, Any]] = []
 
     def of(
         self, f: Callable[..., Any], params: Any, batches: Sequence[Any], wanted: Any = None
@@ -246,11 +259,25 @@ class _Means:
         @jax.jit
         def seen(arrays: list[Any], wanted: Any, batch: Any) -> Any:
             given = arguments_of(plan, filled(arrays), batch)
-            stats = observed(f, plan, observers, rules, wanted or {})(*given)[1]
-            return {key.rsplit("@", 1)[0]: x for key, x in stats.items()}
+            means = observed(f, plan, observers, rules, wanted or {}, ignores=self._ignores)
+            stats = means(*given)[1]
+            means = {key.rsplit("@", 1)[0]: x for key, x in stats.items()}
+            return means, stats.flags, stats.left_out
 
-        each = [None] * len(batches) if wanted is None else wanted
-        return [seen(arrays, own, Batch(x)) for own, x in zip(each, batches, strict=True)]
+        each, found = [None] * len(batches) if wanted is None else wanted, []
+        for place, (own, x) in enumerate(zip(each, batches, strict=True)):
+            means, flags, left_out = seen(arrays, own, Batch(x))
+            check_finite(_NAME, in_order(self._plan, flags), place)
+            self._left_out.append(left_out)
+            found.append(means)
+        return found
+
+    def warn(self) -> None:
+        """Warns of rows that were left out."""
+        most: dict[str, Any] = {}
+        for batch in self._left_out:
+            most = merged_flags(most, batch)
+        warn_left_out(_NAME, in_order(self._plan, most))
 
     def difference(self, a: Sequence[Any], b: Sequence[Any]) -> dict[str, jax.Array]:
         """Returns the means of `a` over all batches minus those of `b`."""

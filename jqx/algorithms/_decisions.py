@@ -23,19 +23,19 @@ class Decisions:
       made: for each equation that decides, its results, and the order in which a sort puts rows.
     """
 
-    def __init__(self, plan: Plan, known: Sequence[Any] | None = None):
-        self.plan, self.made = plan, []
+    def __init__(self, plan: Plan, known: Sequence[Any] | None = None, ignores: bool = False):
+        self.plan, self.made, self._ignores = plan, [], ignores
         self._known = None if known is None else iter(known)
 
     def evaluate(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         """Returns the results of an equation."""
         if not _decides_inside(eqn):
-            return followed(self.plan, eqn, operands)
+            return followed(self.plan, eqn, operands, self._ignores)
         if not _decides(eqn):
             return self._inside(eqn, operands)
         if self._known is not None:
             return self._taken(eqn, operands, next(self._known))
-        results, order = followed(self.plan, eqn, operands), None
+        results, order = followed(self.plan, eqn, operands, self._ignores), None
         if eqn.primitive.name == "sort":
             values, params = [value_of(x) for x in operands], eqn.params
             places = jax.lax.broadcasted_iota(jnp.int32, values[0].shape, params["dimension"])

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._checks import check_flags, require_that, shown
 from ..transforms import Plan
-from ..transforms._shared import Chosen
+from ..transforms._shared import Chosen, OnNonfinite
 from ._absorb import Least, absorbed
 from ._clips import at_most_one, clips_of
 from ._labels import Array
@@ -92,12 +92,13 @@ class Equalize:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the parameters with scaled channels, and the maps that are applied at sites."""
         is_quantized = any(x.path is None and x.spec for s in plan.sites for x in s.operands)
         absorbs = self.absorb and is_quantized
         own = list(batches) if absorbs else [next(iter(batches))]
-        given = f, plan, params, own, (Least(),) if absorbs else (), progress
+        given = f, plan, params, own, (Least(),) if absorbs else (), progress, on_nonfinite
         scaled = Scaled.of("algorithms.equalize", *given, every=absorbs, clipped=True)
         folds = scaled.folds
         leaves = folds.leaves(params)

@@ -16,12 +16,13 @@ from ..calibrators import Calibrator
 from ..observers._shared import check_weight
 from ..tensor import QSpec, QTensor
 from ..transforms import Plan, Weight, calibrate_batches
-from ..transforms._shared import Chosen
+from ..transforms._shared import Chosen, OnNonfinite
 from ._checkpoint import Checkpoint, chosen, made_of
 from ._factor import Factor, Order, carried_over, corrected, factor
 from ._grids import Grids, Group, calibrated
 from ._layers import layer_by_layer
 from ._matrices import (
+    UNREACHED,
     Matrix,
     Unsupported,
     by_shape,
@@ -89,14 +90,15 @@ class Gptq:
         token, are those of the quantized function in both.
       strength: how much of that correction is applied, 0 to 1; `None` is .5 for `qep` and .25 for
         `gptaq`.
-      ill_conditioned: what to do with a matrix whose `H` no damping makes positive definite, for
-        example because of NaN inputs: `"error"` raises, `"round"` rounds to nearest, which the
-        report shows.
+      ill_conditioned: what to do with a matrix whose `H` no damping makes positive definite:
+        `"error"` raises, `"round"` rounds to nearest; the report says why. Inputs that are not
+        finite are an error in any case, unless `on_nonfinite="ignore"` leaves them out.
       unsupported: what to do with a weight whose inputs cannot be observed, such as a table that is
         looked up, or one inside a `shard_map`: likewise.
       least_inputs: minimum number of inputs of a matrix for each of its columns. With fewer, it is
-        rounded to nearest, and the report shows no damping. An expert that few tokens reach would
-        be fitted to what these have in common by chance; 1 avoids that.
+        rounded to nearest, and the report says why. An expert that few tokens reach would be fitted
+        to what these have in common by chance. `None` is 1 for matrices that are multiplied by at
+        once, such as experts, and 0 for others.
       weight: weights of the rows of the inputs, as in `jqx.observers.hessian`: a function of the
         values of a batch, such as `lambda tokens: tokens != 0` if 0 is padding. `None` gives all
         rows the same weight.
@@ -135,7 +137,7 @@ class Gptq:
     strength: float | None = None
     ill_conditioned: Literal["error", "round"] = "error"
     unsupported: Unsupported = "error"
-    least_inputs: float = 0.0
+    least_inputs: float | None = None
     weight: Callable[..., Any] | None = None
     offload: Where = False
     checkpoint: Path | None = None
@@ -163,7 +165,7 @@ class Gptq:
         ):
             value = getattr(self, field)
             require_that(
-                (value is None and field == "strength")
+                (value is None and field in ("strength", "least_inputs"))
                 or (isinstance(value, (int, float)) and least <= value <= most),
                 error=ValueError,
                 function=name,
@@ -242,6 +244,7 @@ class Gptq:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns parameters with codes chosen from batches: layer by layer, or in one pass."""
         solver, folder = dataclasses.replace(self, offload=False, checkpoint=None), self.checkpoint
@@ -256,6 +259,7 @@ class Gptq:
                 offload=self.offload,
                 checkpoint=folder,
                 progress=progress,
+                on_nonfinite=on_nonfinite,
             )
         known = None
         if folder is not None:
@@ -265,7 +269,8 @@ class Gptq:
         stats, observers = {}, self.observers
         if any(x.path is None for site in plan.sites for x in site.operands):
             given = f, plan, params, batches
-            stats = calibrate_batches(*given, observers=observers, progress=progress)
+            options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
+            stats = calibrate_batches(*given, observers=observers, **options)
         return solver._one_pass(plan, params, stats, known)
 
     def spec_of(self, spec: QSpec) -> QSpec:
@@ -284,7 +289,7 @@ class Gptq:
         start = time.perf_counter()
         order = self.order or ("activation" if self.groups == "static" else "groups")
         stack = Stack.of(matrices, grids, spec, order)
-        few = [x.rows < self.least_inputs * len(x.hessian) for x in matrices]
+        few = [x.rows < max(self._least(x) * len(x.hessian), 1) for x in matrices]
         found = [
             None if is_left else self._factor(matrix.hessian, order)
             for matrix, order, is_left in zip(matrices, stack.order, few, strict=True)
@@ -301,9 +306,18 @@ class Gptq:
         nearest = stack.nearest()  # with scales that the loop may have computed
         rounded[bad] = nearest[bad]
         damping = [None if own is None else own.damping for own in found]
-        rounded, entries = settled(matrices, path, stack.w, nearest, rounded, damping, start)
+        why = [
+            _why(matrix, is_left) if own is None else ""
+            for matrix, own, is_left in zip(matrices, found, few, strict=True)
+        ]
+        given = matrices, path, stack.w, nearest, rounded
+        rounded, entries = settled(*given, damping, start, why)
         grids.write(stack.places, rounded)
         return entries
+
+    def _least(self, matrix: Matrix) -> float:
+        """Returns the least number of inputs for each column."""
+        return (1.0 if matrix.at else 0.0) if self.least_inputs is None else self.least_inputs
 
     def _factor(self, hessian: Array, order: Array) -> Factor | None:
         found = factor(hessian, self.damping, order=order)
@@ -340,6 +354,15 @@ class Gptq:
                 mend="calibrate on other batches, or pass ill_conditioned='round'.",
             )
         )
+
+
+def _why(matrix: Matrix, is_few: bool) -> str:
+    """Returns why a matrix is rounded to nearest."""
+    if not matrix.rows:
+        return UNREACHED
+    if is_few:
+        return f"{matrix.rows} inputs of {len(matrix.hessian)} channels are too few"
+    return "its Hessian is not positive definite"
 
 
 gptq = Gptq

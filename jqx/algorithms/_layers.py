@@ -17,7 +17,10 @@ from ..tensor._shared import Lazy
 from ..transforms import Plan, Site, calibrate_batches
 from ..transforms._shared import (
     Chosen,
+    OnNonfinite,
     TracedOnce,
+    check_finite_weight,
+    check_mode,
     contractions,
     observed_parts,
     progress_bar,
@@ -27,11 +30,11 @@ from ._checkpoint import Checkpoint, Solver, chosen, made_of
 from ._elements import Elements
 from ._grids import Group
 from ._leaves import Leaves
-from ._matrices import Drift, Matrix, by_shape, matrices_of, stacked, unknown
+from ._matrices import UNREACHED, Drift, Matrix, by_shape, matrices_of, stacked, unknown
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
 from ._offload import Offload, Where
 from ._once import sites_once
-from ._report import AlgorithmReport, MatrixReport
+from ._report import AlgorithmReport, MatrixReport, name_of
 from ._sequential import Inputs, Stream, Walk
 from ._shelf import InFiles, InMemory, Shelf
 from ._stages import Steps
@@ -56,6 +59,7 @@ def layer_by_layer(
     offload: Where = False,
     checkpoint: Path | None = None,
     progress: bool = False,
+    on_nonfinite: OnNonfinite = "error",
 ) -> Chosen:
     """Returns the parameters with codes that a solver chooses site by site.
 
@@ -72,9 +76,11 @@ def layer_by_layer(
       offload: whether values of batches are kept on the host, or on disk, between stages.
       checkpoint: the folder of the results so far.
       progress: whether to show a progress bar.
+      on_nonfinite: as in `calibrate_batches`.
     """
     every, f = list(batches), TracedOnce(f)
-    traced = Traced.of(f, plan, params, every, solver.weight, lazy=True)
+    ignores = check_mode(solver.function, on_nonfinite)
+    traced = Traced.of(f, plan, params, every, solver.weight, lazy=True, ignores=ignores)
     first, groups, elements = traced.calls[0], traced.groups, traced.elements
     known, digests = None, None
     is_lazy = any(isinstance(x, Lazy) for x in traced.originals.values())
@@ -118,21 +124,22 @@ def layer_by_layer(
     shelf, current = _shelf(solver, traced, known, digests if is_lazy else None)
     weights = _Weights(solver, traced, shelf, current, known, bar)
     for matrices, group in _shared(
-        solver, f, plan, groups, params, every, rest, is_known, is_lazy, progress
+        solver, f, plan, groups, params, every, rest, is_known, is_lazy, progress, on_nonfinite
     ):
         if matrices:
             weights.choose(lambda own=matrices: own, stacked(matrices), group)
         else:
             shape = traced.originals[traced.places[next(iter(group.sizes))]].shape
             weights.entries.append(unknown(plan, group, shape))
-    inputs = Sums()
+    inputs = Sums(solver.function, ignores, solver.weight is None)
 
     def at_site(site: Site, steps: Steps, streams: list[Inputs]) -> None:
         side, where = (parts[site.address][role] for role in ("activation", "weight"))
         where = elements[where.key][steps]
 
         def matrices() -> list[Matrix]:
-            total, drift, rows = inputs.sums(streams, side.about)
+            where_at = name_of([side.key], steps)
+            total, drift, rows = inputs.sums(streams, side.about, where_at, walk.reached)
             seen, found = np.broadcast_to(rows, where.shape[:-2]), []
             for at in np.ndindex(seen.shape):
                 lost = None if drift is None else Drift(*(x[at] for x in drift))
@@ -146,9 +153,11 @@ def layer_by_layer(
     both = current, Leaves(dict(traced.originals))
     keeper = Offload(offload)
     streams = [Stream(x, keeper) for x in both[: 1 + with_float]]
-    Walk(plan, at_site).go(traced.frames(scopes, streams))
+    walk = Walk(plan, at_site)
+    walk.go(traced.frames(scopes, streams))
     for here in sorted(once):
         weights.leave(plan.site_at(here), elements)  # pyright: ignore
+    inputs.warn()
     report = AlgorithmReport(tuple(weights.entries), memory)
     weights.close()
     codes = shelf.quantized()
@@ -222,6 +231,8 @@ class _Weights:
         self._solver, self._checkpoint, self._bar = solver, checkpoint, bar
         self._places, self._shelf, self._current = traced.places, shelf, current
         self.entries: list[MatrixReport] = []
+        lazy = [x for x, i in self._places.items() if isinstance(traced.originals[i], Lazy)]
+        self._unread = set(lazy)
 
     def choose(self, matrices: Callable[[], Sequence[Matrix]], where: Array, group: Group) -> None:
         """Chooses the codes of matrices of one shape, and writes their values to the parameters.
@@ -233,6 +244,10 @@ class _Weights:
         """
         places = {path: self._places[path] for path in group.sizes}
         leaves = self._current.some([*places.values()])
+        for path, i in places.items():
+            if path in self._unread:  # lazy weights are checked when they are read
+                self._unread.remove(path)
+                check_finite_weight(self._solver.function, leaves[i], path)
         grids = self._shelf.take(group, {path: leaves[i] for path, i in places.items()})
         known, solver = self._checkpoint, self._solver
         self.entries += chosen(known, solver, matrices, where, grids, group.whole)
@@ -260,7 +275,7 @@ class _Weights:
                 sites, shape = (site.name,), (rows, columns)
                 if (sites, step, at) not in known:
                     report = MatrixReport(
-                        sites, step, at, site.path, shape, 0.0, 0.0, None, 0, 0, 0, 0.0
+                        sites, step, at, site.path, shape, 0.0, 0.0, None, 0, 0, 0, 0.0, UNREACHED
                     )
                     self.entries.append(report)
 
@@ -281,6 +296,7 @@ def _shared(
     is_known: Callable[[Site], bool],
     is_lazy: bool,
     progress: bool,
+    on_nonfinite: OnNonfinite,
 ) -> Iterable[tuple[list[Matrix], Group]]:
     """Yields the matrices of sites that do not run once, with the sums over their uses; none for a
     weight whose sums are not known.
@@ -289,6 +305,7 @@ def _shared(
         return
     patterns = {re.escape(site.path): solver.observers[".*"] for site in rest if is_known(site)}
     stats, observed = {}, {"observers": patterns, "progress": progress}
+    observed["on_nonfinite"] = on_nonfinite
     if patterns and is_lazy:
         observed["weight"] = solver.weight
         stats = calibrate_stages(f, plan, params, batches, **observed)

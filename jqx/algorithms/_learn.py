@@ -18,19 +18,20 @@ from ..transforms._shared import (
     Address,
     Chosen,
     Inapplicable,
+    OnNonfinite,
     TracedOnce,
-    counts_of,
-    is_counted,
+    check_mode,
+    look_at_batches,
     progress_bar,
-    value_of,
 )
 from ._blocks import labels_of
 from ._descent import descended
+from ._distance import distance
 from ._grids import Grids
 from ._leaves import Leaves
 from ._offload import Offload, Where, on_device
 from ._once import apart, bodies_of
-from ._report import BlockReport, BlocksReport, name_of
+from ._report import NOT_REACHED, BlockReport, BlocksReport, name_of
 from ._sequential import Pairs, Stream, Walk
 from ._shelf import InMemory
 from ._shifts import Shifts, moved, nearest, rounded
@@ -74,6 +75,7 @@ def learned(
     batches: Iterable[Any],
     *,
     progress: bool = False,
+    on_nonfinite: OnNonfinite = "error",
 ) -> Chosen:
     """Returns the parameters with codes that are learned block by block.
 
@@ -84,9 +86,12 @@ def learned(
       params: its parameters, in float.
       batches: as in `calibrate_batches`; all are held.
       progress: whether to show a progress bar.
+      on_nonfinite: as in `calibrate_batches`.
     """
-    every = list(batches)
-    traced = Traced.of(TracedOnce(f), plan, params, every, options.weight)
+    every, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
+    f = TracedOnce(f)
+    look_at_batches(_FUNCTION, f, plan, params, every, on_nonfinite)
+    traced = Traced.of(f, plan, params, every, options.weight, ignores=ignores)
     bodies = bodies_of(plan, traced.calls[0].jaxpr)
     sites = [site for site in plan.sites if site.address in bodies]
     labels = labels_of(sites, bodies, options.blocks)
@@ -125,6 +130,7 @@ class _Block:
       inputs: its inputs for each batch, as they are kept.
       targets: its results in float, likewise.
       decided: the integers that it computes from floats.
+      batches: the indices of the batches.
     """
 
     stages: list[tuple[Stage, Scope]]
@@ -133,6 +139,7 @@ class _Block:
     inputs: list[list[Any]]
     targets: list[list[Any]]
     decided: list[Any]
+    batches: list[int]
 
     @property
     def given(self) -> list[Given]:
@@ -181,7 +188,7 @@ class _Learning(Walk):
             if site.address not in self._own:
                 yield site.name, "whose weight other blocks or steps of a loop share"
             elif site.name not in reached:
-                yield site.name, "which no batch has reached"
+                yield site.name, NOT_REACHED
 
     def _alone(self, *_: Any) -> None:
         """Does nothing: all sites belong to blocks."""
@@ -210,15 +217,24 @@ class _Learning(Walk):
         """
         options = self._options
         rate = options.learning_rate or 1 / options.steps
+        losses: dict[int, Any] = {}
+
+        def step(found: list[Shifts], i: int, length: float) -> list[Shifts]:
+            found, losses[i] = self._call("step", block, i, found, rate * length)
+            return found
+
         found = descended(
             [nearest(tile.rounding, tile.given, options.ranges) for tile in block.tiles],
             options.steps,
             len(block.stages),
             options.seed,
             lost=lambda found, i: self._call("lost", block, i, found),
-            moved=lambda found, i, length: self._call("step", block, i, found, rate * length),
-            refuse=lambda lost, _: Inapplicable(self._not_finite(block, lost)),
+            moved=step,
+            refuse=lambda lost, _: self._not_finite(block, lost, None),
         )
+        for i, lost in losses.items():
+            if not np.isfinite(lost):
+                raise self._not_finite(block, float(lost), block.batches[i])
         return (found.before, found.after, found.best), found.kept
 
     def _sites(self, stage: Stage) -> list[Site]:
@@ -251,7 +267,7 @@ class _Learning(Walk):
 
     def _prepared(self, pairs: Pairs, steps: Steps, tiles: list[Tile]) -> _Block:
         """Runs the block in float, with the integers that it decides on the quantized inputs."""
-        block = _Block([], steps, tiles, [], [], [])
+        block = _Block([], steps, tiles, [], [], [], [own.batch for _, (own, _) in pairs])
         for stage, (own, exact) in pairs:
             read = [own.values[x] for x in stage.reads]
             given = list(map(on_device, read))
@@ -293,14 +309,17 @@ class _Learning(Walk):
             mend="use smaller blocks, such as blocks='.*', where each weight is a block.",
         )
 
-    def _not_finite(self, block: _Block, lost: float) -> str:
-        return message(
+    def _not_finite(self, block: _Block, lost: float, batch: int | None) -> ValueError:
+        where = f"{len(block.stages)} batches" if batch is None else f"batch {batch}"
+        text = message(
             _FUNCTION,
             f"the loss of {self._name(block)} is not finite.",
-            given=f"a loss of {lost} on {len(block.stages)} batches",
-            expected="finite results",
-            mend="learn from other batches.",
+            given=f"a loss of {lost} on {where}",
+            expected="finite results, also with rounded weights",
+            mend="leave such batches out, or pass on_nonfinite='ignore', which leaves out rows "
+            "that are not finite.",
         )
+        return ValueError(text)
 
     def _program(self, name: str, block: _Block, stage: Stage, scope: Scope) -> Any:
         """Returns the program of a loss or a step, compiled once for equal blocks."""
@@ -319,27 +338,12 @@ class _Learning(Walk):
                 own[place] = Replaced(own[place], values, x.own, where, stepped)
             inputs, targets, decided = batch
             results, _ = scope.run(stage, own, steps, inputs, decided)
-            return _distance(results, targets)
+            return distance(results, targets)
 
-        def step(*given: Any) -> list[Shifts]:
+        def step(*given: Any) -> tuple[list[Shifts], jax.Array]:
             *values, found, rate = given
-            return moved(found, jax.grad(partial(lost, *values))(found), rate)
+            now, slope = jax.value_and_grad(partial(lost, *values))(found)
+            return moved(found, slope, rate), now
 
         self._programs[key] = jax.jit({"lost": lost, "step": step}[name])
         return self._programs[key]
-
-
-def _distance(results: Sequence[Any], targets: Sequence[Any]) -> jax.Array:
-    """Returns the squared errors of results relative to their squares, summed."""
-    total = jnp.float32(0)
-    for x, y in zip(results, targets, strict=True):
-        if not jnp.issubdtype(value_of(y).dtype, jnp.floating):
-            continue
-        a, b = (value_of(z).astype(np.float32) for z in (x, y))
-        count = jnp.float32(1)
-        if is_counted(x):
-            count = counts_of(x)
-            count = jnp.where(jnp.isfinite(count), count, 0)
-        norm = jnp.sum(count * b**2)
-        total += jnp.sum(count * (a - b) ** 2) / jnp.where(norm > 0, norm, 1)
-    return total

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import require_that
-from .._errors import message
+from .._errors import message, some, warn
 from ..tensor import QSpec
 from ..tensor._shared import fake_quantize_as, fit
 from ..transforms import ChannelMap, Plan, map_channels
@@ -18,7 +18,11 @@ from ..transforms._shared import (
     Batch,
     Channels,
     Inapplicable,
+    OnNonfinite,
     arguments_of,
+    check_mode,
+    finite_rows,
+    look_at_batches,
     number_of,
     progress_bar,
 )
@@ -120,6 +124,7 @@ def learned(
     rotations: Sequence[LearnedRotation],
     *,
     progress: bool = False,
+    on_nonfinite: OnNonfinite = "error",
 ) -> tuple[Factors, tuple[float, float]]:
     """Returns the learned factors of rotations, and the loss with the initial and the learned ones.
 
@@ -132,6 +137,8 @@ def learned(
       batches: as in `calibrate_batches`.
       rotations: the rotations.
       progress: whether to show a progress bar.
+      on_nonfinite: as in `calibrate_batches`; a batch that is not finite even without such rows is
+        left out.
     """
     require_that(
         rotations,
@@ -142,53 +149,108 @@ def learned(
         expected="a plan that quantizes activations that are rotated",
         mend="leave `steps` out.",
     )
-    loss = options.loss or relative_error
+    loss, ignores = options.loss or relative_error, check_mode(function, on_nonfinite)
     batches = [Batch(x) for x in batches]
 
     def lost(factors: Factors, params: Any, batch: Any, exact: Any) -> jax.Array:
         maps: dict[str, Rounded] = {}
         for rotation, own in zip(rotations, factors, strict=True):
             maps |= rotation.maps(own)
+        exact, kept = exact
+        batch = batch if kept is None else jax.tree.map(_finite, batch)
         found = map_channels(f, plan, maps)(*arguments_of(plan, params, batch))
+        if kept is not None:
+            found = jax.tree.map(lambda x, own: jnp.where(own, x, 0), found, kept)
         return number_of(function, "loss", loss, found, exact)
 
-    real = jax.jit(lambda params, batch: f(*arguments_of(plan, params, batch)))
-    judge, slope = jax.jit(lost), jax.jit(jax.grad(lost))
+    def real(params: Any, batch: Any) -> tuple[Any, Any]:
+        """Returns the float results, and which of their elements count, if rows are left out."""
+        given = arguments_of(plan, params, batch)
+        return finite_rows(f, plan, *given) if ignores else (f(*given), None)
+
+    real, judge = jax.jit(real), jax.jit(jax.value_and_grad(lost))
 
     def given(factors: Factors, i: int) -> tuple[Any, ...]:
         own = jax.tree.map(partial(jnp.asarray, dtype=jnp.float32), factors)
         return own, params, batches[i], real(params, batches[i])
 
+    def judged(factors: Factors, i: int) -> tuple[float, Any]:
+        """Returns the loss of a batch and its gradient, after checking that they are finite."""
+        now, slope = judge(*given(factors, i))
+        if not all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves((now, slope)))):
+            raise ValueError(not_finite(float(now), f"batch {i}"))
+        return float(now), slope
+
     def step(factors: Factors, i: int, length: float) -> Factors:
         rotated = partial(moved, angle=options.learning_rate * length)
-        return jax.tree.map(rotated, factors, slope(*given(factors, i)))
+        return jax.tree.map(rotated, factors, judged(factors, i)[1])
 
-    def refuse(lost: float, count: int) -> Exception:
-        text = message(
+    def not_finite(lost: float, where: str) -> str:
+        return message(
             function,
             "the loss of rounding after rotations is not finite.",
-            given=f"a loss of {lost} on {count} batches",
+            given=f"a loss of {lost}, or its gradient, on {where}",
             expected="finite results, and a finite loss of them",
             mend="learn from other batches, or pass loss=.",
         )
-        return Inapplicable(text)
 
+    look_at_batches(function, f, plan, params, batches, on_nonfinite)
+    start = [rotation.start for rotation in rotations]
+    if ignores:
+        batches = _without_spoilt(function, batches, lambda i: judge(*given(start, i)))
     bar = progress_bar("rotate", "step") if progress else None
     try:
         found = descended(
-            [rotation.start for rotation in rotations],
+            start,
             options.steps,
             len(batches),
             options.seed,
-            lost=lambda factors, i: judge(*given(factors, i)),
+            lost=lambda factors, i: judged(factors, i)[0],
             moved=step,
-            refuse=refuse,
+            refuse=lambda lost, count: ValueError(not_finite(lost, f"{count} batches")),
             done=bar.update if bar is not None else lambda: None,
         )
     finally:
         if bar is not None:
             bar.close()
     return found.kept, (found.before, found.after)
+
+
+def _finite(x: Any) -> Any:
+    """Returns a value with zeros for NaN and positive infinities; negative ones are in masks."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return jnp.where(jnp.isnan(x) | (x == jnp.inf), jnp.zeros_like(x), x)
+
+
+def _without_spoilt(
+    function: str, batches: Sequence[Any], judge: Callable[[int], Any]
+) -> Sequence[Any]:
+    """Returns the batches whose loss and gradient are finite, and warns if there are others."""
+    kept, spoilt = [], []
+    for i in range(len(batches)):
+        leaves = map(np.asarray, jax.tree.leaves(judge(i)))
+        (kept if all(np.isfinite(x).all() for x in leaves) else spoilt).append(i)
+    require_that(
+        kept,
+        error=ValueError,
+        function=function,
+        problem="no batch has a finite loss.",
+        given=f"{len(batches)} batches",
+        expected="finite results on one batch or more",
+        mend="find where the NaN or infinities come from.",
+    )
+    if spoilt:
+        warn(
+            message(
+                function,
+                "batches with a loss or a gradient that is not finite were left out.",
+                given=f"batches {some(map(str, spoilt))}",
+                expected="finite results, also with rounded activations",
+                mend="nothing, if the other batches are enough.",
+            )
+        )
+    return [batches[i] for i in kept]
 
 
 def relative_error(found: Any, exact: Any) -> jax.Array:

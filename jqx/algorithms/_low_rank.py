@@ -14,7 +14,7 @@ from ..calibrators import Affine
 from ..observers import hessian
 from ..observers._shared import check_weight
 from ..transforms import LowRank, Plan, calibrate_batches, dequantize_params
-from ..transforms._shared import Chosen, arguments_of
+from ..transforms._shared import Chosen, OnNonfinite, arguments_of
 from ._channels import Visit
 from ._folds import Folds
 from ._labels import Array
@@ -116,6 +116,7 @@ class Eora:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the same codes, and the products to add at sites."""
         batches = list(batches)
@@ -123,7 +124,8 @@ class Eora:
         sites = folds.sites
         observer = hessian(weight=self.weight)
         paths = {re.escape(folds.site(x).path): observer for x in own}
-        stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
+        options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
+        stats = calibrate_batches(f, plan, params, batches, observers=paths, **options)
         lost = _Lost(folds, params, dequantize_params(codes))
         parts: dict[str, list[tuple[Visit, Array, Array]]] = {}
         errors: dict[str, Array] = {}

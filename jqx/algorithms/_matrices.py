@@ -14,7 +14,7 @@ from ..observers._shared import Weight, has_rows
 from ..transforms import Plan, Site
 from ._factor import objective
 from ._grids import Group
-from ._report import MatrixReport, name_of
+from ._report import UNKNOWN, MatrixReport, name_of
 
 Array = np.ndarray
 
@@ -60,6 +60,10 @@ class Matrix:
             return error
         mixed = np.einsum("nk,nk->n", w @ self.drift.cross, lost)
         return error + 2 * mixed + objective(w, self.drift.own)
+
+
+UNREACHED = "no batch has reached it"
+"""Why a matrix is rounded to nearest that has no inputs."""
 
 
 class Drift(NamedTuple):
@@ -133,6 +137,7 @@ def settled(
     rounded: Array,
     damping: Sequence[float | None],
     start: float,
+    why: Sequence[str] | None = None,
 ) -> tuple[Array, list[MatrixReport]]:
     """Returns rounded matrices, with rows rounded to nearest where that has a smaller error, and
     the report of each.
@@ -145,6 +150,7 @@ def settled(
       rounded: the values as they were chosen.
       damping: damping of the Hessian of each.
       start: the start time, from `time.perf_counter`.
+      why: why some were rounded to nearest; empty for others.
     """
     lost = [
         (matrix.loss(x, y), matrix.loss(x, z))
@@ -166,8 +172,11 @@ def settled(
             dead=int(np.sum(np.diagonal(matrix.hessian) <= 0)),
             kept=int(kept.sum()),
             seconds=seconds,
+            why=reason,
         )
-        for matrix, own, kept, (before, after) in zip(matrices, damping, worse, lost, strict=True)
+        for matrix, own, reason, kept, (before, after) in zip(
+            matrices, damping, why or [""] * len(matrices), worse, lost, strict=True
+        )
     ]
     return np.where(worse[..., None], nearest, rounded), entries
 
@@ -177,7 +186,7 @@ def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:
     sites = [x.name for x in plan.sites if not set(group.sizes).isdisjoint(plan.weights_in(x))]
     rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
     return MatrixReport(
-        tuple(sites), (), (), group.path, (rows, columns), 0.0, 0.0, None, 0, 0, 0, 0.0
+        tuple(sites), (), (), group.path, (rows, columns), 0.0, 0.0, None, 0, 0, 0, 0.0, UNKNOWN
     )
 
 

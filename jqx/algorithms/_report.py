@@ -27,12 +27,13 @@ class MatrixReport:
       shape: (rows, columns): what the product keeps and what it sums over.
       before: the objective of rounding to nearest with the same scales, per input.
       after: that of the chosen codes.
-      damping: what was added to the diagonal of the Hessian, relative to its mean; `None` if no
-        damping made it positive definite, and the matrix was rounded to nearest.
+      damping: what was added to the diagonal of the Hessian, relative to its mean; `None` if the
+        matrix was rounded to nearest.
       inputs: number of inputs.
       dead: number of columns that no input reached.
       kept: number of rows that are rounded to nearest, because that has a smaller error.
       seconds: run time.
+      why: why it was rounded to nearest without its inputs; empty if it was not.
     """
 
     sites: tuple[str, ...]
@@ -47,6 +48,7 @@ class MatrixReport:
     dead: int
     kept: int
     seconds: float
+    why: str = ""
 
     @property
     def name(self) -> str:
@@ -58,6 +60,25 @@ class MatrixReport:
         """Its name in the table, shared with the matrices that are multiplied by at once."""
         return name_of(self.sites, self.step)
 
+
+def not_chosen(report: Any) -> tuple[list[tuple[str, str]], int]:
+    """Returns the matrices of a report that were rounded to nearest for want of inputs, each with
+    the reason, and how many it has. Sites that an algorithm does not support are not among them.
+    """
+    if isinstance(report, AlgorithmReport):
+        own = [(x.name, x.why) for x in report if x.why and x.why != UNKNOWN]
+        return own, len(report)
+    if isinstance(report, BlocksReport):
+        own = [(name, why) for name, why in report.nearest if why == NOT_REACHED]
+        return own, len(report.nearest) + sum(len(x.sites) for x in report)
+    return [], 0
+
+
+UNKNOWN = "its inputs cannot be observed"
+"""Why a matrix is rounded to nearest whose site is not supported."""
+
+NOT_REACHED = "which no batch has reached"
+"""Why the weights of a site are rounded to nearest that no block has learned."""
 
 _HEAD = (
     "matrix",

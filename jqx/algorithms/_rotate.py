@@ -8,7 +8,7 @@ from typing import Any
 from .._checks import check_flags, check_integer, check_pattern, require_that, shown
 from .._table import Printed
 from ..transforms import Plan
-from ..transforms._shared import Chosen, Inapplicable, arguments_of
+from ..transforms._shared import Chosen, Inapplicable, OnNonfinite, arguments_of
 from ._every import every_site
 from ._hadamard import factors_of
 from ._learned_rotations import Loss, learned
@@ -191,6 +191,7 @@ class Rotate:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the parameters with rotated channels, and the maps that are applied at sites."""
         given = arguments_of(plan, params, next(iter(batches)))
@@ -210,7 +211,8 @@ class Rotate:
         if self.steps:
             learnable = rotations.learnable(found, rotated, reads, at_run_time)
             what = f, plan, params, list(batches), [*learnable.values()]
-            factors, lost = learned(_NAME, self, *what, progress=progress)
+            options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
+            factors, lost = learned(_NAME, self, *what, **options)
             rotations = rotations.with_learned(learnable, factors)
         rotated.offline(found, rotations.of_size)
         maps: dict[str, Any] = maps_of(found, own, rotations.of_size, rotated.gains)

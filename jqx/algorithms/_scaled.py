@@ -12,7 +12,7 @@ import numpy as np
 from ..observers import Observer
 from ..tensor import QSpec
 from ..transforms import Plan, calibrate_batches
-from ..transforms._shared import arguments_of
+from ..transforms._shared import OnNonfinite, arguments_of
 from ._channels import Visit
 from ._folds import Folds
 from ._label_rules import channels_of
@@ -47,6 +47,7 @@ class Scaled:
         batches: Sequence[Any],
         observers: tuple[Observer, ...],
         progress: bool,
+        on_nonfinite: OnNonfinite,
         every: bool = False,
         clipped: bool = False,
     ) -> "Scaled":
@@ -64,7 +65,8 @@ class Scaled:
         stats = {}
         if observers:
             paths = {re.escape(folds.site(x).path): observers for x in visits}
-            stats = calibrate_batches(f, plan, params, batches, observers=paths, progress=progress)
+            options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
+            stats = calibrate_batches(f, plan, params, batches, observers=paths, **options)
         leaves = folds.leaves(params)
         weights = {x.place: np.asarray(leaves[x.place], np.float32).ravel() for x in visits}
         return cls(pairs, visits, weights, dict(stats))

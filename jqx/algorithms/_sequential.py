@@ -37,10 +37,11 @@ class Frame:
       scope: the scope.
       stream: the stream.
       values: values of the batch, by variable, as they are kept.
+      batch: the index of the batch.
     """
 
-    def __init__(self, scope: Scope, stream: Stream, values: Mapping[Any, Any]):
-        self.scope, self.stream = scope, stream
+    def __init__(self, scope: Scope, stream: Stream, values: Mapping[Any, Any], batch: int = 0):
+        self.scope, self.stream, self.batch = scope, stream, batch
         self.values = {var: stream.offload.kept(x) for var, x in values.items()}
 
     def read(self, atoms: Sequence[Any], steps: Steps) -> list[Any]:
@@ -71,7 +72,8 @@ class Frame:
     def enter(self, stage: Stage, branch: int | None = None) -> "Frame":
         """Returns the frame of the function inside an equation, or of a branch of it."""
         scope, operands = self.scope.entered(stage, branch)
-        inner = Frame(scope, self.stream, {var: self.values[x] for var, x in operands.items()})
+        values = {var: self.values[x] for var, x in operands.items()}
+        inner = Frame(scope, self.stream, values, self.batch)
         self.drop(stage)
         return inner
 
@@ -118,10 +120,11 @@ class Walk:
     Attributes:
       plan: the plan.
       solve: called at each site.
+      reached: the indices of the batches that the current site is reached by.
     """
 
     def __init__(self, plan: Plan, solve: Solve):
-        self.plan, self.solve = plan, solve
+        self.plan, self.solve, self.reached = plan, solve, list[int]()
         self._kinds = {
             "run": self._run,
             "site": self._site,
@@ -154,7 +157,7 @@ class Walk:
             read = [[inputs(stage, frame) for frame in batch] for stage, batch in pairs]
             return [list(own) for own in zip(*read, strict=True)]
 
-        streams = of_streams()
+        streams, self.reached = of_streams(), [batch[0].batch for _, batch in pairs]
         for frame in pairs[0][1]:
             frame.stream.params.some(())
         self.solve(site, steps, streams)
@@ -222,7 +225,8 @@ class Scan:
         xs = {
             var: jax.tree.map(lambda x: x[i], spread(on_device(x))) for var, x in self._xs.items()
         }
-        frame = Frame(self.scope, self.frame.stream, {**self._consts, **dict(carried), **xs})
+        values = {**self._consts, **dict(carried), **xs}
+        frame = Frame(self.scope, self.frame.stream, values, self.frame.batch)
         self._carry = []
         return frame
 

@@ -10,7 +10,7 @@ from .._checks import check_flags, require_that, shown
 from ..observers import Observer, absmax
 from ..observers._shared import check_weight
 from ..transforms import Plan
-from ..transforms._shared import Chosen
+from ..transforms._shared import Chosen, OnNonfinite
 from ._channels import Visit
 from ._kept import Kept, read_together
 from ._labels import Array
@@ -89,10 +89,11 @@ class SmoothQuant:
         batches: Iterable[Any],
         *,
         progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns parameters with scaled channels, and the scales that are applied at sites."""
         observer = absmax(weight=self.weight)
-        given = f, plan, params, list(batches), (observer,), progress
+        given = f, plan, params, list(batches), (observer,), progress, on_nonfinite
         scaled = Scaled.of("algorithms.smooth_quant", *given, every=self.keep)
         folds = scaled.folds
         found = [

@@ -131,8 +131,9 @@ class Scope:
         blocks: Mapping[Address, Any] | None = None,
         programs: Programs | None = None,
         returns: bool = True,
+        ignores: bool = False,
     ):
-        self._returns = returns
+        self._returns, self._ignores = returns, ignores
         self._programs = Programs() if programs is None else programs
         self.plan, self.jaxpr, self.depth, self.own = plan, jaxpr, depth, own
         self._blocks = {} if blocks is None else blocks
@@ -279,9 +280,10 @@ class Scope:
             params: Params, steps: Steps, given: Sequence[Any], decided: Sequence[Any] | None
         ) -> tuple[list[Any], list[Any]]:
             env, memo = dict(zip(stage.reads, given, strict=True)), {}
-            decisions = Decisions(self.plan, decided)
+            decisions = Decisions(self.plan, decided, self._ignores)
             alone = decided is None and not records
-            results_of = partial(followed, self.plan) if alone else decisions.evaluate
+            plainly = partial(followed, self.plan, leaves_out=self._ignores)
+            results_of = plainly if alone else decisions.evaluate
 
             def read(atom: Any) -> Any:
                 of_batch = self.is_of_batch(atom)
@@ -346,7 +348,7 @@ class Scope:
                 elif i not in changing:
                     sources[var] = Source(self, atom, steps is not None and i in steps)
             depth = self.depth + (steps is not None)
-            shared = self.own, self._blocks, self._programs
+            shared = self.own, self._blocks, self._programs, True, self._ignores
             scope = Scope(self.plan, inner, consts, sources, address, depth, *shared)
             self._inner[address] = scope, operands
         return self._inner[address]
@@ -365,6 +367,7 @@ def whole(
     blocks: Mapping[Address, Any] | None = None,
     programs: Programs | None = None,
     returns: bool = True,
+    ignores: bool = False,
 ) -> Scope:
     """Returns the scope of a call.
 
@@ -375,6 +378,7 @@ def whole(
       blocks: for each such site the block that it belongs to.
       programs: the programs of other calls.
       returns: whether results are needed, such as logits; if not, nothing runs after the last site.
+      ignores: whether rows that are not finite are left out.
     """
     sources = {
         var: Source(None, place)
@@ -382,4 +386,4 @@ def whole(
         if path is not None
     }
     shared = {"own": own, "blocks": blocks, "programs": programs, "returns": returns}
-    return Scope(plan, call.jaxpr, call.consts, sources, **shared)
+    return Scope(plan, call.jaxpr, call.consts, sources, **shared, ignores=ignores)

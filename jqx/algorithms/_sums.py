@@ -3,15 +3,22 @@
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..observers import ObservedSite, hessian
-from ..observers._shared import HessianStats, gram
-from ..transforms._shared import count_operand, is_counted, value_of
+from ..observers._shared import HessianStats, flags, gram, without_nonfinite
+from ..transforms._shared import (
+    check_finite,
+    count_operand,
+    is_counted,
+    value_of,
+    warn_left_out,
+)
 from ._matrices import Drift
 from ._offload import on_device
 from ._sequential import Inputs
@@ -20,14 +27,25 @@ Array = np.ndarray
 
 
 class Sums:
-    """Sums of products of inputs, computed once for consecutive sites with the same inputs."""
+    """Sums of products of inputs, computed once for consecutive sites with the same inputs.
 
-    def __init__(self) -> None:
+    Attributes:
+      function: the name of the algorithm, for errors.
+      ignores: whether rows are left out that are not finite.
+      left_out: the flags of such rows, by the name of the site.
+      batches: the indices of batches that have some.
+    """
+
+    def __init__(self, function: str, ignores: bool, every: bool) -> None:
+        self.function, self.ignores, self._shape = function, ignores, () if every else None
+        self.left_out: dict[str, Array] = {}
+        self.batches: dict[int, None] = {}
         self._last: tuple[list[Any], Any, Any] | None = None
 
-    def sums(self, streams: list[Inputs], about: Any) -> Any:
+    def sums(self, streams: list[Inputs], about: Any, name: str, batches: Sequence[int]) -> Any:
         """Returns the sum of `x x^T` over batches, float64 [*batch, channels, channels], the drift
-        from float inputs, if there are any, and the number of rows, for each matrix.
+        from float inputs, if there are any, and the number of rows, for each matrix. `name` is that
+        of the site in its step; `batches` are the indices of the batches.
         """
         kind, arrays = dataclasses.replace(about, path=""), jax.tree.leaves(streams)
         counts = any(is_counted(x) for stream in streams for batch in stream for x in batch)
@@ -36,17 +54,36 @@ class Sums:
             return self._last[2]
         self._last = None
         # Batch by batch, so that only one is on the device.
-        own, *floats = ((list(map(on_device, batch)) for batch in each) for each in streams)
+        each, *floats = ((list(map(on_device, batch)) for batch in each) for each in streams)
         total, drift, rows = None, None, 0
-        for x in own:
-            seen = _observed(*x, about=about)
-            total, rows = _added(total, seen.products), rows + np.asarray(seen.rows, np.float64)
-            for exact in floats:
-                both = _drift(next(exact)[0], *x, about=about)
+        for place, x in zip(batches, each, strict=True):
+            exact = [next(stream)[0] for stream in floats]
+            options: Any = {"about": about, "ignores": self.ignores, "shape": self._shape}
+            seen, both, flags = _observed(exact, *x, **options)
+            flags = np.asarray(flags)
+            self._look(flags, name, place)
+            own = np.asarray(seen.rows, np.float64)
+            if about.op == "dot_general" and not about.batch:
+                own = np.minimum(own, flags[2])  # rows of zeros, as of another expert, say nothing
+            total, rows = _added(total, seen.products), rows + own
+            if both is not None:
                 drift = Drift(*map(_added, drift or (None, None), both))
         # Arrays that nothing else holds are not kept for this.
         self._last = list(map(weakref.ref, arrays)), kind, (total, drift, rows)
         return self._last[2]
+
+    def _look(self, flags: Array, name: str, batch: int) -> None:
+        """Raises if rows of a batch are not finite, or notes them if they are left out."""
+        if not flags[:2].any():
+            return
+        if not self.ignores:
+            check_finite(self.function, {name: flags}, batch)
+        self.left_out[name] = self.left_out.get(name, 0) + flags
+        self.batches[batch] = None
+
+    def warn(self) -> None:
+        """Warns of rows that were left out."""
+        warn_left_out(self.function, self.left_out, sorted(self.batches))
 
 
 def _same(known: Sequence[Any], arrays: Sequence[Any]) -> bool:
@@ -62,19 +99,32 @@ def _added(total: Array | None, part: jax.Array) -> Array:
     return total
 
 
-@partial(jax.jit, static_argnames="about")
-def _observed(x: Any, sizes: Any = None, *, about: Any) -> HessianStats:
-    return hessian.observe(value_of(x), _with_rows(about, x, sizes))
+@partial(jax.jit, static_argnames=("about", "ignores", "shape"))
+def _observed(
+    exact: list[Any], x: Any, sizes: Any = None, *, about: Any, ignores: bool, shape: Any
+) -> tuple[HessianStats, tuple[jax.Array, jax.Array] | None, jax.Array]:
+    """Returns the sums of one batch, the contents of its `Drift` if there is a float input, and
+    flags of both inputs.
+    """
+    site = _with_rows(about, x, sizes, shape)
+    values = [value_of(z) for z in (x, *exact)]
+    found = reduce(jnp.maximum, (flags.observe(z, site) for z in values))
+    if ignores:
+        for i, z in enumerate(exact):  # rows of the float function that do not count
+            if is_counted(z) and z.is_known:
+                other = _with_rows(about, z, sizes, shape).weights
+                own = site.weights if i or is_counted(x) else jnp.ones_like(other)
+                site = dataclasses.replace(site, weights=jnp.minimum(own, other))
+        for i, z in enumerate(values):
+            values[i], site = without_nonfinite(z, site)
+    own, drift = values[0], None
+    if exact:
+        lost = values[1] - own
+        drift = gram(lost, own, site), gram(lost, lost, site)
+    return hessian.observe(own, site), drift, found
 
 
-@partial(jax.jit, static_argnames="about")
-def _drift(exact: Any, x: Any, sizes: Any = None, *, about: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the contents of `Drift` for one batch."""
-    lost, site = value_of(exact) - value_of(x), _with_rows(about, x, sizes)
-    return gram(lost, value_of(x), site), gram(lost, lost, site)
-
-
-def _with_rows(about: ObservedSite, x: Any, sizes: Any) -> ObservedSite:
+def _with_rows(about: ObservedSite, x: Any, sizes: Any, shape: Any) -> ObservedSite:
     """Returns the site with sizes of groups and weights of rows, for observers."""
-    counts = count_operand("algorithms.gptq", about.path, x) if is_counted(x) else None
+    counts = count_operand("algorithms.gptq", about.path, x, shape) if is_counted(x) else None
     return dataclasses.replace(about, sizes=value_of(sizes), weights=counts)

@@ -14,6 +14,8 @@ from ..transforms._shared import (
     arguments_of,
     as_plan,
     count_arguments,
+    every_row,
+    tainted,
     trace_call,
     weights_of,
 )
@@ -35,6 +37,7 @@ class Traced:
       places: these indices, by path.
       groups: the weights.
       elements: which of their elements each site multiplies by, by the key of its operand.
+      ignores: whether rows that are not finite are left out.
     """
 
     plan: Plan
@@ -43,6 +46,7 @@ class Traced:
     places: Mapping[str, int]
     groups: list[Group]
     elements: Mapping[str, Elements]
+    ignores: bool = False
 
     @classmethod
     def of(
@@ -54,18 +58,20 @@ class Traced:
         weight: Any,
         *,
         lazy: bool = False,
+        ignores: bool = False,
     ) -> "Traced":
         """Traces a function. `weight` returns the weights of the rows of batches; `lazy` allows
-        `Lazy` leaves.
+        `Lazy` leaves; with `ignores` rows are left out that are not finite.
         """
-        calls = calls_of(f, plan, params, batches, weight, lazy=lazy)
+        weight = every_row if ignores and weight is None else weight
+        calls = calls_of(f, plan, params, batches, weight, lazy=lazy, ignores=ignores)
         first = calls[0]
         as_plan("ptq", plan, first, plan.parameters)  # checks that its sites are the plan's
         places = {path: i for i, path in enumerate(first.paths) if path is not None}
         originals = {i: first.leaves[i] for i in places.values()}
         groups = Group.of_plan(plan, {path: originals[i].size for path, i in places.items()})
         elements = elements_of_sites(plan, first, groups)
-        return cls(plan, calls, originals, places, groups, elements)
+        return cls(plan, calls, originals, places, groups, elements, ignores)
 
     def grids(self, spec_of: Callable[[QSpec], QSpec]) -> dict[str, Grids]:
         """Returns the grids of all weights, rounded to nearest, by the paths of their groups."""
@@ -89,16 +95,17 @@ class Traced:
         for call in self.calls:
             if id(call.jaxpr) not in found:
                 as_plan("ptq", self.plan, call, self.plan.parameters)
-                found[id(call.jaxpr)] = whole(self.plan, call, own, blocks, programs, returns)
+                options = blocks, programs, returns, self.ignores
+                found[id(call.jaxpr)] = whole(self.plan, call, own, *options)
         return [found[id(call.jaxpr)] for call in self.calls]
 
     def frames(self, scopes: Sequence[Scope], streams: Sequence[Stream]) -> list[list[Frame]]:
         """Returns each batch in all streams, before any stage has run."""
         frames = []
-        for call, scope in zip(self.calls, scopes, strict=True):
+        for place, (call, scope) in enumerate(zip(self.calls, scopes, strict=True)):
             given = zip(scope.jaxpr.invars, call.leaves, call.paths, strict=True)
             values = {var: x for var, x, path in given if path is None}
-            frames.append([Frame(scope, stream, values) for stream in streams])
+            frames.append([Frame(scope, stream, values, place) for stream in streams])
         return frames
 
 
@@ -110,6 +117,7 @@ def calls_of(
     weight: Any = None,
     *,
     lazy: bool = False,
+    ignores: bool = False,
 ) -> list[Call]:
     """Returns a function traced for each batch. With a weight, the values of a batch carry the
     weights of their rows. Numbers among the parameters are read if leaves may be `lazy`.
@@ -125,6 +133,7 @@ def calls_of(
         if weight is not None:
             counts = weights_of("ptq", weight, plan.params, arguments, {})
             leaves = count_arguments("ptq", counts, plan.params, call, call.leaves)
+            leaves = list(map(tainted, leaves)) if ignores else leaves
             call = dataclasses.replace(call, leaves=leaves)
         found.append(call)
     return found

@@ -11,31 +11,38 @@ import numpy as np
 
 from .. import _compat
 from .._checks import require_that
-from ..observers import ObservedSite, Observer
+from ..observers import Observer
 from ..observers._shared import Weight
 from ..transforms import Plan, dequantize_params
 from ..transforms._shared import (
+    FLAGS,
     Address,
     Entries,
     Entry,
     GivenObservers,
+    OnNonfinite,
+    Stats,
     TracedOnce,
+    check_finite,
+    check_mode,
     check_observers,
     contractions,
     count_operand,
     entries_of,
+    every_row,
     places_of,
     progress_bar,
     value_of,
+    warn_left_out,
+    with_flags,
 )
 from ._leaves import Leaves
 from ._offload import Offload, on_device
 from ._once import scans_around
+from ._report import name_of
 from ._sequential import Pairs, Stream, Walk
 from ._stages import Steps
 from ._traced import Traced
-
-Stats = dict[str, Any]
 
 
 def calibrate_stages(
@@ -46,6 +53,7 @@ def calibrate_stages(
     *,
     observers: GivenObservers = None,
     weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Stats:
     """Returns the statistics of `calibrate_batches` for parameters that may be `Lazy`. Each stage
@@ -58,7 +66,8 @@ def calibrate_stages(
       params: its parameters.
       batches: as in `calibrate_batches`; all are held.
       observers: as in `calibrate_batches`.
-      weight: the weight that all observers share, if they have one.
+      weight: as in `calibrate_batches`; observers with a weight of their own have the same.
+      on_nonfinite: as in `calibrate_batches`.
       progress: whether to show a progress bar.
 
     Raises:
@@ -66,9 +75,12 @@ def calibrate_stages(
         which runs as a whole.
     """
     every, f = list(batches), TracedOnce(f)
-    traced = Traced.of(f, plan, dequantize_params(params), every, weight, lazy=True)
+    ignores = check_mode("ptq", on_nonfinite)
+    given = f, plan, dequantize_params(params), every, weight
+    traced = Traced.of(*given, lazy=True, ignores=ignores)
+    weight = every_row if ignores and weight is None else weight
     first, checked = traced.calls[0], check_observers("ptq", observers)
-    entries = entries_of("ptq", plan, first.jaxpr, contractions(first), checked)
+    entries = entries_of("ptq", plan, first.jaxpr, contractions(first), checked, weight)
     scans = scans_around(plan, first.jaxpr)
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
     require_that(
@@ -86,24 +98,32 @@ def calibrate_stages(
     needed = any(x.part.place < 0 for x in entries.recorded.values())
     scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
     bar = progress_bar("calibrate", "site", total=len(entries.recorded)) if progress else None
-    watch = _Watch(plan, entries, scans, bar)
+    watch = _Watch(plan, entries, scans, bar, ignores)
     stream = Stream(Leaves(dict(traced.originals)), Offload(False))
     watch.go(traced.frames(scopes, [stream]))
     if bar is not None:
         bar.close()
     seen = {key: watch.stats_of(entry) for key, entry in entries.recorded.items()}
-    stats = {key: seen[own] for key, own in entries.shared.items()}
+    stats = with_flags({key: seen[own] for key, own in entries.shared.items()}, ignores)
+    warn_left_out("ptq", stats.left_out)
     places = places_of(plan, first, entries.places)
-    return stats | {key: make() for key, make in places.items()}
+    stats.update({key: make() for key, make in places.items()})
+    return stats
 
 
 class _Watch(Walk):
     """Runs a function stage by stage, and records the operands and results of its sites."""
 
     def __init__(
-        self, plan: Plan, entries: Entries, scans: dict[Address, tuple[Address, ...]], bar: Any
+        self,
+        plan: Plan,
+        entries: Entries,
+        scans: dict[Address, tuple[Address, ...]],
+        bar: Any,
+        ignores: bool,
     ):
         super().__init__(plan, lambda *_: None)
+        self._ignores = ignores
         self._entries, self._scans, self._bar = entries, scans, bar
         self._seen: dict[str, dict[Steps, Any]] = {key: {} for key in entries.recorded}
 
@@ -120,20 +140,24 @@ class _Watch(Walk):
             for entry in entries:
                 if read[entry.part.place] is not None:
                     x, sizes = (on_device(read.get(i)) for i in (entry.part.place, 2))
-                    self._put(entry, steps, x, value_of(sizes))
+                    self._put(entry, steps, x, value_of(sizes), frame.batch)
         if self._bar is not None and not any(steps):
             self._bar.update(len(entries))
 
-    def _put(self, entry: Entry, steps: Steps, x: Any, sizes: Any) -> None:
+    def _put(self, entry: Entry, steps: Steps, x: Any, sizes: Any, batch: int) -> None:
         weights = None
-        if entry.observer.weight is not None:
-            weights = count_operand("ptq", entry.site.name, x)
+        if entry.weight is not None:
+            shape = () if entry.weight is every_row else None
+            weights = count_operand("ptq", entry.site.name, x, shape)
         loops = {loop.address for loop in entry.site.loops}
         around = zip(self._scans[entry.site.address], steps, strict=True)
         at = tuple(int(step) for address, step in around if address in loops)
         about = replace(entry.part.about, path="")  # one program for all equal sites
+        same = replace(entry, key="", part=entry.part._replace(key="", about=about), site=None)
         seen = jnp.asarray(value_of(x)), sizes, weights
-        own = _observed(*seen, observer=entry.observer, about=about)
+        own = _observed(*seen, entry=same, leaves_out=self._ignores)
+        if FLAGS in entry.key and not self._ignores:
+            check_finite("ptq", {name_of([entry.part.key], steps): own}, batch)
         seen = self._seen[entry.key]
         seen[at] = _merged(seen[at], own, observer=entry.observer) if at in seen else own
 
@@ -148,11 +172,9 @@ class _Watch(Walk):
 
 
 @_compat.intermediates()
-@partial(jax.jit, static_argnames=("observer", "about"))
-def _observed(
-    x: jax.Array, sizes: Any, weights: Any, *, observer: Observer, about: ObservedSite
-) -> Any:
-    return observer.observe(x, replace(about, sizes=sizes, weights=weights))
+@partial(jax.jit, static_argnames=("entry", "leaves_out"))
+def _observed(x: jax.Array, sizes: Any, weights: Any, *, entry: Entry, leaves_out: bool) -> Any:
+    return entry.observe(x, sizes, weights, leaves_out)
 
 
 @_compat.intermediates()

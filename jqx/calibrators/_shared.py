@@ -13,3 +13,5 @@ from ._granularity import per_channel as per_channel
 from ._granularity import per_group as per_group
 from ._granularity import per_tensor as per_tensor
 from ._granularity import per_token as per_token
+from ._where import needs_no_values as needs_no_values
+from ._where import observe_where as observe_where

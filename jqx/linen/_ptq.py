@@ -10,11 +10,13 @@ from flax.core import meta, unfreeze
 from .._calls import called
 from .._checks import check_instance, require_that
 from .._errors import message
+from ..observers._shared import Weight
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
 from ..ptq._shared import Effort, Hoist, Target, check_effort
+from ..transforms._shared import OnNonfinite
 from ._state import State
 
 Variables = Mapping[str, Any]
@@ -29,6 +31,8 @@ def ptq(
     effort: Effort | None = None,
     hoist: Hoist = False,
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
     **kwargs: Any,
 ) -> Callable[[Variables, Iterable[Any]], Quantized]:
@@ -46,6 +50,8 @@ def ptq(
       effort: as in `jqx.ptq`.
       hoist: as in `jqx.ptq`; then `params` are what was split off.
       target: as in `jqx.ptq`.
+      weight: as in `jqx.ptq`.
+      on_nonfinite: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: arguments of every call, as for `module.apply`, such as `method=`, `mutable=`,
         `rngs=` and keyword arguments of the module. Calls may pass others: `quantized(x,
@@ -94,6 +100,7 @@ def ptq(
         )
         names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
         options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
+        options |= {"weight": weight, "on_nonfinite": on_nonfinite}
         return ptq_of_function(function, policy, algorithm, names=names, **options)(plain, batches)
 
     return quantize

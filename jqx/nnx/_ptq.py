@@ -11,12 +11,13 @@ from .._calls import called
 from .._checks import check_instance, require_that
 from .._compat import is_concrete
 from .._errors import some
+from ..observers._shared import Weight
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
 from ..ptq._shared import Effort, Hoist, Target, check_effort
-from ..transforms._shared import is_parameter
+from ..transforms._shared import OnNonfinite, is_parameter
 from ._pure import leaves_by_path, replaced_by, values, was_written, with_values
 from ._quantize import check_float
 
@@ -31,6 +32,8 @@ def ptq(
     hoist: Hoist = False,
     method: str = "__call__",
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
     **kwargs: Any,
 ) -> Callable[[Iterable[Any]], Quantized]:
@@ -51,6 +54,8 @@ def ptq(
       effort: as in `jqx.ptq`.
       hoist: as in `jqx.ptq`; then `params` are what was split off.
       target: as in `jqx.ptq`.
+      weight: as in `jqx.ptq`.
+      on_nonfinite: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: keyword arguments of every call. Calls may pass others.
 
@@ -90,6 +95,7 @@ def ptq(
             and any(map(is_parameter, jax.tree.leaves(variable)))
         }
         options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
+        options |= {"weight": weight, "on_nonfinite": on_nonfinite}
         return ptq_of_function(function, policy, algorithm, names=names, **options)(
             values(state), batches
         )

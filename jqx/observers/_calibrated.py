@@ -6,6 +6,8 @@ from typing import Any
 import jax
 
 from ..calibrators import Calibrator
+from ..calibrators._shared import observe_where
+from ._flags import kept_rows
 from ._observer import ObservedSite, Observer
 
 
@@ -29,8 +31,10 @@ class Calibrated(Observer):
         return self.calibrator.empty(site.spec.granularity.scale_shape(operand.shape))
 
     def observe(self, x: jax.Array, site: ObservedSite) -> Any:
-        """Returns the calibrator's statistics of the operand."""
+        """Returns the calibrator's statistics of the operand, without rows of weight 0."""
         assert site.spec is not None
+        if site.weights is not None:
+            return observe_where(self.calibrator, x, site.spec, kept_rows(site))
         return self.calibrator.observe(x, site.spec)
 
     def merge(self, a: Any, b: Any) -> Any:

@@ -57,7 +57,8 @@ class Cross(Weighted):
         """Returns the sums over the rows of one operand."""
         exact, own = _both(x.astype(jnp.float32), site)
         if site.weights is not None:
-            site = dataclasses.replace(site, weights=_both(site.weights, site)[1])
+            weights = jnp.minimum(*_both(site.weights, site))
+            site = dataclasses.replace(site, weights=weights)
         return CrossStats(gram(exact - own, own, site), *hessian.observe(own, _checked(site)))
 
     def merge(self, a: CrossStats, b: CrossStats) -> CrossStats:

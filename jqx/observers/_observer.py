@@ -97,7 +97,8 @@ class ObservedSite:
         while an operand is observed.
       weights: how much each element of the operand counts, for an observer that has a `weight`:
         float32, with the rank of the operand, and size 1 along an axis whose elements all count the
-        same. `None` if all count 1, and while no operand is observed.
+        same. `None` if all count 1, and while no operand is observed. With `on_nonfinite="ignore"`
+        all observers have weights, and a row that is not finite has the weight -1, and holds 0.
     """
 
     path: str
@@ -139,11 +140,13 @@ class ObservedSite:
 
     def row_weights(self, x: jax.Array) -> jax.Array | None:
         """Returns how much each row counts, `[*batch, rows]`: as much as the element of the row
-        that counts most; `None` if all count 1.
+        that counts most, but 0 for a patch with a pixel that is not finite; `None` if all count 1.
         """
         if self.weights is None:
             return None
-        return self.rows(jnp.broadcast_to(self.weights, x.shape)).max(-1, initial=0)
+        own = self.rows(jnp.broadcast_to(self.weights, x.shape))
+        most = own.max(-1, initial=0)
+        return most if self.patches is None else jnp.where(own.min(-1, initial=0) < 0, 0, most)
 
     def expert_of_rows(self, count: int) -> jax.Array:
         """Returns which matrix of a `ragged_dot` multiplies each row of the operand, int32; the

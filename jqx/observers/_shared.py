@@ -4,6 +4,9 @@ from ._absmax import AbsMaxStats as AbsMaxStats
 from ._calibrated import Calibrated as Calibrated
 from ._cross import BOTH as BOTH
 from ._cross import CrossStats as CrossStats
+from ._flags import flags as flags
+from ._flags import in_total as in_total
+from ._flags import without_nonfinite as without_nonfinite
 from ._hessian import HessianStats as HessianStats
 from ._hessian import gram as gram
 from ._hessian import has_rows as has_rows
@@ -11,4 +14,5 @@ from ._mean import MeanStats as MeanStats
 from ._observer import Patches as Patches
 from ._observer import Weight as Weight
 from ._samples import SamplesStats as SamplesStats
+from ._weighted import Weighted as Weighted
 from ._weighted import check_weight as check_weight

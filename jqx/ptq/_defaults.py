@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from .._checks import require_that, shown
@@ -140,7 +140,11 @@ def default_of(plan: Plan, effort: Effort) -> Choice:
 
 
 def fitted(
-    choice: Choice, f: Callable[..., Any], plan: Plan, args: Sequence[Any], batches: int
+    choice: Choice,
+    f: Callable[..., Any],
+    plan: Plan,
+    args: Sequence[Any],
+    others: Callable[[], Iterable[tuple[int, Plan]]],
 ) -> Choice:
     """Returns a choice without the parts that depend on inputs, if there are too few inputs.
 
@@ -151,22 +155,27 @@ def fitted(
       choice: the choice for the plan.
       f: the function.
       plan: the plan.
-      args: arguments of the function, with the first batch.
-      batches: number of batches.
+      args: arguments of the function, with the batch that the plan was made with.
+      others: yields how many batches have the same shapes, and a plan that was made with one of
+        them, until there are enough inputs.
     """
     call = trace_call("ptq", f, plan.parameters, args, {}, lazy=True)
-    once, most = shared_algorithms.bodies_of(plan, call.jaxpr), (0.0, 0.0, 1)
-    for site in plan.sites:
-        if _specs(plan, site) is None or site.macs == 0:
-            continue
-        if site.macs is None or site.address not in once:
+    once = shared_algorithms.bodies_of(plan, call.jaxpr)
+    total: dict[Any, float] = {}
+    most = (0.0, 0.0, 1.0)
+    for count, own in others():
+        for site in own.sites:
+            if _specs(plan, site) is None or site.macs == 0:
+                continue
+            if site.macs is None or site.address not in once:
+                return choice
+            weight = next(i for i, x in enumerate(site.operands) if x.path is not None)
+            sizes = math.prod(map(int, site.shapes[weight])), math.prod(map(int, site.result))
+            inputs, channels = (site.macs / max(size, 1) for size in sizes)
+            seen = total[site.address] = total.get(site.address, 0) + count * inputs
+            most = max(most, (seen / channels, seen, channels))
+        if most[0] >= 1:
             return choice
-        weight = next(i for i, x in enumerate(site.operands) if x.path is not None)
-        sizes = math.prod(map(int, site.shapes[weight])), math.prod(map(int, site.result))
-        inputs, channels = (site.macs / max(size, 1) for size in sizes)
-        most = max(most, (batches * inputs / channels, batches * inputs, channels))
-    if most[0] >= 1:
-        return choice
     parts = chained(choice.algorithm) or (choice.algorithm,)
     kept = [part for part in parts if isinstance(part, algorithms.rotate)]
     left = described(_joined([part for part in parts if part not in kept]))

@@ -1,7 +1,6 @@
 """`ptq`: plan, calibrate, quantize and pack weights, in one call."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Concatenate, Literal, overload
@@ -15,6 +14,7 @@ from .._checks import require_that, shown
 from .._errors import message
 from .._signatures import P, R
 from ..calibrators import Affine
+from ..observers._shared import Weight, check_weight
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..tensor._shared import TARGETS, Lazy, check_read, kept
@@ -32,6 +32,7 @@ from ..transforms._shared import (
     Chosen,
     Hoisted,
     Names,
+    OnNonfinite,
     TracedOnce,
     Unstacked,
     as_chosen,
@@ -40,6 +41,8 @@ from ..transforms._shared import (
     check_arguments,
     check_batches,
     check_concrete,
+    check_finite_weights,
+    check_mode,
     check_no_learned_scales,
     has,
     inputs_of,
@@ -57,6 +60,7 @@ from ._defaults import Choice, Effort, check_effort, default_of, fitted
 from ._hoisted import Hoist, Own, check_hoist, split_off
 from ._late_folders import diagnostics, shared_algorithms, shared_diagnostics
 from ._mapped import Mapped, check_whole
+from ._observing import Observing, first_of, note_rounded, plans, weighted
 from ._quantized import Quantized, abstract
 
 Target = str | Literal[False] | None
@@ -74,6 +78,8 @@ def ptq(
     names: Names = None,
     hoist: Hoist = False,
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized[P, R]]: ...
 @overload
@@ -87,6 +93,8 @@ def ptq(
     names: Names = None,
     hoist: Hoist = False,
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized[..., R]]: ...
 @called("ptq", "call it in two steps: jqx.ptq(f, policy)(params, batches).")
@@ -100,6 +108,8 @@ def ptq(
     names: Names = None,
     hoist: Hoist = False,
     target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Callable[[Any, Iterable[Any]], Quantized]:
     """Quantizes a function after training: `ptq(f, policy)(params, batches)`.
@@ -128,14 +138,21 @@ def ptq(
         train with quantization, plan and simulate `f` itself.
       target: `"cpu"`, `"gpu"` or `"tpu"`: the platform whose weight layout is used. `None` means
         `jax.default_backend()`. `False` keeps the layout that files use.
+      weight: how much the rows of a batch count, for static scales and for algorithms without a
+        `weight` of their own: a function of the inputs of a batch, such as
+        `lambda tokens: tokens != 0` if 0 is padding. `None`: static scales take the `weight` of the
+        algorithm, if it has one.
+      on_nonfinite: what is done with rows of operands that hold a NaN or an infinity: `"error"`
+        raises, `"ignore"` leaves them out of all statistics, with a warning that counts them, as in
+        `calibrate`.
       progress: whether to show a progress bar, as in `calibrate_batches`.
 
     Returns:
       A function of the parameters (a tuple if there are several positions) and of batches, which
       returns a `Quantized`. Batches are a list, such as `[x]`, or another iterable. Each batch is a
       tuple of the other arguments of `f`, or the one other argument, which may be a named tuple.
-      The plan is made with the first batch. The other batches are read only if something is
-      calibrated.
+      The plan is made with the first batch that is not empty. The other batches are read only if
+      something is calibrated.
 
       Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
       the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,
@@ -149,8 +166,9 @@ def ptq(
     Raises:
       TypeError: `f` is not a function, `policy` is not a `Policy`, `batches` is not a list of
         batches, or a leaf is `Lazy` where arrays are needed.
-      ValueError: there is no batch, `target` or `effort` is unknown, both `effort` and `algorithm`
-        are given, or a step rejects its input.
+      ValueError: there is no batch, `target`, `effort` or `on_nonfinite` is unknown, both `effort`
+        and `algorithm` are given, a weight that is quantized or an activation is not finite, or a
+        step rejects its input.
       NotImplementedError: a named algorithm changes a weight that is quantized already.
 
     Gradient: none; weights are codes.
@@ -171,25 +189,32 @@ def ptq(
     check_algorithm("ptq", algorithm, of_functions=True)
     check_effort("ptq", effort, algorithm)
     check_hoist(hoist)
+    check_weight("ptq", weight)
+    ignores = check_mode("ptq", on_nonfinite)
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
     @called("ptq(f, policy)", "pass the parameters, and a list of batches, such as [x].")
     def quantize(params: Any, batches: Iterable[Any]) -> Quantized:
         check_batches("ptq", batches)
-        first, every = _first(batches)
+        first, every = first_of(batches)
         check_concrete("ptq", params, first)
         inputs = inputs_of(first)
         check_arguments("ptq", places, params)
         own = split_off(Own(f, params, places, names), hoist, inputs)
         arguments = placed(own.places, own.params, inputs)
-        plan = make_plan(own.f, policy, params=own.places, names=own.names)(*arguments)
+        planned = make_plan(own.f, policy, params=own.places, names=own.names)
+        plan = planned(*arguments)
         choice = Choice(algorithm)
         if algorithm is None:
             choice = default_of(plan, effort or "seconds")
             if choice.reads_batches:
                 every = list(every)
-                choice = fitted(choice, own.f, plan, arguments, len(every))
-        done = _carried_out(choice, Mapped(own.f, plan), own.params, every, progress)
+                other = lambda x: planned(*placed(own.places, own.params, x))  # noqa: E731
+                alike = partial(plans, every, (first, plan), other)
+                choice = fitted(choice, own.f, plan, arguments, alike)
+        choice, counting = weighted(choice, plan, weight)
+        how = Observing(counting, ignores, progress)
+        done = _carried_out(choice, Mapped(own.f, plan), own.params, every, how)
         found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
         found = dataclasses.replace(found, codes=str(choice))
         given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant
@@ -214,12 +239,12 @@ class _Done:
 
 
 def _carried_out(
-    choice: Choice, mapped: "Mapped", values: Any, batches: Iterable[Any], progress: bool
+    choice: Choice, mapped: "Mapped", values: Any, batches: Iterable[Any], how: Observing
 ) -> _Done:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     if mapped.plan.splits and choice.reads_batches:
         own = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
-        done = _carried_out(choice, Mapped(own.function, own.plan), own.params, batches, progress)
+        done = _carried_out(choice, Mapped(own.function, own.plan), own.params, batches, how)
         whole = Mapped(mapped.f, mapped.plan, done.mapped.maps)
         values, codes = own.together(done.values), own.together(done.codes)
         return dataclasses.replace(done, values=values, codes=codes, mapped=whole)
@@ -237,29 +262,28 @@ def _carried_out(
     reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
     if rewrites or corrections or not reads_leaves:
         check_read("ptq", named)
+    check_finite_weights("ptq", plan, values)
 
-    def rewrite(each: Any, *arguments: Any, progress: bool) -> Chosen:
-        found = as_chosen(each.rewrite(*arguments, progress=progress))
+    def rewrite(each: Any, *arguments: Any) -> Chosen:
+        found = as_chosen(each.rewrite(*arguments, **how.of(each.rewrite)))
         _with_given(given_values, floats, found.params)
         return found
 
     for each in rewrites:
         given = mapped.function, plan, values, batches
-        chosen = choice.attempt(each, rewrite, each, *given, progress=progress)
+        chosen = choice.attempt(each, rewrite, each, *given)
         if chosen is not None:
             values, mapped = chosen.params, mapped.then(chosen.maps)
             reports.append(chosen.report)
     if plan.static_specs() or observers:
         given = mapped.function, plan, values, batches
-        if is_lazy:
-            stats = shared_algorithms.calibrate_stages(*given, progress=progress)
-        else:
-            stats = calibrate_batches(*given, observers=observers, progress=progress)
+        calibrated = shared_algorithms.calibrate_stages if is_lazy else calibrate_batches
+        stats = calibrated(*given, observers=observers, **how.options)
         scales = affines(plan, stats)
     chosen = None
     if run:
         given = mapped.function, plan, values, batches
-        chosen = choice.choose(rounding, *given, progress=progress)
+        chosen = choice.choose(rounding, *given, **how.of(rounding.run))
     elif rounding is not None:
         chosen = choice.attempt(rounding, rounding, plan, values, stats)
     if is_plain:
@@ -270,11 +294,12 @@ def _carried_out(
     real = values if chosen.real is None else chosen.real
     for each in corrections:
         given = mapped.function, plan, real, codes, scales, batches
-        chosen = choice.attempt(each, each.correct, *given, progress=progress)
+        chosen = choice.attempt(each, each.correct, *given, **how.of(each.correct))
         if chosen is not None:
             real = real if chosen.real is None else chosen.real
             codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
             reports.append(chosen.report)
+    note_rounded(choice, reports)
     codes = _with_given(given_values, floats, codes)
     codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
     return _Done(values, codes, scales, mapped, reports)
@@ -361,21 +386,3 @@ def target_of(function: str, target: Target) -> str | Literal[False]:
             "layout that files use.",
         )
     )
-
-
-def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """Returns the first batch, and all batches including the first."""
-    if isinstance(batches, (list, tuple)) and batches:
-        return batches[0], batches
-    every = iter(batches)
-    found = list(itertools.islice(every, 1))
-    require_that(
-        found,
-        error=ValueError,
-        function="ptq",
-        problem="there is no batch.",
-        given="an empty `batches`, or an exhausted generator",
-        expected="one batch or more",
-        mend="pass a list, or create the generator again.",
-    )
-    return found[0], itertools.chain(found, every)

@@ -10,15 +10,25 @@ import jax.numpy as jnp
 from .._calls import called
 from .._checks import require_that
 from ..observers import places
-from ..observers._shared import BOTH
+from ..observers._shared import BOTH, flags, in_total
 from ..tensor._shared import check_read
 from ._arguments import check_batch, check_batches, check_plan
-from ._calibrate import Stats, calibrate, merge_stats
+from ._calibrate import Weight, calibrate
+from ._merge_stats import merge_stats
 from ._observers import GivenObservers, check_observers, observers_of
 from ._paths import Params, flatten, path_of, rooted
 from ._plan import Plan
 from ._progress import progress_bar, tell
 from ._quantize_params import dequantize_params
+from ._stats import (
+    OnNonfinite,
+    Stats,
+    check_finite,
+    check_mode,
+    in_order,
+    merged_flags,
+    warn_left_out,
+)
 from ._trace import check_function, is_array, is_quantized
 
 _LARGE = 2**28
@@ -34,6 +44,8 @@ def calibrate_batches(
     *,
     observers: GivenObservers = None,
     quantized: Any = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Stats:
     """Returns the merged statistics of the activations of `f` over batches, one after another.
@@ -53,6 +65,9 @@ def calibrate_batches(
       quantized: the same parameters quantized, from `quantize_params`. For
         `jqx.observers.cross`, `f` is also run with their dequantized values, side by side with the
         float ones. All other statistics stay the same.
+      weight: how much rows count, as in `calibrate`.
+      on_nonfinite: `"error"` raises if a row of an operand holds a NaN or an infinity. `"ignore"`
+        leaves such rows out, as in `calibrate`, with a warning that counts them.
       progress: whether to show a bar on standard error, if tqdm is installed, and above it the size
         of large statistics, before they are computed.
 
@@ -60,7 +75,8 @@ def calibrate_batches(
       TypeError: if `f` is not a function, `plan` is not a `Plan`, `observers` is not a dict of
         observers, or `batches` is not iterable or is an array.
       ValueError: if there is no batch, the plan was made for another function, `observers` does not
-        fit it, or `quantized` are other parameters.
+        fit it, `quantized` are other parameters, or activations are not finite; the error names the
+        sites and the batch.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -75,6 +91,7 @@ def calibrate_batches(
     name = "calibrate_batches"
     order = "calibrate_batches(f, plan, params, batches)"
     check_plan(name, plan, params, batches, order=order)
+    ignores = check_mode(name, on_nonfinite)
     check_batches(name, batches)
     checked = check_observers(name, observers)
     observers_of(name, plan, checked)
@@ -89,14 +106,19 @@ def calibrate_batches(
 
     def one(arrays: list[Any], batch: Any) -> Stats:
         arguments = arguments_of(plan, filled(arrays), batch)
-        return calibrate(f, plan, observers=valued)(*arguments)[1]
+        options: Any = {"weight": weight, "on_nonfinite": on_nonfinite}
+        return calibrate(f, plan, observers=valued, **options)(*arguments)[1]
 
     @jax.jit
-    def observe(arrays: list[Any], batch: Any) -> _Once:
+    def observe(arrays: list[Any], batch: Any) -> tuple[_Once, jax.Array]:
         if quantized is None:
-            return _Once(one(arrays, batch))
-        found = jax.vmap(lambda own: one(own, batch), axis_name=BOTH)(arrays)
-        return _Once(jax.tree.map(lambda both: both[0], found))
+            found = one(arrays, batch)
+        else:
+            both = jax.vmap(lambda own: one(own, batch), axis_name=BOTH)(arrays)
+            found, seen = jax.tree.map(lambda x: x[0], both), (both.flags, both.left_out)
+            most = jax.tree.map(lambda x: jnp.max(x, 0), seen)
+            found = Stats(found, *most)
+        return _Once(found), in_total([*found.flags.values(), *found.left_out.values()])
 
     @jax.jit
     def merge(a: _Once, b: _Once) -> _Once:
@@ -104,15 +126,27 @@ def calibrate_batches(
 
     found: _Once | None = None
     first: Any = None
+    left_out: list[int] = []
+    pending: tuple[int, Stats, jax.Array] | None = None
+
+    def settle() -> None:
+        """Looks at the flags of the last batch, while the next one is computed."""
+        if pending is None or not int(pending[2]):
+            return
+        check_finite(name, in_order(plan, pending[1].flags), pending[0])
+        left_out.append(pending[0])
+
     shown = progress_bar("calibrate", "batch", batches) if progress else None
     for place, batch in enumerate(batches if shown is None else shown):
         check_batch(name, batch, place)
         given = Batch(batch)
         if found is None and shown is not None:
-            size = bytes_of(jax.eval_shape(observe, arrays, given))
+            size = bytes_of(jax.eval_shape(observe, arrays, given)[0])
             if size >= _LARGE:
                 tell(shown, f"calibrate: the statistics take {in_bytes(size)}")
-        seen = observe(arrays, given)
+        seen, bad = observe(arrays, given)
+        settle()
+        pending = place, seen.stats, bad
         found, first = (seen, batch) if found is None else (merge(found, seen), first)
     require_that(
         found is not None,
@@ -124,7 +158,45 @@ def calibrate_batches(
         mend="pass a list, or create the generator again.",
     )
     assert found is not None
-    return found.stats | elements_of(f, plan, params, first, where)
+    settle()
+    stats = found.stats
+    if ignores:
+        warn_left_out(name, in_order(plan, stats.left_out), left_out)
+    stats.update(elements_of(f, plan, params, first, where))
+    return stats
+
+
+def look_at_batches(
+    function: str,
+    f: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    batches: Sequence[Any],
+    on_nonfinite: OnNonfinite,
+) -> None:
+    """Raises, or warns, if an operand or a result of a site is not finite in float, for algorithms
+    that do not observe each site.
+    """
+    ignores = check_mode(function, on_nonfinite)
+    arrays, filled = arrays_of(params)
+
+    @jax.jit
+    def seen(arrays: list[Any], batch: Any) -> tuple[Stats, jax.Array]:
+        options: Any = {"observers": {".*": flags}, "on_nonfinite": on_nonfinite}
+        found = calibrate(f, plan, **options)(*arguments_of(plan, filled(arrays), batch))[1]
+        found = Stats((), found.flags, found.left_out)
+        return found, in_total([*found.flags.values(), *found.left_out.values()])
+
+    left_out: dict[str, Any] = {}
+    spoilt = []
+    for place, batch in enumerate(batches):
+        found, bad = seen(arrays, batch)
+        if int(bad):
+            check_finite(function, in_order(plan, found.flags), place)
+            left_out = merged_flags(left_out, found.left_out)
+            spoilt.append(place)
+    if ignores:
+        warn_left_out(function, in_order(plan, left_out), spoilt)
 
 
 def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
@@ -181,16 +253,19 @@ class _Once:
     def __init__(self, stats: Stats):
         self.stats = stats
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[str, int], ...]]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns the distinct objects, and the index of the object of each entry."""
-        objects = {id(value): value for value in self.stats.values()}
+        parts = self.stats.parts
+        objects = {id(value): value for part in parts for value in part.values()}
         places = {key: i for i, key in enumerate(objects)}
-        return tuple(objects.values()), tuple((k, places[id(v)]) for k, v in self.stats.items())
+        return tuple(objects.values()), tuple(
+            tuple((key, places[id(value)]) for key, value in part.items()) for part in parts
+        )
 
     @classmethod
-    def tree_unflatten(cls, entries: Any, objects: Any) -> "_Once":
+    def tree_unflatten(cls, parts: Any, objects: Any) -> "_Once":
         """Returns the statistics."""
-        return cls({key: objects[place] for key, place in entries})
+        return cls(Stats(*({key: objects[place] for key, place in part} for part in parts)))
 
 
 @jax.tree_util.register_pytree_node_class

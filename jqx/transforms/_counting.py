@@ -13,35 +13,54 @@ import numpy as np
 from .. import _compat
 from .._checks import require_that
 from .._errors import message
-from ._counted import Counted, is_counted
-from ._interpret import Rules, evaluate_counted
+from ._counted import Counted, counts_of, is_counted, value_of
+from ._interpret import Rules, evaluate_counted, interpret
 from ._paths import Params
 from ._plan import Plan
 from ._site import Site
-from ._trace import Call
+from ._tainted import tainted
+from ._trace import Call, trace_call
 from ._weight import is_coded
 
 Weight = Callable[..., Any]
+
+_NO_SITE = (-1,)
+"""An address at which no contraction is a site."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Following(Rules):
     """Evaluates in float, and tracks how much rows count."""
 
+    without_nonfinite: bool = False
+
     @property
     def is_counting(self) -> bool:
         return True
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.without_nonfinite
+
+    @property
+    def cleans(self) -> bool:
+        return self.without_nonfinite
 
     def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
         """Not called: the evaluated equations are not sites of the plan."""
         raise NotImplementedError
 
 
-def followed(plan: Plan, eqn: Any, operands: list[Any]) -> list[Any]:
+def followed(plan: Plan, eqn: Any, operands: list[Any], leaves_out: bool = False) -> list[Any]:
     """Evaluates an equation in float and returns results with counts, if those of operands are
-    known.
+    known. With `leaves_out` elements that are not finite do not count.
     """
-    return evaluate_counted(eqn, operands, _Following(plan))[0]
+    return evaluate_counted(eqn, operands, _Following(plan, without_nonfinite=leaves_out))[0]
+
+
+def every_row(*args: Any, **kwargs: Any) -> jax.Array:
+    """A weight by which all rows count the same."""
+    return jnp.ones((), jnp.float32)
 
 
 def weights_of(
@@ -110,7 +129,7 @@ def count_arguments(
             )
             found.append(Counted(leaf, None, why))
     require_that(
-        any(is_counted(x) and x.is_known for x in found),
+        shape == () or any(is_counted(x) and x.is_known for x in found),
         error=ValueError,
         function=function,
         problem="no argument has the rows that the `weight` of an observer counts.",
@@ -131,12 +150,12 @@ def count_operand(
       function: name of the calling function, for messages.
       site: the name of the site.
       x: the operand.
-      shape: the shape of the weight, for messages.
+      shape: the shape of the weight, for messages; all rows count the same if it is `()`.
     """
     if is_counted(x) and x.is_known:
         return jnp.where(jnp.isinf(x.counts), 1, x.counts)
-    if not is_counted(x) and not is_coded(x):
-        return jnp.ones((1,) * jnp.ndim(x), jnp.float32)
+    if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
+        return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
     operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
     raise ValueError(
         message(
@@ -150,3 +169,17 @@ def count_operand(
             "argument that this site reads.",
         )
     )
+
+
+def finite_rows(f: Callable[..., Any], plan: Plan, *args: Any) -> tuple[Any, Any]:
+    """Returns the results of a function with zeros where they come from rows that are not finite,
+    and which elements do not; traceable.
+    """
+    call = trace_call("ptq", f, plan.parameters, args, {})
+    leaves = count_arguments("ptq", every_row(), plan.params, call, call.leaves)
+    rules = _Following(plan, without_nonfinite=True)
+    out, _ = interpret(call.jaxpr, call.consts, list(map(tainted, leaves)), rules, _NO_SITE)
+    kept = [counts_of(x) > 0 for x in out]
+    values = [jnp.where(own, value_of(x), 0) for x, own in zip(out, kept, strict=True)]
+    both = (jax.tree.unflatten(call.out_tree, x) for x in (values, kept))
+    return next(both), next(both)

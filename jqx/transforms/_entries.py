@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from .. import _compat
 from .._errors import message
 from ..observers import ObservedSite, Observer, Places
-from ..observers._shared import Calibrated, Patches, Weight
+from ..observers._shared import (
+    Calibrated,
+    Patches,
+    Weight,
+    Weighted,
+    flags,
+    without_nonfinite,
+)
 from ._channel_map import Channels
 from ._find import Found
 from ._observers import Checked, is_for, observers_of
@@ -19,6 +26,9 @@ from ._origin import Address
 from ._plan import Plan
 from ._site import Site
 from ._values import numbered
+
+FLAGS = "@flags:"
+"""Comes after the key of an operand in the key of an entry of its flags."""
 
 
 class Part(NamedTuple):
@@ -46,12 +56,24 @@ class Entry:
       site: the site.
       observer: the observer.
       part: the operand.
+      weight: how much rows of a batch count, or `None`.
     """
 
     key: str
     site: Site
     observer: Observer
     part: Part
+    weight: Weight | None = None
+
+    @classmethod
+    def of(
+        cls, key: str, site: Site, observer: Observer, part: Part, weight: Weight | None
+    ) -> "Entry":
+        """Returns an entry of an observer; `weight` is for observers without one of their own."""
+        weight = weight if observer.weight is None else observer.weight
+        if isinstance(observer, Weighted):
+            observer = observer(weight=weight)
+        return cls(key, site, observer, part, weight)
 
     @_compat.intermediates()
     def empty(self) -> Any:
@@ -60,12 +82,19 @@ class Entry:
 
     @_compat.intermediates()
     def observe(
-        self, x: jax.Array, sizes: jax.Array | None = None, weights: jax.Array | None = None
+        self,
+        x: jax.Array,
+        sizes: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        leaves_out: bool = False,
     ) -> Any:
         """Returns the statistics of one operand; `sizes` are the sizes of the groups of its rows,
-        and `weights` how much its elements count.
+        `weights` how much its elements count, and with `leaves_out` rows do not count that are not
+        finite.
         """
         about = dataclasses.replace(self.part.about, sizes=sizes, weights=weights)
+        if leaves_out and self.observer != flags:
+            x, about = without_nonfinite(x, about)
         return self.observer.observe(x, about)
 
 
@@ -96,12 +125,12 @@ class Entries:
         """Returns for each `weight` the entries of the observers that have it. Those of observers
         without one are added to the first.
         """
-        given = dict.fromkeys(entry.observer.weight for entry in self.recorded.values())
+        given = dict.fromkeys(entry.weight for entry in self.recorded.values())
         first, *others = [weight for weight in given if weight is not None] or [None]
 
         def of(*weights: Weight | None) -> Entries:
             entries = self.recorded.items()
-            own = {key: entry for key, entry in entries if entry.observer.weight in weights}
+            own = {key: entry for key, entry in entries if entry.weight in weights}
             return dataclasses.replace(self, recorded=own)
 
         return {first: of(first, None)} | {weight: of(weight) for weight in others}
@@ -112,7 +141,12 @@ class Entries:
 
 
 def entries_of(
-    function: str, plan: Plan, jaxpr: Any, found: Sequence[Found], given: Checked
+    function: str,
+    plan: Plan,
+    jaxpr: Any,
+    found: Sequence[Found],
+    given: Checked,
+    weight: Weight | None = None,
 ) -> Entries:
     """Returns the entries of a call.
 
@@ -122,6 +156,7 @@ def entries_of(
       jaxpr: the jaxpr of the call.
       found: its contractions.
       given: the observers, in addition to the calibrators of the plan.
+      weight: how much rows count, for those without a weight of their own.
     """
     items = {item.address: item for item in found if item.address}
     entries: list[Entry] = []
@@ -133,11 +168,11 @@ def entries_of(
         for part in observed_parts(site, items[site.address]):
             if part.key in specs:
                 own = Calibrated(specs[part.key].calibrator)
-                entries.append(Entry(part.key, site, own, part))
+                entries.append(Entry.of(part.key, site, own, part, weight))
             for observer in observers:
-                entry = Entry(f"{part.key}@{observer}", site, observer, part)
                 if not observer.looks_at(part.about):
                     continue
+                entry = Entry.of(f"{part.key}@{observer}", site, observer, part, weight)
                 looks.add((observer, site.path))
                 if isinstance(observer, Places):
                     places.append(entry)
@@ -145,7 +180,16 @@ def entries_of(
                 entries.append(entry)
                 _check_alike(function, entry, checked)
     _check_looks(function, plan, given, looks)
-    return dataclasses.replace(_shared(jaxpr, entries), places=places)
+    return dataclasses.replace(_shared(jaxpr, [*entries, *_flagged(entries)]), places=places)
+
+
+def _flagged(entries: Sequence[Entry]) -> list[Entry]:
+    """Returns the entries of the flags of all operands that are observed, one for each weight."""
+    parts = dict.fromkeys((x.part, x.site, x.weight) for x in entries)
+    return [
+        Entry(f"{part.key}{FLAGS}{i}", site, flags, part, weight)
+        for i, (part, site, weight) in enumerate(parts)
+    ]
 
 
 def observed_parts(site: Site, item: Found) -> list[Part]:
@@ -211,7 +255,8 @@ def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
         value = seen.result if place < 0 else seen.operands[place]
         others = seen.operands[len(entry.site.operands) :]
         about = dataclasses.replace(entry.part.about, path="")
-        same = (seen.inside, entry.site.loops, value, others, entry.observer, about)
+        who = entry.observer, entry.weight
+        same = (seen.inside, entry.site.loops, value, others, *who, about)
         shared[entry.key] = first.setdefault(same, entry).key
     return Entries({entry.key: entry for entry in first.values()}, shared)
 
@@ -227,7 +272,7 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
     count = about.experts
     sizes = None if count is None else jax.ShapeDtypeStruct((count,), jnp.int32)
     one = jax.ShapeDtypeStruct((1,) * len(kind.shape), jnp.float32)
-    weights = None if entry.observer.weight is None else one
+    weights = None if entry.weight is None else one
     seen = jax.eval_shape(entry.observe, kind, sizes, weights)
     merged = jax.eval_shape(entry.observer.merge, empty, seen)
     for name, found in (("observe", seen), ("merge", merged)):

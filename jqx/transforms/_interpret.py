@@ -21,11 +21,19 @@ from ..tensor import QTensor
 from ..tensor._shared import alone
 from ._affine_checks import check_sums
 from ._attention import attention_over
-from ._counted import Counted, common, counted_like, is_counted, opened, value_of
+from ._counted import (
+    Counted,
+    common,
+    counted_like,
+    is_counted,
+    opened,
+    value_of,
+)
 from ._find import addressed
 from ._origin import Address, Origin
 from ._plan import Plan
 from ._site import Site
+from ._tainted import tainted_results, tainted_rows
 from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
 from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records, counted, tracked
 
@@ -64,6 +72,16 @@ class Rules(abc.ABC):
     @property
     def is_counting(self) -> bool:
         """Whether the counts of the rows of a batch are tracked."""
+        return False
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether elements that are not finite lose their count."""
+        return False
+
+    @property
+    def cleans(self) -> bool:
+        """Whether contractions see zeros in place of rows that are not finite."""
         return False
 
     @abc.abstractmethod
@@ -183,9 +201,12 @@ def evaluate_counted(
     name = eqn.primitive.name
     if name in FORMS or (name in CONTRACTIONS and rules.plan.site_at(here) is not None):
         return _evaluate(eqn, operands, rules, here, holds_site)
+    if rules.leaves_out and name in CONTRACTIONS:
+        operands = tainted_rows(eqn, operands, rules.cleans)
     values = list(map(value_of, operands))
     results, records = _evaluate(eqn, values, rules, here, holds_site)
-    return counted(eqn, operands, results), records
+    found = counted(eqn, operands, results)
+    return tainted_results(eqn, operands, found) if rules.leaves_out else found, records
 
 
 def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:

@@ -16,6 +16,7 @@ from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, abstract, check_read, check_target, of_kinds, sharding_of
 from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
+from ._finite_weights import check_finite_weight
 from ._learned_scales import check_no_learned_scales
 from ._param_shardings import as_sharding
 from ._paths import Params, flatten, is_whole, rooted
@@ -24,6 +25,7 @@ from ._quantize_weight import Quantizing, at_place, lay_out_weights
 from ._signature import parameter_line
 from ._site import Weight
 from ._split import parts_of
+from ._stats import check_finite, in_order, stats_of
 from ._trace import is_parameter
 
 
@@ -100,6 +102,8 @@ def quantize_params(
     check_no_learned_scales("quantize_params", named, plan, affines or ())
     if algorithm is not None:
         check_read("quantize_params", named)
+        check_finite_weights("quantize_params", plan, params)
+        check_finite("quantize_params", in_order(plan, stats_of(stats or {}).flags))
         chosen = as_chosen(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(chosen), plan)
         codes = picked("quantize_params", chosen, nearest)
@@ -248,6 +252,16 @@ def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str | Non
         names = [part.path for part in split.parts]
         leaves += zip(names, parts_of(function, leaf, split), strict=True)
     return leaves
+
+
+def check_finite_weights(function: str, plan: Plan, params: Any) -> None:
+    """Raises if a weight that the plan quantizes holds a NaN or an infinity; lazy leaves are
+    checked when they are read.
+    """
+    for name, leaf in named_leaves(function, rooted(plan.params, params), plan):
+        is_float = not isinstance(leaf, Lazy) and not is_whole(abstract(leaf))
+        if is_float and plan.weight_at(name) is not None:
+            check_finite_weight(function, leaf, name or "")
 
 
 def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:

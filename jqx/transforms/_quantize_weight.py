@@ -25,6 +25,7 @@ from ..tensor._shared import (
     shardings_of,
     to_json,
 )
+from ._finite_weights import check_finite_weight
 from ._paths import Split, is_whole
 from ._plan import Plan
 from ._site import Weight
@@ -84,6 +85,7 @@ def _quantized(
     """Returns a weight, or a part of one, quantized and laid out; a float part is unchanged."""
     if weight is None:
         return at_place(x, sharding, None)
+    check_finite_weight("quantize_params", x, weight.path)
     quantized = quantize_weight(x, weight.spec, affines.get(weight.key), sharding, weight.path)
     return quantized if target is None else _laid_out(quantized, weight, target)
 

@@ -136,12 +136,6 @@ WHOLE = {
         {".*": jqx.presets.w8a8(weight={"qtype": "int4"})},
         "smooth_quant(), gptq(",
     ),
-    "NaN": (
-        lambda p, x: jnp.log(x) @ p,
-        normal(D, D),
-        {".*": "int4"},
-        "gptq(",
-    ),
 }
 
 

@@ -124,10 +124,10 @@ def _scatter(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Count
     given = value_of(indices), counts_of(updates), eqn.params["dimension_numbers"]
     if eqn.primitive.name == "scatter":
         return lax.scatter(counts_of(target), *given, **options)
-    nothing = jnp.full(eqn.outvars[0].aval.shape, -1, jnp.float32)
+    nothing = jnp.full(eqn.outvars[0].aval.shape, -jnp.inf, jnp.float32)
     most = lax.scatter_max(nothing, *given, **options)
     before = counts_of(target)
-    return jnp.where(most < 0, before, jnp.minimum(before, most))
+    return jnp.where(most == -jnp.inf, before, jnp.minimum(before, most))
 
 
 def _most(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:

@@ -1,0 +1,86 @@
+"""Flags of an operand: how many of its rows are not finite, and how many hold a value besides 0."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._channels import added
+from ._observer import Axes, ObservedSite, Observer
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags(Observer):
+    """Counts rows, int32 [3]: those with a NaN, those with an infinity but no NaN, and those with a
+    value besides 0. Rows of weight 0 are not counted.
+    """
+
+    def looks_at(self, site: ObservedSite) -> bool:
+        return True
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> jax.Array:
+        return jnp.zeros(3, jnp.int32)
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> jax.Array:
+        return _counted(x, site.weights, row_axes(site))
+
+    def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return added(a, b)
+
+
+flags: Flags = Flags()
+
+
+@partial(jax.jit, static_argnames="axes")  # traced once for all operands of one shape
+def _counted(x: jax.Array, weights: jax.Array | None, axes: Axes) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = (x != 0).astype(jnp.float32)
+    elif x.dtype not in _WITH_INFINITY:
+        x = x.astype(jnp.float32)
+    # The bits of magnitudes have the order of magnitudes, with infinity and then NaN at the end.
+    integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    infinity = np.asarray(np.inf, x.dtype).view(integer)[()]
+    bits = lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
+    most = jnp.max(bits, axes, keepdims=True, initial=0)
+    kinds = most > infinity, most == infinity, most > 0
+    if weights is not None:
+        some = jnp.any(weights != 0, axes, keepdims=True)
+        kept = jnp.max(weights, axes, keepdims=True) > 0
+        kinds = tuple(kind & own for kind, own in zip(kinds, (some, some, kept), strict=True))
+    return jnp.stack([jnp.sum(kind, dtype=jnp.int32) for kind in kinds])
+
+
+_WITH_INFINITY = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
+
+
+def row_axes(site: ObservedSite) -> Axes:
+    """Returns the axes along which a row of an operand, or of a result, extends."""
+    return site.contracted or site.channels
+
+
+def kept_rows(site: ObservedSite) -> jax.Array:
+    """Returns which rows count, with size 1 along the axes of a row."""
+    assert site.weights is not None
+    return jnp.max(site.weights, row_axes(site), keepdims=True) > 0
+
+
+def without_nonfinite(x: jax.Array, site: ObservedSite) -> tuple[jax.Array, ObservedSite]:
+    """Returns an operand with zeros in place of the rows that are not finite, and the site with the
+    weight -1 for them.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x, site
+    bad = jnp.any(~jnp.isfinite(x), row_axes(site), keepdims=True)
+    weights = jnp.ones((1,) * x.ndim, jnp.float32) if site.weights is None else site.weights
+    weights = jnp.where(bad, jnp.float32(-1), weights)
+    return jnp.where(bad, jnp.zeros_like(x), x), dataclasses.replace(site, weights=weights)
+
+
+def in_total(found: Any) -> jax.Array:
+    """Returns how many rows of some flags are not finite, int32."""
+    every = [jnp.sum(x[..., :2], dtype=jnp.int32) for x in found]
+    return jnp.sum(jnp.stack(every)) if every else jnp.int32(0)

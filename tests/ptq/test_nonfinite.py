@@ -1,0 +1,396 @@
+"""One rule for NaN and infinities: an error that names site and batch, or rows that are left out,
+as if the batches did not have them.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jqx
+import jqx.linen
+import jqx.nnx
+from jqx import algorithms, presets
+from jqx.observers import absmax, hessian, mean, samples
+
+from ..arrays import normal, on_device
+
+D, L = 16, 2
+ROWS = 24
+
+
+def plain(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def scanned(p, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0]
+
+
+def branches(p, x):
+    h = jax.lax.cond(x.shape[0] > jnp.float32(0), lambda x: x @ p["a"], lambda x: x @ p["b"], x)
+    return jax.nn.sigmoid(h) @ p["c"]
+
+
+def looped(p, x):
+    return jax.lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ p["a"]), x) @ p["b"]
+
+
+def experts(p, x):
+    """Rows that are sorted by expert; a NaN goes to the first."""
+    which = jnp.argmax(x @ p["router"], -1)
+    order = jnp.argsort(which)
+    rows, sizes = x[order], jnp.bincount(which, length=3).astype(jnp.int32)
+    h = jax.nn.gelu(jax.lax.ragged_dot(rows, p["up"], sizes))
+    return jnp.zeros_like(h).at[order].set(h) @ p["down"]
+
+
+def masked(p, x):
+    """Attention of each row to fixed tokens: its mask holds negative infinities."""
+    scores = jnp.where(jnp.arange(D) < 9, x @ p["a"], -jnp.inf)
+    return jax.nn.softmax(scores) @ p["b"]
+
+
+def online(p, x):
+    """The same, key by key: the largest score begins at negative infinity."""
+
+    def step(carry, key):
+        most, total, out = carry
+        score, value = key
+        now = jnp.maximum(most, score)
+        scale, own = jnp.exp(most - now), jnp.exp(score - now)
+        return (now, total * scale + own, out * scale + own * value[None]), None
+
+    start = jnp.full((len(x), 1), -jnp.inf), jnp.zeros((len(x), 1)), jnp.zeros((len(x), D))
+    keys = (x @ p["a"]).T[:, :, None], p["b"]
+    (_, total, out), _ = jax.lax.scan(step, start, keys)
+    return (out / total) @ p["c"]
+
+
+FORMS = {
+    "plain": (plain, {"a": (D, D), "b": (D, D)}),
+    "scan": (scanned, {"layers": (L, D, D)}),
+    "cond": (branches, {"a": (D, D), "b": (D, D), "c": (D, D)}),
+    "loop": (looped, {"a": (D, D), "b": (D, D)}),
+    "experts": (experts, {"router": (D, 3), "up": (3, D, D), "down": (D, D)}),
+    "masked": (masked, {"a": (D, D), "b": (D, D)}),
+    "online": (online, {"a": (D, D), "b": (D, D), "c": (D, D)}),
+}
+PARAMS = {
+    form: {key: normal(i, *shape) / 3 for i, (key, shape) in enumerate(shapes.items())}
+    for form, (_, shapes) in FORMS.items()
+}
+X = [np.asarray(normal(seed, ROWS, D)) for seed in (7, 8, 9)]
+KINDS = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
+PLACES = {"first": 0, "one": 1, "last": 2}
+
+
+def spoilt(kind, place, dtype=np.float32):
+    """Batches of which one has three more rows with such a value; and without these rows."""
+    batches, bad = [x.astype(dtype) for x in X], X[0][:3].copy()
+    bad[range(3), [0, 5, D - 1]] = KINDS.get(kind)
+    if kind == "float16":  # its products overflow
+        bad = np.full((3, D), 60000.0)
+    own = batches[place]
+    batches[place] = np.concatenate([own[:5], bad.astype(dtype), own[5:]])
+    return [on_device(x) for x in batches], [on_device(x.astype(dtype)) for x in X]
+
+
+def every(p, x):
+    return {form: f(p[form], x) for form, (f, _) in FORMS.items()}
+
+
+POLICY = presets.w8a8(activation={"calibrator": jqx.calibrators.minmax})
+OBSERVERS = {
+    ".*": (hessian, mean, absmax),
+    "plain/.*": (samples(40), jqx.calibrators.percentile),
+}
+
+
+def observed(plan, batch, mode):
+    options = {"observers": OBSERVERS, "on_nonfinite": mode}
+    return jqx.calibrate(every, plan, **options)(PARAMS, batch)[1]
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    plan = jqx.make_plan(every, POLICY)(PARAMS, X[0])
+    return plan, jax.jit(functools.partial(observed, plan), static_argnums=1)
+
+
+def assert_alike(a, b):
+    """Whether statistics are the same up to float sums, and to counts as floats."""
+    assert set(a) == set(b)
+    for key in a:
+        for name, x, y in zip(a[key]._fields, a[key], b[key], strict=True):
+            got, want = (np.asarray(z, np.float64) for z in (x, y))
+            # Sums of rows in another order: an ulp of the largest for each of 24 rows.
+            most = np.abs(want[np.isfinite(want)]).max(initial=1)
+            got, want = np.broadcast_arrays(got, want)
+            np.testing.assert_allclose(got, want, 0, 24 * 2**-23 * most, err_msg=f"{key} {name}")
+
+
+def test_rows_left_out_are_as_if_they_were_not_there(calibration):
+    _, seen = calibration
+    want = seen(X[1], "error")
+    assert not any(np.asarray(x)[..., :2].any() for x in want.flags.values())
+    for kind in KINDS:
+        bad, _ = spoilt(kind, 1)
+        found = seen(bad[1], "ignore")
+        assert_alike(found, want)
+        for form in FORMS:
+            first = next(x for k, x in found.left_out.items() if k.startswith(f"{form}/"))
+            assert np.asarray(first)[..., :2].sum() >= 3, (kind, form)
+
+
+def test_flags_merge_and_are_an_error_of_scales():
+    plan, params = jqx.make_plan(plain, presets.w8a8())(PARAMS["plain"], X[0]), PARAMS["plain"]
+    calibrated = jax.jit(jqx.calibrate(plain, plan))
+    _, good = calibrated(params, X[1])
+    _, bad = calibrated(params, X[1] + np.where(np.arange(ROWS) < 3, np.inf, 0)[:, None])
+    merged = jqx.merge_stats(plan, good, bad)
+    assert merged.flags["a:dot_general:lhs"].tolist() == [0, 3, 2 * ROWS]
+    with pytest.raises(ValueError, match=r"there is infinity(.|\n)+3 rows with infinity at a:"):
+        jqx.affines(plan, merged)
+    with pytest.raises(ValueError, match=r"there is infinity(.|\n)+to mend:"):
+        jqx.quantize_params(params, plan, algorithm=algorithms.nearest(), stats=merged)
+    without_flags = dict(merged.items())
+    with pytest.raises(ValueError, match=r"affines: an activation is not finite"):
+        jqx.affines(plan, without_flags)
+
+
+def test_the_error_names_site_batch_and_kind():
+    f, plan = plain, jqx.make_plan(plain, presets.w8a8())(PARAMS["plain"], X[0])
+    for kind, name in (("inf", "infinity"), ("nan", "NaN")):
+        batches, _ = spoilt(kind, 2)
+        match = rf"there is {name} in(.|\n)+batch 2: 3 rows with {name} at a:dot_general:lhs"
+        with pytest.raises(ValueError, match=match) as info:
+            jqx.calibrate_batches(f, plan, PARAMS["plain"], batches, progress=False)
+        assert {"NaN", "infinity"} - {name} not in str(info.value).split()
+
+
+def test_overflow_of_float16_is_named_where_it_is_seen():
+    params = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS["plain"])
+    batches, good = spoilt("float16", 0, np.float16)
+    plan = jqx.make_plan(plain, presets.w8a8())(params, good[0])
+    with pytest.raises(ValueError, match=r"batch 0: 3 rows with \w+ at b:dot_general:lhs"):
+        # tanh makes overflow finite: here it is divided by itself.
+        g = lambda p, x: (h := x @ p["a"], (h / jnp.abs(h)) @ p["b"])[1]  # noqa: E731
+        jqx.calibrate_batches(g, plan, params, batches, progress=False)
+    options = {"progress": False, "on_nonfinite": "ignore"}
+    found, want = (
+        jqx.calibrate_batches(plain, plan, params, x, **options) for x in (batches, good)
+    )
+    key = "b:dot_general:lhs"  # the first site sees finite rows
+    assert found[key].largest.tolist() == want[key].largest.tolist()
+
+
+def test_weights_that_are_not_finite_are_an_error_and_other_leaves_are_not():
+    f = lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"] + p["mask"]  # noqa: E731
+    params = {"w": normal(0, D, D), "v": normal(1, D, D), "mask": jnp.full((1, D), -jnp.inf)}
+    plan = jqx.make_plan(f, jqx.Policy({"w": "int8"}))(params, X[0])
+    jqx.quantize_params(params, plan)
+    spoilt = {**params, "v": params["v"].at[0, 0].set(jnp.inf)}
+    jqx.quantize_params(spoilt, plan)  # no site of the plan reads it
+    for value, name in ((jnp.inf, "1 infinite"), (-jnp.inf, "1 infinite"), (jnp.nan, "1 NaN")):
+        bad = {**params, "w": params["w"].at[3, 4].set(value)}
+        match = rf"the weight 'w' is not finite(.|\n)+{name} of {D * D} elements"
+        for call in (
+            lambda bad=bad: jqx.quantize_params(bad, plan),
+            lambda bad=bad: jqx.quantize_params(bad, plan, algorithm=algorithms.nearest()),
+            lambda bad=bad: jqx.ptq(f, jqx.Policy({"w": "int8"}), progress=False)(bad, [X[0]]),
+        ):
+            with pytest.raises(ValueError, match=match):
+                call()
+
+
+def test_other_values_of_the_option_are_refused():
+    module, model = nn.Dense(D), nnx.Linear(D, D, rngs=nnx.Rngs(0))
+    plan = jqx.make_plan(plain, presets.w8a8())(PARAMS["plain"], X[0])
+    for call in (
+        lambda: jqx.calibrate(plain, plan, on_nonfinite="skip"),
+        lambda: jqx.calibrate_batches(plain, plan, PARAMS["plain"], [X[0]], on_nonfinite=True),
+        lambda: jqx.ptq(plain, presets.w8a8(), on_nonfinite=None),
+        lambda: jqx.linen.ptq(module, presets.w8a8(), on_nonfinite="skip")({"params": {}}, [X[0]]),
+        lambda: jqx.nnx.ptq(model, presets.w8a8(), on_nonfinite="skip")([X[0]]),
+    ):
+        with pytest.raises(ValueError, match=r"`on_nonfinite` is unknown(.|\n)+'ignore'"):
+            call()
+
+
+def test_a_weight_of_rows_reaches_static_scales():
+    """Padding is the token 0, whose row in the table is large."""
+    table = normal(0, 8, D).at[0].set(100.0)
+    f = lambda p, tokens: p["table"][tokens] @ p["w"]  # noqa: E731
+    params = {"table": table, "w": normal(1, D, D)}
+    tokens, is_token = on_device(np.array([[3, 5, 0, 0], [1, 0, 0, 0]])), lambda x: x != 0
+    policy = jqx.Policy({"w": presets.w8a8(), ".*": "float"})
+    plan = jqx.make_plan(f, policy)(params, tokens)
+    largest = float(jnp.abs(table[jnp.array([1, 3, 5])]).max())
+    stats = jqx.calibrate_batches(f, plan, params, [tokens], weight=is_token, progress=False)
+    assert float(stats["w:dot_general:lhs"].largest[0, 0, 0]) == largest
+    for options in (
+        {"algorithm": algorithms.nearest(), "weight": is_token},
+        {"algorithm": algorithms.bias_correction(weight=is_token)},
+    ):
+        found = jqx.ptq(f, policy, progress=False, **options)(params, [tokens])
+        scale = found.affines["w:dot_general:lhs"].scale.item()
+        np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
+
+
+def test_a_site_that_saw_only_zeros_is_named():
+    f = lambda p, x: x @ p["a"] + jnp.where(x > 100, x, 0.0) @ p["b"]  # noqa: E731
+    params = PARAMS["plain"]
+    plan = jqx.make_plan(f, presets.w8a8())(params, X[0])
+    _, stats = jqx.calibrate(f, plan)(params, X[0])
+    match = r"only zeros(.|\n)+given:    b:dot_general:lhs\n(.|\n)+dynamic=True"
+    with pytest.warns(UserWarning, match=match):
+        jqx.affines(plan, stats)
+
+
+def test_inputs_of_all_batches_count_in_any_order():
+    x = on_device(X[0])
+    for batches in ([x[:1], x], [x[:0], x]):
+        found = jqx.ptq(lambda p, x: x @ p, jqx.Policy({".*": "int4"}), progress=False)
+        codes = found(PARAMS["plain"]["a"], batches).report.codes
+        assert codes.startswith("gptq("), codes
+    few = jqx.ptq(lambda p, x: x @ p, jqx.Policy({".*": "int4"}), progress=False)
+    assert "3 inputs of 16 channels are too few" in few(PARAMS["plain"]["a"], [x[:3]]).report.codes
+
+
+def test_matrices_that_were_rounded_for_want_of_inputs_are_named():
+    f = lambda p, x: jnp.einsum("erd,edf->erf", x, p)  # noqa: E731
+    x = normal(3, 3, ROWS, D).at[2].set(jnp.nan)
+    x = x.at[1, 4:].set(jnp.nan)
+    quantize = jqx.ptq(
+        f, jqx.Policy({".*": "int4"}), algorithms.gptq(), on_nonfinite="ignore", progress=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = quantize(normal(4, 3, D, D), [x])
+    texts = "\n".join(str(each.message) for each in caught)
+    assert "4 inputs of 16 channels are too few" in texts and "no batch has reached it" in texts
+    assert "; 2 of 3 matrices rounded to nearest" in found.report.codes
+    nearest = jqx.ptq(f, jqx.Policy({".*": "int4"}), algorithms.nearest(), progress=False)
+    own = nearest(normal(4, 3, D, D), [x]).params
+    np.testing.assert_array_equal(found.params.codes[1:], own.codes[1:])
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(D, name="b")(nn.tanh(nn.Dense(D, name="a")(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a, self.b = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(jnp.tanh(self.a(x)))
+
+
+def quantized(form, policy, algorithm, batches, **options):
+    """What `ptq` makes of one of the forms."""
+    options = {"progress": False, "target": False, **options}
+    if form == "linen":
+        variables = {
+            "params": {
+                name: {"kernel": PARAMS["plain"][name], "bias": jnp.zeros(D)} for name in "ab"
+            }
+        }
+        return jqx.linen.ptq(Net(), policy, algorithm, **options)(variables, batches)
+    if form == "nnx":
+        return jqx.nnx.ptq(Model(), policy, algorithm, **options)(batches)
+    return jqx.ptq(FORMS[form][0], policy, algorithm, **options)(PARAMS[form], batches)
+
+
+ALGORITHMS = {
+    "default": lambda: None,
+    "nearest": algorithms.nearest,
+    "smooth_quant": algorithms.smooth_quant,
+    "awq": lambda: algorithms.awq(steps=3),
+    "equalize": algorithms.equalize,
+    "rotate": lambda: algorithms.rotate(steps=2),
+    "gptq": lambda: algorithms.gptq(propagation="gptaq"),
+    "gptq in one pass": lambda: algorithms.gptq(sequential=False),
+    "adaround": lambda: algorithms.adaround(steps=5),
+    "auto_round": lambda: algorithms.auto_round(steps=3),
+    "bias_correction": algorithms.bias_correction,
+    "eora": lambda: algorithms.eora(rank=2),
+    "loftq": lambda: algorithms.loftq(rank=2, rounds=1),
+}
+PRESETS = {
+    "w8a8": presets.w8a8,
+    "w8a8_dynamic": presets.w8a8_dynamic,
+    "w4a16": lambda: presets.w4a16(block=8),
+    "w4a4": presets.w4a4,
+    "fp8": presets.fp8,
+}
+
+
+def check(form, preset, algorithm, kind, place):
+    """The error names the batch, and a result without these rows is the same as with none."""
+    bad, good = spoilt(kind, PLACES[place])
+    policy, own = PRESETS[preset](), ALGORITHMS[algorithm]()
+    try:
+        want = quantized(form, policy, own, good)
+    except (ValueError, NotImplementedError):
+        return  # the algorithm has nothing to do in this function
+    try:
+        found = quantized(form, policy, own, bad)
+    except ValueError as error:
+        assert f"batch {PLACES[place]}: " in str(error), error
+    else:  # nothing was observed
+        jax.tree.map(np.testing.assert_array_equal, found.params, want.params)
+        return
+    with pytest.warns(UserWarning, match="rows that are not finite were left out"):
+        found = quantized(form, policy, own, bad, on_nonfinite="ignore")
+    for a, b in zip(jax.tree.leaves(found.affines), jax.tree.leaves(want.affines), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    y, z = (np.asarray(q(good[0]), np.float64) for q in (found, want))
+    # Float sums in another order may round single weights to another code.
+    assert np.linalg.norm(y - z) <= 0.02 * np.linalg.norm(z)
+
+
+FEW = [
+    ("plain", "w8a8", "nearest", "inf", "first"),
+    ("plain", "w4a16", "gptq", "nan", "last"),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids="-".join)
+def test_ptq_leaves_rows_out_or_raises(case):
+    check(*case)
+
+
+SLOW = [
+    ("scan", "w4a16", "default", "-inf", "one"),
+    ("plain", "w8a8", "bias_correction", "nan", "one"),
+    ("experts", "w4a16", "gptq", "nan", "first"),
+    ("linen", "w4a16", "auto_round", "inf", "last"),
+    ("nnx", "w4a4", "rotate", "nan", "one"),
+    ("plain", "w8a8", "eora", "inf", "one"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids="-".join)
+def test_ptq_leaves_rows_out_or_raises_in_more_forms(case):
+    check(*case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("form", [*FORMS, "linen", "nnx"])
+def test_ptq_leaves_rows_out_or_raises_everywhere(form, preset, algorithm, kind, place):
+    check(form, preset, algorithm, kind, place)
