@@ -27,9 +27,6 @@ class LeastStats(NamedTuple):
 class Least(Observer):
     """Records the least value of each channel of an activation that a weight is multiplied by."""
 
-    def looks_at(self, site: ObservedSite) -> bool:
-        return super().looks_at(site) and site.experts is None
-
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> LeastStats:
         reduced = site.reduced(len(operand.shape))
         shape = [1 if axis in reduced else n for axis, n in enumerate(operand.shape)]

@@ -104,7 +104,7 @@ class Rounded(ChannelMap):
 
     def _apply(self, x: jax.Array, channels: Channels) -> jax.Array:
         assert self.scale is not None and self.spec is not None
-        y = super().apply(x.astype(jnp.promote_types(x.dtype, jnp.float32)), channels)
+        y = super().apply(x.astype(x.dtype if x.dtype.itemsize > 4 else jnp.float32), channels)
         affine = fit(y, self.spec)
         if not isinstance(affine.scale, jax.Array) or affine.scale.dtype.itemsize == 1:
             affine = None  # powers of two, and scales that are codes, have no gradient

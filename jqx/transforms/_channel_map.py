@@ -45,7 +45,7 @@ class ChannelMap:
 
     def apply(self, x: jax.Array, channels: "Channels") -> jax.Array:
         """Returns a value with its channels mapped, in its own dtype."""
-        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = x.astype(x.dtype if x.dtype.itemsize > 4 else jnp.float32)
         if self.scale is not None:
             y = y * channels.spread(self.scale.astype(y.dtype), y.shape)
         if self.factors:
