@@ -102,7 +102,15 @@ OPTIMIZED = (
 """Folders and files whose tests hold the bits of a result, those of another process too, or the
 distance of two programs."""
 
-FEW = 12
+FEW = 16
+"""One in so many cases of tests with many cases is in the default run, besides the first."""
+
+SETTLED = ("calibrators", "conformance", "contractions", "gradients", "numerics", "ops", "tensor")
+"""Folders in which each test of `MANY` cases or more is taken as one marked `many`: arithmetic that
+is exhaustively tested, and rarely changes. Over two minutes of the default run's CPU time.
+"""
+
+MANY = 4
 
 LONG = (
     "test_examples.py",
@@ -124,23 +132,28 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves the first case of a test marked `many`, and about one in twelve of the others, to the
-    default run. Half of the rest are slow tests, of number formats all. The other half is there
-    with `--every`, and where tests are asked for by name. A hash chooses: a stride may skip a whole
-    parameter. Of a parameter that the marker names, each value has a first case.
+    """Leaves the first case of a test marked `many`, and about one in sixteen of the others, to the
+    default run; so of tests in `SETTLED` folders. A quarter of the rest are slow tests, of
+    number formats half. The others are there with `--every`, and where tests are asked for by name.
+    A hash chooses: a stride may skip a whole parameter. Of a parameter that the marker names, each
+    value has a first case.
     Files that take minutes come first, or the other process would wait for the last of them.
     """
     items.sort(key=lambda item: item.path.name not in LONG)
     every = config.getoption("every") or any("::" in name for name in config.args)
+    sizes = collections.Counter(item.nodeid.partition("[")[0] for item in items)
     cases, left = collections.Counter(), []
     for item in items:
-        if many := item.get_closest_marker("many"):
-            test, _, case = item.nodeid.partition("[")
-            kind = test, *(str(item.callspec.params[name]) for name in many.args)
+        test, _, case = item.nodeid.partition("[")
+        many = item.get_closest_marker("many")
+        is_settled = item.path.parent.name in SETTLED and sizes[test] >= MANY
+        if many or (is_settled and not item.get_closest_marker("slow")):
+            names = many.args if many else ()
+            kind = test, *(str(item.callspec.params[name]) for name in names)
             turn, place = divmod(zlib.crc32(case.encode()), FEW)
             if cases[kind] and place:
                 item.add_marker(pytest.mark.slow)
-                if turn % 2 and not every and "numerics" not in item.path.parts:
+                if turn % (2 if "numerics" in item.path.parts else 4) and not every:
                     left.append(item)
             cases[kind] += 1
     if left:
