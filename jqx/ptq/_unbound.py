@@ -17,10 +17,10 @@ from ..transforms import Plan
 from ..transforms._shared import (
     Hoisted,
     Maps,
-    check_function_of,
     is_array,
     is_quantized,
     placed,
+    plan_of_function,
 )
 from ._hoisted import without_values
 from ._late_folders import diagnostics
@@ -94,14 +94,15 @@ class Unbound:
                 parents = (like,) if isinstance(self.plan.hoisted.params, int) else tuple(like)
             f, like = without_values(self.plan, f, parents, self.inputs), None
         params = self.params if like is None and self.structured else self._filled(like)
+        plan = self.plan
         if self.inputs is not None:
             mend = (
                 "bind the function that was quantized. Another function of the same weights and "
                 "contractions comes after it: jqx.load(path).bind(f).bind(step)."
             )
-            given = placed(self.plan.params, params, self.inputs)
-            check_function_of("bind", f, self.plan, given, mend)
-        mapped = Mapped(f, self.plan, self.maps)
+            given = placed(plan.params, params, self.inputs)
+            plan, _ = plan_of_function("bind", f, plan, given, mend)
+        mapped = Mapped(f, plan, self.maps)
         found = quantized_of(mapped, self.affines, params, self.report, self.inputs, meant)
         return found if parents is None else dataclasses.replace(found, parents=parents)
 
