@@ -1,5 +1,5 @@
-"""Tells lookups in weights from reads of other values. In a jaxpr both are gathers, but only lookups
-are contractions.
+"""Tells lookups in weights from reads of other values. In a jaxpr both are gathers, but only
+lookups are contractions.
 
 An index such as `h[:, -1]` is traced as a slice, and as a gather if a size of `h` is symbolic. So
 reads must not count in addresses: a function then has the same addresses for all sizes.
