@@ -14,6 +14,7 @@ from ._choose import Chosen, choose
 from ._find import Found, contractions, contractions_with_reads, dtypes_of
 from ._follow import lost
 from ._input_as_weight import check_inputs
+from ._operations import operations_of
 from ._origin import Address, Origin
 from ._paths import Weights
 from ._plan import Plan
@@ -151,6 +152,7 @@ def plan_call(
         names=call.names,
         unreached=unreached(call, found),
         splits=call.splits,
+        operations=operations_of(call.jaxpr),
     )
     more = lost(call, plan, sites)
     return plan_call(function, call, policy, weights, found, {**floats, **more}) if more else plan

@@ -63,6 +63,7 @@ from ._map_channels import as_maps as as_maps
 from ._map_channels import with_maps as with_maps
 from ._observers import GivenObservers as GivenObservers
 from ._observers import check_observers as check_observers
+from ._operations import check_operations as check_operations
 from ._origin import Address as Address
 from ._param_shardings import floats_of as floats_of
 from ._param_shardings import of_params as of_params
