@@ -81,7 +81,7 @@ def layer_by_layer(
     every, f = list(batches), TracedOnce(f)
     ignores = check_mode(solver.function, on_nonfinite)
     traced = Traced.of(f, plan, params, every, solver.weight, lazy=True, ignores=ignores)
-    first, groups, elements = traced.calls[0], traced.groups, traced.elements
+    plan, first, groups, elements = traced.plan, traced.calls[0], traced.groups, traced.elements
     known, digests = None, None
     is_lazy = any(isinstance(x, Lazy) for x in traced.originals.values())
     if checkpoint is not None or is_lazy:

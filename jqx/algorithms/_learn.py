@@ -92,7 +92,7 @@ def learned(
     f = TracedOnce(f)
     look_at_batches(_FUNCTION, f, plan, params, every, on_nonfinite)
     traced = Traced.of(f, plan, params, every, options.weight, ignores=ignores)
-    bodies = bodies_of(plan, traced.calls[0].jaxpr)
+    plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)
     sites = [site for site in plan.sites if site.address in bodies]
     labels = labels_of(sites, bodies, options.blocks)
     require_that(

@@ -66,7 +66,7 @@ class Traced:
         weight = every_row if ignores and weight is None else weight
         calls = calls_of(f, plan, params, batches, weight, lazy=lazy, ignores=ignores)
         first = calls[0]
-        as_plan("ptq", plan, first, plan.parameters)  # checks that its sites are the plan's
+        plan = as_plan("ptq", plan, first, plan.parameters)
         places = {path: i for i, path in enumerate(first.paths) if path is not None}
         originals = {i: first.leaves[i] for i in places.values()}
         groups = Group.of_plan(plan, {path: originals[i].size for path, i in places.items()})

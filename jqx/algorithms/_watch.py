@@ -79,7 +79,8 @@ def calibrate_stages(
     given = f, plan, dequantize_params(params), every, weight
     traced = Traced.of(*given, lazy=True, ignores=ignores)
     weight = every_row if ignores and weight is None else weight
-    first, checked = traced.calls[0], check_observers("ptq", observers)
+    plan, first = traced.plan, traced.calls[0]
+    checked = check_observers("ptq", observers)
     entries = entries_of("ptq", plan, first.jaxpr, contractions(first), checked, weight)
     scans = scans_around(plan, first.jaxpr)
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 
 from .._calls import called
@@ -114,6 +115,8 @@ def _rows(q: QTensor, places: jax.Array, axis: int) -> jax.Array:
     packing = None if q.layout is None else q.layout.packing
     if packing is not None and packing.axis + q.ndim == axis:
         q = q.unpack()
+    if any(map(export.is_symbolic_dim, places.shape[1:])):  # JAX may not be able to flatten them
+        return jax.vmap(lambda each: _rows(q, each, axis), out_axes=axis)(places)
     # Places are flattened to one axis, so that the layout, which counts from the last, stays valid.
     rows = take_along(q, places.reshape(-1), axis).dequantize()
     return rows.reshape(*q.shape[:axis], *places.shape, *q.shape[axis + 1 :])

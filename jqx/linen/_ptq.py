@@ -1,7 +1,7 @@
 """`ptq` for a linen module, on its variables."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from flax import errors
 from flax import linen as nn
@@ -113,6 +113,7 @@ def bind(
     like: Any = None,
     *,
     target: Target = None,
+    check: Literal["function"] | None = None,
     **kwargs: Any,
 ) -> Quantized:
     """Returns the quantized module of a file, bit for bit equal to the one that was saved.
@@ -122,6 +123,7 @@ def bind(
       module: the module that was quantized.
       like: as in `jqx.Unbound.bind`.
       target: as in `jqx.ptq`.
+      check: as in `jqx.Unbound.bind`.
       **kwargs: arguments of every call, the same as for `jqx.linen.ptq`.
 
     Raises:
@@ -142,7 +144,7 @@ def bind(
     check_instance("linen.bind", "unbound", unbound, Unbound, mend=mend)
     function = _applied("linen.bind", module, kwargs)
     try:
-        return unbound.bind(function, like, target=target)
+        return unbound.bind(function, like, target=target, check=check)
     except errors.FlaxError as error:
         raise ValueError(
             message(

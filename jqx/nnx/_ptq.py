@@ -1,7 +1,7 @@
 """`ptq` for an nnx model, on the values of its variables."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +110,7 @@ def bind(
     *,
     method: str = "__call__",
     target: Target = None,
+    check: Literal["function"] | None = None,
     **kwargs: Any,
 ) -> Quantized:
     """Returns the quantized model of a file, bit for bit equal to the one that was saved.
@@ -121,6 +122,7 @@ def bind(
         random numbers are taken from it.
       method: name of the method to call.
       target: as in `jqx.ptq`.
+      check: as in `jqx.Unbound.bind`.
       **kwargs: keyword arguments of every call, the same as for `jqx.nnx.ptq`.
 
     Raises:
@@ -140,7 +142,7 @@ def bind(
     check_instance("nnx.bind", "unbound", unbound, Unbound, mend=mend)
     check_float("nnx.bind", model)
     _check_abstract(model)
-    return unbound.bind(_called("nnx.bind", model, method, kwargs)[0], target=target)
+    return unbound.bind(_called("nnx.bind", model, method, kwargs)[0], target=target, check=check)
 
 
 def _is_random(path: Any, variable: Any) -> bool:

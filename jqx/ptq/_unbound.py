@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jax import dtypes
 from jax.tree_util import keystr, tree_flatten_with_path
@@ -17,10 +17,11 @@ from ..transforms import Plan
 from ..transforms._shared import (
     Hoisted,
     Maps,
-    check_function_of,
+    check_operations,
     is_array,
     is_quantized,
     placed,
+    plan_of_function,
 )
 from ._hoisted import without_values
 from ._late_folders import diagnostics
@@ -67,24 +68,33 @@ class Unbound:
 
     @called("bind", "pass the function that was quantized: jqx.load(path).bind(f).")
     def bind(
-        self, f: Callable[..., R], like: Any = None, *, target: Target = None
+        self,
+        f: Callable[..., R],
+        like: Any = None,
+        *,
+        target: Target = None,
+        check: Literal["function"] | None = None,
     ) -> Quantized[..., R]:
         """Returns the quantized function of `f`: the same as the saved one, bit for bit.
 
         Args:
           f: the function that was quantized, or another one with the same parameters and
-            contractions. The fingerprint of the plan is checked.
+            contractions. Both are checked. If the file was written with this version of jax, the
+            names of its other operations are compared too, without their numbers and shapes; a
+            difference is a warning.
           like: parameters with the structure that `f` takes: float, quantized or
             `jax.ShapeDtypeStruct`, such as `jax.eval_shape(init, key)`. Leaves that are not arrays
             are taken from it. Required if `structured` is false. If `hoist=` split the function,
             these are the parameters before that (a tuple if there are several positions), and they
             are required only if `parents` is `None`.
           target: the platform whose weight layout is used, as in `jqx.ptq`.
+          check: `"function"` makes that difference an error, and also a file with which the names
+            cannot be compared: of an older jqx, of another jax, or without `inputs`.
 
         Raises:
           TypeError: `f` is not a function.
-          ValueError: `f` or `like` does not match what was quantized, `like` is required, or
-            `target` is unknown.
+          ValueError: `f` or `like` does not match what was quantized, `like` is required, `target`
+            or `check` is unknown, or `check` finds other operations.
         """
         check_whole("bind", f)
         meant = target_of("bind", target)
@@ -93,15 +103,28 @@ class Unbound:
             if like is not None:
                 parents = (like,) if isinstance(self.plan.hoisted.params, int) else tuple(like)
             f, like = without_values(self.plan, f, parents, self.inputs), None
+        require_that(
+            check in (None, "function"),
+            error=ValueError,
+            function="bind",
+            problem="`check` is unknown.",
+            given=f"check == {check!r}",
+            expected='"function", or None',
+            mend='pass check="function", or leave it out.',
+        )
         params = self.params if like is None and self.structured else self._filled(like)
+        plan = self.plan
         if self.inputs is not None:
             mend = (
                 "bind the function that was quantized. Another function of the same weights and "
                 "contractions comes after it: jqx.load(path).bind(f).bind(step)."
             )
-            given = placed(self.plan.params, params, self.inputs)
-            check_function_of("bind", f, self.plan, given, mend)
-        mapped = Mapped(f, self.plan, self.maps)
+            given = placed(plan.params, params, self.inputs)
+            plan, call = plan_of_function("bind", f, plan, given, mend)
+            check_operations("bind", plan.operations, call.jaxpr, strict=check is not None)
+        elif check is not None:
+            check_operations("bind", "", None, strict=True)
+        mapped = Mapped(f, plan, self.maps)
         found = quantized_of(mapped, self.affines, params, self.report, self.inputs, meant)
         return found if parents is None else dataclasses.replace(found, parents=parents)
 

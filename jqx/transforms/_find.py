@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from .. import _compat
 from .._checks import is_real
 from .._compat import Eqn
+from ._lookups import is_lookup_or_product, without_reads
 from ._origin import Address, Loop, Origin
 from .primitives import CONTRACTIONS, FORMS, VIEWS, Contraction, tracked
 
@@ -73,7 +74,7 @@ def contraction_of(eqn: Eqn) -> Contraction:
 
 def is_marked(eqn: Eqn) -> bool:
     """Whether an equation counts in addresses: a contraction, or a form that holds one."""
-    if eqn.primitive.name in CONTRACTIONS:
+    if is_lookup_or_product(eqn):
         return True
     return eqn.primitive.name in FORMS and holds_contraction(eqn)
 
@@ -81,7 +82,7 @@ def is_marked(eqn: Eqn) -> bool:
 def holds_contraction(eqn: Eqn) -> bool:
     """Whether the jaxprs inside an equation hold a contraction at any depth that is not hidden."""
     return _compat.name_of_jit(eqn) != HIDDEN and any(
-        inner.primitive.name in CONTRACTIONS or holds_contraction(inner)
+        is_lookup_or_product(inner) or holds_contraction(inner)
         for jaxpr in _compat.sub_jaxprs(eqn)
         for inner in jaxpr.eqns
     )
@@ -130,7 +131,7 @@ def find(
         results: Sequence[Origin | None] = []
         if name in CONTRACTIONS:
             family = CONTRACTIONS[name]
-            if known[0] is not None or not family.needs_weight:
+            if marked and (known[0] is not None or not family.needs_weight):
                 why = reason or family.excuse(eqn)
                 origins_here = known[: len(family.axes(eqn))]
                 found.append(Found(() if why else here, eqn, inner_scope, origins_here, why))
@@ -177,12 +178,26 @@ class _Inside:
 
 def contractions(call: Any) -> list[Found]:
     """Returns the contractions of a `Call`, in order."""
-    origins = [
-        None if path is None else Origin.of_leaf(path, len(leaf.shape))
-        for leaf, path in zip(call.leaves, call.paths, strict=True)
-    ]
+    return _contractions(call, call.jaxpr)
+
+
+def contractions_with_reads(call: Any) -> list[Found]:
+    """Returns the same contractions with the addresses of older plans, in which reads count too."""
+    return _contractions(call, without_reads(call.jaxpr))
+
+
+def _contractions(call: Any, jaxpr: Any) -> list[Found]:
     floats = {path for path, dtype in dtypes_of(call).items() if is_real(dtype)}
-    return [_without_integers(item, floats) for item in find(call.jaxpr, origins)[0]]
+    found, _ = find(jaxpr, origins_of(call.leaves, call.paths))
+    return [_without_integers(item, floats) for item in found]
+
+
+def origins_of(leaves: Sequence[Any], paths: Sequence[str | None]) -> list[Origin | None]:
+    """Returns the origins of the operands of a traced function."""
+    return [
+        None if path is None else Origin.of_leaf(path, len(leaf.shape))
+        for leaf, path in zip(leaves, paths, strict=True)
+    ]
 
 
 def dtypes_of(call: Any) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _evaluate(
     if quantized and name not in _TAKE_STACKS:
         operands = list(map(alone, operands))
     if name in CONTRACTIONS:
-        site = rules.plan.site_at(here)
+        site = rules.plan.site_at(here) if holds_site else None
         if site is not None:
             if rules.function is not None and rules.affines:
                 kept, shapes = CONTRACTIONS[name].kept(eqn), [x.aval.shape for x in eqn.invars]
@@ -199,7 +199,8 @@ def evaluate_counted(
     Without an address none of its contractions is a site.
     """
     name = eqn.primitive.name
-    if name in FORMS or (name in CONTRACTIONS and rules.plan.site_at(here) is not None):
+    is_site = holds_site and name in CONTRACTIONS and rules.plan.site_at(here) is not None
+    if name in FORMS or is_site:
         return _evaluate(eqn, operands, rules, here, holds_site)
     if rules.leaves_out and name in CONTRACTIONS:
         operands = tainted_rows(eqn, operands, rules.cleans)

@@ -73,25 +73,25 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
     check_function(name, f)
     check_instance(name, "plan", plan, Plan, mend="call jqx.make_plan(f, policy)(params, x) first.")
     given = as_maps(name, maps)
-    places = _places(plan)
-    unknown = sorted(set(given) - set(places))
+    keys = set(_places(plan))
+    unknown = sorted(set(given) - keys)
     require_that(
         not unknown,
         error=ValueError,
         function=name,
         problem="`maps` has keys that are not in the plan.",
         given=some(unknown),
-        expected=f"keys of operands and results, such as {some(sorted(places))}",
+        expected=f"keys of operands and results, such as {some(sorted(keys))}",
         mend="take the keys of plan.sites: operand.key, or site.output_key.",
     )
-    wanted: dict[Address, dict[int, str]] = {}
-    for key in given:
-        address, place = places[key]
-        wanted.setdefault(address, {})[place] = key
 
     def mapped(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call(name, f, plan.parameters, args, kwargs)
-        _, items = with_contractions(name, plan, call, plan.parameters)
+        known, items = with_contractions(name, plan, call, plan.parameters)
+        places, wanted = _places(known), dict[Address, dict[int, str]]()
+        for key in given:
+            address, place = places[key]
+            wanted.setdefault(address, {})[place] = key
         found = {item.address: item for item in items if item.address}
         sites = [_site(found[address], keys) for address, keys in wanted.items()]
         for here in sites:

@@ -137,10 +137,11 @@ class _Follower:
         def read(atom: Any) -> _Placed | None:
             return None if _compat.is_literal(atom) else env.get(atom)
 
-        for here, eqn, _ in addressed(jaxpr, address):
+        for here, eqn, marked in addressed(jaxpr, address):
             known = list(map(read, eqn.invars))
             if any(x is not None for x in known):
-                env.update(zip(eqn.outvars, self._evaluate(eqn, known, here), strict=True))
+                inside = here if marked else (*here, -1)
+                env.update(zip(eqn.outvars, self._evaluate(eqn, known, inside), strict=True))
         return list(map(read, jaxpr.outvars))
 
     def _evaluate(self, eqn: Eqn, known: Known, here: Address) -> Sequence[_Placed | None]:

@@ -52,6 +52,8 @@ class Plan(Tabular):
       splits: parameters that are split into parts, each with its own path such as `layers/w[0:1]`,
         because rules select steps of a scan over them.
       hoisted: how `jqx.hoist` split the function, if it did.
+      operations: the version of jax and the names of the other operations of the function,
+        compressed; `bind` of a loaded file reads them. Not compared.
     """
 
     sites: tuple[Site, ...]
@@ -63,6 +65,7 @@ class Plan(Tabular):
     unreached: tuple[Unreached, ...] = added((), compare=False)
     splits: tuple[Split, ...] = added(())
     hoisted: Hoisting | None = added(None)  # noqa: RUF009
+    operations: str = added("", compare=False, repr=False)
 
     @property
     def parameters(self) -> Weights:

@@ -1,5 +1,6 @@
 """Makes a plan from a traced call and a policy."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,10 +11,11 @@ from jax import export
 from ..policy import Policy
 from ._arguments import check_plan
 from ._choose import Chosen, choose
-from ._find import Found, contractions, dtypes_of
+from ._find import Found, contractions, contractions_with_reads, dtypes_of
 from ._follow import lost
 from ._input_as_weight import check_inputs
-from ._origin import Origin
+from ._operations import operations_of
+from ._origin import Address, Origin
 from ._paths import Weights
 from ._plan import Plan
 from ._reach import unreached
@@ -51,20 +53,54 @@ def _described(origin: Origin, axes: bool) -> str:
     return "+".join(dict.fromkeys(f"{part.path}[{','.join(held)}]" for part, held in named))
 
 
-def check_function_of(
+def plan_of_function(
     function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any], mend: str
-) -> None:
-    """Raises if a function, with such arguments, is not the one that a plan is for."""
+) -> tuple[Plan, Call]:
+    """Returns a plan with the addresses of a function, and the function traced at such arguments.
+    Raises if it is not the one that the plan is for.
+    """
     call = trace_call(function, f, plan.parameters, args, {}, lazy=True)
-    _check_signature(function, plan, call, contractions(call), mend)
+    return _fitted(function, plan, call, contractions(call), mend), call
 
 
-def _check_signature(
+def _fitted(
     function: str, plan: Plan, call: Call, found: Sequence[Found], mend: str = AGAIN
-) -> None:
+) -> Plan:
+    """Returns a plan with the addresses of a function, which differ in plans of jqx 0.1. Raises if
+    the plan is for another function.
+    """
     signature = signature_of(call, found)
-    if plan.signature not in (signature, signature_of(call, found, axes=False)):
-        check_same(function, signature, plan.signature, mend)
+    if plan.signature in (signature, signature_of(call, found, axes=False)):
+        return plan
+    before = contractions_with_reads(call)
+    if plan.signature in (signature_of(call, before), signature_of(call, before, axes=False)):
+        return _renumbered(plan, before, found, signature)
+    check_ranks(function, plan, found)
+    check_same(function, signature, plan.signature, mend)
+    return plan
+
+
+def _renumbered(
+    plan: Plan, before: Sequence[Found], found: Sequence[Found], signature: tuple[str, ...]
+) -> Plan:
+    """Returns a plan with the addresses of contractions found in place of those found before."""
+    new: dict[Address, Address] = {}
+    for old, item in zip(before, found, strict=True):
+        new[old.address] = item.address
+        places = zip(old.loops, item.loops, strict=True)
+        new |= {loop.address: own.address for loop, own in places}
+    sites = [
+        dataclasses.replace(
+            site,
+            address=new[site.address],
+            loops=tuple(loop._replace(address=new[loop.address]) for loop in site.loops),
+        )
+        for site in plan.sites
+    ]
+    skipped = [dataclasses.replace(item, address=new[item.address]) for item in plan.skipped]
+    return dataclasses.replace(
+        plan, sites=tuple(sites), skipped=tuple(skipped), signature=signature
+    )
 
 
 def plan_call(
@@ -116,6 +152,7 @@ def plan_call(
         names=call.names,
         unreached=unreached(call, found),
         splits=call.splits,
+        operations=operations_of(call.jaxpr),
     )
     more = lost(call, plan, sites)
     return plan_call(function, call, policy, weights, found, {**floats, **more}) if more else plan
@@ -194,8 +231,7 @@ def with_contractions(
     if isinstance(plan, Policy):
         return plan_call(function, call, plan, weights, found), found
     if signature_of(call, found) != plan.signature:
-        check_ranks(function, plan, found)
-        _check_signature(function, plan, call, found)
+        plan = _fitted(function, plan, call, found)
     return plan, found
 
 

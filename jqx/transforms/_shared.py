@@ -63,6 +63,7 @@ from ._map_channels import as_maps as as_maps
 from ._map_channels import with_maps as with_maps
 from ._observers import GivenObservers as GivenObservers
 from ._observers import check_observers as check_observers
+from ._operations import check_operations as check_operations
 from ._origin import Address as Address
 from ._param_shardings import floats_of as floats_of
 from ._param_shardings import of_params as of_params
@@ -76,9 +77,9 @@ from ._paths import rooted as rooted
 from ._places import places_of as places_of
 from ._places import renumbered as renumbered
 from ._plan_call import as_plan as as_plan
-from ._plan_call import check_function_of as check_function_of
 from ._plan_call import params_of as params_of
 from ._plan_call import plan_call as plan_call
+from ._plan_call import plan_of_function as plan_of_function
 from ._progress import advancing as advancing
 from ._progress import progress_bar as progress_bar
 from ._progress import tell as tell

@@ -15,8 +15,9 @@ from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, check_dtypes, check_read, sharding_of
 from ._arguments import check_function as check_function
 from ._evaluating import evaluating
-from ._find import contractions
+from ._find import contractions, origins_of
 from ._live import live
+from ._lookups import with_reads
 from ._paths import (
     EACH,
     Params,
@@ -166,11 +167,12 @@ def trace_call(
     def trace() -> Traced:
         own = f.f if isinstance(f, TracedOnce) else f
         with evaluating(function, own, args, kwargs):
-            return _trace(f, tree, stand_ins)
+            traced = _trace(f, tree, stand_ins)
+            return traced._replace(jaxpr=with_reads(traced.jaxpr, origins_of(leaves, paths)))
 
     if isinstance(f, TracedOnce):
         types = [x if isinstance(x, _Same) else _compat.type_of(x) for x in stand_ins]
-        traced = f.trace((tree, types), trace)
+        traced = f.trace((tree, types, paths), trace)
     else:
         traced = trace()
     own = [None if key is None else path_of(key) for key in keys]
@@ -222,7 +224,7 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
     traced = rewritten(function, call.jaxpr, call.consts, given, out)
     new = dataclasses.replace(
         call,
-        jaxpr=traced[0],
+        jaxpr=with_reads(traced[0], origins_of(leaves, paths)),
         consts=traced[1],
         out_tree=traced[2],
         leaves=leaves,

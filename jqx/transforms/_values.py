@@ -74,7 +74,7 @@ class _Numbering:
                 results = self.form(eqn, values, here, inside)
             else:
                 results = self.results(eqn, values)
-            if eqn.primitive.name in CONTRACTIONS:
+            if marked and eqn.primitive.name in CONTRACTIONS:
                 self.found[here] = Numbered(inside, tuple(values), results[0])
             env.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, body.outvars))

@@ -320,7 +320,10 @@ def test_what_has_no_version_is_refused(data):
 def test_every_missing_field_is_named():
     data = written(planned())
     fields = [path for path in places(data) if isinstance(path[-1], str)]
+    assert jqx.Plan.from_dict({k: x for k, x in data.items() if k != "operations"}) == planned()
     for path in fields:
+        if path == ("operations",):  # plans of older files do not have it
+            continue
         with pytest.raises(ValueError) as info:
             jqx.Plan.from_dict(changed(data, path, lambda node, key: node.pop(key)))
         assert_four_parts(info, "Plan.from_dict")

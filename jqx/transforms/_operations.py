@@ -1,0 +1,154 @@
+"""The names of a function's operations in order, from which a file tells that `bind` gets another
+function with the same contractions.
+
+Functions that compute the same in the same order have the same names: calls of jitted functions and
+of custom derivatives are opened, and operations that only move or convert elements are left out,
+because jit, sizes and 64-bit types add or remove them. Numbers in the function are not compared.
+"""
+
+import base64
+import itertools
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from .. import _compat
+from .._errors import message, warn
+
+_OPENED = {
+    "jit",
+    "pjit",
+    "checkpoint",
+    "remat2",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+}
+"""Calls of functions that compute what the function alone would compute."""
+
+_LEFT_OUT = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "device_put",
+    "dim_as_value",
+    "dynamic_slice",
+    "expand_dims",
+    "gather",
+    "name",
+    "optimization_barrier",
+    "pvary",
+    "reshape",
+    "reshard",
+    "sharding_constraint",
+    "slice",
+    "split",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+}
+
+_LIMIT = 2**26
+"""The most bytes of names that are read from a file."""
+
+
+def operations_of(jaxpr: Any) -> str:
+    """Returns the names of the operations of an open jaxpr, compressed, and the version of jax."""
+    names = " ".join(_names(jaxpr, {}))
+    return f"{jax.__version__}:{base64.b85encode(zlib.compress(names.encode(), 9)).decode()}"
+
+
+def _names(jaxpr: Any, known: dict[int, list[str]]) -> list[str]:
+    if id(jaxpr) not in known:
+        known[id(jaxpr)] = list(itertools.chain.from_iterable(_of(e, known) for e in jaxpr.eqns))
+    return known[id(jaxpr)]
+
+
+def _of(eqn: _compat.Eqn, known: dict[int, list[str]]) -> Iterator[str]:
+    name = eqn.primitive.name
+    if name in _LEFT_OUT:
+        return
+    bodies = list(_compat.sub_jaxprs(eqn))
+    opened = bool(bodies) and name in _OPENED
+    if not opened:
+        yield name
+    for body in bodies:
+        yield from _names(body, known)
+        if not opened:
+            yield f"end_of_{name}"
+
+
+def check_operations(function: str, planned: str, jaxpr: Any, strict: bool) -> None:
+    """Warns, or raises if `strict`, if a function has other operations than were planned. With
+    another version of jax, and for plans without operations, only `strict` has an effect.
+    """
+    version, _, stored = planned.partition(":")
+    if version != jax.__version__:
+        if strict:
+            _refuse_unknown(function, version)
+        return
+    found = operations_of(jaxpr).partition(":")[2]
+    if stored == found:
+        return
+    before, now = _read(function, stored), _read(function, found)
+    place = next(i for i, (a, b) in enumerate(itertools.zip_longest(now, before)) if a != b)
+    after = f"after `{now[place - 1]}`" if place else "at the start"
+    text = message(
+        function,
+        "the function has the contractions of the plan, and other operations between them.",
+        given=f"{_shown(now, place)}, operation {place} {after}",
+        expected=f"{_shown(before, place)}, as in the function that was quantized",
+        mend="bind that function. If the difference is meant, "
+        + (
+            "leave out check=."
+            if strict
+            else "bind the first function, and then this one: jqx.load(path).bind(f).bind(step)."
+        ),
+    )
+    if strict:
+        raise ValueError(text)
+    warn(text)
+
+
+def _read(function: str, stored: str) -> list[str]:
+    stream = zlib.decompressobj()
+    try:
+        names = stream.decompress(base64.b85decode(stored), _LIMIT).decode().split()
+        if not stream.eof:
+            raise ValueError("not the whole")
+        return names
+    except (ValueError, zlib.error) as error:
+        raise ValueError(
+            message(
+                function,
+                "the operations in the plan cannot be read.",
+                given=f"{stored[:40]!r}",
+                expected="names, compressed, as make_plan writes them",
+                mend="write the file again with jqx.save(path, quantized).",
+            )
+        ) from error
+
+
+def _shown(names: list[str], place: int) -> str:
+    if place == len(names):
+        return "the end"
+    return f"`{names[place]}`".replace("end_of_", "end of ")
+
+
+def _refuse_unknown(function: str, version: str) -> None:
+    given = f"a file that was written with jax {version}" if version else "a file without them"
+    raise ValueError(
+        message(
+            function,
+            "the operations of the function cannot be compared.",
+            given=f'{given}, and check="function"',
+            expected=f"a file that holds the operations of the function as jax {jax.__version__} "
+            "traces it",
+            mend="leave out check=, which compares parameters and contractions only, or write the "
+            "file again with this jax.",
+        )
+    )
