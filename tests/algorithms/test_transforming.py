@@ -184,12 +184,14 @@ MARKS = dict.fromkeys(("smooth_quant", "awq", "offline"), (pytest.mark.slow,)) |
 EACH_WAY = [pytest.param(way, marks=MARKS.get(way, (pytest.mark.sweep,))) for way in WAYS]
 
 
-def planned(f, policy, params, given):
-    """A plan; weights that reach other operations stay in float, as the errors say."""
+def fitting(f, policy, params, given):
+    """A policy that leaves weights that reach other operations in float, as the errors say."""
     rules = []
     for _ in range(len(jax.tree.leaves(params)) + 1):
         try:
-            return jqx.make_plan(f, jqx.Policy([*rules, *policy.rules]))(params, *given)
+            found = jqx.Policy([*rules, *policy.rules])
+            jqx.make_plan(f, found)(params, *given)
+            return found
         except ValueError as error:
             found = re.search("the weight '([^']+)', which", str(error))
             if found is None:
@@ -205,7 +207,7 @@ def check(f, params, way, policy, names):
     times what a change of all parameters by half of a last place changes.
     """
     batches, given = [inputs(1), inputs(2)], inputs(3)
-    plan = planned(f, policy, params, batches[0])
+    plan = jqx.make_plan(f, fitting(f, policy, params, batches[0]))(params, *batches[0])
     changed, maps = WAYS[way](f, plan, params, batches)
     both = zip(*map(jax.tree.leaves, (params, changed)), strict=True)
     assert any(np.any(a != b) for a, b in both if a.dtype == np.float32)
@@ -263,10 +265,12 @@ def test_defaults_are_not_worse_than_nearest(preset, first):
     """By chance, some of the functions get worse; on average they do not."""
     own = [Program(seed) for seed in range(first, first + 10)]
     f, params = together(own)
-    plan, given = planned(f, getattr(jqx.presets, preset)(), params, inputs(1)), inputs(3)
+    policy, given = fitting(f, getattr(jqx.presets, preset)(), params, inputs(1)), inputs(3)
     exact, lost = f(params, *given), {}
     for name, algorithm in (("default", None), ("nearest", algorithms.nearest())):
-        q = jqx.ptq(f, plan, algorithm, progress=False)(params, [inputs(1), inputs(2)])
+        q = jqx.ptq(f, policy, algorithm, progress=False)(
+            params, [inputs(i) for i in range(10, 18)]
+        )
         found = zip(q(*given), exact, strict=True)
         lost[name] = np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in found])
     ratio = lost["default"] / np.maximum(lost["nearest"], 1e-3)
