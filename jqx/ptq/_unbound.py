@@ -188,4 +188,4 @@ def _name(keys: Any) -> str:
 
 
 def _kind(x: Any) -> str:
-    return "none" if x is None else f"{dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}"
+    return "none" if x is None else f"{dtypes.canonicalize_dtype(x.dtype, True)}{list(x.shape)}"

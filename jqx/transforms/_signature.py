@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import dtypes
 
 from .._errors import message
@@ -14,15 +13,20 @@ AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
 
 def parameter_line(path: str, leaf: Any) -> str:
     """The line of a signature that describes one parameter."""
-    dtype = dtypes.canonicalize_dtype(leaf.dtype)  # that of NumPy's arrays inside JAX
-    return f"parameter {path}: {dtype}{list(leaf.shape)}"
+    # That of NumPy's arrays inside JAX; typed keys of random numbers have an extended one.
+    dtype = dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return line_of(path, dtype, leaf.shape)
 
 
-def parameter_of(line: str) -> tuple[str, jax.ShapeDtypeStruct]:
-    """Returns the path, shape and dtype of the parameter that a line describes."""
-    path, dtype, sizes = re.fullmatch(r"parameter (.*): (\w+)\[(.*)\]", line, re.DOTALL).groups()  # type: ignore[union-attr]
-    shape = tuple(int(size) for size in sizes.split(",") if size)
-    return path, jax.ShapeDtypeStruct(shape, dtype)
+def line_of(path: str, dtype: Any, shape: Sequence[int]) -> str:
+    """The line of a parameter of a dtype, or of the name of one, and a shape."""
+    return f"parameter {path}: {dtype}{list(shape)}"
+
+
+def parameter_of(line: str) -> tuple[str, str, tuple[int, ...]]:
+    """Returns the path, name of the dtype and shape of the parameter that a line describes."""
+    path, dtype, sizes = re.fullmatch(r"parameter (.*): (\S+)\[(.*)\]", line, re.DOTALL).groups()  # type: ignore[union-attr]
+    return path, dtype, tuple(int(size) for size in sizes.split(",") if size)
 
 
 def is_parameter_line(line: str) -> bool:

@@ -11,7 +11,7 @@ from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, lazy_segments
 from ._paths import Split, flatten, is_whole, rooted
 from ._plan import Plan
-from ._signature import is_parameter_line, parameter_line, parameter_of
+from ._signature import is_parameter_line, line_of, parameter_of
 from ._split import evaluated, parts_of
 from ._trace import TracedOnce, trace_call
 
@@ -124,9 +124,9 @@ class Unstacked:
 
 def _lines_of_parts(line: str, splits: dict[str, Split]) -> list[str]:
     """Returns the line of a parameter, or those of its parts."""
-    path, kind = parameter_of(line) if splits else (line, None)
+    path, dtype, shape = parameter_of(line) if splits else (line, "", ())
     split = splits.get(path)
     if split is None:
         return [line]
-    shapes = parts_of("ptq", kind, split)
-    return [parameter_line(x.path, own) for x, own in zip(split.parts, shapes, strict=True)]
+    parts = parts_of("ptq", jax.ShapeDtypeStruct(shape, bool), split)  # only shapes matter
+    return [line_of(x.path, dtype, own.shape) for x, own in zip(split.parts, parts, strict=True)]
