@@ -43,6 +43,11 @@ WORKAROUNDS = {
         "So they are widened before.",
         ("contractions._how._tiles.tiles", "contractions._how._convert.convert_wide"),
     ),
+    "a_transposed_product_of_sixteen_bit_floats_cannot_run": Workaround(
+        "A product of 16-bit floats into float32 is merged with transposes of its operands and its "
+        "result, and the merged one mostly cannot run. So barriers keep them apart.",
+        ("contractions._dot_gradients.rows_product",),
+    ),
     "padding_is_folded_into_an_int8_convolution_that_then_sums_wrongly": Workaround(
         "Whether the int8 library sums a convolution is decided before padding is folded into its "
         "window: a window that extends beyond the image is then summed wrongly. So a barrier keeps "

@@ -210,9 +210,15 @@ def test_one_walk_gives_equations_their_addresses():
 
 
 def test_the_planner_alone_tells_platforms_apart():
-    """But for a sum that libraries of GPUs return in float32, inside of a formulation."""
+    """But for a sum that libraries of GPUs return in float32, inside of a formulation, and products
+    of 16-bit floats in a backward pass, whose transposes XLA on CPU must not merge.
+    """
     found = [name for name in callers("platform_dependent") if name.startswith("contractions/")]
-    assert found == ["contractions/_how/_conv.py", "contractions/_how/_formulation.py"]
+    assert found == [
+        "contractions/_dot_gradients.py",
+        "contractions/_how/_conv.py",
+        "contractions/_how/_formulation.py",
+    ]
 
 
 PUBLIC = {

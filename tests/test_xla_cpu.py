@@ -46,6 +46,14 @@ def test_sixteen_bit_floats_are_multiplied_in_some_layouts_alone():
     assert multiplied((128, 16), (128, 160), LHS_FIRST, bfloat16, "float32") == {"f32"}
 
 
+def test_a_transposed_product_of_sixteen_bit_floats_cannot_run():
+    x, g = jnp.ones((4, 16, 128), jnp.bfloat16), jnp.ones((4, 16, 94), jnp.bfloat16)
+    numbers = (((0, 1), (0, 1)), ((), ()))
+    product = lambda x, g: lax.dot_general(x, g, numbers, preferred_element_type=jnp.float32).T  # noqa: E731
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED"):
+        jax.block_until_ready(jax.jit(product)(x, g))
+
+
 mended = pytest.mark.skipif(
     jax.__version_info__ >= (0, 12), reason="mended in jaxlib 0.12: goes when that is the oldest"
 )

@@ -1,6 +1,8 @@
 """The backward pass of a product of arrays, in a dtype of choice."""
 
+import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,34 +33,67 @@ def dot_gradients(
     x, w, g = lhs.astype(dtype), rhs.astype(dtype), cotangent.astype(dtype)
     # Free axes keep their order; contracted axes have the order of the left operand.
     of_lhs = [*d.lhs_batch, *d.lhs_free, *_in_order(d.lhs_contracting, d.rhs_contracting)]
-    of_rhs = [*d.rhs_batch, *d.rhs_free, *_in_order(d.rhs_contracting, d.lhs_contracting)]
-    dx = _product((g, right, ahead), (w, d.rhs_free, d.rhs_batch), of_lhs, lefts, wide)
-    dw = _product((g, left, ahead), (x, d.lhs_free, d.lhs_batch), of_rhs, len(right), wide)
+    of_rhs = [*d.rhs_batch, *_in_order(d.rhs_contracting, d.lhs_contracting), *d.rhs_free]
+    dx = _product(g, w, ((right, d.rhs_free), (ahead, d.rhs_batch)), of_lhs, wide)
+    dw = _product(x, g, ((d.lhs_free, left), (d.lhs_batch, ahead)), of_rhs, wide)
     return dx, dw
 
 
-_Factor = tuple[jax.Array, Sequence[int], Sequence[int]]
-"""An operand, its contracted axes, and its batch axes."""
-
-
 def _product(
-    cotangent: _Factor, other: _Factor, axes: Sequence[int], free: int, dtype: DTypeLike
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: lax.DotDimensionNumbers,
+    axes: Sequence[int],
+    dtype: DTypeLike,
 ) -> jax.Array:
-    """Returns the gradient of an operand. Its `axes` are those of the batch, `free` ones from the
-    cotangent, and the rest from the other operand.
+    """Returns a product whose axes are those of the result at the places in `axes`."""
+    order = tuple(axes.index(axis) for axis in range(len(axes)))
 
-    The factor with the last axis comes second. XLA on CPU makes one product of a product and the
-    swap of its two sides, and cannot run it if it multiplies bfloat16 into float32.
+    def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        y = lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype)
+        return jnp.transpose(y, order)
+
+    if lhs.dtype.itemsize != 2:
+        return plain(lhs, rhs)
+    in_rows = partial(rows_product, numbers=numbers, order=order, dtype=dtype)
+    return lax.platform_dependent(lhs, rhs, cpu=in_rows, default=plain)
+
+
+def rows_product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: lax.DotDimensionNumbers,
+    order: Sequence[int],
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Returns a transposed product of 16-bit floats, of matrices whose last axes are contracted.
+
+    XLA on CPU makes one product of a product and transposes around it, and most of these it cannot
+    run on 16-bit floats. So barriers keep them apart, and a single row, which under `vmap` would be
+    one axis of many, has a row of zeros below.
     """
-    first, second = cotangent, other
-    batch = len(cotangent[2])
-    end = batch + free
-    if axes and axes.index(len(axes) - 1) < end:
-        first, second = second, first
-        axes = [*axes[:batch], *axes[end:], *axes[batch:end]]
-    numbers = (first[1], second[1]), (first[2], second[2])
-    found = lax.dot_general(first[0], second[0], numbers, preferred_element_type=dtype)
-    return jnp.transpose(found, [axes.index(axis) for axis in range(len(axes))])
+    d = Dimensions.of(numbers, lhs.ndim, rhs.ndim)
+    batch = len(d.lhs_batch)
+    left = _transposed(lhs, (*d.lhs_batch, *d.lhs_free, *d.lhs_contracting))
+    right = _transposed(rhs, (*d.rhs_batch, *d.rhs_free, *d.rhs_contracting))
+    ahead, m = left.shape[:batch], left.shape[batch : batch + len(d.lhs_free)]
+    n = right.shape[batch : batch + len(d.rhs_free)]
+    k = math.prod(left.shape[batch + len(m) :])
+    left, right = (x.reshape(*ahead, math.prod(own), k) for x, own in ((left, m), (right, n)))
+    if is_row := math.prod(m) == 1:
+        left = jnp.concatenate([left, jnp.zeros_like(left)], batch)
+    axes = tuple(range(batch))
+    last = (batch + 1,)
+    y = lax.dot_general(left, right, ((last, last), (axes, axes)), preferred_element_type=dtype)
+    y = lax.slice_in_dim(y, 0, 1, axis=batch) if is_row else y
+    return _transposed(y.reshape(*ahead, *m, *n), order)
+
+
+def _transposed(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Returns a transpose that is not merged with what is before it or after it."""
+    if list(order) == list(range(x.ndim)):
+        return x
+    return lax.optimization_barrier(jnp.transpose(lax.optimization_barrier(x), order))
 
 
 def _in_order(axes: Sequence[int], partners: Sequence[int]) -> list[int]:

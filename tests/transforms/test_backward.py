@@ -128,3 +128,62 @@ def test_bad_arguments_are_refused():
     policy = jqx.Policy([jqx.Rule(activation=noisy)])
     with pytest.raises(ValueError, match="which this estimator does not use"):
         jqx.simulate(function("jitted"), policy, "dynamic", backward=jnp.float32)(weights(), rows())
+
+
+PRODUCTS = {
+    "x @ w": ("bk,kn->bn", (6, 8), (8, 5)),
+    "a tied head": ("bk,nk->bn", (6, 8), (5, 8)),
+    "a tied head of sequences": ("btk,nk->btn", (2, 3, 8), (5, 8)),
+    "heads": ("btk,khd->bthd", (2, 3, 8), (8, 2, 5)),
+    "heads, joined": ("bthd,hdk->btk", (2, 3, 2, 5), (2, 5, 8)),
+    "heads first": ("btk,hdk->bhtd", (2, 3, 8), (2, 5, 8)),
+    "experts": ("ebk,ekn->ebn", (3, 4, 8), (3, 8, 5)),
+    "experts last": ("bke,nek->ben", (4, 8, 3), (5, 3, 8)),
+    "columns first": ("kb,kn->nb", (8, 6), (8, 5)),
+    "two sums": ("jbk,nkj->bn", (3, 6, 8), (5, 8, 3)),
+    "a row": ("k,kn->n", (8,), (8, 5)),
+    "a column": ("bk,k->b", (6, 8), (8,)),
+    "outer": ("b,n->bn", (6,), (5,)),
+}
+
+
+def of_products(p, x):
+    """One result of each: of all patterns, a convolution, groups of rows, loops and remat."""
+    found = {
+        name: jnp.einsum(pattern, x[name], p[name]) for name, (pattern, *_) in PRODUCTS.items()
+    }
+    image, rows = x["heads first"][..., None], x["columns first"].T
+    found["conv"] = jax.lax.conv(image.transpose(0, 3, 1, 2), p["conv"], (1, 1), "SAME")
+    if "ragged" in p:
+        sizes = jnp.array([2, 4], jnp.int32)
+        found["ragged"] = jax.lax.ragged_dot(rows, p["ragged"], sizes)
+    step = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w.T), None))
+    found["scan"] = jax.lax.scan(step, rows, p["scan"])[0]
+    found["vmap"] = jax.vmap(lambda row, w: row @ w.T, (0, None))(rows, p["scan"][0])
+    return found
+
+
+@pytest.mark.parametrize("around", ["jit", "vmap"])
+def test_a_backward_pass_in_bfloat16_runs_for_every_order_of_dimensions(around):
+    x = {name: normal(i, *shape) for i, (name, (_, shape, _)) in enumerate(PRODUCTS.items())}
+    p = {name: normal(50 + i, *shape) for i, (name, (*_, shape)) in enumerate(PRODUCTS.items())}
+    p |= {"conv": normal(80, 4, 1, 3, 3), "scan": normal(82, 2, 8, 8)}
+    if around == "jit":  # JAX maps the backward pass of no other
+        p["ragged"] = normal(81, 2, 8, 5)
+    plan = jqx.make_plan(of_products, jqx.presets.w8a8_dynamic())(p, x)
+
+    def gradients(dtype):
+        simulated = jqx.simulate(of_products, plan, backward=dtype)
+        loss = lambda p, x: sum(jnp.sum(jnp.sin(y)) for y in simulated(p, x).values())  # noqa: E731
+        return jax.grad(loss, (0, 1))
+
+    def both(p, x):
+        return gradients(jnp.bfloat16)(p, x), gradients(jnp.float32)(p, x)
+
+    if around == "vmap":
+        both = jax.vmap(both, ({name: -1 for name in p}, None))
+        p = jax.tree.map(lambda w: jnp.stack([w, 2 * w], -1), p)
+    for own, right in zip(*map(jax.tree.leaves, jax.jit(both)(p, x)), strict=True):
+        size = np.abs(right).max()
+        assert np.abs(own - right).max() <= 2**-6 * size  # of products of two rounded factors
+        assert np.linalg.norm(own - right) <= 2**-7 * np.linalg.norm(right)
