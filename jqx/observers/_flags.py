@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._checks import is_at_least
 from ._channels import added
 from ._observer import Axes, ObservedSite, Observer
 
@@ -45,13 +46,24 @@ def _counted(x: jax.Array, weights: jax.Array | None, axes: Axes) -> jax.Array:
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     infinity = np.asarray(np.inf, x.dtype).view(integer)[()]
     bits = lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
-    most = jnp.max(bits, axes, keepdims=True, initial=0)
+    most = jnp.max(_in_parts(bits, axes), axes, keepdims=True, initial=0)
     kinds = most > infinity, most == infinity, most > 0
     if weights is not None:
         some = jnp.any(weights != 0, axes, keepdims=True)
         kept = jnp.max(weights, axes, keepdims=True) > 0
         kinds = tuple(kind & own for kind, own in zip(kinds, (some, some, kept), strict=True))
-    return jnp.stack([jnp.sum(kind, dtype=jnp.int32) for kind in kinds])
+    return jnp.sum(jnp.stack([kind.reshape(-1) for kind in kinds]), 1, dtype=jnp.int32)
+
+
+def _in_parts(bits: jax.Array, axes: Axes) -> jax.Array:
+    """Returns maxima along the last axis, where it is long: XLA on CPU takes those of 64 parts in
+    vectors, and those of neighbours one by one.
+    """
+    size = bits.shape[-1] if bits.ndim - 1 in axes else 0
+    if size % 64 != 0 or not is_at_least(size, 128):
+        return bits
+    parts = bits.reshape(*bits.shape[:-1], size // 64, 64)
+    return lax.optimization_barrier(jnp.max(parts, -2))
 
 
 _WITH_INFINITY = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))

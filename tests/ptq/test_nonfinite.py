@@ -164,6 +164,26 @@ def test_flags_merge_and_are_an_error_of_scales():
         jqx.affines(plan, without_flags)
 
 
+def test_rows_of_any_length_are_counted():
+    """Long rows are reduced in parts; each row has one value besides 0, in any of its places."""
+    sizes = 100, 127, 128, 192, 1000, 1024
+    f = lambda p, x: {n: (x[n] @ p[n], p[n].T @ x[n].T) for n in x}  # noqa: E731
+    values = np.array([np.nan, -np.nan, np.inf, -np.inf, 1e-30, -3e38, 0.0, -0.0])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        kinds = values[np.arange(1200) % 8]
+        x, params = {}, {}
+        for size in sizes:
+            own = np.zeros((1200, size), np.float32)
+            own[np.arange(1200), np.arange(1200) % size] = kinds
+            x[f"n{size}"] = jnp.asarray(own).astype(dtype)
+            params[f"n{size}"] = jnp.ones((size, 2), dtype)
+        plan = jqx.make_plan(f, presets.w8a8())(params, x)
+        found = jax.jit(lambda p, x, plan=plan: jqx.calibrate(f, plan)(p, x)[1].flags)(params, x)
+        assert len(found) == 2 * len(sizes)
+        for key, each in found.items():
+            assert each.tolist() == [300, 300, 900], key
+
+
 def test_the_error_names_site_batch_and_kind():
     f, plan = plain, jqx.make_plan(plain, presets.w8a8())(PARAMS["plain"], X[0])
     for kind, name in (("inf", "infinity"), ("nan", "NaN")):
