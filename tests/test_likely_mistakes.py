@@ -5,6 +5,7 @@ Nothing is compiled.
 
 import re
 import typing
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -525,3 +526,23 @@ def test_names_of_algorithms_and_presets_in_messages_exist():
     assert sorted(PRESETS) == sorted(x for x in dir(jqx.presets) if not x.startswith("_"))
     kinds = {name: getattr(jqx.algorithms, name) for name in NAMES}
     assert all(isinstance(kind, type) for kind in kinds.values())
+
+
+@pytest.mark.parametrize("function", ["make_plan", "ptq"])
+def test_parameters_of_integers_are_named(function):
+    p, x = {"up": jnp.ones((8, 8), jnp.int32), "down": jnp.ones((8, 4))}, jnp.ones((2, 8))
+
+    def f(p, x):
+        return (x @ p["up"].astype(x.dtype)) @ p["down"]
+
+    def call(policy):
+        if function == "make_plan":
+            return jqx.make_plan(f, policy)(p, x)
+        return jqx.ptq(f, policy, jqx.algorithms.nearest(), progress=False)(p, [x]).plan
+
+    with pytest.warns(UserWarning, match=r"(?s)parameters of integers.*'up' of int32.*to mend:"):
+        plan = call(jqx.presets.w8a16())
+    assert [weight.path for weight in plan.weights] == ["down"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(jqx.Policy({"up": None, "down": "int8"}))

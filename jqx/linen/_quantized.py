@@ -79,6 +79,7 @@ class Quantized(State, kw_only=True):
             args=(others, dict(self.scope.rngs), *args),
             kwargs=kwargs,
             caller=type(self).__name__,
+            converts="jqx.linen.convert(module, variables, ...)",
             **self._q_known(learned),
         )
         return quantized, params, mutable is not False

@@ -8,7 +8,8 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from .._errors import message
+from .._checks import require_that
+from .._errors import message, some
 from ..calibrators import Affine
 from ..gradients._shared import draws
 from ..policy import Policy
@@ -66,6 +67,8 @@ class QuantizedFunction:
       dynamic: whether scales of static activations and outputs without statistics or a scale are
         computed from the values of the call; otherwise they raise an error.
       path: path of the module, for errors.
+      converts: the function that turns the weights of the module into codes, for errors; `None` if
+        `Mode.CONVERT` may round floats in each call.
     """
 
     function: Callable[..., Any]
@@ -77,6 +80,7 @@ class QuantizedFunction:
     caller: str
     dynamic: bool = False
     path: str = ""
+    converts: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.function, TracedOnce):
@@ -97,8 +101,10 @@ class QuantizedFunction:
             )
         elif mode is Mode.CONVERT:
             plan = self.plan(params)
+            scales = self._given_scales(plan, mode)
+            self._check_converted(params, plan)
             params = _fit(params, plan)
-            transform = convert(self.function, plan, self._given_scales(plan, mode))
+            transform = convert(self.function, plan, scales)
         else:
             params, transform = dequantize_params(params), self.function
             if holds_codes((self.args, self.kwargs)):
@@ -181,6 +187,24 @@ class QuantizedFunction:
         """Checks that every static activation and output has a scale."""
         before = self.path and f"{self.path}/"
         check_calibrated(self.caller, [before + key for key in missing], where)
+
+    def _check_converted(self, params: Any, plan: Plan) -> None:
+        """Checks that the weights of a plan are codes."""
+        if self.converts is None:
+            return
+        flat, _ = tree_flatten_with_path(params, is_leaf=is_whole)
+        own, before = _paths(plan), self.path and f"{self.path}/"
+        floats = [_name(path) for path, x in flat if _name(path) in own and not is_whole(x)]
+        require_that(
+            not floats,
+            error=ValueError,
+            function=self.caller,
+            problem="weights are not converted.",
+            given=f"floats for {some(before + path for path in floats)}, in {Mode.CONVERT}",
+            expected="the codes of each weight that the policy quantizes",
+            mend=f"call {self.converts} first, and use its result; to quantize floats in each "
+            "call, use Mode.SIMULATE.",
+        )
 
     def _missing(self, plan: Plan) -> list[str]:
         """Returns the keys of static activations and outputs without statistics or a scale."""

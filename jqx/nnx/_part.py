@@ -85,6 +85,7 @@ class Part(Over):
             scales={},
             dynamic=whole.quant_dynamic,
             caller=type(self).__name__,
+            converts="jqx.nnx.convert(model, ...)",
         )
         return call, pure
 

@@ -70,6 +70,7 @@ class Quantized(State):
             args=pure.args,
             kwargs={},
             caller=type(self).__name__,
+            converts="jqx.nnx.convert(model, ...)",
             **self._q_known(),
         )
         return call, pure

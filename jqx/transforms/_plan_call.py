@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
 from jax import export
 
+from .._errors import message, some, warn
 from ..policy import Policy
 from ._arguments import check_plan
 from ._choose import Chosen, choose
@@ -115,9 +117,11 @@ def plan_call(
     be quantized as planned, each with the reason.
     """
     found = contractions(call) if found is None else found
-    chosen, used = choose(found, policy, dtypes_of(call), call.parts, floats)
+    dtypes = dtypes_of(call)
+    chosen, used = choose(found, policy, dtypes, call.parts, floats)
     sites: list[tuple[Site, Found]] = []
     skipped: list[Skipped] = []
+    whole: dict[str, str] = {}  # parameters of integers that rules cover
     numbers: Counter[str] = Counter()
     why: dict[int, str] | None = None
     for item, choice in zip(found, chosen, strict=True):
@@ -126,6 +130,11 @@ def plan_call(
             if reason == NO_WEIGHT:
                 why = reasons(call) if why is None else why
                 reason = why.get(id(item.eqn), reason)
+            rule = choice.rule and choice.rule[1].weight_for(item.op)
+            if rule is not None and item.op != "gather" and _is_float(item.eqn.outvars[0]):
+                for path in item.paths:
+                    if path in dtypes and jnp.issubdtype(dtypes[path], jnp.integer):
+                        whole[path] = str(dtypes[path])
             shapes = tuple(_named(v.aval.shape) for v in item.eqn.invars[:2])
             macs = _known(item.family.macs(item.eqn))
             skipped.append(Skipped(item.address, item.path, item.op, reason, shapes, macs))
@@ -137,6 +146,17 @@ def plan_call(
         sites.append((_site(function, item, choice, name), item))
     check_used(function, policy, used, found, skipped, call)
     warn_of_unused_alternatives(function, policy, found, call)
+    if whole:
+        warn(
+            message(
+                function,
+                "the policy covers parameters of integers, which stay as they are.",
+                given=some(f"{path!r} of {dtype}" for path, dtype in whole.items()),
+                expected="weights of floats",
+                mend="pass the float weights, x.astype(jnp.float32); or leave these out of the "
+                "policy, by a rule that gives them no format.",
+            )
+        )
     check_inputs(function, call, _of_weights(sites), weights)
     shapes_of = {
         path: tuple(leaf.shape)
@@ -156,6 +176,10 @@ def plan_call(
     )
     more = lost(call, plan, sites)
     return plan_call(function, call, policy, weights, found, {**floats, **more}) if more else plan
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.aval.dtype, jnp.floating))
 
 
 def _of_weights(sites: Sequence[tuple[Site, Found]]) -> list[Found]:

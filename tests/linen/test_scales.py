@@ -86,7 +86,9 @@ def test_scales_of_methods_are_fixed_one_after_another():
     assert (integers.apply(again, x) == integers.apply(small, x)).all()
     part = jqx.linen.convert(integers, known, x, method="half")
     assert set(part["quant_stats"]) == {"second"}
-    assert (integers.apply(part, x) == integers.apply(small, x)).all()
+    assert (integers.apply(part, x, method="half") == integers.apply(small, x, method="half")).all()
+    with pytest.raises(ValueError, match=r"(?s)not converted.*floats for second/kernel,"):
+        integers.apply(part, x)
 
 
 @pytest.mark.parametrize("way", WAYS)

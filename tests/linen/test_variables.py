@@ -92,7 +92,8 @@ def test_the_backward_pass_may_run_beside_integers():
     module = jqx.linen.quantize(Net(), W8A8, backward=jnp.float32)
     integers = module.clone(mode=Mode.CONVERT)
     known = jqx.linen.fix_scales(module, calibrated(), images())
-    assert (module.apply(known, images()) == integers.apply(known, images())).all()
+    codes = jqx.linen.convert(integers, known, images())
+    assert (module.apply(known, images()) == integers.apply(codes, images())).all()
     plain = module.clone(backward=None)
     gradients = [
         jax.grad(lambda p, m=m: (m.apply({**known, "params": p}, images()) ** 2).sum())(
@@ -277,3 +278,21 @@ def test_convert_lays_weights_out_for_a_target():
         module.apply(packed, x)
         with pytest.raises(ValueError, match=r"jqx\.linen\.convert: `target` is unknown"):
             jqx.linen.convert(module, known, x, target="cuda")
+
+
+@pytest.mark.parametrize("way", ["layer", "whole", "inside another module"])
+def test_variables_that_were_not_converted_are_named(way):
+    policy, mode = jqx.presets.w8a8_dynamic(), Mode.CONVERT
+    x = jnp.ones((2, 4))
+    if way == "layer":
+        module, path = jqx.linen.Dense(3, policy=policy, mode=mode), "kernel"
+    else:
+        module = jqx.linen.quantize(nn.Sequential([nn.Dense(3)]), policy, mode=mode)
+        path = "layers_0/kernel"
+    if way == "inside another module":
+        module, path = nn.Sequential([module]), "layers_0/layers_0/kernel"
+    known = module.init(jax.random.key(0), x)
+    wrong = rf"(?s)not converted.*floats for {path}, .*to mend: .*jqx\.linen\.convert"
+    with pytest.raises(ValueError, match=wrong):
+        module.apply(known, x)
+    assert module.apply(jqx.linen.convert(module, known, x), x).shape == (2, 3)

@@ -146,3 +146,20 @@ def test_a_contraction_that_does_not_know_its_weight():
 def test_adapters_are_looked_for():
     with pytest.raises(ValueError, match=r"(?s)merge_lora: there are no adapters.*to mend"):
         jqx.nnx.merge_lora(linear())
+
+
+@pytest.mark.parametrize("way", ["layer", "whole", "part"])
+def test_weights_that_were_not_converted_are_named(way):
+    policy, mode, rngs = jqx.presets.w8a8_dynamic(), jqx.nnx.Mode.CONVERT, nnx.Rngs(0)
+    if way == "layer":
+        model = run = jqx.nnx.Linear(4, 3, policy=policy, mode=mode, rngs=rngs)
+    else:
+        model = nnx.Sequential(nnx.Linear(4, 3, rngs=rngs))
+        model = run = jqx.nnx.quantize(model, policy, mode=mode)
+    if way == "part":
+        run = model.layers[0]
+    wrong = r"(?s)not converted.*floats for \S*kernel, .*to mend: .*jqx\.nnx\.convert"
+    with pytest.raises(ValueError, match=wrong):
+        run(jnp.ones((2, 4)))
+    jqx.nnx.convert(model, jnp.ones((2, 4)))
+    assert run(jnp.ones((2, 4))).shape == (2, 3)

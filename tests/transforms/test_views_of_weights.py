@@ -144,7 +144,7 @@ VIEWS = {
     "jit": jax.jit(one(lambda w: w.T[:8].T)),
     "twice": twice,
 }
-CANNOT = {"rows by one", "strided by five", "dynamic rows", "raveled", "heads of both", "chain"}
+CANNOT = {"rows by one", "strided by five", "dynamic rows", "heads of both", "chain"}
 """Views that scales in blocks cannot always follow."""
 
 
@@ -187,8 +187,7 @@ FEW = "heads,fused,rows off blocks,reversed,dynamic columns,concatenated,scan,ra
 @pytest.mark.parametrize("preset, target", [("w8a8_dynamic", "cpu"), ("w4a16", "tpu")])
 def test_views_of_weights_run_in_the_layout_of_a_target(preset, target):
     plan = check(FEW, preset, [target], 64)
-    lost = [item.path for item in plan.skipped if "cannot follow" in item.reason]
-    assert lost == ["raveled/w"] * (preset == "w4a16")
+    assert not [item for item in plan.skipped if "cannot follow" in item.reason]
 
 
 @pytest.mark.sweep
