@@ -78,7 +78,12 @@ def floats_of(function: str, plan: Plan, tree: Any) -> Any:
     """
     own = rooted(plan.params, tree)
     flat = flatten(own, is_place)
-    known = dict(map(parameter_of, plan.parameters.lines or ()))
+    lines = map(parameter_of, plan.parameters.lines or ())
+    known = {
+        path: jax.ShapeDtypeStruct(shape, dtype)
+        for path, dtype, shape in lines
+        if not dtype.startswith("key<")  # random keys are no weights
+    }
     names = plan.parameters.name(function, [keys for keys, _ in flat])
     found = [known.get(name or "", place) for name, (_, place) in zip(names, flat, strict=True)]
     floats = jax.tree.unflatten(jax.tree.structure(own, is_leaf=is_place), found)

@@ -49,6 +49,6 @@ def test_nan_values_of_many_merges_are_reported():
     stats = jqx.calibrate(f, plan)(w, x)[1]
     for _ in range(33):
         stats = jqx.merge_stats(plan, stats, stats)
-    with pytest.raises(ValueError, match="NaN values were observed") as info:
+    with pytest.raises(ValueError, match="rows with NaN at :dot_general:lhs") as info:
         jqx.affines(plan, stats)
     assert str(2**31 - 1) in str(info.value)

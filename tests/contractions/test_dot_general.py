@@ -246,7 +246,7 @@ def test_a_scale_that_varies_along_a_contracted_axis_is_refused(other, axes):
     w = exact_tensor(rng, "int8", (4, 5), axes, zero_point=False)
     x = jnp.ones((3, 4)) if other == "float32" else tensor(np.ones((3, 4)), "int8")
 
-    facts = ("contracted axis", "per_channel")
+    facts = ("contracted axis", "quantize with jqx.per_")
     facts_right = (*facts, "`rhs`", "(4, 5)", f"scale {w.scale.shape}")
     facts_left = (*facts, "`lhs`", "(5, 4)", f"scale {w.T.scale.shape}")
     assert_refused(multiply, (x, w), ValueError, "dot_general", *facts_right)

@@ -75,7 +75,7 @@ def test_parameters_and_float_are_those_of_the_float_module(way, name):
 
 def test_statistics_are_those_of_the_transforms(way, name):
     _, expected = statistics(name)
-    assert_equal(leaves_of(calibrated(way, name), jqx.nnx.Stat), named(expected))
+    assert_equal(leaves_of(calibrated(way, name), jqx.nnx.Stat), named(dict(expected)))
 
 
 def test_simulate_with_statistics(way, name):
