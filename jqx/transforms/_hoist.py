@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax import dtypes
 
 from .. import _compat
 from .._calls import called
@@ -384,4 +385,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(x: Any) -> str:
-    return "none" if x is None else f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
+    if x is None:
+        return "none"
+    # That of NumPy's arrays inside JAX; typed keys of random numbers have an extended one.
+    return f"{dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)}{list(x.shape)}"

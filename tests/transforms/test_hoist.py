@@ -221,6 +221,15 @@ def test_what_is_read_as_it_is_stays_and_the_rest_is_dropped():
     np.testing.assert_array_equal(g(computed, X)[0], f(P, X)[0])
 
 
+def test_leaves_that_stay_may_be_typed_keys_and_float64_of_numpy():
+    def f(p, x):
+        return x @ (p["w"] * p["mask"]) @ p["v"] + jax.random.normal(p["key"], x.shape)
+
+    wide = {"v": np.eye(16), "key": jax.random.key(0), "w": P["w"], "mask": np.tri(16)}
+    g, computed = jqx.hoist(f)(wide, X)
+    np.testing.assert_allclose(g(computed, X), f(wide, X), rtol=1e-5, atol=1e-5)
+
+
 def test_steps_of_a_scan_are_stacked():
     _, computed = jqx.hoist(in_scan)(STACK, X)
     np.testing.assert_allclose(
