@@ -110,10 +110,10 @@ def _observed(
     values = [value_of(z) for z in (x, *exact)]
     found = reduce(jnp.maximum, (flags.observe(z, site) for z in values))
     if ignores:
-        for i, z in enumerate(exact):  # rows of the float function that do not count
+        for z in exact:  # rows of the float function that do not count
             if is_counted(z) and z.is_known:
-                other = _with_rows(about, z, sizes, shape).weights
-                own = site.weights if i or is_counted(x) else jnp.ones_like(other)
+                other = count_operand("algorithms.gptq", about.path, z, shape)
+                own = jnp.ones_like(other) if site.weights is None else site.weights
                 site = dataclasses.replace(site, weights=jnp.minimum(own, other))
         for i, z in enumerate(values):
             values[i], site = without_nonfinite(z, site)

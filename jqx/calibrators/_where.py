@@ -17,7 +17,7 @@ def observe_where(calibrator: Calibrator, x: jax.Array, spec: Affinity, kept: ja
     # A calibrator counts NaN values and otherwise ignores them. A `Delayed` also remembers which
     # step had one; 0 is in each of its ranges.
     neutral = jnp.zeros_like(x) if _is(calibrator, Delayed) else jnp.full_like(x, jnp.nan)
-    stats = calibrator.observe(jnp.where(kept, x, neutral), spec)
+    stats: Any = calibrator.observe(jnp.where(kept, x, neutral), spec)
     nans = spec.granularity.groups(x.shape).count(jnp.isnan(x) & kept)
     some = jnp.any(kept).astype(jnp.int32)
     replace: Any = dataclasses.replace if dataclasses.is_dataclass(stats) else type(stats)._replace

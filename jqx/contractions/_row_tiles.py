@@ -47,7 +47,7 @@ def rows_of_a_tile(m: int, groups: int, least: int, most: int) -> int:
     return min(most, max(least, 1 << (mean - 1).bit_length()))
 
 
-def row_tiles(group_sizes: jax.Array, m: int, tile: int) -> RowTiles:
+def row_tiles(group_sizes: jax.Array, m: Any, tile: int) -> RowTiles:
     """Returns tiles of `tile` rows that hold `m` rows in groups."""
     g = group_sizes.shape[0]
     # sum ceil(size / tile) = sum 1 + floor((size - 1) / tile), over `begun` groups with rows.

@@ -5,17 +5,12 @@ in which each entry is next to its weight.
 from collections.abc import Mapping
 from typing import Any
 
+from ..transforms._shared import nested
+
 
 def nest(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested dicts, one for each part of the path."""
-    nested: dict[str, Any] = {}
-    for key, value in entries.items():
-        *parts, last = _parts(key)
-        inner = nested
-        for part in parts:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return nested
+    return nested((_parts(key), value) for key, value in entries.items())
 
 
 def flatten(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:

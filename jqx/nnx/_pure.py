@@ -9,6 +9,7 @@ from flax import nnx
 
 from .._checks import require_that
 from ..tensor import QTensor
+from ..transforms._shared import nested
 from ._classes import Over, Run, as_float
 from ._outputs import Path, from_places, is_node, to_places
 from ._state import OWN, State
@@ -128,14 +129,13 @@ def is_coded(path: Path, variable: Any) -> bool:
 
 def values(state: Any) -> dict[str, Any]:
     """Returns the values of variables, and arrays that are attributes, as nested dicts by name."""
-    nested: dict[str, Any] = {}
-    for path, variable in nnx.to_flat_state(state):
-        *parts, last = map(str, path)
-        inner = nested
-        for part in parts:
-            inner = inner.setdefault(part, {})
-        inner[last] = variable.get_value() if isinstance(variable, nnx.Variable) else variable
-    return nested
+    return nested(
+        (
+            [*map(str, path)],
+            variable.get_value() if isinstance(variable, nnx.Variable) else variable,
+        )
+        for path, variable in nnx.to_flat_state(state)
+    )
 
 
 def with_values(state: Any, params: Any) -> Any:

@@ -281,7 +281,7 @@ def _carried_out(
         stats = calibrated(*given, observers=observers, **how.options)
         scales = affines(plan, stats)
     chosen = None
-    if run:
+    if rounding is not None and run:
         given = mapped.function, plan, values, batches
         chosen = choice.choose(rounding, *given, **how.of(rounding.run))
     elif rounding is not None:

@@ -218,7 +218,7 @@ def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
 
 def elements_of(
     f: Callable[..., Any], plan: Plan, params: Any, batch: Any, patterns: Sequence[str]
-) -> Stats:
+) -> dict[str, Any]:
     """Returns the statistics of `jqx.observers.places` for the sites that regular expressions
     match. They are the same for all batches, and nothing else of the function is computed.
     """
@@ -227,7 +227,7 @@ def elements_of(
     arrays, filled = arrays_of((params, batch))
 
     @jax.jit
-    def found(arrays: list[Any]) -> Stats:
+    def found(arrays: list[Any]) -> dict[str, Any]:
         arguments = arguments_of(plan, *filled(arrays))
         _, stats = calibrate(f, plan, observers=dict.fromkeys(patterns, places))(*arguments)
         return {key: x for key, x in stats.items() if key.endswith(f"@{places}")}

@@ -19,7 +19,17 @@ from ._arguments import check_function
 from ._calibrate_batches import placed
 from ._known_values import KnownValues, SplitOff, What
 from ._live import live, read_by
-from ._paths import Hoisting, Names, Params, Weights, check_names, flatten, is_whole, path_of
+from ._paths import (
+    Hoisting,
+    Names,
+    Params,
+    Weights,
+    check_names,
+    flatten,
+    is_whole,
+    nested,
+    path_of,
+)
 from ._split_off import computed, evaluated, rest
 from ._trace import Call, as_params, is_array, stand_in, trace_call
 
@@ -374,14 +384,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     fronts = {path[:i] for path in values for i, c in enumerate(path) if c == "/"}
     if fronts & values.keys():
         return dict(values)
-    tree: dict[str, Any] = {}
-    for path, x in values.items():
-        *outer, last = path.split("/")
-        node = tree
-        for key in outer:
-            node = node.setdefault(key, {})
-        node[last] = x
-    return tree
+    return nested((path.split("/"), x) for path, x in values.items())
 
 
 def _kind(x: Any) -> str:

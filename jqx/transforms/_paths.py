@@ -225,3 +225,14 @@ def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) ->
         expected="a string for each path; in a dict, None for what is not a weight",
         mend='pass a dict such as {"0": "embed"}, or a function of the keys that returns strings.',
     )
+
+
+def nested(leaves: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+    """Returns nested dicts of leaves with the keys that lead to each; no leaf is above another."""
+    tree: dict[str, Any] = {}
+    for (*outer, last), leaf in leaves:
+        node = tree
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree

@@ -148,6 +148,7 @@ def _loop(eqn: Eqn, known: list[Source], found: dict[int, list[Source]]) -> list
         consts, count = _compat.scan_counts(eqn)
         body, shared = eqn.params["jaxpr"], known[:consts]
         carried, stacked = known[consts : consts + count], known[consts + count :]
+        asked = 0
     else:
         asked, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body, shared = eqn.params["body_jaxpr"], known[asked : asked + consts]

@@ -73,6 +73,7 @@ from ._paths import Part as Part
 from ._paths import Splits as Splits
 from ._paths import Weights as Weights
 from ._paths import is_whole as is_whole
+from ._paths import nested as nested
 from ._paths import rooted as rooted
 from ._places import places_of as places_of
 from ._places import renumbered as renumbered
