@@ -20,8 +20,9 @@ def observe_where(calibrator: Calibrator, x: jax.Array, spec: Affinity, kept: ja
     stats: Any = calibrator.observe(jnp.where(kept, x, neutral), spec)
     nans = spec.granularity.groups(x.shape).count(jnp.isnan(x) & kept)
     some = jnp.any(kept).astype(jnp.int32)
+    observed = stats.observed * some
     replace: Any = dataclasses.replace if dataclasses.is_dataclass(stats) else type(stats)._replace
-    return replace(stats, nans=nans, observed=stats.observed * some)
+    return replace(stats, nans=nans, observed=observed)
 
 
 def needs_no_values(calibrator: Calibrator) -> bool:

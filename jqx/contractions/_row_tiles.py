@@ -47,18 +47,19 @@ def rows_of_a_tile(m: int, groups: int, least: int, most: int) -> int:
     return min(most, max(least, 1 << (mean - 1).bit_length()))
 
 
-def row_tiles(group_sizes: jax.Array, m: Any, tile: int) -> RowTiles:
+def row_tiles(group_sizes: jax.Array, m: int, tile: int) -> RowTiles:
     """Returns tiles of `tile` rows that hold `m` rows in groups."""
     g = group_sizes.shape[0]
     # sum ceil(size / tile) = sum 1 + floor((size - 1) / tile), over `begun` groups with rows.
     # If the number of rows is symbolic, it is not known whether all groups begin.
+    rows_in_all: Any = m
     if export.is_symbolic_dim(m):
         count = g + m // tile
     else:
         begun = min(m, g)
         count = begun + (m - begun) // tile
     sizes = as_count(group_sizes, m)
-    ends = jnp.minimum(jnp.cumsum(sizes), m)
+    ends = jnp.minimum(jnp.cumsum(sizes), rows_in_all)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     padded = -(-(ends - starts) // tile) * tile
     padded_ends = jnp.cumsum(padded)

@@ -190,7 +190,7 @@ def look_at_batches(
     left_out: dict[str, Any] = {}
     spoilt = []
     for place, batch in enumerate(batches):
-        found, bad = seen(arrays, batch)
+        found, bad = seen(arrays, Batch(batch))
         if int(bad):
             check_finite(function, in_order(plan, found.flags), place)
             left_out = merged_flags(left_out, found.left_out)
@@ -275,7 +275,7 @@ class Batch:
     """
 
     def __init__(self, value: Any):
-        self.value = value
+        self.value = value.value if isinstance(value, Batch) else value
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns the arrays and QTensors, and all else with its type, because 1 == 1.0 == True."""

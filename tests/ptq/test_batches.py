@@ -96,3 +96,20 @@ def test_static_numbers_of_batches_may_differ():
 def test_one_named_tuple_is_no_list_of_batches():
     with pytest.raises(TypeError, match=r"pass a list of batches: \[batch\]"):
         jqx.ptq(masked, W8A8, progress=False)(W, Named(X, MASK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq", "adaround", "auto_round", "awq", "rotate", "eora"])
+def test_algorithms_take_static_numbers(name):
+    def f(w, x, n):
+        return jnp.tanh(x[:, :n] @ w["a"][:n]) @ w["b"]
+
+    options = {"steps": 1} if name in ("adaround", "auto_round", "rotate") else {}
+    algorithm = getattr(jqx.algorithms, name)(**options)
+    params = {"a": normal(0, 8, 16) / 4, "b": normal(1, 16, 16) / 4}
+    batches = [(normal(2, 32, 8), 4), (normal(3, 32, 8), 4)]
+    quantized = jqx.ptq(f, W8A8, algorithm, progress=False, target=False)(params, batches)
+    whole = jqx.ptq(lambda w, x: f(w, x, 4), W8A8, algorithm, progress=False, target=False)(
+        params, [x for x, _ in batches]
+    )
+    np.testing.assert_allclose(quantized(*batches[0]), whole(batches[0][0]), rtol=1e-6, atol=1e-6)
