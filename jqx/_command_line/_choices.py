@@ -156,7 +156,7 @@ def quantize_finite(x: Any, path: str, spec: QSpec) -> QTensor:
         return q
     scale = np.asarray(q.real_scale())
     kind = jnp.finfo(getattr(spec.calibrator, "dtype", scale.dtype))  # `Rounded` clamps to its own
-    scale, least = scale.astype(np.float64), float(kind.smallest_subnormal)
+    scale, least = np.abs(scale.astype(np.float64)), float(kind.smallest_subnormal)  # may be signed
     wrong = {
         "numbers that are NaN or infinite": not np.isfinite(np.asarray(x)).all(),
         f"scales beyond {float(kind.max):.3g}": not (scale < float(kind.max)).all(),

@@ -209,8 +209,7 @@ def test_blocks_follow_a_weight_through_views(view, name):
 
 
 @pytest.mark.parametrize("cut", [slice(8, 72), slice(None, None, 2)])
-def test_a_slice_that_cuts_blocks_along_a_contracted_axis_is_simulated_alone(cut):
-    """It leaves each element with a scale of its own: nothing to contract at once."""
+def test_a_slice_that_cuts_blocks_along_a_contracted_axis_is_contracted_in_smaller_ones(cut):
 
     def f(w, x):
         return x @ w[cut]
@@ -219,8 +218,7 @@ def test_a_slice_that_cuts_blocks_along_a_contracted_axis_is_simulated_alone(cut
     plan = plan_of(f, policy_of(jnp.int4, jqx.per_group(32)), w, X)
     q = jqx.quantize_params(w, plan)
     assert close(jqx.simulate(f, plan)(w, X), f(q.dequantize(), X), TERMS)
-    with pytest.raises(ValueError, match="varies along a contracted axis"):
-        jqx.convert(f, plan)(q, X)
+    assert close(jqx.convert(f, plan)(q, X), f(q.dequantize(), X), TERMS)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
@@ -305,7 +303,7 @@ def test_nan_activations_are_counted_by_key():
     _, bad = jqx.calibrate(product, plan)(params, x.at[2, :3].set(jnp.nan))
     assert jqx.affines(plan, good)
     for stats in (bad, jqx.merge_stats(plan, good, bad), jqx.merge_stats(plan, bad, good)):
-        with pytest.raises(ValueError, match="3 at w:dot_general:lhs"):
+        with pytest.raises(ValueError, match="1 row with NaN at w:dot_general:lhs"):
             jqx.affines(plan, stats)
 
 
