@@ -30,12 +30,14 @@ class Quantized(State, kw_only=True):
         if self._q_is_plain():
             super().setup()
 
+    @nn.nowrap  # else Flax runs `setup` first, also where it defers that into a transform
     def _q_is_plain(self) -> bool:
         """Returns whether a call runs the method of the float module unchanged."""
         if self.scope is None or self.is_initializing():
             return True
         return self.mode is Mode.FLOAT and not holds_codes(dict(self.variables))
 
+    @nn.nowrap
     def _q_evaluate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Runs a method of the float module, or a function of the module."""
         if self._q_is_plain():

@@ -31,11 +31,13 @@ class Whole(Quantized, kw_only=True):
             return super().__getattr__(name)
         return _reached(self, lambda module: getattr(module, name))
 
+    @nn.nowrap
     def _register_submodules(self, name: str, val: Any) -> None:
         """Leaves modules among the fields unbound, so that none of them runs in float."""
         if self._q_is_plain():
             super()._register_submodules(name, val)
 
+    @nn.nowrap
     def _q_evaluate(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._q_evaluate(method, *args, **kwargs)
         modules = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, nn.Module)]

@@ -73,7 +73,8 @@ def check_ranks(function: str, plan: Any, found: Sequence[Any]) -> None:
                 given=f"{item.op} of {_shown(now)}{where}",
                 expected=f"{_shown(planned)}, with any batch size",
                 mend="give it the axes that it had, such as x[None] for one example of a batch, or "
-                "make the plan for such an argument; under jax.vmap, for arguments of one call.",
+                "make the plan for such an argument. To map over examples what jqx.ptq returned, "
+                "map inside: result.bind(jax.vmap(f, in_axes=(None, 0)))(x).",
             )
         )
 

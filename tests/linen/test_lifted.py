@@ -179,3 +179,45 @@ def test_a_whole_quantized_module_under_a_lifted_transform(form):
     assert kernel.values.shape == (*stacked, WIDTH, WIDTH) and kernel.values.dtype == jnp.int8
     out = jax.jit(Outer(Mode.CONVERT).apply)(converted, X)
     assert jnp.abs(out - simulated).max() <= ROUNDING * jnp.abs(out).max()
+
+
+def lifted_net(lift):
+    class Inner(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(WIDTH)
+
+        @lift
+        def __call__(self, x, flag=None):
+            return jnp.tanh(self.dense(x)) if flag is None else x
+
+    class Net(nn.Module):
+        def setup(self):
+            self.inner, self.head = Inner(), nn.Dense(2)
+
+        @lift
+        def __call__(self, x, flag=None):
+            return self.head(self.inner(x))
+
+        @lift
+        def score(self, x, flag=None):
+            return self.head(self.inner(x))
+
+    return Net()
+
+
+@pytest.mark.parametrize("method", ["__call__", "score"])
+@pytest.mark.parametrize(
+    "lift",
+    [
+        functools.partial(nn.jit, static_argnames=("flag",)),
+        nn.jit,
+        nn.remat,
+    ],
+    ids=["jit_static", "jit", "remat"],
+)
+def test_init_of_methods_that_are_lifted(lift, method):
+    """Flax defers `setup` into the lifted method: it runs once, and names are free."""
+    net = lifted_net(lift)
+    shapes = jax.eval_shape(functools.partial(net.init, method=method), jax.random.key(0), X)
+    made = jqx.linen.quantize(net, POLICY).init
+    assert jax.eval_shape(functools.partial(made, method=method), jax.random.key(0), X) == shapes
