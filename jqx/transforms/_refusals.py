@@ -39,6 +39,6 @@ def _refusal(function: str, plan: Plan, escape: Escape, mend: str = "") -> Unsup
             given=f"{weight.spec}{_compat.at_line_of(escape.eqn)}{where}",
             expected="contractions, views such as transpose, reshape and slice, and updates",
             mend=f"{mend}leave it in float with jqx.Rule({path!r}) first in the policy, or pass "
-            'unsupported="dequantize", here and to jqx.convert.',
+            'unsupported="dequantize" to both jqx.make_plan and jqx.convert.',
         )
     )
