@@ -388,7 +388,7 @@ MISTAKES = {
     ),
     "mapped over the batch": (
         lambda: traced(jax.vmap(jqx.convert(f, PLAN, AFFINES), (None, 0)), P, X),
-        "under jax.vmap",
+        "map inside: result.bind(jax.vmap(f, in_axes=(None, 0)))(x)",
     ),
     "mapped over weights": (
         lambda: traced(
