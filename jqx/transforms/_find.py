@@ -145,9 +145,9 @@ def find(
             results = tracked(eqn, known) or []
         else:
             inside = _Inside(here, inner_scope, reason)
+            what = _compat.shown_name(eqn)
+            why = reason or f"it is inside `{what}`, which jqx does not look into"
             for body in _compat.sub_jaxprs(eqn):
-                what = _compat.shown_name(eqn)
-                why = reason or f"it is inside `{what}`, which jqx does not look into"
                 inside.leave(body, why)
             found += inside.found
         env.update(zip(eqn.outvars, results, strict=False))

@@ -133,6 +133,12 @@ def integers(names: Names, preset: str) -> dict[str, np.ndarray]:
     return jax.device_get(jax.jit(q.function)(q.params, *BATCHES[0]))
 
 
+def assert_near_integers(y: dict[str, Any], names: Names, preset: str) -> None:
+    """Checks results against those of `rounded`: float sums may be in another order."""
+    for name, expected in integers(names, preset).items():
+        np.testing.assert_allclose(y[name], expected, rtol=0, atol=1e-5 * abs(expected).max())
+
+
 @parts
 @pytest.mark.parametrize("preset", PRESETS)
 def test_integers_are_what_simulation_says(preset, part):
@@ -155,9 +161,7 @@ def test_files_are_bound_on_the_layout_of_the_target(preset, part, tmp_path):
         jqx.save(path, rounded(names, preset), progress=False)
         bound = jqx.load(path, progress=False).bind(of(names)[0])
         y = jax.jit(bound.function)(bound.params, *BATCHES[0])
-        for name, expected in integers(names, preset).items():
-            # Float sums of another layout are in another order.
-            np.testing.assert_allclose(y[name], expected, rtol=0, atol=1e-5 * abs(expected).max())
+        assert_near_integers(y, names, preset)
 
     each(run, part_of(part, preset))
 
@@ -172,8 +176,7 @@ def test_functions_are_exported_with_a_symbolic_batch(preset, part):
         shapes = [jax.ShapeDtypeStruct((b, *a.shape[1:]), a.dtype) for a in (x, tokens)]
         exported = export.export(jax.jit(q.function))(q.params, *shapes)
         y = exported.call(q.params, x, tokens)
-        for name, expected in integers(names, preset).items():
-            np.testing.assert_allclose(y[name], expected, rtol=0, atol=1e-5 * abs(expected).max())
+        assert_near_integers(y, names, preset)
 
     each(run, part_of(part, preset))
 
