@@ -38,7 +38,8 @@ class Stats(dict[str, Any]):
         left_out: Mapping[str, Any] | None = None,
     ):
         super().__init__(stats)
-        self.flags, self.left_out = dict(flags or {}), dict(left_out or {})
+        self.flags: dict[str, Any] = dict(flags or {})
+        self.left_out: dict[str, Any] = dict(left_out or {})
 
     @property
     def parts(self) -> tuple[dict[str, Any], ...]:
