@@ -241,7 +241,7 @@ PUBLIC = {
         CompensationReport Eora Equalize Gptq Loftq MatrixReport Memory Nearest Pair Pairs Rotate
         Rotation RotationReport ScaledTogether SiteShift SmoothQuant
         adaround auto_round awq bias_correction chain eora equalize find_pairs gptq loftq nearest
-        rotate smooth_quant
+        own_text rotate smooth_quant
     """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average

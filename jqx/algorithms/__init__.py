@@ -32,6 +32,7 @@ from ._low_rank import eora as eora
 from ._memory import Memory as Memory
 from ._nearest import Nearest as Nearest
 from ._nearest import nearest as nearest
+from ._own_text import own_text as own_text
 from ._pairs import Pairs as Pairs
 from ._pairs import find_pairs as find_pairs
 from ._report import AlgorithmReport as AlgorithmReport

@@ -229,15 +229,16 @@ def made_of(plan: Plan, solver: Solver, calls: Sequence[Call]) -> dict[str, str]
         for call in calls
     ]
     return {
-        "function": _digest([(call.jaxpr, call.consts) for call in functions]),
-        "plan": _digest([plan.fingerprint, weights]),
-        "options": _digest(solver),
-        "parameters": _digest([(x, path) for x, path in first if path is not None]),
-        "batches": _digest(batches),
+        "function": digest([(call.jaxpr, call.consts) for call in functions]),
+        "plan": digest([plan.fingerprint, weights]),
+        "options": digest(solver),
+        "parameters": digest([(x, path) for x, path in first if path is not None]),
+        "batches": digest(batches),
     }
 
 
-def _digest(tree: Any) -> str:
+def digest(tree: Any) -> str:
+    """Returns a digest of the leaves of a pytree, and of its structure."""
     leaves, structure = jax.tree.flatten(tree)
     found = hashlib.sha256(str(structure).encode())
     for leaf in leaves:

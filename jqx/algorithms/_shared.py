@@ -1,5 +1,6 @@
 """Names that other folders of jqx import from this one, and that users do not need."""
 
+from ._decoding import tokens_of as tokens_of
 from ._hadamard import factors_of as factors_of
 from ._hadamard import hadamard as hadamard
 from ._hadamard import is_order as is_order

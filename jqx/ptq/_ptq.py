@@ -10,14 +10,13 @@ import numpy as np
 from jax.tree_util import keystr
 
 from .._calls import called
-from .._checks import require_that, shown
-from .._errors import message
+from .._checks import require_that
 from .._signatures import P, R
 from ..calibrators import Affine
 from ..observers._shared import Weight, check_weight
 from ..policy import Policy
 from ..policy._shared import check_policy
-from ..tensor._shared import TARGETS, Lazy, check_read, kept
+from ..tensor._shared import Lazy, check_read, kept
 from ..tensor._shared import abstract as abstract_leaf
 from ..transforms import (
     Plan,
@@ -61,10 +60,9 @@ from ._hoisted import Hoist, Own, check_hoist, split_off
 from ._late_folders import diagnostics, shared_algorithms, shared_diagnostics
 from ._mapped import Mapped, check_whole
 from ._observing import Observing, first_of, note_rounded, plans, weighted
-from ._quantized import Quantized, abstract
-
-Target = str | Literal[False] | None
-"""Values of `target=`: `None` is the default backend of JAX; `False` does not change layouts."""
+from ._own_rows import OwnRows
+from ._quantized import Quantize, Quantized, abstract
+from ._target import Target, target_of
 
 
 @overload
@@ -81,7 +79,7 @@ def ptq(
     weight: Weight | None = None,
     on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
-) -> Callable[[Any, Iterable[Any]], Quantized[P, R]]: ...
+) -> Quantize[P, R]: ...
 @overload
 def ptq(
     f: Callable[..., R],
@@ -96,7 +94,7 @@ def ptq(
     weight: Weight | None = None,
     on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
-) -> Callable[[Any, Iterable[Any]], Quantized[..., R]]: ...
+) -> Quantize[..., R]: ...
 @called("ptq", "call it in two steps: jqx.ptq(f, policy)(params, batches).")
 def ptq(
     f: Callable[..., Any],
@@ -111,7 +109,7 @@ def ptq(
     weight: Weight | None = None,
     on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
-) -> Callable[[Any, Iterable[Any]], Quantized]:
+) -> Quantize:
     """Quantizes a function after training: `ptq(f, policy)(params, batches)`.
 
     It makes a plan, calibrates if activations have static scales or the algorithm needs
@@ -154,6 +152,11 @@ def ptq(
       The plan is made with the first batch that is not empty. The other batches are read only if
       something is calibrated.
 
+      Without batches, a causal function `f(params, tokens)` of int32 tokens [rows, length] or
+      [length] to logits for each is calibrated on text that it writes itself, if anything is
+      calibrated: 16 rows of 512 tokens, or of fewer if it takes no more, that begin with token 0,
+      by `jqx.algorithms.own_text`, which has the options. `report.codes` says what was written.
+
       Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
       the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,
       and then dropped. Static scales are computed stage by stage, on all batches. The returned
@@ -165,10 +168,11 @@ def ptq(
 
     Raises:
       TypeError: `f` is not a function, `policy` is not a `Policy`, `batches` is not a list of
-        batches, or a leaf is `Lazy` where arrays are needed.
-      ValueError: there is no batch, `target`, `effort` or `on_nonfinite` is unknown, both `effort`
-        and `algorithm` are given, a weight that is quantized or an activation is not finite, or a
-        step rejects its input.
+        batches, a leaf is `Lazy` where arrays are needed, or there are no batches, and `f` does not
+        map tokens to logits.
+      ValueError: the list of batches is empty, `target`, `effort` or `on_nonfinite` is unknown,
+        both `effort` and `algorithm` are given, a weight that is quantized or an activation is not
+        finite, or a step rejects its input.
       NotImplementedError: a named algorithm changes a weight that is quantized already.
 
     Gradient: none; weights are codes.
@@ -194,13 +198,19 @@ def ptq(
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
     @called("ptq(f, policy)", "pass the parameters, and a list of batches, such as [x].")
-    def quantize(params: Any, batches: Iterable[Any]) -> Quantized:
-        check_batches("ptq", batches)
-        first, every = first_of(batches)
+    def quantize(params: Any, batches: Iterable[Any] | None = None) -> Quantized:
+        given, text = Own(f, params, places, names), None
+        if batches is None:
+            check_arguments("ptq", places, params)
+            batches = text = OwnRows(given, progress)
+            first, every = text.first, batches
+        else:
+            check_batches("ptq", batches)
+            first, every = first_of(batches)
         check_concrete("ptq", params, first)
         inputs = inputs_of(first)
         check_arguments("ptq", places, params)
-        own = split_off(Own(f, params, places, names), hoist, inputs)
+        own = split_off(given, hoist, inputs)
         arguments = placed(own.places, own.params, inputs)
         planned = make_plan(own.f, policy, params=own.places, names=own.names)
         plan = planned(*arguments)
@@ -216,6 +226,8 @@ def ptq(
         how = Observing(counting, ignores, progress)
         done = _carried_out(choice, Mapped(own.f, plan), own.params, every, how)
         found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
+        if text is not None:
+            choice.notes.append(text.written or "without data")
         found = dataclasses.replace(found, codes=str(choice))
         given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant
         reports = [x for x in done.reports if x is not None]
@@ -354,10 +366,6 @@ def quantized_of(
     return Quantized(*given, maps=mapped.maps, parents=parents)
 
 
-_CALLED: dict[str, str] = dict.fromkeys(("cuda", "rocm", "nvidia", "amd"), "pass 'gpu'")
-"""What to write for other names of targets."""
-
-
 def _in_memory(found: "diagnostics.Report", plan: Plan, params: Any) -> "diagnostics.Report":
     """Returns a report with the bytes that weights take in their layout."""
     leaves = dict(named_leaves("ptq", rooted(plan.params, params), plan))
@@ -366,23 +374,3 @@ def _in_memory(found: "diagnostics.Report", plan: Plan, params: Any) -> "diagnos
         for x in found.weights
     ]
     return dataclasses.replace(found, weights=tuple(weights))
-
-
-def target_of(function: str, target: Target) -> str | Literal[False]:
-    """Returns the target, with `None` resolved, after checking that it has layouts."""
-    meant = jax.default_backend() if target is None else target
-    if meant is False or (isinstance(meant, str) and meant in TARGETS):
-        return meant
-    given = f"target == {shown(target)}"
-    if target is None:
-        given += f", and the backend of JAX is {meant!r}"
-    raise ValueError(
-        message(
-            function,
-            "`target` is unknown.",
-            given=given,
-            expected=f"one of {', '.join(map(repr, TARGETS))}, or False",
-            mend=f"{_CALLED.get(str(target).lower(), 'pass one of these')}; target=False keeps the "
-            "layout that files use.",
-        )
-    )

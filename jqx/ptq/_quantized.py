@@ -1,8 +1,8 @@
 """Quantized: what `ptq` returns."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import jax
 
@@ -141,6 +141,12 @@ class Quantized(Generic[P, R]):
 def abstract(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns arguments with `jax.ShapeDtypeStruct` in place of arrays."""
     return jax.tree.map(lambda x: jax.eval_shape(lambda: x) if is_array(x) else x, inputs)
+
+
+class Quantize(Protocol[P, R]):
+    """What `ptq` returns before it gets parameters and batches."""
+
+    def __call__(self, params: Any, batches: Iterable[Any] | None = None) -> Quantized[P, R]: ...
 
 
 def summary(plan: Plan, report: "diagnostics.Report") -> str:

@@ -3,5 +3,5 @@
 from ._defaults import Effort as Effort
 from ._defaults import check_effort as check_effort
 from ._hoisted import Hoist as Hoist
-from ._ptq import Target as Target
+from ._target import Target as Target
 from ._unbound import leaves_by_path as leaves_by_path

@@ -26,8 +26,9 @@ from ..transforms._shared import (
 from ._hoisted import without_values
 from ._late_folders import diagnostics
 from ._mapped import Mapped, check_whole
-from ._ptq import Target, quantized_of, target_of
+from ._ptq import quantized_of
 from ._quantized import Quantized, summary
+from ._target import Target, target_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

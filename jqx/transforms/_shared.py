@@ -112,6 +112,8 @@ from ._unstack import Unstacked as Unstacked
 from ._weight import Trainable as Trainable
 from ._weight import codes_of as codes_of
 from ._weight import real_of as real_of
+from .positions import Unable as Unable
+from .positions import stepwise as stepwise
 from .primitives import CONTRACTIONS as CONTRACTIONS
 from .primitives import FORMS as FORMS
 from .primitives import REMAT as REMAT

@@ -1,0 +1,227 @@
+"""One step of a language model, from a step function or from a plain function of tokens."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._errors import message, warn
+from ..transforms._shared import Unable, arrays_of, stepwise
+
+_SEEN = 8
+"""Positions at which a derived step is compared with the function."""
+
+Logits = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A model that is given a token of each row at a time.
+
+    Attributes:
+      start: returns the cache before the first token: `start(params)`.
+      step: `step(params, cache, tokens, position) -> (logits, cache)`, tokens [rows] and logits
+        [rows, vocabulary].
+    """
+
+    start: Callable[[Any], Any]
+    step: Callable[..., tuple[Any, Any]]
+
+
+def decoding_of(name: str, f: Logits, params: Any, rows: int, length: int) -> Decoding:
+    """Returns the steps of a causal function `f(params, tokens)`, [rows, length] or [length] to
+    logits for each token. Warns if each step has to evaluate all positions.
+
+    Raises:
+      TypeError: the result of `f` is something else.
+      ValueError: a result depends on later tokens.
+    """
+    forms = _forms(name, f, params, rows, length)
+    short = min(_SEEN, length)
+    _check_causal(name, forms[0], params, rows, short)
+    why = ""
+    for each in forms:
+        try:
+            steps = partial(_derived, each, params, rows)
+            _check_same(each, steps(short), params, rows, short)
+            return steps(length)
+        except Unable as error:
+            why = why or str(error)
+    warn(
+        message(
+            name,
+            "the function is evaluated for all positions at each token, which is slow.",
+            given=why,
+            expected="a function whose jaxpr can be evaluated one position at a time",
+            mend="pass a step function with its cache: own_text(step, params, cache, ...).",
+        )
+    )
+    return _all_positions(forms[0], rows, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How a function takes tokens: `f(params, tokens)` of tokens [*lead, length], for all rows at
+    once, or mapped over rows.
+    """
+
+    f: Logits
+    lead: tuple[int, ...]
+    is_mapped: bool
+
+    def all(self, params: Any, tokens: Any) -> Any:
+        """Returns the logits of all rows."""
+        if not self.is_mapped:
+            return self.f(params, tokens)
+        own = tokens.reshape(-1, *self.lead, tokens.shape[-1])
+        found = jax.vmap(lambda x: self.f(params, x))(own)
+        return found.reshape(*tokens.shape, -1)
+
+
+def tokens_of(f: Logits, params: Any, rows: int, length: int) -> jax.ShapeDtypeStruct | str:
+    """Returns the tokens that a function takes, [rows, length] or [length], and maps to logits; or
+    as text what it does instead.
+    """
+    arrays, filled = arrays_of(params)
+    why = []
+    for shape in ((rows, length), (length,)):
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        try:
+            found = jax.eval_shape(lambda a, x: f(filled(a), x), arrays, tokens)
+        except Exception as error:
+            why.append(f"for {[*shape]}: {' '.join(str(error).split())[:200]}")
+            continue
+        kind = getattr(found, "dtype", np.int32)
+        if jnp.issubdtype(kind, jnp.floating) and found.shape[:-1] == shape:
+            return tokens
+        kinds = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", found)
+        why.append(f"its result for int32{[*shape]} is {kinds}")
+    return "; ".join(why)
+
+
+def _forms(name: str, f: Logits, params: Any, rows: int, length: int) -> list[_Form]:
+    """Returns the ways in which a function takes rows of tokens."""
+    tokens = tokens_of(f, params, rows, length)
+    if not isinstance(tokens, str):
+        if len(tokens.shape) == 1:
+            return [_Form(f, (), True)]
+        return [_Form(f, (rows,), False), _Form(f, (1,), True)]
+    raise TypeError(
+        message(
+            name,
+            "the function does not map tokens to logits.",
+            given=tokens,
+            expected=f"float logits [{rows}, {length}, vocabulary], or [{length}, vocabulary] for "
+            "one row",
+            mend="pass lambda params, tokens: ..., which returns the logits alone, or a step "
+            "function with its cache; other functions need batches of their own inputs.",
+        )
+    )
+
+
+def _derived(form: _Form, params: Any, rows: int, length: int) -> Decoding:
+    """Returns the steps of a function, from its jaxpr."""
+    lead = form.lead
+    tokens = jax.ShapeDtypeStruct((*lead, length), jnp.int32)
+    found = stepwise(form.f, tokens, params)
+    if not form.is_mapped:
+
+        def start(params: Any) -> Any:
+            return found.start(params)
+
+        def step(params: Any, cache: Any, tokens: Any, place: Any) -> Any:
+            logits, cache = found.step(cache, place, tokens[:, None], params)
+            return logits[:, 0], cache
+
+    else:
+
+        def start(params: Any) -> Any:
+            one = found.start(params)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), one)
+
+        def step(params: Any, cache: Any, tokens: Any, place: Any) -> Any:
+            own = tokens.reshape(rows, *[1 for _ in lead], 1)
+            each = jax.vmap(lambda kept, x: found.step(kept, place, x, params))
+            logits, cache = each(cache, own)
+            return logits.reshape(rows, -1), cache
+
+    return Decoding(start, step)
+
+
+def _all_positions(form: _Form, rows: int, length: int) -> Decoding:
+    """Returns steps that evaluate all positions; the cache is the tokens."""
+
+    def start(params: Any) -> Any:
+        return jnp.zeros((rows, length), jnp.int32)
+
+    def step(params: Any, cache: Any, tokens: Any, place: Any) -> Any:
+        cache = lax.dynamic_update_slice(cache, tokens[:, None], (0, place))
+        logits = form.all(params, cache)
+        return lax.dynamic_index_in_dim(logits, place, 1, keepdims=False), cache
+
+    return Decoding(start, step)
+
+
+def _sample(form: _Form, params: Any, rows: int, length: int) -> tuple[Any, Any]:
+    """Returns random tokens, and their logits by the function."""
+    arrays, filled = arrays_of(params)
+    run = jax.jit(lambda arrays, x: form.all(filled(arrays), x))
+    size = jax.eval_shape(run, arrays, jax.ShapeDtypeStruct((rows, length), jnp.int32)).shape[-1]
+    tokens = np.random.default_rng(0).integers(0, size, (rows, length)).astype(np.int32)
+    return tokens, lambda x: np.asarray(run(arrays, x), np.float64)
+
+
+def _check_causal(name: str, form: _Form, params: Any, rows: int, length: int) -> None:
+    """Raises if logits depend on later tokens."""
+    if length < 2:
+        return
+    tokens, logits = _sample(form, params, rows, length)
+    other = tokens.copy()
+    other[:, -1] = np.where(tokens[:, -1] == 0, 1, tokens[:, -1] - 1)
+    a, b = (logits(x)[:, :-1] for x in (tokens, other))
+    if _near(a, b, params):
+        return
+    raise ValueError(
+        message(
+            name,
+            "the function is not causal: logits depend on later tokens.",
+            given=f"with another last token, earlier logits change by {np.abs(a - b).max():.3g}",
+            expected="logits for each token that depend on this token and those before it",
+            mend="pass batches of your own inputs, if this is not a model that writes text.",
+        )
+    )
+
+
+def _check_same(form: _Form, steps: Decoding, params: Any, rows: int, length: int) -> None:
+    """Raises `Unable` if steps do not have the logits of the function."""
+    tokens, logits = _sample(form, params, rows, length)
+    arrays, filled = arrays_of(params)
+
+    @jax.jit
+    def stepped(arrays: Any, tokens: Any) -> Any:
+        own = filled(arrays)
+
+        def body(cache: Any, x: Any) -> Any:
+            place, each = x
+            found, cache = steps.step(own, cache, each, place)
+            return cache, found
+
+        places = jnp.arange(length)
+        return lax.scan(body, steps.start(own), (places, tokens.T))[1]
+
+    found = np.asarray(stepped(arrays, tokens), np.float64).swapaxes(0, 1)
+    if not _near(found, logits(tokens), params):
+        raise Unable("evaluated one position at a time, its logits differ")
+
+
+def _near(a: Any, b: Any, params: Any) -> bool:
+    """Whether logits are those of another order of sums."""
+    kinds = [x.dtype for x in arrays_of(params)[0] if jnp.issubdtype(x.dtype, jnp.floating)]
+    eps = max([float(jnp.finfo(x).eps) for x in kinds], default=1e-7)
+    most = np.abs(b[np.isfinite(b)]).max(initial=0)
+    return np.allclose(a, b, rtol=0, atol=max(1e-3, 8 * eps) * most, equal_nan=True)

@@ -1,0 +1,158 @@
+"""Evaluates a jaxpr at one position."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ... import _compat
+from ..._compat import Eqn
+
+Array = jax.Array
+
+
+class Unable(NotImplementedError):
+    """The function cannot be evaluated one position at a time; the text says why."""
+
+
+class Turn(Exception):
+    """The other operand of a product holds the queries."""
+
+    def __init__(self, product: int):
+        super().__init__()
+        self.product = product
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class At:
+    """A value at one position.
+
+    Attributes:
+      value: of size 1 along the axis of positions.
+      axis: the axis of positions.
+      product: the product of positions with positions that it comes from, in which this axis was
+        taken for that of queries; `None` if there is none.
+    """
+
+    value: Array
+    axis: int
+    product: int | None = None
+
+
+class Steps:
+    """Evaluates a jaxpr at one position.
+
+    Args:
+      rules: how each primitive is evaluated, by name.
+      place: the position.
+      length: how many positions there are.
+      turned: the products, by the `id` of their equations, whose right operand holds the queries.
+      kept: what is kept of earlier positions, in the order in which it is needed; `None` to find
+        what it is at first.
+      loops: the steps of the scans around the jaxpr, over which what is kept is stacked.
+    """
+
+    def __init__(
+        self,
+        rules: "Rules",
+        place: Any,
+        length: int,
+        turned: frozenset[int],
+        kept: list[Array] | None,
+        loops: tuple[Any, ...] = (),
+    ):
+        self.rules, self.place, self.length = rules, place, length
+        self.turned, self.loops = turned, loops
+        self.kept = kept
+        self.new: list[Array] = []
+        self._whole: dict[int, tuple[At, Array]] = {}
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Returns the results of a jaxpr."""
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if _compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            with _compat.equation_context(eqn):
+                if any(isinstance(x, At) for x in operands):
+                    if eqn.primitive.name not in self.rules:
+                        raise self.unable(eqn, f"{eqn.primitive.name} has no rule")
+                    found = self.rules[eqn.primitive.name](self, eqn, operands)
+                else:
+                    found = _compat.bind(eqn, operands)
+            env.update(zip(eqn.outvars, found, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def unable(self, eqn: Eqn, why: str) -> Unable:
+        """Returns an error with the shapes of the operands."""
+        shapes = ", ".join(str(atom.aval) for atom in eqn.invars)
+        return Unable(f"{why} (of {shapes})")
+
+    def over(self, eqn: Eqn, x: At) -> Exception:
+        """Returns what to raise where an equation is not computed position by position."""
+        if x.product is not None:
+            return Turn(x.product)
+        return self.unable(eqn, f"{eqn.primitive.name} combines positions")
+
+    def at(self, x: Any, axis: int) -> Any:
+        """Returns the part of an array at the position; numbers have no positions."""
+        if jnp.ndim(x) == 0:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.place, 1, axis)
+
+    def whole(self, x: At) -> Array:
+        """Returns a value at all positions up to this one, which is kept, with zeros at others."""
+        if id(x) not in self._whole:
+            shape = list(x.value.shape)
+            shape[x.axis] = self.length
+            before = self.next(jnp.zeros(shape, x.value.dtype))
+            starts = [0] * len(shape)
+            starts[x.axis] = self.place
+            self._whole[id(x)] = x, self.keep(before, x.value, starts)
+        return self._whole[id(x)][1]
+
+    def next(self, first: Array) -> Array:
+        """Returns the next of what is kept, with that of all steps of the loops."""
+        return first if self.kept is None else self.kept.pop(0)
+
+    def keep(self, stacked: Array, part: Array, starts: Sequence[Any]) -> Array:
+        """Writes a part, and returns what is kept, in this step of the loops."""
+        if self.kept is None:  # as it is before the first position
+            self.new.append(stacked)
+            return stacked
+        part = part.astype(stacked.dtype).reshape((1,) * len(self.loops) + part.shape)
+        new = lax.dynamic_update_slice(stacked, part, (*self.loops, *starts))
+        self.new.append(new)
+        return self.own(new)
+
+    def own(self, stacked: Array) -> Array:
+        """Returns the part of this step of the loops."""
+        for loop in self.loops:
+            stacked = lax.dynamic_index_in_dim(stacked, loop, keepdims=False)
+        return stacked
+
+    def alike(self, eqn: Eqn, xs: Sequence[Any]) -> tuple[int, int | None, list[Any]]:
+        """Returns the axis of positions, and operands at this position."""
+        own = [x for x in xs if isinstance(x, At)]
+        known = [x for x in own if x.product is not None]
+        axes = list(dict.fromkeys(x.axis for x in own))
+        product = known[0].product if known else None
+        axis = (known or own)[0].axis
+        if len(axes) > 1 and not known:  # as the comparison of the segments of positions
+            product, axis = id(eqn), axes[id(eqn) in self.turned]
+        for x in known:
+            if x.axis != axis and x.product is not None:
+                raise Turn(x.product)
+        xs = [self.whole(x) if isinstance(x, At) and x.axis != axis else x for x in xs]
+        return axis, product, [x.value if isinstance(x, At) else self.at(x, axis) for x in xs]
+
+
+Rules = Mapping[str, Callable[[Steps, Eqn, Sequence[Any]], list[Any]]]
+"""For each primitive a rule, which gets an equation with a value at one position."""

@@ -1,0 +1,348 @@
+"""Text that a function writes itself: the same whichever way its steps are evaluated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jqx
+from jqx.algorithms import own_text
+
+from ..arrays import on_device
+
+WORDS, WIDTH, HEADS, LENGTH, ROWS = 40, 16, 2, 16, 3
+LAYERS = 2
+
+
+def weights(seed, *shape):
+    values = np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-2])
+    return on_device(values.astype(np.float32))
+
+
+PARAMS = {
+    "table": 2 * weights(0, WORDS, WIDTH),
+    "places": weights(1, LENGTH, WIDTH),
+    "qkv": weights(2, LAYERS, WIDTH, 3 * WIDTH),
+    "out": weights(3, LAYERS, WIDTH, WIDTH),
+    "up": weights(4, LAYERS, WIDTH, 24),
+    "down": weights(5, LAYERS, 24, WIDTH),
+    "taps": weights(6, 3, WIDTH, WIDTH),
+    "experts": weights(7, 3, WIDTH, WIDTH),
+}
+TOKENS = np.random.default_rng(8).integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32)
+
+
+def heads(x):
+    return x.reshape(*x.shape[:-1], HEADS, -1)
+
+
+def rotated(x):
+    angles = jnp.arange(0.0, x.shape[-3])[:, None] * jnp.arange(1.0, x.shape[-1] // 2 + 1)[None]
+    a, b, (cos, sin) = x[..., ::2], x[..., 1::2], (jnp.cos(angles), jnp.sin(angles))
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+def attention(x, w, mask):
+    q, k, v = map(heads, jnp.split(x @ w, 3, -1))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(q), rotated(k)) / 3
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -1e30)), v)
+    return mixed.reshape(x.shape)
+
+
+def layer(x, p, mask):
+    norm = x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+    x = x + attention(norm, p["qkv"], mask) @ p["out"]
+    return x + jax.nn.silu(x @ p["up"]) @ p["down"]
+
+
+def causal(length):
+    return jnp.tril(jnp.ones((1, 1, length, length), bool))
+
+
+def layers_of(params):
+    return {name: params[name] for name in ("qkv", "out", "up", "down")}
+
+
+def scanned(params, tokens):
+    """A stack of layers, scanned."""
+    x, mask = params["table"][tokens], causal(tokens.shape[1])
+    x, _ = lax.scan(lambda x, p: (layer(x, p, mask), None), x, layers_of(params))
+    return x @ params["table"].T
+
+
+def unrolled(params, tokens):
+    """Layers one by one, rematerialized, after learned positions."""
+    x = params["table"][tokens] + params["places"][None, : tokens.shape[1]]
+    for i in range(LAYERS):
+        own = jax.tree.map(lambda p, i=i: p[i], layers_of(params))
+        x = jax.checkpoint(layer)(x, own, causal(tokens.shape[1]))
+    return x @ params["table"].T
+
+
+def padded(params, tokens):
+    """Positions and a mask that depend on the tokens."""
+    places = jnp.cumsum(tokens != 3, 1) - 1
+    x = params["table"][tokens] + params["places"][places]
+    mask = causal(tokens.shape[1]) & (tokens != 3)[:, None, None]
+    x = layer(x, jax.tree.map(lambda p: p[0], layers_of(params)), mask)
+    return x @ params["table"].T
+
+
+def grouped(params, tokens):
+    """Attention of jax.nn, in which heads share keys; the result is a distribution."""
+    x = params["table"][tokens]
+    q, k, v = jnp.split(x @ params["qkv"][0], 3, -1)
+    k, v = (part[..., None, : WIDTH // HEADS] for part in (k, v))
+    x = x + jax.nn.dot_product_attention(heads(q), k, v, is_causal=True).reshape(x.shape)
+    return jax.nn.log_softmax(x @ params["table"].T)
+
+
+def cached(params, tokens):
+    """Keys and values that are written to a stack of all layers, and read from it."""
+    x, mask = params["table"][tokens], causal(tokens.shape[1])
+    shape = (LAYERS, 2, *tokens.shape, WIDTH)
+
+    def step(carry, given):
+        x, cache = carry
+        p, i = given
+        q, *own = jnp.split(x @ p["qkv"], 3, -1)
+        cache = lax.dynamic_update_slice(cache, jnp.stack(own)[None], (i, 0, 0, 0, 0))
+        k, v = lax.dynamic_index_in_dim(cache, i, keepdims=False)
+        scores = jnp.where(mask[0], jnp.einsum("bqd,bkd->bqk", q, k), -1e30)
+        return (x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v), cache), None
+
+    numbers = jnp.arange(LAYERS)
+    (x, _), _ = lax.scan(step, (x, jnp.zeros(shape)), (layers_of(params), numbers))
+    return x @ params["table"].T
+
+
+def recurrent(params, tokens):
+    """A recurrent network."""
+
+    def cell(state, x):
+        state = jnp.tanh(x + state @ params["out"][0])
+        return state, state
+
+    x = params["table"][tokens].swapaxes(0, 1)
+    _, x = lax.scan(cell, jnp.ones((tokens.shape[0], WIDTH)), x)
+    return x.swapaxes(0, 1) @ params["table"].T
+
+
+def convolved(params, tokens):
+    """A causal convolution, and cumulative sums."""
+    x, axes = params["table"][tokens], ("NWC", "WIO", "NWC")
+    y = lax.conv_general_dilated(x, params["taps"], (1,), [(2, 0)], dimension_numbers=axes)
+    return (jax.nn.gelu(y) + jnp.cumsum(x, 1) / 9) @ params["table"].T
+
+
+def routed(params, tokens):
+    """Experts that are chosen for each token."""
+    x = params["table"][tokens]
+    gates, chosen = lax.top_k(jax.nn.softmax(x[..., :3]), 2)
+    each = jnp.einsum("btd,edf->btef", x, params["experts"])
+    mixed = jnp.take_along_axis(each, chosen[..., None], 2) * gates[..., None]
+    return (x + mixed.sum(2)) @ params["table"].T
+
+
+def merged(params, tokens):
+    """Rows and positions on one axis."""
+    x = params["table"][tokens].reshape(-1, WIDTH)
+    x = x + jax.nn.relu(x @ params["up"][0]) @ params["down"][0]
+    return (x @ params["table"].T).reshape(*tokens.shape, -1)
+
+
+def one_row(params, tokens):
+    """A function of one row."""
+    return scanned(params, tokens[None])[0]
+
+
+def mapped(params, tokens):
+    """A function of one row, mapped over rows."""
+    return jax.vmap(lambda row: one_row(params, row))(tokens)
+
+
+def segments(params, tokens):
+    """A mask from a comparison of positions."""
+    x, of = params["table"][tokens], jnp.cumsum(tokens == 5, 1)
+    mask = causal(tokens.shape[1]) & (of[:, :, None] == of[:, None])[:, None]
+    x = layer(x, jax.tree.map(lambda p: p[0], layers_of(params)), mask)
+    return x @ params["table"].T
+
+
+FUNCTIONS = [
+    scanned,
+    unrolled,
+    padded,
+    grouped,
+    cached,
+    recurrent,
+    convolved,
+    routed,
+    merged,
+    one_row,
+    mapped,
+    segments,
+]
+
+
+def shifted(params, tokens):
+    """What is not evaluated one position at a time."""
+    x = params["table"][tokens]
+    return (x + jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))) @ params["table"].T
+
+
+def all_positions(f, rows=ROWS):
+    """A step function that evaluates `f` at all positions; its cache is the tokens so far."""
+
+    def step(params, cache, tokens, position):
+        cache = lax.dynamic_update_slice(cache, tokens[:, None], (0, position))
+        each = jax.vmap(lambda x: f(params, x)) if f is one_row else lambda x: f(params, x)
+        return lax.dynamic_index_in_dim(each(cache), position, 1, keepdims=False), cache
+
+    return step, jnp.zeros((rows, LENGTH), jnp.int32)
+
+
+def write(f, cache=None, **options):
+    given = {"rows": ROWS, "length": LENGTH, "progress": False, **options}
+    return np.asarray(own_text(f, PARAMS, cache, **given))
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_text_is_that_of_a_step_that_evaluates_all_positions(f, recwarn):
+    step, cache = all_positions(f)
+    text = write(f)
+    assert not recwarn.list
+    assert text.shape == (ROWS, LENGTH) and np.all(text[:, 0] == 0)
+    np.testing.assert_array_equal(text, write(step, cache))
+
+
+def test_a_function_that_takes_a_slow_way_says_so():
+    step, cache = all_positions(shifted)
+    with pytest.warns(UserWarning, match="all positions at each token, which is slow"):
+        text = write(shifted)
+    np.testing.assert_array_equal(text, write(step, cache))
+
+
+def test_text_depends_on_the_key_alone():
+    text, first = write(routed), jax.tree.map(np.asarray, PARAMS)
+    np.testing.assert_array_equal(text, write(routed, key=jax.random.key(0)))
+    assert np.mean(text == write(routed, key=jax.random.key(1))) < 0.5
+    jax.tree.map(np.testing.assert_array_equal, PARAMS, first)
+
+
+def test_tokens_are_drawn_by_their_probability():
+    logits = np.random.default_rng(9).normal(size=(1, 8)).astype(np.float32)
+
+    def step(params, cache, tokens, position):
+        return jnp.broadcast_to(params, (64, 8)), cache
+
+    for temperature, never in ((1.0, ()), (0.5, (2, 5))):
+        options = {"temperature": temperature, "never": never, "progress": False}
+        text = own_text(step, on_device(logits), {}, rows=64, length=201, **options)
+        counts = np.bincount(np.asarray(text)[:, 1:].ravel(), minlength=8)
+        odds = np.exp(logits[0].astype(np.float64) / temperature)
+        odds[list(never)] = 0
+        expected = 64 * 200 * odds / odds.sum()
+        assert np.all(counts[list(never)] == 0)
+        kept = expected > 0
+        chi_squared = np.sum((counts - expected)[kept] ** 2 / expected[kept])
+        assert chi_squared < 25, chi_squared  # 7 degrees of freedom: one in a thousand
+
+
+def test_rows_begin_with_given_tokens():
+    text = write(routed, start=[3, 1, 2])
+    assert text[:, 0].tolist() == [3, 1, 2]
+
+
+def test_an_interrupted_text_continues(tmp_path):
+    is_killed, places = [False], []
+
+    def watch(place):
+        places.append(int(place))
+        if is_killed[0] and place >= 200:
+            raise RuntimeError("killed")
+
+    def step(params, cache, tokens, position):
+        jax.debug.callback(watch, position)
+        state = jnp.tanh(params["table"][tokens] + cache @ params["out"][0])
+        return state @ params["table"].T, state
+
+    def text(**options):
+        given = {"rows": 2, "length": 300, "progress": False, **options}
+        return np.asarray(own_text(step, PARAMS, jnp.zeros((2, WIDTH)), **given))
+
+    expected = text()
+    is_killed[0] = True
+    with pytest.raises(Exception, match="killed"):
+        text(checkpoint=tmp_path)
+    is_killed[0] = False
+    places.clear()
+    np.testing.assert_array_equal(text(checkpoint=tmp_path), expected)
+    jax.effects_barrier()
+    assert min(places) == 128
+    with pytest.raises(ValueError, match="belongs to another run"):
+        text(checkpoint=tmp_path, length=301)
+
+
+MISTAKES = {
+    "not causal": (
+        lambda: write(lambda p, t: scanned(p, t[:, ::-1])[:, ::-1]),
+        "not causal: logits depend on later tokens",
+    ),
+    "a NaN": (lambda: write(lambda p, t: jnp.sqrt(routed(p, t) - 1e9)), "logits hold a NaN"),
+    "no logits": (lambda: write(lambda p, t: p["table"][t].sum()), "does not map tokens to logits"),
+    "two results": (
+        lambda: write(lambda p, t: (routed(p, t), t)),
+        "which returns the logits alone",
+    ),
+    "no cache": (lambda: write(all_positions(routed)[0]), "does not map tokens to logits"),
+    "a step without its cache": (
+        lambda: write(lambda p, c, t, i: p["table"][t], jnp.zeros(3)),
+        r"expected: \(logits \[3, vocabulary\], cache\)",
+    ),
+    "a text": (lambda: write(routed, start=40), "integers from 0 to 39"),
+    "never": (lambda: write(routed, never=[-1]), "`never` is not a token"),
+    "rows": (lambda: write(routed, rows=0), "rows == 0"),
+    "length": (lambda: write(routed, length=1), "length == 1"),
+    "temperature": (lambda: write(routed, temperature=0), "temperature == 0"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake):
+    call, text = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=text):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("f", "length"),
+    [(unrolled, LENGTH), pytest.param(one_row, 512, marks=pytest.mark.slow)],
+    ids=["unrolled", "one_row"],
+)
+def test_ptq_without_batches_calibrates_on_own_text(f, length):
+    """`unrolled` takes no more tokens than it has places."""
+    text = own_text(f, PARAMS, rows=16, length=length, progress=False)
+    rows = [row if f is one_row else row[None] for row in np.asarray(text)]
+    quantize = jqx.ptq(f, jqx.presets.w8a8(), progress=False)
+    found, expected = quantize(PARAMS), quantize(PARAMS, rows)
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    jax.tree.map(np.testing.assert_array_equal, found.affines, expected.affines)
+    assert found.report.codes.endswith(
+        f"on 16 rows of {length} tokens that the function wrote itself"
+    )
+
+
+def test_ptq_without_batches_says_where_nothing_was_read():
+    found = jqx.ptq(scanned, jqx.presets.w8a16(), progress=False)(PARAMS)
+    assert found.report.codes.endswith("without data")
+    np.testing.assert_allclose(
+        found.function(found.params, TOKENS), scanned(PARAMS, TOKENS), atol=0.3
+    )
+
+
+def test_ptq_without_batches_needs_a_function_of_tokens():
+    with pytest.raises(TypeError, match=r"no batches(?s:.*)a list of batches, such as \[x\]"):
+        jqx.ptq(lambda p, x: x @ p["table"].T, jqx.presets.w8a8(), progress=False)(PARAMS)
