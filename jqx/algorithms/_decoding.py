@@ -24,18 +24,20 @@ class Decoding:
     """A model that is given a token of each row at a time.
 
     Attributes:
-      start: returns the cache before the first token: `start(params)`.
-      step: `step(params, cache, tokens, position) -> (logits, cache)`, tokens [rows] and logits
+      start: `start(params) -> (values, cache)`, what each step reads in place of the parameters,
+        and the cache before the first token.
+      step: `step(values, cache, tokens, position) -> (logits, cache)`, tokens [rows] and logits
         [rows, vocabulary].
     """
 
-    start: Callable[[Any], Any]
+    start: Callable[[Any], tuple[Any, Any]]
     step: Callable[..., tuple[Any, Any]]
 
 
 def decoding_of(name: str, f: Logits, params: Any, rows: int, length: int) -> Decoding:
     """Returns the steps of a causal function `f(params, tokens)`, [rows, length] or [length] to
-    logits for each token. Warns if each step has to evaluate all positions.
+    logits for each token, of parameters that are all arrays. Warns if each step has to evaluate all
+    positions.
 
     Raises:
       TypeError: the result of `f` is something else.
@@ -129,26 +131,22 @@ def _derived(form: _Form, params: Any, rows: int, length: int) -> Decoding:
     lead = form.lead
     tokens = jax.ShapeDtypeStruct((*lead, length), jnp.int32)
     found = stepwise(form.f, tokens, params)
-    if not form.is_mapped:
 
-        def start(params: Any) -> Any:
-            return found.start(params)
+    def start(params: Any) -> Any:
+        cache, parts = found.start(params)
+        if form.is_mapped:
+            cache = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), cache)
+        return (params, parts), cache
 
-        def step(params: Any, cache: Any, tokens: Any, place: Any) -> Any:
-            logits, cache = found.step(cache, place, tokens[:, None], params)
-            return logits[:, 0], cache
-
-    else:
-
-        def start(params: Any) -> Any:
-            one = found.start(params)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), one)
-
-        def step(params: Any, cache: Any, tokens: Any, place: Any) -> Any:
+    def step(values: Any, cache: Any, tokens: Any, place: Any) -> Any:
+        params, parts = values
+        run = lambda kept, x: found.step(kept, place, x, parts, params)  # noqa: E731
+        if form.is_mapped:
             own = tokens.reshape(rows, *[1 for _ in lead], 1)
-            each = jax.vmap(lambda kept, x: found.step(kept, place, x, params))
-            logits, cache = each(cache, own)
-            return logits.reshape(rows, -1), cache
+            logits, cache = jax.vmap(run)(cache, own)
+        else:
+            logits, cache = run(cache, tokens[:, None])
+        return logits.reshape(rows, -1), cache
 
     return Decoding(start, step)
 
@@ -157,7 +155,7 @@ def _all_positions(form: _Form, rows: int, length: int) -> Decoding:
     """Returns steps that evaluate all positions; the cache is the tokens."""
 
     def start(params: Any) -> Any:
-        return jnp.zeros((rows, length), jnp.int32)
+        return params, jnp.zeros((rows, length), jnp.int32)
 
     def step(params: Any, cache: Any, tokens: Any, place: Any) -> Any:
         cache = lax.dynamic_update_slice(cache, tokens[:, None], (0, place))
@@ -169,11 +167,10 @@ def _all_positions(form: _Form, rows: int, length: int) -> Decoding:
 
 def _sample(form: _Form, params: Any, rows: int, length: int) -> tuple[Any, Any]:
     """Returns random tokens, and their logits by the function."""
-    arrays, filled = arrays_of(params)
-    run = jax.jit(lambda arrays, x: form.all(filled(arrays), x))
-    size = jax.eval_shape(run, arrays, jax.ShapeDtypeStruct((rows, length), jnp.int32)).shape[-1]
+    run = jax.jit(form.all)
+    size = jax.eval_shape(run, params, jax.ShapeDtypeStruct((rows, length), jnp.int32)).shape[-1]
     tokens = np.random.default_rng(0).integers(0, size, (rows, length)).astype(np.int32)
-    return tokens, lambda x: np.asarray(run(arrays, x), np.float64)
+    return tokens, lambda x: np.asarray(run(params, x), np.float64)
 
 
 def _check_causal(name: str, form: _Form, params: Any, rows: int, length: int) -> None:
@@ -200,28 +197,26 @@ def _check_causal(name: str, form: _Form, params: Any, rows: int, length: int) -
 def _check_same(form: _Form, steps: Decoding, params: Any, rows: int, length: int) -> None:
     """Raises `Unable` if steps do not have the logits of the function."""
     tokens, logits = _sample(form, params, rows, length)
-    arrays, filled = arrays_of(params)
 
     @jax.jit
-    def stepped(arrays: Any, tokens: Any) -> Any:
-        own = filled(arrays)
+    def stepped(params: Any, tokens: Any) -> Any:
+        values, cache = steps.start(params)
 
         def body(cache: Any, x: Any) -> Any:
             place, each = x
-            found, cache = steps.step(own, cache, each, place)
+            found, cache = steps.step(values, cache, each, place)
             return cache, found
 
-        places = jnp.arange(length)
-        return lax.scan(body, steps.start(own), (places, tokens.T))[1]
+        return lax.scan(body, cache, (jnp.arange(length), tokens.T))[1]
 
-    found = np.asarray(stepped(arrays, tokens), np.float64).swapaxes(0, 1)
+    found = np.asarray(stepped(params, tokens), np.float64).swapaxes(0, 1)
     if not _near(found, logits(tokens), params):
         raise Unable("evaluated one position at a time, its logits differ")
 
 
 def _near(a: Any, b: Any, params: Any) -> bool:
     """Whether logits are those of another order of sums."""
-    kinds = [x.dtype for x in arrays_of(params)[0] if jnp.issubdtype(x.dtype, jnp.floating)]
+    kinds = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     eps = max([float(jnp.finfo(x).eps) for x in kinds], default=1e-7)
     most = np.abs(b[np.isfinite(b)]).max(initial=0)
     return np.allclose(a, b, rtol=0, atol=max(1e-3, 8 * eps) * most, equal_nan=True)

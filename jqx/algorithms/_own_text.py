@@ -109,19 +109,22 @@ def own_text(
         expected="a number above zero; 1.0 draws from the distribution of the model",
         mend="leave it out for 1.0.",
     )
+    arrays, filled = arrays_of(params)
+    f = lambda arrays, *args: step(filled(arrays), *args)  # noqa: E731
     if cache is None:
-        own = decoding_of(_NAME, step, params, rows, length)
+        own = decoding_of(_NAME, f, arrays, rows, length)
     else:
-        own = Decoding(lambda _: jax.tree.map(jnp.array, cache), step)
-    size, jaxpr = _vocabulary(own, params, rows)
+        own = Decoding(lambda arrays: (arrays, jax.tree.map(jnp.array, cache)), f)
+    size, jaxpr = _vocabulary(own, arrays, rows)
     first, banned = _tokens("start", start, size), _tokens("never", never, size)
     key = jax.random.key(0) if key is None else key
-    arrays, filled = arrays_of(params)
+    begin = own.start if cache is not None else jax.jit(own.start)
+    values, kept = begin(arrays)
 
-    def body(arrays: Any, key: Any, place: Any, state: Any) -> Any:
+    def body(values: Any, key: Any, place: Any, state: Any) -> Any:
         tokens, cache, is_good = state
         now = lax.dynamic_index_in_dim(tokens, place, 1, keepdims=False)
-        logits, cache = own.step(filled(arrays), cache, now, place)
+        logits, cache = own.step(values, cache, now, place)
         logits = logits.astype(jnp.float32) / temperature
         is_good &= ~jnp.any(jnp.isnan(logits))
         logits = logits.at[:, banned].set(-jnp.inf)
@@ -130,12 +133,11 @@ def own_text(
         return lax.dynamic_update_slice(tokens, new, (0, place + 1)), cache, is_good
 
     @partial(jax.jit, donate_argnums=0)
-    def write(state: Any, arrays: Any, key: Any, place: Any, end: Any) -> Any:
-        return lax.fori_loop(place, end, partial(body, arrays, key), state)
+    def write(state: Any, values: Any, key: Any, place: Any, end: Any) -> Any:
+        return lax.fori_loop(place, end, partial(body, values, key), state)
 
     tokens = jnp.zeros((rows, length), jnp.int32).at[:, 0].set(jnp.asarray(first, jnp.int32))
-    empty = own.start if cache is not None else jax.jit(lambda x: own.start(filled(x)))
-    state, saved, begun = (tokens, empty(arrays), jnp.asarray(True)), None, 0
+    state, saved, begun = (tokens, kept, jnp.asarray(True)), None, 0
     if checkpoint is not None:
         options = first, rows, length, jax.random.key_data(key), temperature, banned
         made_of = {"function": jaxpr, "parameters": arrays, "options": options}
@@ -145,7 +147,7 @@ def own_text(
         advance(rows * begun)
         for place in range(begun, length - 1, _CHUNK):
             end = min(place + _CHUNK, length - 1)
-            state = write(state, arrays, key, place, end)
+            state = write(state, values, key, place, end)
             require_that(
                 bool(state[2]),
                 error=ValueError,
@@ -190,13 +192,11 @@ class _Saved:
         )
 
 
-def _vocabulary(own: Decoding, params: Any, rows: int) -> tuple[int, str]:
+def _vocabulary(own: Decoding, arrays: Any, rows: int) -> tuple[int, str]:
     """Returns the number of tokens, and the jaxpr of a step, after checking what it returns."""
-    arrays, filled = arrays_of(params)
 
     def one(arrays: Any, tokens: Any, place: Any) -> Any:
-        values = filled(arrays)
-        cache = own.start(values)
+        values, cache = own.start(arrays)
         return own.step(values, cache, tokens, place), cache
 
     tokens, place = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((rows,), ()))

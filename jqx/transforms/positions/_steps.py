@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,9 +51,10 @@ class Steps:
       place: the position.
       length: how many positions there are.
       turned: the products, by the `id` of their equations, whose right operand holds the queries.
+      given: the arguments that are the same at all positions.
       kept: what is kept of earlier positions, in the order in which it is needed; `None` to find
         what it is at first.
-      loops: the steps of the scans around the jaxpr, over which what is kept is stacked.
+      parts: the parts of stacked arguments, in the same way.
     """
 
     def __init__(
@@ -61,13 +63,14 @@ class Steps:
         place: Any,
         length: int,
         turned: frozenset[int],
-        kept: list[Array] | None,
-        loops: tuple[Any, ...] = (),
+        given: Sequence[Any],
+        kept: list[Array] | None = None,
+        parts: list[Array] | None = None,
     ):
-        self.rules, self.place, self.length = rules, place, length
-        self.turned, self.loops = turned, loops
-        self.kept = kept
+        self.rules, self.place, self.length, self.turned = rules, place, length, turned
+        self._given, self._kept, self._parts = {id(x) for x in given}, kept, parts
         self.new: list[Array] = []
+        self.parts: list[Array] = []
         self._whole: dict[int, tuple[At, Array]] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -112,31 +115,24 @@ class Steps:
         if id(x) not in self._whole:
             shape = list(x.value.shape)
             shape[x.axis] = self.length
-            before = self.next(jnp.zeros(shape, x.value.dtype))
-            starts = [0] * len(shape)
+            starts: list[Any] = [0] * len(shape)
             starts[x.axis] = self.place
-            self._whole[id(x)] = x, self.keep(before, x.value, starts)
+            write = partial(lax.dynamic_update_slice, update=x.value, start_indices=starts)
+            self._whole[id(x)] = x, self.keep(jnp.zeros(shape, x.value.dtype), write)
         return self._whole[id(x)][1]
 
-    def next(self, first: Array) -> Array:
-        """Returns the next of what is kept, with that of all steps of the loops."""
-        return first if self.kept is None else self.kept.pop(0)
-
-    def keep(self, stacked: Array, part: Array, starts: Sequence[Any]) -> Array:
-        """Writes a part, and returns what is kept, in this step of the loops."""
-        if self.kept is None:  # as it is before the first position
-            self.new.append(stacked)
-            return stacked
-        part = part.astype(stacked.dtype).reshape((1,) * len(self.loops) + part.shape)
-        new = lax.dynamic_update_slice(stacked, part, (*self.loops, *starts))
+    def keep(self, first: Any, change: Callable[[Any], Array]) -> Any:
+        """Returns what is kept, changed at this position; before the first one, `first`."""
+        new = first if self._kept is None else change(self._kept.pop(0))
         self.new.append(new)
-        return self.own(new)
+        return new
 
-    def own(self, stacked: Array) -> Array:
-        """Returns the part of this step of the loops."""
-        for loop in self.loops:
-            stacked = lax.dynamic_index_in_dim(stacked, loop, keepdims=False)
-        return stacked
+    def part(self, x: Array, i: int) -> Array:
+        """Returns a part of a stack; that of an argument is taken once, for all positions."""
+        if id(x) not in self._given:
+            return x[i]
+        self.parts.append(x[i] if self._parts is None else self._parts.pop(0))
+        return self.parts[-1]
 
     def alike(self, eqn: Eqn, xs: Sequence[Any]) -> tuple[int, int | None, list[Any]]:
         """Returns the axis of positions, and operands at this position."""

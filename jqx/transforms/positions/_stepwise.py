@@ -29,12 +29,14 @@ class Stepwise:
     """A function of one position.
 
     Attributes:
-      start: returns what is kept before the first position: `start(*args)`.
-      step: `step(kept, place, tokens, *args) -> (result, kept)`, with tokens at one position.
+      start: `start(*args) -> (kept, parts)`, what is kept before the first position, and parts of
+        stacked arguments.
+      step: `step(kept, place, tokens, parts, *args) -> (result, kept)`, with tokens at one
+        position.
     """
 
-    start: Callable[..., list[Array]]
-    step: Callable[..., tuple[Array, list[Array]]]
+    start: Callable[..., tuple[list[Any], list[Array]]]
+    step: Callable[..., tuple[Array, list[Any]]]
 
 
 def stepwise(f: Callable[..., Any], tokens: jax.ShapeDtypeStruct, *args: Any) -> Stepwise:
@@ -63,32 +65,28 @@ def stepwise(f: Callable[..., Any], tokens: jax.ShapeDtypeStruct, *args: Any) ->
         raise Unable(f"the results are {kinds}, and not logits {[*tokens.shape, 'vocabulary']}")
     turned: set[int] = set()
 
-    def evaluated(kept: list[Array] | None, place: Any, own: Any, arrays: Sequence[Any]) -> Any:
-        steps = Steps(_RULES, place, length, frozenset(turned), kept)
+    def evaluated(place: Any, own: Any, arrays: Sequence[Any], *known: Any) -> Any:
+        steps = Steps(_RULES, place, length, frozenset(turned), arrays, *known)
         (found,) = steps.run(jaxpr, consts, [*arrays, At(own, axis)])
         if not isinstance(found, At) or found.axis != axis:
             raise Unable("the result does not have one entry for each token")
-        return found.value, steps.new
+        return found.value, steps.new, steps.parts
 
     def arrays_of(given: Sequence[Any]) -> list[Any]:
         return [x for x in jax.tree.leaves(given) if is_array(x)]
 
-    own = jax.ShapeDtypeStruct((*tokens.shape[:-1], 1), tokens.dtype)
-    place = jax.ShapeDtypeStruct((), jnp.int32)
+    def start(*given: Any) -> Any:
+        none = jnp.zeros((*tokens.shape[:-1], 1), tokens.dtype)
+        return evaluated(jnp.int32(0), none, arrays_of(given))[1:]
+
+    def step(kept: Any, place: Any, tokens: Any, parts: Any, *given: Any) -> Any:
+        return evaluated(place, tokens, arrays_of(given), list(kept), list(parts))[:2]
+
     while True:
         try:
-            jax.eval_shape(lambda *x: evaluated(None, *x), place, own, arrays_of(args))
-            break
+            jax.eval_shape(start, *args)
+            return Stepwise(start, step)
         except Turn as turn:
             if turn.product in turned:
                 raise Unable("a product of positions with positions is summed over both") from None
             turned.add(turn.product)
-
-    def start(*given: Any) -> list[Array]:
-        none = jnp.zeros(own.shape, own.dtype)
-        return evaluated(None, jnp.int32(0), none, arrays_of(given))[1]
-
-    def step(kept: list[Array], place: Any, tokens: Any, *given: Any) -> Any:
-        return evaluated(list(kept), place, tokens, arrays_of(given))
-
-    return Stepwise(start, step)
