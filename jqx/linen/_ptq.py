@@ -15,7 +15,7 @@ from ..policy import Policy
 from ..policy._shared import check_policy
 from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
-from ..ptq._shared import Effort, Hoist, Target, check_effort
+from ..ptq._shared import Effort, Hoist, Quantize, Target, check_effort
 from ..transforms._shared import OnNonfinite
 from ._state import State
 
@@ -35,7 +35,7 @@ def ptq(
     on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
     **kwargs: Any,
-) -> Callable[[Variables, Iterable[Any]], Quantized]:
+) -> Quantize:
     """Quantizes a linen module after training: `ptq(module, policy)(variables, batches)`.
 
     It is `jqx.ptq` of `module.apply`: `quantized.function(quantized.params, *args)` applies the
@@ -59,7 +59,8 @@ def ptq(
 
     Returns:
       A function of variables and batches. Each batch is a tuple of the arguments of the module, or
-      a single argument. The function returns a `jqx.Quantized`, which `jqx.save` writes. After
+      a single argument. Without batches, a module of tokens writes its own text, as in `jqx.ptq`.
+      The function returns a `jqx.Quantized`, which `jqx.save` writes. After
       `jqx.load`, `jqx.linen.bind` binds it to the module again.
 
     Raises:
@@ -85,7 +86,7 @@ def ptq(
     mend = "pass the variables that module.init returns, and a list of batches, such as [x]."
 
     @called("linen.ptq(module, policy)", mend)
-    def quantize(variables: Variables, batches: Iterable[Any]) -> Quantized:
+    def quantize(variables: Variables, batches: Iterable[Any] | None = None) -> Quantized:
         mend = "pass the variables that module.init returns."
         check_instance("linen.ptq", "variables", variables, Mapping, mend=mend)
         plain = {name: unfreeze(meta.unbox(tree)) for name, tree in variables.items()}

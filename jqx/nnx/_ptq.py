@@ -1,7 +1,7 @@
 """`ptq` for an nnx model, on the values of its variables."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,12 @@ from ._pure import leaves_by_path, replaced_by, values, was_written, with_values
 from ._quantize import check_float
 
 
+class QuantizeModel(Protocol):
+    """What `ptq` returns before it gets batches."""
+
+    def __call__(self, batches: Iterable[Any] | None = None) -> Quantized: ...
+
+
 @called("nnx.ptq", "call it in two steps: jqx.nnx.ptq(model, policy)(batches).")
 def ptq(
     model: nnx.Module,
@@ -36,7 +42,7 @@ def ptq(
     on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
     **kwargs: Any,
-) -> Callable[[Iterable[Any]], Quantized]:
+) -> QuantizeModel:
     """Quantizes an nnx model after training: `ptq(model, policy)(batches)`.
 
     `quantized.function(quantized.params, *args)` calls the model on integers, and is pure: `params`
@@ -61,7 +67,8 @@ def ptq(
 
     Returns:
       A function of batches. Each batch is a tuple of the arguments of the model, or a single
-      argument. The function returns a `jqx.Quantized`, which `jqx.save` writes. After `jqx.load`,
+      argument. Without batches, a model of tokens writes its own text, as in `jqx.ptq`. The
+      function returns a `jqx.Quantized`, which `jqx.save` writes. After `jqx.load`,
       `jqx.nnx.bind` binds it to the model again.
 
     Raises:
@@ -86,7 +93,7 @@ def ptq(
     mend = "pass a list of batches alone, such as [x]: the parameters are those of the model."
 
     @called("nnx.ptq(model, policy)", mend)
-    def quantize(batches: Iterable[Any]) -> Quantized:
+    def quantize(batches: Iterable[Any] | None = None) -> Quantized:
         function, state = _called("nnx.ptq", model, method, kwargs)
         names = {
             "/".join(map(str, path)): None

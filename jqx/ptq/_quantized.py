@@ -146,7 +146,7 @@ def abstract(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 class Quantize(Protocol[P, R]):
     """What `ptq` returns before it gets parameters and batches."""
 
-    def __call__(self, params: Any, batches: Iterable[Any] | None = None) -> Quantized[P, R]: ...
+    def __call__(self, params: Any, /, batches: Iterable[Any] | None = None) -> Quantized[P, R]: ...
 
 
 def summary(plan: Plan, report: "diagnostics.Report") -> str:

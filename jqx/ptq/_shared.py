@@ -3,5 +3,6 @@
 from ._defaults import Effort as Effort
 from ._defaults import check_effort as check_effort
 from ._hoisted import Hoist as Hoist
+from ._quantized import Quantize as Quantize
 from ._target import Target as Target
 from ._unbound import leaves_by_path as leaves_by_path

@@ -251,3 +251,34 @@ def test_what_is_kept_at_sites_of_modules_is_saved_and_bound(tmp_path):
         jqx.save(path, quantized)
         bound = way.bind(jqx.load(path), own)
         np.testing.assert_array_equal(bound(X), quantized(X))
+
+
+class Words(nn.Module):
+    """Logits of tokens."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(24, name="out")(jnp.tanh(nn.Embed(24, 16, name="table")(tokens)))
+
+
+class WordsModel(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, rngs):
+        self.table, self.out = nnx.Embed(24, 16, rngs=rngs), nnx.Linear(16, 24, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.out(jnp.tanh(self.table(tokens)))
+
+
+def test_modules_of_tokens_write_their_own_text():
+    module, model = Words(), WordsModel(nnx.Rngs(0))
+    variables = module.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+    for quantized, plain in (
+        (jqx.linen.ptq(module, W8A8, **QUIET)(variables), lambda x: module.apply(variables, x)),
+        (jqx.nnx.ptq(model, W8A8, **QUIET)(), model),
+    ):
+        tokens = jnp.arange(12).reshape(2, 6)
+        np.testing.assert_allclose(quantized(tokens), plain(tokens), atol=0.1)
+        assert quantized.report.codes.endswith("tokens that the function wrote itself")
+        assert len(quantized.affines) == 1
