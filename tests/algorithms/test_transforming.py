@@ -185,7 +185,9 @@ EACH_WAY = [pytest.param(way, marks=MARKS.get(way, (pytest.mark.sweep,))) for wa
 
 
 def fitting(f, policy, params, given):
-    """A policy that leaves weights that reach other operations in float, as the errors say."""
+    """A policy that does what the errors say: weights that reach other operations stay in float,
+    and those that sites contract along different axes have one scale.
+    """
     rules = []
     for _ in range(len(jax.tree.leaves(params)) + 1):
         try:
@@ -193,10 +195,12 @@ def fitting(f, policy, params, given):
             jqx.make_plan(f, found)(params, *given)
             return found
         except ValueError as error:
-            found = re.search("the weight '([^']+)', which", str(error))
-            if found is None:
+            other = re.search("the weight '([^']+)', which", str(error))
+            axes = re.search("scale varies along a contracted axis .weight '([^']+)'", str(error))
+            if other is None and axes is None:
                 raise
-            rules.append(jqx.Rule(found[1]))
+            one = jqx.QSpec("int4", jqx.per_tensor())
+            rules.append(jqx.Rule(axes[1], weight=one) if other is None else jqx.Rule(other[1]))
     raise AssertionError(f"the plan of {params.keys()} refuses what its own errors say")
 
 
@@ -238,6 +242,37 @@ def test_a_table_that_is_looked_up_twice_is_scaled_once():
     plan = jqx.make_plan(f, jqx.presets.w8a8())(TABLE, *inputs(1))
     pairs = algorithms.find_pairs(f, plan)(TABLE, *inputs(1))
     assert [(x.before, len(x.after), x.channels) for x in pairs] == [(("t",), 2, D)]
+
+
+OTHER_USES = {
+    "none": lambda w, v, x: jnp.tanh(x @ w) @ v,
+    "branch": lambda w, v, x: jnp.tanh(x @ w) @ lax.cond(x[0, 0] < 9, lambda: w, lambda: v),
+    "choice": lambda w, v, x: jnp.tanh(x @ w) @ jnp.where(x[0, 0] < 9, w, v),
+    "sum": lambda w, v, x: jnp.tanh(x @ w) @ (w + v),
+    "norm": lambda w, v, x: jnp.tanh(x @ w) / jnp.sqrt((w * w).sum()),
+}
+
+
+def test_only_weights_without_another_use_are_changed():
+    f = lambda p, x: {use: own(*p[use], x) for use, own in OTHER_USES.items()}  # noqa: E731
+    params = {use: (normal(i, D, D), normal(9 + i, D, D)) for i, use in enumerate(OTHER_USES)}
+    x = inputs(1)[0][:, :D]
+    plan = jqx.make_plan(f, jqx.presets.w8a8(), unsupported="dequantize")(params, x)
+    given, exact = (f, plan, params, [(x,)]), f(params, x)
+    chosen = {
+        "smooth_quant": algorithms.smooth_quant().rewrite(*given, progress=False),
+        "awq": algorithms.awq(steps=4, clip=False).rewrite(*given, progress=False),
+        "rotate": algorithms.rotate().rewrite(*given, progress=False),
+        "loftq": algorithms.loftq(rank=2).run(*given, progress=False),
+    }
+    for name, found in chosen.items():
+        for use, own in found.params.items():
+            is_same = all(map(np.array_equal, own, params[use]))
+            assert is_same == (use != "none"), (name, use)
+        if name != "loftq":  # its products make up for rounding
+            y = jqx.map_channels(f, plan, found.maps)(found.params, x)
+            for use, want in exact.items():
+                assert np.abs(y[use] - want).max() <= 1e-5 * np.abs(want).max(), (name, use)
 
 
 @pytest.mark.parametrize("way", ["factors", pytest.param("offline", marks=pytest.mark.slow)])
