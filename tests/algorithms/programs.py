@@ -445,9 +445,9 @@ class Program:
 
 
 def inputs(seed):
-    """Rows of floats and of tokens."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(ROWS, 16)) * np.exp(rng.normal(size=16))
+    """Rows of floats and of tokens. A channel has the same size for every seed, as in models."""
+    rng, sizes = np.random.default_rng(seed), np.exp(np.random.default_rng(99).normal(size=16))
+    x = rng.normal(size=(ROWS, 16)) * sizes
     return on_device(x, np.float32), on_device(rng.integers(0, TOKENS, ROWS), np.int32)
 
 

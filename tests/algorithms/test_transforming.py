@@ -297,17 +297,24 @@ def check_seeds(seeds, way, preset):
 @pytest.mark.parametrize("first", range(100, 1100, 10))
 @pytest.mark.parametrize("preset", ["w8a8", "w8a8_dynamic", "w4a16", "w4a8"])
 def test_defaults_are_not_worse_than_nearest(preset, first):
-    """By chance, some of the functions get worse; on average they do not."""
+    """By chance, some of the functions get worse; on average they do not.
+
+    A default fits the rows that it sees. Of seed 130 under w8a8 it loses 1.2 times as much as
+    nearest on 96 rows, and .6 times as much on 768.
+    """
     own = [Program(seed) for seed in range(first, first + 10)]
     f, params = together(own)
-    policy, given = fitting(f, getattr(jqx.presets, preset)(), params, inputs(1)), inputs(3)
-    exact, lost = f(params, *given), {}
+    policy = fitting(f, getattr(jqx.presets, preset)(), params, inputs(1))
+    run, given, lost = jax.jit(f), [inputs(i) for i in range(2, 10)], {}
+    exact = [run(params, *x) for x in given]
     for name, algorithm in (("default", None), ("nearest", algorithms.nearest())):
         q = jqx.ptq(f, policy, algorithm, progress=False)(
-            params, [inputs(i) for i in range(10, 18)]
+            params, [inputs(i) for i in range(10, 74)]
         )
-        found = zip(q(*given), exact, strict=True)
-        lost[name] = np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in found])
+        run = jax.jit(q.function)
+        found = [zip(run(q.params, *x), y, strict=True) for x, y in zip(given, exact, strict=True)]
+        each = [[np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in x] for x in found]
+        lost[name] = np.mean(each, 0)
     ratio = lost["default"] / np.maximum(lost["nearest"], 1e-3)
     print(preset, first, "default / nearest:", np.round(ratio, 2))
-    assert np.exp(np.log(ratio + 1e-3).mean()) <= 1.1 and ratio.max() < 8
+    assert np.exp(np.log(ratio).mean()) <= 1 and ratio.max() < 4
