@@ -71,7 +71,8 @@ class Follower(Walk):
     Attributes:
       made: by leaf, the label of each of its elements, flat; 0 for elements that are not read. An
         element has one label, however often and wherever it is read. Weights of sites have none.
-      visits: the sites in all steps.
+      visits: the sites in all steps whose weight no other operation uses.
+      refused: the other sites, likewise. Not even their own channels may be scaled.
       elsewhere: leaves that cannot be scaled, and why.
     """
 
@@ -94,6 +95,7 @@ class Follower(Walk):
         self.labels: Labels = Labels(fixed)
         self.made: dict[int, Array] = {}
         self.visits: list[Visit] = []
+        self.refused: list[Visit] = []
         self.elsewhere: dict[int, str] = {}
         self._used: dict[int, Array] = {}
         self._alone: set[int] = set()
@@ -116,10 +118,13 @@ class Follower(Walk):
                 self.labels.stop(
                     self.labelled(x, "it is returned"), "it is a result of the function"
                 )
+        every = self.visits
+        self.refused = [visit for visit in every if visit.place in self.elsewhere]
+        self.visits = [visit for visit in every if visit.place not in self.elsewhere]
         for place, used in self._used.items():
             if not used.all():  # a call with other shapes may use the rest
                 self.elsewhere.setdefault(place, "a part of it is not used here")
-        for visit in self.visits:
+        for visit in every:
             if visit.place in self.elsewhere:
                 reason = f"its weight has another use: {self.elsewhere[visit.place]}"
                 self.labels.stop_labels(visit.inputs, reason)

@@ -37,7 +37,8 @@ class Folds(Named):
     """Which factors the parameters of a function can take.
 
     Attributes:
-      visits: the sites, one for each step of the scans around them.
+      visits: the sites whose weight no other operation uses, one for each step of the scans around
+        them.
       numbers: for each label the number of its factor; 0 if the factor is 1.
       count: number of factors, including number 0.
       is_clipped: by number, whether values with that factor are clipped somewhere. Then the factor
@@ -47,6 +48,7 @@ class Folds(Named):
     def __init__(self, plan: Plan, follower: Follower):
         super().__init__(plan, follower.names)
         self.visits: list[Visit] = follower.visits
+        self._refused: list[Visit] = follower.refused
         self.numbers: Array
         self.numbers, self._why = follower.labels.solved()
         self.count: int = int(self.numbers.max(initial=0)) + 1
@@ -127,7 +129,8 @@ class Folds(Named):
             if number and number in before:
                 key = tuple(before[number]), tuple(consumers), bool(self.is_clipped[number])
                 found[key] = found.get(key, 0) + 1
-        why = {self.name(visit): self.why(visit) for visit in reversed(self.visits)}
+        every = [*self.visits, *self._refused]
+        why = {self.name(visit): self.why(visit) for visit in reversed(every)}
         paired = {name for _, consumers, _ in found for name in consumers}
         reasons = {
             site.name: why.get(site.name, "its weight has another use, or is not a plain matrix")

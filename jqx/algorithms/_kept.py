@@ -32,7 +32,9 @@ class Kept:
             loops = tuple(loop.length for loop in visit.site.loops)
             found = self.scales.setdefault(self._folds.key(visit), np.ones((*loops, *scale.shape)))
             is_paired = least(visit, self._folds.inputs(visit)) > 0
-            found[visit.steps] = np.where(is_paired, 1, scale)
+            # A map holds float32: weights take the very factor that it applies.
+            applied = np.asarray(1 / scale, np.float32).astype(np.float64)
+            found[visit.steps] = np.where(is_paired, 1, 1 / applied)
 
     def of(self, visit: Visit) -> Array:
         """Returns the divisor of each channel of a site, [*batch, channels]."""

@@ -37,6 +37,10 @@ class SmoothQuant:
     and XLA fuses it with the quantization. The report, a `Pairs`, says where, and why. Use it for
     plans that quantize activations.
 
+    Each channel then has the range that it had in the batches. With static scales, a channel that
+    is larger in later inputs saturates, where without scaling it had room up to the largest of all
+    channels. So let the batches vary as the inputs will.
+
     Attributes:
       strength: 0 makes the largest magnitudes of all channels equal in the weights, 1 in the
         activations. `None` is 0.85 if the plan has static scales for activations, and 0.5

@@ -126,7 +126,7 @@ class Program:
             return step
 
         def f(p, v, t):
-            c, ys = lax.scan(body(t, p[name]), of(v), (jnp.arange(LAYERS), p[w]))
+            c, ys = lax.scan(body(t, p[name]), of(v), (jnp.arange(LAYERS, dtype=jnp.int32), p[w]))
             return c + ys[0]
 
         return f
@@ -146,8 +146,9 @@ class Program:
 
     def looked_up_in_loop(self):
         name, w = self.table(), self.square()
+        steps = np.int32(0), np.int32(2)
         return lambda p, v, t: (
-            lax.fori_loop(0, 2, lambda i, c: c + p[name][(t + i) % TOKENS], v[0]) @ p[w]
+            lax.fori_loop(*steps, lambda i, c: c + p[name][(t + i) % TOKENS], v[0]) @ p[w]
             + p[name][t]
         )
 
@@ -291,10 +292,10 @@ class Program:
         of, heads = self.of(), self.one(1, 2)
 
         def f(p, v, t):
-            split = lambda x: x.reshape(1, ROWS, heads, -1)  # noqa: E731
             x = of(v)
-            parts = (split(x @ p[name]) for name in (q, k, w))
-            return jax.nn.dot_product_attention(*parts).reshape(ROWS, -1) @ p[o] + x
+            a, b, c = ((x @ p[name]).reshape(ROWS, heads, -1) for name in (q, k, w))
+            shares = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", a, b) / a.shape[-1] ** 0.5)
+            return jnp.einsum("hqk,khd->qhd", shares, c).reshape(ROWS, -1) @ p[o] + x
 
         return f
 
@@ -445,9 +446,9 @@ class Program:
 
 
 def inputs(seed):
-    """Rows of floats and of tokens."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(ROWS, 16)) * np.exp(rng.normal(size=16))
+    """Rows of floats and of tokens. A channel has the same size for every seed, as in models."""
+    rng, sizes = np.random.default_rng(seed), np.exp(np.random.default_rng(99).normal(size=16))
+    x = rng.normal(size=(ROWS, 16)) * sizes
     return on_device(x, np.float32), on_device(rng.integers(0, TOKENS, ROWS), np.int32)
 
 

@@ -67,18 +67,19 @@ def keys_of_parameters(p, x, i):
 
 def looked_up_in_scan(p, x, i):
     step = lambda y, k: (y + p["t"][(i + k) % T] @ p["w"], p["t"][i])  # noqa: E731
-    y, rows = lax.scan(step, jnp.zeros((len(i), W)), jnp.arange(3))
+    y, rows = lax.scan(step, jnp.zeros((len(i), W)), jnp.arange(3, dtype=jnp.int32))
     return y + rows[1] @ p["v"]
 
 
 def row_in_scan(p, x, i):
-    row = lambda k: lax.dynamic_slice(p["a"], (k, 0), (1, D))  # noqa: E731
-    y, _ = lax.scan(lambda c, k: (c + row(k) @ p["q"], None), jnp.zeros((1, D)), jnp.arange(4))
+    row = lambda k: lax.dynamic_slice(p["a"], (k, np.int32(0)), (1, D))  # noqa: E731
+    steps = jnp.arange(4, dtype=jnp.int32)
+    y, _ = lax.scan(lambda c, k: (c + row(k) @ p["q"], None), jnp.zeros((1, D)), steps)
     return norm(x[:, :D], p["g"]) @ p["v"] + y
 
 
 def drop(key):
-    return 0 * jax.random.bernoulli(key, 0.5, (D,)).astype(jnp.float32)[None]
+    return jnp.where(jax.random.bernoulli(key, 0.5, (D,)), 0.0, -0.0)[None]
 
 
 def in_branches(key):
@@ -185,7 +186,9 @@ EACH_WAY = [pytest.param(way, marks=MARKS.get(way, (pytest.mark.sweep,))) for wa
 
 
 def fitting(f, policy, params, given):
-    """A policy that leaves weights that reach other operations in float, as the errors say."""
+    """A policy that does what the errors say: weights that reach other operations stay in float,
+    and those that sites contract along different axes have one scale.
+    """
     rules = []
     for _ in range(len(jax.tree.leaves(params)) + 1):
         try:
@@ -193,37 +196,50 @@ def fitting(f, policy, params, given):
             jqx.make_plan(f, found)(params, *given)
             return found
         except ValueError as error:
-            found = re.search("the weight '([^']+)', which", str(error))
-            if found is None:
+            other = re.search("the weight '([^']+)', which", str(error))
+            axes = re.search("scale varies along a contracted axis .weight '([^']+)'", str(error))
+            if other is None and axes is None:
                 raise
-            rules.append(jqx.Rule(found[1]))
+            one = jqx.QSpec("int4", jqx.per_tensor())
+            rules.append(jqx.Rule(axes[1], weight=one) if other is None else jqx.Rule(other[1]))
     raise AssertionError(f"the plan of {params.keys()} refuses what its own errors say")
+
+
+EXACT = "factors", "smooth_quant", "awq"
+"""Ways that change nothing but parameters and scales at sites."""
 
 
 def check(f, params, way, policy, names):
     """The results of all functions stay as they are on inputs that were not seen before.
 
-    The bound is 1e-5 of the largest result. Where the function itself is less exact, it is ten
-    times what a change of all parameters by half of a last place changes.
+    All is computed in float64, and the bound is 1e-10 of the largest result. Other ways apply
+    matrices and shifts in float32: their bound is 1e-5, or ten times what a change of all
+    parameters by a last place of float32 changes.
     """
-    batches, given = [inputs(1), inputs(2)], inputs(3)
-    plan = jqx.make_plan(f, fitting(f, policy, params, batches[0]))(params, *batches[0])
-    changed, maps = WAYS[way](f, plan, params, batches)
-    both = zip(*map(jax.tree.leaves, (params, changed)), strict=True)
-    assert any(np.any(a != b) for a, b in both if a.dtype == np.float32)
-    rng = np.random.default_rng(0)
-    by = lambda x: 1 + 2.0**-24 * rng.choice([-1, 1], x.shape) * 1.01  # noqa: E731
-    near = jax.tree.map(lambda x: np.float32(x * by(x)) if x.dtype == np.float32 else x, params)
-    run = jax.jit(f)
-    every = run(params, *given), run(near, *given)
-    mapped = jax.jit(jqx.map_channels(f, plan, maps)) if maps else run
-    for name, *own in zip(names, *every, mapped(changed, *given), strict=True):
-        both = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(y)]) for y in own]
-        exact, noise, found = np.asarray(both, np.float64)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    float64 = lambda x: x.astype(jnp.float64) if is_float(x) else x  # noqa: E731
+    with jax.enable_x64(True):
+        params, *batches = jax.tree.map(float64, [params, inputs(1), inputs(2), inputs(3)])
+        given = batches.pop()
+        plan = jqx.make_plan(f, fitting(f, policy, params, batches[0]))(params, *batches[0])
+        changed, maps = WAYS[way](f, plan, params, batches)
+        both = zip(*map(jax.tree.leaves, (params, changed)), strict=True)
+        assert any(np.any(a != b) for a, b in both if is_float(a))
+        rng = np.random.default_rng(0)
+        by = lambda x: 1 + 2.0**-24 * rng.choice([-1, 1], x.shape)  # noqa: E731
+        near = jax.tree.map(lambda x: x * by(x) if is_float(x) else x, params)
+        run = jax.jit(f)
+        every = run(params, *given), run(near, *given)
+        mapped = jax.jit(jqx.map_channels(f, plan, maps)) if maps else run
+        every = jax.device_get((*every, mapped(changed, *given)))
+    for name, *own in zip(names, *every, strict=True):
+        flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(y)]) for y in own]
+        exact, noise, found = np.asarray(flat, np.float64)
         largest = np.abs(exact).max()
         bound = max(1e-5 * largest, 10 * np.abs(noise - exact).max())
-        assert np.abs(found - exact).max() <= bound, (name, way)
         assert bound <= 1e-2 * largest, f"{name} is not exact enough for this test"
+        bound = 1e-10 * largest if way in EXACT else bound
+        assert np.abs(found - exact).max() <= bound, (name, way)
 
 
 @pytest.mark.parametrize("way", EACH_WAY)
@@ -238,6 +254,37 @@ def test_a_table_that_is_looked_up_twice_is_scaled_once():
     plan = jqx.make_plan(f, jqx.presets.w8a8())(TABLE, *inputs(1))
     pairs = algorithms.find_pairs(f, plan)(TABLE, *inputs(1))
     assert [(x.before, len(x.after), x.channels) for x in pairs] == [(("t",), 2, D)]
+
+
+OTHER_USES = {
+    "none": lambda w, v, x: jnp.tanh(x @ w) @ v,
+    "branch": lambda w, v, x: jnp.tanh(x @ w) @ lax.cond(x[0, 0] < 9, lambda: w, lambda: v),
+    "choice": lambda w, v, x: jnp.tanh(x @ w) @ jnp.where(x[0, 0] < 9, w, v),
+    "sum": lambda w, v, x: jnp.tanh(x @ w) @ (w + v),
+    "norm": lambda w, v, x: jnp.tanh(x @ w) / jnp.sqrt((w * w).sum()),
+}
+
+
+def test_only_weights_without_another_use_are_changed():
+    f = lambda p, x: {use: own(*p[use], x) for use, own in OTHER_USES.items()}  # noqa: E731
+    params = {use: (normal(i, D, D), normal(9 + i, D, D)) for i, use in enumerate(OTHER_USES)}
+    x = inputs(1)[0][:, :D]
+    plan = jqx.make_plan(f, jqx.presets.w8a8(), unsupported="dequantize")(params, x)
+    given, exact = (f, plan, params, [(x,)]), f(params, x)
+    chosen = {
+        "smooth_quant": algorithms.smooth_quant().rewrite(*given, progress=False),
+        "awq": algorithms.awq(steps=4, clip=False).rewrite(*given, progress=False),
+        "rotate": algorithms.rotate().rewrite(*given, progress=False),
+        "loftq": algorithms.loftq(rank=2).run(*given, progress=False),
+    }
+    for name, found in chosen.items():
+        for use, own in found.params.items():
+            is_same = all(map(np.array_equal, own, params[use]))
+            assert is_same == (use != "none"), (name, use)
+        if name != "loftq":  # its products make up for rounding
+            y = jqx.map_channels(f, plan, found.maps)(found.params, x)
+            for use, want in exact.items():
+                assert np.abs(y[use] - want).max() <= 1e-5 * np.abs(want).max(), (name, use)
 
 
 @pytest.mark.parametrize("way", ["factors", pytest.param("offline", marks=pytest.mark.slow)])
@@ -262,17 +309,24 @@ def check_seeds(seeds, way, preset):
 @pytest.mark.parametrize("first", range(100, 1100, 10))
 @pytest.mark.parametrize("preset", ["w8a8", "w8a8_dynamic", "w4a16", "w4a8"])
 def test_defaults_are_not_worse_than_nearest(preset, first):
-    """By chance, some of the functions get worse; on average they do not."""
+    """By chance, some of the functions get worse; on average they do not.
+
+    A default fits the rows that it sees. Of seed 130 under w8a8 it loses 1.2 times as much as
+    nearest on 96 rows, and .6 times as much on 768.
+    """
     own = [Program(seed) for seed in range(first, first + 10)]
     f, params = together(own)
-    policy, given = fitting(f, getattr(jqx.presets, preset)(), params, inputs(1)), inputs(3)
-    exact, lost = f(params, *given), {}
+    policy = fitting(f, getattr(jqx.presets, preset)(), params, inputs(1))
+    run, given, lost = jax.jit(f), [inputs(i) for i in range(2, 10)], {}
+    exact = [run(params, *x) for x in given]
     for name, algorithm in (("default", None), ("nearest", algorithms.nearest())):
         q = jqx.ptq(f, policy, algorithm, progress=False)(
-            params, [inputs(i) for i in range(10, 18)]
+            params, [inputs(i) for i in range(10, 74)]
         )
-        found = zip(q(*given), exact, strict=True)
-        lost[name] = np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in found])
+        run = jax.jit(q.function)
+        found = [zip(run(q.params, *x), y, strict=True) for x, y in zip(given, exact, strict=True)]
+        each = [[np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in x] for x in found]
+        lost[name] = np.mean(each, 0)
     ratio = lost["default"] / np.maximum(lost["nearest"], 1e-3)
     print(preset, first, "default / nearest:", np.round(ratio, 2))
-    assert np.exp(np.log(ratio + 1e-3).mean()) <= 1.1 and ratio.max() < 8
+    assert np.exp(np.log(ratio).mean()) <= 1 and ratio.max() < 4

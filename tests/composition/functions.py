@@ -164,7 +164,7 @@ def lookup_in_each_step(p: Params, x: jax.Array, tokens: jax.Array) -> jax.Array
         i, w = item
         return h + p["table"][(tokens + i) % 12] @ w, None
 
-    return lax.scan(step, x, (jnp.arange(3), p["w"]))[0]
+    return lax.scan(step, x, (jnp.arange(3, dtype=jnp.int32), p["w"]))[0]
 
 
 @case(table=(12, 16), a=(8, 8), c=(8, 8))

@@ -181,48 +181,85 @@ def test_functions_are_exported_with_a_symbolic_batch(preset, part):
     each(run, part_of(part, preset))
 
 
+COSINES = {
+    "w8a8": 0.995,
+    "w8a8_dynamic": 0.998,
+    "w4a8": 0.998,
+    "w4a4": 0.7,
+    "fp8": 0.96,
+    "mxfp8": 0.91,
+}
+"""Least cosines of gradients, for presets that round activations: they are three times as far from
+1 as the least that was measured. That was .9987, .9995, .9997, .906, .990 and .972, of all
+functions and parameters.
+"""
+
+
 @parts
 @pytest.mark.parametrize("preset", PRESETS)
-def test_gradients_reach_every_parameter(preset, part):
+def test_gradients_are_those_of_rounded_weights(preset, part):
+    """Straight through: the gradient is that of the float function at the rounded weights. Rounded
+    activations change its values, no weight does.
+    """
+
     def run(names):
         (f, params), q = of(names), rounded(names, preset)
 
         def loss(f, p):
             return sum(jnp.sum(y * y) for y in f(p, *BATCHES[0]).values())
 
-        simulated = jqx.simulate(f, q.plan, q.affines)
-        found, expected = jax.jit(
-            lambda p: [jax.grad(functools.partial(loss, g))(p) for g in (simulated, f)]
-        )(params)
+        # Values at the end of the range saturate behind rounded ones: they have no gradient.
+        wider = jax.tree.map(lambda x: x * jnp.asarray(1.1, x.dtype), q.affines)
+        simulated = jqx.simulate(f, q.plan, wider, backward=jnp.float32)
+        real = jqx.dequantize_params(q.params)
+        gradient = jax.grad(loss, 1)
+        found, expected = jax.jit(lambda p, r: (gradient(simulated, p), gradient(f, r)))(
+            params, real
+        )
         for name in names:
             for leaf, own in found[name].items():
                 right = np.asarray(expected[name][leaf])
                 assert np.any(own) == np.any(right), (name, leaf)
-                right = np.where(own == 0, 0, right)  # weights that are clipped have no gradient
-                sizes = np.linalg.norm(own) * np.linalg.norm(right)
-                # That of rounded values differs; one of other values would be uncorrelated.
-                assert np.vdot(own, right) >= 0.3 * sizes, (name, leaf)
+                if preset in COSINES:
+                    sizes = np.linalg.norm(own) * np.linalg.norm(right)
+                    assert np.vdot(own, right) >= COSINES[preset] * sizes, (name, leaf)
+                    continue
+                is_clipped = (own == 0) & (right != 0)  # weights at the ends of their groups
+                assert np.mean(is_clipped) <= 0.1, (name, leaf)
+                right = np.where(is_clipped, 0, right)
+                atol = (2**-6 if name == "cast" else 1e-5) * abs(right).max()
+                np.testing.assert_allclose(own, right, rtol=0, atol=atol, err_msg=(name, leaf))
 
     each(run, part_of(part, preset))
 
 
 @pytest.mark.parametrize("algorithm", TRANSFORMS)
 def test_transforms_leave_the_function_as_it_is(algorithm):
+    """In float64. The matrices and shifts that are applied at sites are float32."""
+
+    def float64(tree):
+        return jax.tree.map(
+            lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+        )
+
     def run(names):
         f, params = of(names)
-        plan = jqx.make_plan(f, jqx.presets.w8a8())(params, *BATCHES[0])
+        params, batches = float64((params, BATCHES))
+        plan = jqx.make_plan(f, jqx.presets.w8a8())(params, *batches[0])
         try:
-            chosen = TRANSFORMS[algorithm].rewrite(f, plan, params, BATCHES, progress=False)
+            chosen = TRANSFORMS[algorithm].rewrite(f, plan, params, batches, progress=False)
         except ValueError as error:  # nothing can be scaled in a function that is tried alone
             assert len(names) == 1 and "can be" in str(error).splitlines()[0], error
             return
         mapped = jqx.map_channels(f, plan, chosen.maps) if chosen.maps else f
-        y = jax.jit(mapped)(chosen.params, *BATCHES[0])
-        for name, expected in floats(names).items():
-            atol = (2**-6 if name == "cast" else 1e-5) * abs(expected).max()  # one is in bfloat16
+        y, exact = (jax.jit(g)(p, *batches[0]) for g, p in ((mapped, chosen.params), (f, params)))
+        bound = 1e-6 if algorithm in ("rotate", "equalize") else 1e-12
+        for name, expected in exact.items():
+            atol = (2**-6 if name == "cast" else bound) * abs(expected).max()  # one is in bfloat16
             np.testing.assert_allclose(y[name], expected, rtol=0, atol=atol, err_msg=name)
 
-    each(run, tuple(CASES))
+    with jax.enable_x64(True):
+        each(run, tuple(CASES))
 
 
 @parts
