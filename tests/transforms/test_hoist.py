@@ -316,7 +316,7 @@ def test_reasons_offer_hoist_by_name_and_say_what_is_larger():
             assert ("ptq(hoist='all')" in text) == bool(left), name
         else:
             assert "hoist" not in text
-    with pytest.raises(ValueError, match=r"to mend:  quantize jqx\.hoist\(f\)"):
+    with pytest.raises(ValueError, match=r"to mend:  use jqx\.hoist, or ptq\(hoist='all'\);"):
         jqx.make_plan(CASES["in jit"][0], policy)(P, X)
     with pytest.raises(ValueError, match=r"g, computed = jqx\.hoist\(f\)\(params, x\)"):
         jqx.make_plan(CASES["masked"][0], jqx.presets.w8a8())(P, X)
