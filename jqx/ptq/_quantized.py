@@ -117,7 +117,7 @@ class Quantized(Generic[P, R]):
           >>> quantized.bind(step)(jnp.ones((1, 4)), 2.0)
           Array([[2., 2., 2., 2.]], dtype=float32)
         """
-        check_whole("bind", f)
+        check_whole("Quantized.bind", f)
         f = without_values(self.plan, f, self.parents, None)
         function = Mapped(f, self.plan, self.maps).converted(self.affines)
         return Quantized(

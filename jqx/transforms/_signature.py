@@ -34,6 +34,23 @@ def is_parameter_line(line: str) -> bool:
     return line.startswith("parameter ")
 
 
+_CONTRACTION = re.compile(r"contraction \(([0-9, ]*)\) ")
+"""The start of a line that describes a contraction, with its address."""
+
+
+def addresses_of(signature: Sequence[str]) -> list[tuple[int, ...]]:
+    """Returns the addresses of the contractions in a signature, in order."""
+    found = [own[1] for line in signature if (own := _CONTRACTION.match(line))]
+    return [tuple(int(part) for part in text.split(",") if part.strip()) for text in found]
+
+
+def without_addresses(signature: Sequence[str]) -> list[str]:
+    """Returns a signature that does not depend on the calls, loops and branches around each
+    contraction.
+    """
+    return [_CONTRACTION.sub("contraction ", line, count=1) for line in signature]
+
+
 def check_same(
     function: str, signature: Sequence[str], planned: Sequence[str], mend: str = AGAIN
 ) -> None:
