@@ -75,7 +75,8 @@ def _fitted(
     if plan.signature in (signature, signature_of(call, found, axes=False)):
         return plan
     before = contractions_with_reads(call)
-    if plan.signature in (signature_of(call, before), signature_of(call, before, axes=False)):
+    older = signature_of(call, before), signature_of(call, before, axes=False)
+    if plan.signature in older and len(before) == len(found):
         return _renumbered(plan, [item.address for item in before], found, signature)
     alike = without_addresses(signature) == without_addresses(plan.signature)
     if alike and same_nesting(function, plan.operations, call.jaxpr):

@@ -76,10 +76,10 @@ def check_same(
 
 def check_ranks(function: str, plan: Any, found: Sequence[Any]) -> None:
     """Raises if the operands of a contraction have another number of axes than when planned."""
-    shapes = {item.address: item.shapes for item in (*plan.skipped, *plan.sites)}
+    shapes = {(item.address, item.op): item.shapes for item in (*plan.skipped, *plan.sites)}
     for item in found:
         now = tuple(tuple(atom.aval.shape) for atom in item.eqn.invars[:2])
-        planned = shapes.get(item.address) if item.address else None
+        planned = shapes.get((item.address, item.op)) if item.address else None
         if planned is None or [*map(len, now)] == [*map(len, planned)]:
             continue
         where = f" at path {item.path!r}" if item.path else ""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 import jqx
@@ -85,7 +86,18 @@ def attention_of_latents(p, x):
 
 
 # Function, parameters, what is split off in full, and what of it `what="weights"` leaves.
+def on_devices(p, x):
+    """Weights that are computed outside of a shard_map, and read through views inside."""
+    rows, whole = PartitionSpec("devices"), PartitionSpec()
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    inside = jax.shard_map(
+        lambda x, w: jnp.tanh(x @ w.T), mesh=mesh, in_specs=(rows, whole), out_specs=rows
+    )
+    return inside(x, norm(p["w"]))
+
+
 CASES = {
+    "outside of shard_map": (on_devices, P, "computed/w", ""),
     "masked": (lambda p, x: jnp.tanh(x @ (p["w"] * p["mask"]) + p["b"]), P, "computed/mask,w", ""),
     "mask of a constant": (lambda p, x: x @ jnp.tril(p["w"]), P, "computed/w", ""),
     "weight norm": (lambda p, x: x @ (norm(p["w"]) * p["g"]), P, "computed/g,w", ""),
