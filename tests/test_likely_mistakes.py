@@ -48,6 +48,7 @@ SCALE = jqx.calibrators.Affine(np.ones((1, 1), np.float32), None)
 AFFINES = dict.fromkeys(PLAN.static_specs(), SCALE)
 CLOSED = jnp.ones((64, 10))
 QUANTIZED = jqx.QTensor.quantize(CLOSED, "int8")
+CODES = jqx.QTensor.quantize(P["w"], jqx.QSpec("int8", jqx.per_axis(1)))
 CONVERTED = jqx.convert(f, jqx.make_plan(f, W8A16)(P, X))
 
 
@@ -469,6 +470,107 @@ def test_a_likely_mistake_is_an_error_that_names_the_mend(name):
     assert re.fullmatch(PARTS, text), text
     assert mend in text, text
     assert not re.search(r"Traced<|Array\(|<function|<locals>", text), text
+
+
+def decayed(params, x):
+    return f(params, x) + jnp.sin(params["w"]).sum()
+
+
+def returned(params, x):
+    return f(params, x), params["w"].T
+
+
+def updated(params, x, cache):
+    return f(params, x) + jnp.sin(cache).sum()
+
+
+MAKE = (
+    "use jqx.hoist, or ptq(hoist='all'); leave it in float with jqx.Rule('w') first in the policy; "
+    'or pass unsupported="dequantize" to both jqx.make_plan and jqx.convert.'
+)
+CONVERT = 'or convert with jqx.convert(f, plan, affines, unsupported="dequantize").'
+LEFT = jqx.Policy([jqx.Rule("w")]) + W8A16
+NEAREST = jqx.algorithms.nearest()
+ODD = {"a+b": P["w"], "v": P["v"]}
+
+
+def odd(params, x):
+    return decayed({"w": params["a+b"], "v": params["v"]}, x)
+
+
+def in_steps(function, policy, *args):
+    plan = jqx.make_plan(function, policy, unsupported="dequantize")(*args)
+    return traced(jqx.convert(function, plan, unsupported="dequantize"), *args)
+
+
+def hoisted():
+    g, computed = jqx.hoist(decayed)(P, X)
+    return jqx.make_plan(g, W8A16)(computed, X)
+
+
+NO_QUANTIZED_FORM = {
+    "planned": (
+        lambda: jqx.make_plan(decayed, W8A16)(P, X),
+        MAKE,
+        [
+            hoisted,
+            lambda: jqx.make_plan(decayed, LEFT)(P, X),
+            lambda: in_steps(decayed, W8A16, P, X),
+        ],
+    ),
+    "in ptq": (
+        lambda: jqx.ptq(decayed, W8A16, progress=False)(P, [X]),
+        MAKE,
+        [
+            lambda: jqx.ptq(decayed, W8A16, NEAREST, hoist="all", progress=False)(P, [X]),
+            lambda: jqx.ptq(decayed, LEFT, NEAREST, progress=False)(P, [X]),
+        ],
+    ),
+    "with a path that is no pattern of itself": (
+        lambda: jqx.make_plan(odd, W8A16)(ODD, X),
+        MAKE.replace("'w'", "'a\\\\+b'"),
+        [lambda: jqx.make_plan(odd, jqx.Policy([jqx.Rule("a\\+b")]) + W8A16)(ODD, X)],
+    ),
+    "in the result of ptq, bound": (
+        lambda: jqx.ptq(f, W8A16, NEAREST, progress=False)(P, [X]).bind(decayed)(X),
+        f"leave it in float with jqx.Rule('w') first in the policy, {CONVERT}",
+        [
+            lambda: jqx.ptq(f, LEFT, NEAREST, progress=False)(P, [X]).bind(decayed)(X),
+            lambda: in_steps(decayed, W8A16, P, X),
+        ],
+    ),
+    "of an argument": (
+        lambda: traced(jqx.convert(updated, W8A16), P, X, QUANTIZED),
+        f"pass it as an array, x.dequantize(), {CONVERT}",
+        [
+            lambda: traced(jqx.convert(updated, W8A16), P, X, QUANTIZED.dequantize()),
+            lambda: in_steps(updated, W8A16, P, X, QUANTIZED),
+        ],
+    ),
+    "of parameters that the policy leaves out": (
+        lambda: traced(jqx.convert(decayed, jqx.Policy({"v": "int8"})), {**P, "w": CODES}, X),
+        f"pass it as an array, x.dequantize(), {CONVERT}",
+        [lambda: in_steps(decayed, jqx.Policy({"v": "int8"}), {**P, "w": CODES}, X)],
+    ),
+    "returned": (
+        lambda: traced(jqx.convert(returned, W8A16), P, X),
+        "pass quantized parameters, jqx.quantize_params(params, plan), or leave the weight out of "
+        "the result.",
+        [lambda: traced(jqx.convert(returned, W8A16), {**P, "w": CODES}, X)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_QUANTIZED_FORM)
+def test_a_weight_without_a_quantized_form_is_an_error_whose_mends_work(name):
+    mistake, mend, mends = NO_QUANTIZED_FORM[name]
+    with pytest.raises(NotImplementedError) as refusal:
+        mistake()
+    text = str(refusal.value)
+    assert re.fullmatch(PARTS, text), text
+    assert text.partition("to mend:  ")[2] == mend
+    for follow in mends:
+        follow()
 
 
 UNKNOWN = {

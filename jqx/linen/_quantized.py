@@ -1,7 +1,8 @@
 """A linen module whose methods run through the transforms."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from flax import linen as nn
@@ -15,6 +16,8 @@ from ._state import OWN, QPARAMS, State, wanted
 
 Method = str | Callable[..., Any]
 """What runs on a module: the name of a method, or a function of the module."""
+
+_FIELDS = "__dataclass_fields__"
 
 OUTER = ("parent", "name")
 """Fields that identify the place of a module in its parent."""
@@ -42,7 +45,8 @@ class Quantized(State, kw_only=True):
         """Runs a method of the float module, or a function of the module."""
         if self._q_is_plain():
             float_self = super(State, self) if isinstance(method, str) else self
-            return call(float_self, method, *args, **kwargs)
+            with self._q_as_float():
+                return call(float_self, method, *args, **kwargs)
         function, params, is_pair = self._q_function(method, args, kwargs)
         result = self._q_run(function, params)
         if not is_pair:
@@ -51,6 +55,29 @@ class Quantized(State, kw_only=True):
         for collection, tree in updated.items():
             self._q_keep(collection, unfreeze(tree))
         return out
+
+    @contextlib.contextmanager
+    def _q_as_float(self) -> Iterator[None]:
+        """A context in which this module shows Flax the fields of its float class alone. A class
+        that `nn.jit` or a similar function returns passes them all to the class that it lifts.
+        """
+        if _FIELDS in vars(self):  # one method calls another
+            yield
+            return
+        object.__setattr__(self, _FIELDS, vars(float_class(type(self)))[_FIELDS])
+        try:
+            yield
+        finally:
+            object.__delattr__(self, _FIELDS)
+
+    @nn.nowrap
+    def clone(self, **updates: Any) -> Any:
+        """Returns a copy with some fields changed, as `flax.linen.Module.clone` does."""
+        own = [f.name for f in dataclasses.fields(State) if f.name not in OUTER]
+        new = super().clone(**{name: getattr(self, name) for name in own} | updates)
+        if _FIELDS in vars(self):
+            object.__setattr__(new, _FIELDS, vars(self)[_FIELDS])
+        return new
 
     def _q_plan(self, method: Method, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan of a call."""

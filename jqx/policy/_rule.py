@@ -159,6 +159,16 @@ class Rule:
         return f"Rule({', '.join(parts)})"
 
 
+def pattern_of(path: str) -> str:
+    """Returns the path of a rule for one weight: its own path, with special characters escaped."""
+    if re.search(r"\[\d+:\d+\]\Z", path):  # a part of a stack of layers
+        return path
+    try:
+        return path if re.fullmatch(path, path) else re.escape(path)
+    except (re.error, OverflowError):
+        return re.escape(path)
+
+
 def _check_regex(field: str, pattern: Any) -> None:
     mend = 'pass a regular expression such as "blocks/[0-9]+/.*".'
     names = f"specs have names: weight=, activation=. As {field}, {mend}"

@@ -8,7 +8,7 @@ from typing import Any
 from .._errors import message
 from ..calibrators import Affine
 from ..transforms import Plan, convert, map_channels
-from ..transforms._shared import Maps, check_function, with_maps
+from ..transforms._shared import Maps, with_maps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,22 +33,46 @@ class Mapped:
         return convert(self.function, self.plan, scales)
 
 
+_OF_MODULES: dict[str, dict[str, str]] = {
+    "ptq": {
+        "linen": "use jqx.linen.ptq(module, policy)(variables, batches), or pass module.apply, "
+        "whose parameters are the variables.",
+        "nnx": "use jqx.nnx.ptq(model, policy)(batches).",
+    },
+    "bind": {
+        "linen": "use jqx.linen.bind(jqx.load(path), module), or pass module.apply.",
+        "nnx": "use jqx.nnx.bind(jqx.load(path), model).",
+    },
+    "Quantized.bind": {
+        "linen": "pass module.apply, or another function of the variables.",
+        "nnx": "pass a function of quantized.params; jqx.nnx.bind(jqx.load(path), model) binds "
+        "what was saved.",
+    },
+}
+"""What to write for models of Flax, by function."""
+
+
 def check_whole(function: str, f: Any) -> None:
     """Checks that `f` is a function of its weights, and no model that holds them."""
-    nnx = sys.modules.get("flax.nnx")
-    is_model = nnx is not None and isinstance(f, nnx.Module)
-    if callable(f) and not is_model:
-        check_function(function, f)
+    flax = [name for name in ("linen", "nnx") if isinstance(f, _module_of(name))]
+    if flax and getattr(f, "scope", None) is None:
+        of, mend = f"a model of {flax[0]}", _OF_MODULES[function][flax[0]]
+    elif callable(f):
         return
+    else:
+        of, mend = "", "pass the function first, and the function itself, not what it returns."
     kind = f"an object of type {type(f).__name__}"
     raise TypeError(
         message(
             function,
             "`f` is not a function of its weights.",
-            given=f"{kind}, a model of nnx" if is_model else kind,
+            given=f"{kind}, {of}" if of else kind,
             expected="a function of arrays and pytrees of arrays",
-            mend=f"use jqx.nnx.{function}."
-            if is_model
-            else "pass the function first, and the function itself, not what it returns.",
+            mend=mend,
         )
     )
+
+
+def _module_of(name: str) -> Any:
+    """Returns the class of modules of Flax, if it is imported."""
+    return getattr(sys.modules.get(f"flax.{name}"), "Module", ())

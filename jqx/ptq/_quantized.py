@@ -102,7 +102,8 @@ class Quantized(Generic[P, R]):
         Args:
           f: a function that takes the weights where the first one takes them, and has the same
             contractions of them, in the same order, of operands with as many axes; its other
-            arguments and the sizes of batches may differ. After `hoist=`, a function of the
+            arguments and the sizes of batches may differ, as may `jax.jit` and `jax.checkpoint`
+            around it or its parts. After `hoist=`, a function of the
             parameters is split in the same way.
 
         Raises:
@@ -117,7 +118,7 @@ class Quantized(Generic[P, R]):
           >>> quantized.bind(step)(jnp.ones((1, 4)), 2.0)
           Array([[2., 2., 2., 2.]], dtype=float32)
         """
-        check_whole("bind", f)
+        check_whole("Quantized.bind", f)
         f = without_values(self.plan, f, self.parents, None)
         function = Mapped(f, self.plan, self.maps).converted(self.affines)
         return Quantized(

@@ -80,7 +80,8 @@ class Unbound:
 
         Args:
           f: the function that was quantized, or another one with the same parameters and
-            contractions. Both are checked. If the file was written with this version of jax, the
+            contractions. Both are checked; `jax.jit` and `jax.checkpoint` around `f` or its parts
+            make no difference. If the file was written with this version of jax, the
             names of its other operations are compared too, without their numbers and shapes; a
             difference is a warning.
           like: parameters with the structure that `f` takes: float, quantized or

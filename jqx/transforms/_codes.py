@@ -77,6 +77,8 @@ class Codes:
         elif name in FORMS:
             return self._inside(eqn, known, scope)
         elif (seen := _views(eqn, known)) is not None:
+            if len(set(filter(None, known))) > 1 and len(seen) == 1:
+                self._mixes(eqn, known, "is joined with others of another format", scope)
             return seen
         elif name in UPDATES and (name == "select_n") != bool(known[0]):
             if name == "scatter":

@@ -95,7 +95,7 @@ def convert(
         known = as_plan("convert", plan, call, params)
         scales = known.scales_of("convert", affines)
         _check_used(shardings, partial_dtype, gather_axes)
-        rules = OnIntegers(known, scales, dequantize=unsupported == "dequantize")
+        rules = OnIntegers(known, scales, dequantize=unsupported == "dequantize", call=call)
         if partial_dtype is not None or gather_axes is not None:
             named = dict(zip(call.paths, call.leaves, strict=True))
             places = weight_places("convert", known, shardings, named)
@@ -155,7 +155,7 @@ def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
             problem="`f` returns a float weight that is quantized on the fly.",
             given=repr(x),
             expected="weights from jqx.quantize_params, which are returned quantized",
-            mend="quantize the parameters first, return the weight outside of f, or pass "
-            'unsupported="dequantize".',
+            mend="pass quantized parameters, jqx.quantize_params(params, plan), or leave the "
+            "weight out of the result.",
         )
     return [real_of(x) for x in results]

@@ -25,8 +25,9 @@ def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[st
     """Returns the paths of weights whose scales cannot follow the views on the way to a site, each
     with the reason.
 
-    Only scales in blocks can fail to follow. If views change an axis in blocks, or a kernel of a
-    convolution is in blocks, the function is traced once as `convert` would.
+    Only scales in blocks can fail to follow, and those of joined weights, each of which becomes a
+    block. If views change an axis in blocks or join weights, or a kernel of a convolution is in
+    blocks, the function is traced once as `convert` would.
     """
     changed = {site.name: _changed(plan, call, item) for site, item in sites}
     if not any(changed.values()):
@@ -43,7 +44,7 @@ def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[st
     found: dict[str, str] = {}
     for name in (site.name for site, _ in sites if site.name in trial.failed):
         for path, views in changed[name].items():
-            why = f"blocks of {path!r} cannot follow its {views}"
+            why = f"scales of {path!r} cannot follow its {views}"
             if not views:
                 why = trial.failed[name].partition(": ")[2].rstrip(".")
             shared = plan.weight_at(path)
@@ -54,8 +55,9 @@ def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[st
 
 
 def _changed(plan: Plan, call: Call, item: Found) -> dict[str, str]:
-    """Returns the paths of the weights in blocks whose contraction may have no quantized form, each
-    with the views that change an axis in blocks: those that have any, and kernels of convolutions.
+    """Returns the paths of the weights whose contraction may have no quantized form, each with the
+    views that change an axis in blocks or join weights: those that have any, and kernels of
+    convolutions in blocks.
     """
     parts = [part for origin in item.origins if origin for part in origin.parts]
     is_kernel = item.op == "conv_general_dilated"
@@ -66,10 +68,15 @@ def _changed(plan: Plan, call: Call, item: Found) -> dict[str, str]:
             continue
         shape = tuple(call.leaves[call.paths.index(part.path)].shape)
         groups = groups_of("make_plan", weight.spec, shape)
-        names = {name for axis, name in part.moved | part.cut if groups.is_blocked(axis)}
+        names = {
+            name for axis, name in part.moved | part.cut if groups.is_blocked(axis) or name == _JOIN
+        }
         if names or (is_kernel and any(map(groups.is_blocked, range(len(shape))))):
             found[part.path] = " and ".join(f"`{name}`" for name in sorted(names))
     return found
+
+
+_JOIN = "concatenate"
 
 
 @dataclasses.dataclass(frozen=True)

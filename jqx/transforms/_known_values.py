@@ -154,7 +154,7 @@ class KnownValues:
         if name in INLINE and _compat.name_of_jit(eqn) != HIDDEN:
             return self._forward(eqn.params[INLINE[name]], known, here)
         if known and not any(known):
-            self._enter_unknown(eqn, here)
+            self._enter_unknown(eqn, known, here)
             return none
         if all(known) and not eqn.effects:
             return self._computed(eqn, [x for x in known if x is not None])
@@ -180,12 +180,18 @@ class KnownValues:
             self._forward(eqn.params["jaxpr"], [*known[:consts], *state, *steps], here)
             return [*state, *none[count:]]
         else:
-            self._enter_unknown(eqn, here)
+            self._enter_unknown(eqn, known, here)
         return none
 
-    def _enter_unknown(self, eqn: Eqn, here: Address) -> None:
-        """Marks all values inside an equation as unknown."""
+    def _enter_unknown(self, eqn: Eqn, known: Sequence[Known], here: Address) -> None:
+        """Marks all values inside an equation as unknown. Those of a `shard_map` may be parts of
+        known ones, so that views of them lead to what is outside.
+        """
         name = eqn.primitive.name
+        if name == "shard_map":
+            body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+            held = zip(body.invars, known, strict=True)
+            self._views.update((here, var) for var, x in held if x is not None and x.parents)
         for i, body in enumerate(_compat.sub_jaxprs(eqn)):
             place = (*here, i) if name == "cond" or i else here
             if name == "while":

@@ -5,10 +5,12 @@ An index such as `h[:, -1]` is traced as a slice, and as a gather if a size of `
 reads must not count in addresses: a function then has the same addresses for all sizes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax import export
+import jax
+import numpy as np
+from jax import export, lax
 
 from .. import _compat
 from .._compat import Eqn
@@ -16,6 +18,8 @@ from ._origin import Address, Origin
 from .primitives import CONTRACTIONS, FORMS, VIEWS
 
 Origins = Sequence[Origin | None]
+
+_INSIDE = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
 class _Read(dict[str, Any]):
@@ -72,11 +76,19 @@ def _marked(
     def origin_of(atom: Any) -> Origin | None:
         return None if _compat.is_literal(atom) else env.get(atom)
 
-    eqns = []
+    eqns, made = [], dict[Any, Eqn]()
     for eqn in jaxpr.eqns:
         known = tuple(map(origin_of, eqn.invars))
         name, results = eqn.primitive.name, ()
+        made.update(dict.fromkeys(eqn.outvars, eqn))
         if _needs_weight(eqn):
+            views = [] if known[0] is None else _static_index(eqn, made)
+            for view in views:
+                own = VIEWS[view.primitive.name].track(view, [origin_of(view.invars[0])])
+                env.update(zip(view.outvars, own, strict=True))
+            if views:
+                eqns += views
+                continue
             is_read = known[0] is None or _is_symbolic(eqn)
             eqns.append(eqn.replace(params=_Read(eqn.params)) if is_read else eqn)
             continue
@@ -103,6 +115,48 @@ def _is_symbolic(eqn: Eqn) -> bool:
     that is repeated for each row of a batch.
     """
     return any(map(export.is_symbolic_dim, eqn.invars[0].aval.shape))
+
+
+def _static_index(eqn: Eqn, made: Mapping[Any, Eqn]) -> list[Eqn]:
+    """Returns a gather at one static index of a value with symbolic sizes as what JAX traces for
+    known sizes, a slice without some axes; none if it is another gather.
+    """
+    numbers, starts = eqn.params["dimension_numbers"], _constant(eqn.invars[1], made)
+    is_one = starts is not None and starts.shape == (len(numbers.start_index_map),)
+    if starts is None or not (is_one and _is_symbolic(eqn) and eqn.params["mode"] == _INSIDE):
+        return []
+    begin = dict(zip(numbers.start_index_map, starts.tolist(), strict=True))
+    sizes = enumerate(eqn.params["slice_sizes"])
+    ends = [(begin.get(axis, 0), begin.get(axis, 0) + n) for axis, n in sizes]
+    (x, _), (y,) = eqn.invars, eqn.outvars
+
+    def view(x: jax.Array) -> jax.Array:
+        part = lax.slice(x, *zip(*ends, strict=True))
+        return lax.squeeze(part, numbers.collapsed_slice_dims)
+
+    traced, _ = _compat.trace(view, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
+    named = {traced.invars[0]: x, traced.outvars[0]: y}
+    return [
+        own.replace(
+            invars=[named.get(v, v) for v in own.invars],
+            outvars=[named.get(v, v) for v in own.outvars],
+        )
+        for own in traced.eqns
+    ]
+
+
+def _constant(atom: Any, made: Mapping[Any, Eqn]) -> np.ndarray | None:
+    """Returns an index that is made of numbers alone; `None` for others."""
+    if _compat.is_literal(atom):
+        return np.asarray(atom.val)
+    eqn = made.get(atom)
+    parts = [] if eqn is None else [_constant(x, made) for x in eqn.invars]
+    known = [x for x in parts if x is not None]
+    if eqn is None or not known or len(known) < len(parts):
+        return None
+    if eqn.primitive.name == "broadcast_in_dim" and len(atom.aval.shape) == 1:
+        return np.broadcast_to(known[0], atom.aval.shape)
+    return np.concatenate(known) if eqn.primitive.name == "concatenate" else None
 
 
 def _with_eqns(jaxpr: Any, eqns: Sequence[Eqn]) -> Any:

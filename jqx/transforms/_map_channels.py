@@ -101,6 +101,7 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
         rules = _Mapped(own, given, sites=by_address)  # type: ignore[arg-type]
         leaves = list(map(real_of, call.leaves))
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
+        out = [real_of(call.returned.get(i, x)) for i, x in enumerate(out)]
         return jax.tree.unflatten(call.out_tree, out)
 
     return mapped

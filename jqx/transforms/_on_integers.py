@@ -10,10 +10,11 @@ import jax
 
 from .. import _compat
 from .._compat import Eqn
-from .._errors import message
+from .._errors import message, some
 from ..calibrators import Affine
 from ..contractions._shared import Pending, may_quantize
 from ..numerics._shared import name_of_qtype
+from ..policy._shared import pattern_of
 from ..tensor import QTensor
 from ..tensor._shared import groups_of
 from ._gathered import Gathered
@@ -22,8 +23,9 @@ from ._origin import Address
 from ._partial_sums import PartialSums
 from ._plan import Plan
 from ._quantize_weight import quantize_weight
+from ._reach import reaching
 from ._site import Operand, Site, Weight
-from ._trace import is_quantized
+from ._trace import Call, is_quantized
 from ._weight import real_of
 from .primitives import CONTRACTIONS, FORMS, Records
 
@@ -35,6 +37,7 @@ class OnIntegers(Rules):
     dequantize: bool = False
     partial: PartialSums | None = None
     gather: Gathered | None = None
+    call: Call | None = None
 
     function: ClassVar[str | None] = "convert"
 
@@ -83,18 +86,21 @@ class OnIntegers(Rules):
         problem = f"a quantized array reaches `{name}`, which has no quantized form."
         if name in FORMS:
             problem = f"a quantized array is carried by `{name}` in place of an array."
-        paths = [weight.path for weight in self.plan.weights if weight.spec.qtype == x.qtype]
-        rule = f"jqx.Rule({paths[0]!r})" if len(paths) == 1 else 'jqx.Rule("its/path")'
-        mend = f"leave a weight in float with {rule} first in the policy, or " if paths else ""
-        more = "" if len(paths) < 5 else f" and {len(paths) - 4} more"
+        held = [] if self.call is None else reaching(self.call, self.plan, eqn)
+        paths = [path for path, _ in held if self.plan.weight_at(path) is not None]
+        mend = "pass it as an array, x.dequantize()"
+        if paths or not held:
+            rule = repr(pattern_of(paths[0])) if len(paths) == 1 else '"its/path"'
+            mend = f"leave it in float with jqx.Rule({rule}) first in the policy"
         raise NotImplementedError(
             message(
                 "convert",
                 problem,
-                given=f"{x!r} of {' or '.join(map(repr, paths[:4])) or 'an argument'}{more}"
+                given=f"{x!r} of {some(name for _, name in held) if held else 'a weight'}"
                 f"{_compat.at_line_of(eqn)}, in scope {_compat.scope_of(eqn) or '(none)'}",
                 expected="contractions, views such as transpose, reshape and slice, and updates",
-                mend=f'{mend}pass unsupported="dequantize".',
+                mend=f"{mend}, or convert with jqx.convert(f, plan, affines, "
+                'unsupported="dequantize").',
             )
         )
 

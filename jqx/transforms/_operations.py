@@ -8,6 +8,7 @@ because jit, sizes and 64-bit types add or remove them. Numbers in the function 
 
 import base64
 import itertools
+import re
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 
 from .. import _compat
 from .._errors import message, warn
+from .primitives import CONTRACTIONS
 
 _OPENED = {
     "jit",
@@ -52,6 +54,12 @@ _LEFT_OUT = {
     "transpose",
 }
 
+_END = "end_of_"
+"""Before the name of an operation: the end of one of the functions inside of it."""
+
+_EMPTY = re.compile(rf" ?\b(\w+)(?: {_END}\1\b)+ ?")
+"""An operation with functions inside, of which none holds a contraction."""
+
 _LIMIT = 2**26
 """The most bytes of names that are read from a file."""
 
@@ -79,7 +87,7 @@ def _of(eqn: _compat.Eqn, known: dict[int, list[str]]) -> Iterator[str]:
     for body in bodies:
         yield from _names(body, known)
         if not opened:
-            yield f"end_of_{name}"
+            yield f"{_END}{name}"
 
 
 def check_operations(function: str, planned: str, jaxpr: Any, strict: bool) -> None:
@@ -114,6 +122,27 @@ def check_operations(function: str, planned: str, jaxpr: Any, strict: bool) -> N
     warn(text)
 
 
+def same_nesting(function: str, planned: str, jaxpr: Any) -> bool:
+    """Whether a function has its contractions in the same loops and branches as was planned. False
+    for plans without operations.
+    """
+    _, _, stored = planned.partition(":")
+    found = operations_of(jaxpr).partition(":")[2]
+    return bool(stored) and _nesting(_read(function, stored)) == _nesting(_read(function, found))
+
+
+def _nesting(names: list[str]) -> str:
+    """Returns the contractions among names of operations, and the loops and branches that hold
+    any.
+    """
+    ends = {name for name in names if name.startswith(_END)}
+    kept = {*CONTRACTIONS, *ends, *(name.removeprefix(_END) for name in ends)}
+    text, before = " ".join(name for name in names if name in kept), ""
+    while text != before:
+        before, text = text, _EMPTY.sub(" ", text)
+    return text
+
+
 def _read(function: str, stored: str) -> list[str]:
     stream = zlib.decompressobj()
     try:
@@ -136,7 +165,7 @@ def _read(function: str, stored: str) -> list[str]:
 def _shown(names: list[str], place: int) -> str:
     if place == len(names):
         return "the end"
-    return f"`{names[place]}`".replace("end_of_", "end of ")
+    return f"`{names[place]}`".replace(_END, "end of ")
 
 
 def _refuse_unknown(function: str, version: str) -> None:

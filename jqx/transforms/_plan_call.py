@@ -16,14 +16,14 @@ from ._choose import Chosen, choose
 from ._find import Found, contractions, contractions_with_reads, dtypes_of
 from ._follow import lost
 from ._input_as_weight import check_inputs
-from ._operations import operations_of
+from ._operations import operations_of, same_nesting
 from ._origin import Address, Origin
 from ._paths import Weights
 from ._plan import Plan
 from ._reach import unreached
 from ._reasons import NO_WEIGHT, reasons
 from ._resolve import resolve_activation, resolve_weights
-from ._signature import AGAIN, check_ranks, check_same
+from ._signature import AGAIN, addresses_of, check_ranks, check_same, without_addresses
 from ._site import Operand, Shape, Site, Skipped
 from ._trace import Call, trace_call
 from ._unused_alternatives import warn_of_unused_alternatives
@@ -68,34 +68,33 @@ def plan_of_function(
 def _fitted(
     function: str, plan: Plan, call: Call, found: Sequence[Found], mend: str = AGAIN
 ) -> Plan:
-    """Returns a plan with the addresses of a function, which differ in plans of jqx 0.1. Raises if
-    the plan is for another function.
+    """Returns a plan with the addresses of a function, which differ in plans of jqx 0.1, and where
+    other parts of it are under jit or remat. Raises if the plan is for another function.
     """
     signature = signature_of(call, found)
     if plan.signature in (signature, signature_of(call, found, axes=False)):
         return plan
     before = contractions_with_reads(call)
-    if plan.signature in (signature_of(call, before), signature_of(call, before, axes=False)):
-        return _renumbered(plan, before, found, signature)
+    older = signature_of(call, before), signature_of(call, before, axes=False)
+    if plan.signature in older and len(before) == len(found):
+        return _renumbered(plan, [item.address for item in before], found, signature)
+    alike = without_addresses(signature) == without_addresses(plan.signature)
+    if alike and same_nesting(function, plan.operations, call.jaxpr):
+        return _renumbered(plan, addresses_of(plan.signature), found, signature)
     check_ranks(function, plan, found)
     check_same(function, signature, plan.signature, mend)
     return plan
 
 
 def _renumbered(
-    plan: Plan, before: Sequence[Found], found: Sequence[Found], signature: tuple[str, ...]
+    plan: Plan, before: Sequence[Address], found: Sequence[Found], signature: tuple[str, ...]
 ) -> Plan:
-    """Returns a plan with the addresses of contractions found in place of those found before."""
-    new: dict[Address, Address] = {}
-    for old, item in zip(before, found, strict=True):
-        new[old.address] = item.address
-        places = zip(old.loops, item.loops, strict=True)
-        new |= {loop.address: own.address for loop, own in places}
+    """Returns a plan with the addresses of contractions found in place of those before."""
+    items = dict(zip(before, found, strict=True))
+    new = {old: item.address for old, item in items.items()}
     sites = [
         dataclasses.replace(
-            site,
-            address=new[site.address],
-            loops=tuple(loop._replace(address=new[loop.address]) for loop in site.loops),
+            site, address=items[site.address].address, loops=items[site.address].loops
         )
         for site in plan.sites
     ]

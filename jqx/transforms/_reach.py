@@ -9,8 +9,9 @@ from .. import _compat
 from .._checks import require_that
 from ._codes import Codes
 from ._find import Found
+from ._plan import Plan
 from ._site import Unreached
-from ._trace import Call
+from ._trace import Call, is_quantized
 
 UNSUPPORTED = ("error", "dequantize")
 
@@ -59,3 +60,27 @@ def followed(call: Call, paths: set[str]) -> tuple[Codes, set[str]]:
     given = [frozenset({path} & paths) if path is not None else frozenset() for path in call.paths]
     results = codes.follow(call.jaxpr, given)
     return codes, set().union(*results)
+
+
+def reaching(call: Call, plan: Plan, eqn: Any) -> list[tuple[str | None, str]]:
+    """Returns the quantized leaves whose codes an equation cannot take: the path of each, `None` if
+    it is no parameter, and its name in an error.
+    """
+    named = dict(enumerate(zip(call.paths, call.leaves, strict=True)))
+    given = [
+        frozenset({str(i)} if is_quantized(leaf) or plan.weight_at(path) is not None else ())
+        for i, (path, leaf) in named.items()
+    ]
+    codes = Codes()
+    codes.follow(call.jaxpr, given)
+    places = [x.paths for x in (*codes.escapes, *codes.mixed) if x.eqn is eqn]
+    held = sorted(map(int, frozenset().union(*places)))
+    return [(named[i][0], _name(call, i)) for i in held]
+
+
+def _name(call: Call, i: int) -> str:
+    path = call.paths[i]
+    if path is not None:
+        return repr(path)
+    kind, place, *_ = call.keys[i]
+    return f"argument {place.idx}" if kind.idx == 0 else f"argument {place.key!r}"

@@ -2,6 +2,7 @@
 
 from .. import _compat
 from .._errors import message
+from ..policy._shared import pattern_of
 from ._codes import Escape
 from ._convert import check_converts
 from ._offers import known_values
@@ -20,7 +21,9 @@ def check_reach(function: str, call: Call, plan: Plan) -> None:
     if codes.escapes:
         escape = codes.escapes[0]
         known = id(escape.eqn) in known_values(call).inner
-        raise _refusal(function, plan, escape, "quantize jqx.hoist(f), " if known else "")
+        raise _refusal(
+            function, plan, escape, "use jqx.hoist, or ptq(hoist='all'); " if known else ""
+        )
     if codes.mixed:  # whether their formats agree is known only when the call is traced
         try:
             check_converts(call, plan)
@@ -38,7 +41,7 @@ def _refusal(function: str, plan: Plan, escape: Escape, mend: str = "") -> Unsup
             f"the weight {path!r}, which the policy quantizes, {escape.how}.",
             given=f"{weight.spec}{_compat.at_line_of(escape.eqn)}{where}",
             expected="contractions, views such as transpose, reshape and slice, and updates",
-            mend=f"{mend}leave it in float with jqx.Rule({path!r}) first in the policy, or pass "
-            'unsupported="dequantize" to both jqx.make_plan and jqx.convert.',
+            mend=f"{mend}leave it in float with jqx.Rule({pattern_of(path)!r}) first in the "
+            'policy; or pass unsupported="dequantize" to both jqx.make_plan and jqx.convert.',
         )
     )

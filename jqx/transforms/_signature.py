@@ -34,6 +34,23 @@ def is_parameter_line(line: str) -> bool:
     return line.startswith("parameter ")
 
 
+_CONTRACTION = re.compile(r"contraction \(([0-9, ]*)\) ")
+"""The start of a line that describes a contraction, with its address."""
+
+
+def addresses_of(signature: Sequence[str]) -> list[tuple[int, ...]]:
+    """Returns the addresses of the contractions in a signature, in order."""
+    found = [own[1] for line in signature if (own := _CONTRACTION.match(line))]
+    return [tuple(int(part) for part in text.split(",") if part.strip()) for text in found]
+
+
+def without_addresses(signature: Sequence[str]) -> list[str]:
+    """Returns a signature that does not depend on the calls, loops and branches around each
+    contraction.
+    """
+    return [_CONTRACTION.sub("contraction ", line, count=1) for line in signature]
+
+
 def check_same(
     function: str, signature: Sequence[str], planned: Sequence[str], mend: str = AGAIN
 ) -> None:
@@ -59,10 +76,10 @@ def check_same(
 
 def check_ranks(function: str, plan: Any, found: Sequence[Any]) -> None:
     """Raises if the operands of a contraction have another number of axes than when planned."""
-    shapes = {item.address: item.shapes for item in (*plan.skipped, *plan.sites)}
+    shapes = {(item.address, item.op): item.shapes for item in (*plan.skipped, *plan.sites)}
     for item in found:
         now = tuple(tuple(atom.aval.shape) for atom in item.eqn.invars[:2])
-        planned = shapes.get(item.address) if item.address else None
+        planned = shapes.get((item.address, item.op)) if item.address else None
         if planned is None or [*map(len, now)] == [*map(len, planned)]:
             continue
         where = f" at path {item.path!r}" if item.path else ""

@@ -76,6 +76,8 @@ class Call:
       keys: for each leaf its keys inside `(args, kwargs)`.
       lines: the parameters as in a signature.
       splits: the parameters that are in parts; each part is a leaf.
+      returned: the parameters whose parts are leaves, and which the function returns unchanged as
+        they are given, by the index of the result.
     """
 
     jaxpr: Any
@@ -87,6 +89,7 @@ class Call:
     keys: Sequence[tuple[Any, ...]] = ()
     lines: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
+    returned: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -196,7 +199,7 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
     _check_segments(function, call, by_path)
     if not splits:
         return call
-    leaves, paths, keys, given, kept = [], [], [], [], {}
+    leaves, paths, keys, given, kept, whole_leaves = [], [], [], [], {}, {}
     for place, (leaf, path, key) in enumerate(zip(call.leaves, call.paths, call.keys, strict=True)):
         split = None if path is None else by_path.get(path)
         if split is None:
@@ -208,10 +211,12 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
             given.append(Segments(list(map(stand_in, parts)), split.axis))
             if isinstance(leaf, Segments) or not isinstance(wanted, tuple):
                 kept[call.jaxpr.invars[place]] = split
+            else:
+                whole_leaves[call.jaxpr.invars[place]] = leaf
         leaves += parts
         paths += names
         keys += [key] * len(parts)
-    outvars = call.jaxpr.outvars
+    outvars, returned = call.jaxpr.outvars, dict[int, Any]()
 
     def out(results: list[Any]) -> Any:
         """Keeps parameters in parts if they are returned unchanged."""
@@ -219,6 +224,11 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
             x if not _compat.is_literal(v) and v in kept else joined(x)
             for x, v in zip(results, outvars, strict=True)
         ]
+        count = 0
+        for x, v in zip(whole, outvars, strict=True):
+            if not _compat.is_literal(v) and v in whole_leaves:
+                returned[count] = whole_leaves[v]
+            count += len(jax.tree.leaves(x))
         return jax.tree.unflatten(call.out_tree, whole)
 
     traced = rewritten(function, call.jaxpr, call.consts, given, out)
@@ -231,6 +241,7 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
         paths=paths,
         keys=keys,
         splits=tuple(splits),
+        returned=returned,
     )
     if not isinstance(wanted, tuple):
         check_split(function, contractions(new), new.splits)

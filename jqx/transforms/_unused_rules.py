@@ -117,6 +117,8 @@ def near_path(pattern: str, known: Sequence[str]) -> str | None:
                 return f"a path must match in full, such as {path!r}: write '{parent}/.*'."
     if pattern.lower() in _ALL:
         return "write '.*', which matches every path."
+    if pattern in known:
+        return f"it is a regular expression: write {re.escape(pattern)!r}."
     globbed = [path for path in known if "*" in pattern and fnmatch.fnmatchcase(path, pattern)]
     if globbed:
         text = re.sub(r"(?<!\.)\*+", ".*", pattern)

@@ -181,7 +181,29 @@ def test_a_whole_quantized_module_under_a_lifted_transform(form):
     assert jnp.abs(out - simulated).max() <= ROUNDING * jnp.abs(out).max()
 
 
-def lifted_net(lift):
+def jitted(**kwargs):
+    return functools.partial(nn.jit, **kwargs)
+
+
+def remat(**kwargs):
+    return functools.partial(nn.remat, **kwargs)
+
+
+SCAN = functools.partial(
+    nn.scan, variable_broadcast="params", split_rngs={"params": False}, length=4
+)
+LAYERED = functools.partial(
+    nn.scan, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
+)
+VMAP = functools.partial(nn.vmap, variable_axes={"params": None}, split_rngs={"params": False})
+MEMBERS = functools.partial(
+    nn.vmap, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
+)
+
+
+def of_methods(lift):
+    """A module of modules made in `setup`, with methods under a lifted transform."""
+
     class Inner(nn.Module):
         def setup(self):
             self.dense = nn.Dense(WIDTH)
@@ -190,34 +212,81 @@ def lifted_net(lift):
         def __call__(self, x, flag=None):
             return jnp.tanh(self.dense(x)) if flag is None else x
 
-    class Net(nn.Module):
+    class Net(Inner):
         def setup(self):
             self.inner, self.head = Inner(), nn.Dense(2)
 
         @lift
         def __call__(self, x, flag=None):
-            return self.head(self.inner(x))
-
-        @lift
-        def score(self, x, flag=None):
-            return self.head(self.inner(x))
+            return self.head(self.inner(x, None))
 
     return Net()
 
 
-@pytest.mark.parametrize("method", ["__call__", "score"])
-@pytest.mark.parametrize(
-    "lift",
-    [
-        functools.partial(nn.jit, static_argnames=("flag",)),
-        nn.jit,
-        nn.remat,
-    ],
-    ids=["jit_static", "jit", "remat"],
-)
-def test_init_of_methods_that_are_lifted(lift, method):
-    """Flax defers `setup` into the lifted method: it runs once, and names are free."""
-    net = lifted_net(lift)
-    shapes = jax.eval_shape(functools.partial(net.init, method=method), jax.random.key(0), X)
-    made = jqx.linen.quantize(net, POLICY).init
-    assert jax.eval_shape(functools.partial(made, method=method), jax.random.key(0), X) == shapes
+def of_class(lift):
+    """The result of a lifted transform of a class, whose method takes a static argument."""
+
+    class Net(nn.Module):
+        def setup(self):
+            self.dense, self.head = nn.Dense(WIDTH), nn.Dense(2)
+
+        def __call__(self, x, flag=True):
+            return self.head(jnp.tanh(self.dense(x)) if flag else x), None
+
+    return lift(Net)()
+
+
+def of_steps(lift):
+    """A module whose own method is a step of a loop."""
+
+    class Net(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(WIDTH)
+
+        @lift
+        def __call__(self, h, x=None):
+            return jnp.tanh(self.dense(h) if x is None else self.dense(h) + x), x
+
+    return Net()
+
+
+LIFTED = {
+    "jit": (of_methods(nn.jit), (X,), {}),
+    "jit, static name": (of_methods(jitted(static_argnames=("flag",))), (X,), {"flag": True}),
+    "remat": (of_methods(nn.remat), (X,), {}),
+    "remat, static number": (of_methods(remat(static_argnums=(2,))), (X, True), {}),
+    "jit of a class": (of_class(nn.jit), (X,), {}),
+    "jit of a class, static name": (
+        of_class(jitted(static_argnames="flag")),
+        (X,),
+        {"flag": True},
+    ),
+    "jit of a class, static number": (of_class(jitted(static_argnums=2)), (X, True), {}),
+    "remat of a class, static number": (of_class(remat(static_argnums=(2,))), (X, True), {}),
+    "scan": (of_steps(SCAN), (X[0], X), {}),
+    "scan over weights": (of_steps(LAYERED), (X, None), {}),
+    "vmap": (of_steps(VMAP), (X, X), {}),
+    "vmap over weights": (of_steps(MEMBERS), (X,), {}),
+    "vmap of a class": (of_class(MEMBERS), (X,), {}),
+}
+
+
+@pytest.mark.parametrize("name", LIFTED)
+def test_a_module_under_lifted_transforms_is_initialized_and_converted(name):
+    """Flax makes such a module again from its fields, and defers `setup` into the new one."""
+    net, args, kwargs = LIFTED[name]
+    module = jqx.linen.quantize(net, jqx.presets.w8a8_dynamic(), mode=Mode.CONVERT)
+
+    @jax.jit
+    def run(key):
+        found = module.init(key, *args, **kwargs)
+        plain = module.clone(mode=Mode.FLOAT).apply(found, *args, **kwargs)
+        converted = jqx.linen.convert(module, found, *args, **kwargs)
+        results = plain, module.apply(converted, *args, **kwargs)
+        return found, net.init(key, *args, **kwargs), net.apply(found, *args, **kwargs), *results
+
+    found, known, expected, plain, quantized = run(jax.random.key(0))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, known))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), plain, expected))
+    y, exact = jax.tree.leaves(quantized)[0], jax.tree.leaves(expected)[0]
+    assert 0 < jnp.abs(y - exact).max() < 0.05 * jnp.abs(exact).max()

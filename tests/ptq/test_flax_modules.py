@@ -18,7 +18,7 @@ from ..contractions.oracles import gamma
 X = jax.random.normal(jax.random.key(1), (4, 16))
 W8A8 = jqx.presets.w8a8()
 QUIET, NEAREST = {"progress": False}, jqx.algorithms.nearest()
-PARTS = r"jqx\.[a-z_., ()]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+PARTS = r"jqx\.[\w., ()]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
 
 
 class Net(nn.Module):
@@ -178,9 +178,12 @@ def test_what_does_not_fit_is_refused_in_four_parts(linen, model, tmp_path):
         (lambda: jqx.nnx.ptq(net, W8A8)(X), TypeError, r"a list of batches: \[x\]"),
         (lambda: jqx.linen.bind(quantized, module), TypeError, "`unbound`"),
         (lambda: jqx.linen.bind(a, nn.Dense(3)), ValueError, "does not take"),
-        (lambda: a.bind(module), TypeError, "module.apply"),
-        (lambda: b.bind(net), TypeError, r"jqx\.nnx\.bind"),
-        (lambda: jqx.ptq(net, W8A8), TypeError, r"jqx\.nnx\.ptq"),
+        (lambda: a.bind(module), TypeError, r"jqx\.linen\.bind\(jqx\.load\(path\), module\)"),
+        (lambda: b.bind(net), TypeError, r"jqx\.nnx\.bind\(jqx\.load\(path\), model\)"),
+        (lambda: quantized.bind(module), TypeError, "mend:  pass module.apply"),
+        (lambda: other.bind(net), TypeError, "a function of quantized.params"),
+        (lambda: jqx.ptq(net, W8A8), TypeError, r"jqx\.nnx\.ptq\(model, policy\)\(batches\)"),
+        (lambda: jqx.ptq(module, W8A8), TypeError, r"jqx\.linen\.ptq\(module, policy\)"),
         (lambda: jqx.nnx.ptq(module, W8A8), TypeError, "`model`"),
         (lambda: jqx.nnx.ptq(jqx.nnx.quantize(net, W8A8), W8A8), ValueError, "quantized parts"),
         (lambda: jqx.nnx.ptq(training, W8A8)([X]), ValueError, r"model\.eval"),

@@ -353,3 +353,32 @@ def test_an_algorithm_of_a_user_sees_parts_as_parameters():
     assert seen == {"layers[0:1]": (1, K, K), "layers[1:3]": (2, K, K)}
     plan = jqx.make_plan(f, policy)({"layers": w}, X)
     same(found, jqx.quantize_params({"layers": 2 * w}, plan)["layers"])
+
+
+def test_a_split_parameter_is_returned_as_it_is_given():
+    """Algorithms that add maps at sites see the whole parameter, and return it whole."""
+    p = {"s": normal(20, 3, K, K), "v": normal(21, K, K)}
+    policy = jqx.Policy({"s[0]": jqx.Rule(weight="int8"), ".*": jqx.Rule(weight="int4")})
+
+    def step(h, w):
+        return h + jnp.tanh(norm(h) @ w), None
+
+    def f(p, x):
+        return lax.scan(step, x, p["s"])[0] @ p["v"], p["s"]
+
+    for algorithm in (nearest(), eora(rank=2)):
+        q = jqx.ptq(f, policy, algorithm, target=False, progress=False)(p, BATCHES)
+        assert bool(q.maps) == (algorithm != nearest())
+        y, same = q.function(q.params, X)
+        assert isinstance(same, jqx.Segments)
+        np.testing.assert_array_equal(same.dequantize(), q.params["s"].dequantize())
+        exact = np.asarray(f(p, X)[0])
+        assert np.linalg.norm(y - exact) < 0.3 * np.linalg.norm(exact)
+    mapped = jqx.map_channels(f, q.plan, q.maps)(p, X)[1]
+    assert mapped is p["s"]
+
+    def turned(p, x):
+        return f(p, x)[0], jnp.swapaxes(p["s"], 1, 2)
+
+    with pytest.raises(NotImplementedError, match=r"'s\[0:1\]', .* is joined with others of"):
+        jqx.make_plan(turned, policy)(p, X)

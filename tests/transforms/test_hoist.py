@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 import jqx
@@ -85,7 +86,18 @@ def attention_of_latents(p, x):
 
 
 # Function, parameters, what is split off in full, and what of it `what="weights"` leaves.
+def on_devices(p, x):
+    """Weights that are computed outside of a shard_map, and read through views inside."""
+    rows, whole = PartitionSpec("devices"), PartitionSpec()
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    inside = jax.shard_map(
+        lambda x, w: jnp.tanh(x @ w.T), mesh=mesh, in_specs=(rows, whole), out_specs=rows
+    )
+    return inside(x, norm(p["w"]))
+
+
 CASES = {
+    "outside of shard_map": (on_devices, P, "computed/w", ""),
     "masked": (lambda p, x: jnp.tanh(x @ (p["w"] * p["mask"]) + p["b"]), P, "computed/mask,w", ""),
     "mask of a constant": (lambda p, x: x @ jnp.tril(p["w"]), P, "computed/w", ""),
     "weight norm": (lambda p, x: x @ (norm(p["w"]) * p["g"]), P, "computed/g,w", ""),
@@ -316,7 +328,7 @@ def test_reasons_offer_hoist_by_name_and_say_what_is_larger():
             assert ("ptq(hoist='all')" in text) == bool(left), name
         else:
             assert "hoist" not in text
-    with pytest.raises(ValueError, match=r"to mend:  quantize jqx\.hoist\(f\)"):
+    with pytest.raises(ValueError, match=r"to mend:  use jqx\.hoist, or ptq\(hoist='all'\);"):
         jqx.make_plan(CASES["in jit"][0], policy)(P, X)
     with pytest.raises(ValueError, match=r"g, computed = jqx\.hoist\(f\)\(params, x\)"):
         jqx.make_plan(CASES["masked"][0], jqx.presets.w8a8())(P, X)

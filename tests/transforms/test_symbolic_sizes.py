@@ -123,6 +123,49 @@ def test_what_ptq_returns_is_exported_with_symbolic_sizes_and_runs_at_two():
             np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
+def repeated(x, w):
+    return jnp.broadcast_to(w[None], (x.shape[0], *w.shape))
+
+
+def of_repeated_weights(p, x):
+    """Static indices into weights that are repeated for each row of a batch."""
+    tile = [repeated(x, own) for own in p]
+    return [
+        jnp.einsum("bd,bdh->bh", x, tile[0][:, 1]),
+        jnp.einsum("bd,bdh->bh", x, tile[1][:, -1, ..., 2:]),
+        jnp.einsum("bd,bdh->bh", x[:, :4], tile[2][:, 0, 4:8]),
+        jnp.einsum("bd,bkdh->bkh", x, tile[3][:, 1:]),
+        jax.vmap(lambda x, w: jnp.tanh(x @ w[1]))(x, tile[4]),
+        jax.jit(lambda x, w: jnp.einsum("bd,bdh->bh", x, w[:, 2]))(x, tile[5]),
+    ]
+
+
+@pytest.mark.parametrize("preset", ["w8a8_dynamic", "w4a16"])
+def test_static_indices_into_repeated_weights_are_views_for_symbolic_sizes(preset):
+    p, x = [normal(i, 3, D, 8) for i in range(6)], normal(6, 4, D)
+    policy, nearest = getattr(jqx.presets, preset)(), jqx.algorithms.nearest()
+    q = jqx.ptq(of_repeated_weights, policy, nearest, progress=False)(p, [x])
+    assert len(q.plan.sites) == 6 and not q.plan.skipped
+    rows = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), D), x.dtype)
+    found = export.export(jax.jit(q.function))(q.params, rows).call(q.params, x)
+    for a, b in zip(found, jax.jit(q.function)(q.params, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_indices_that_are_views_for_known_sizes_alone_are_refused():
+    p, x = normal(0, 3, D, 8), normal(1, 4, D)
+    rows = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), D), x.dtype)
+    policy = jqx.Policy([jqx.Rule(weight="int8", tables="weight")])
+    for index in (slice(None, None, -1), slice(None, None, 2), jnp.array([1, 2])):
+
+        def f(p, x, index=index):
+            return jnp.einsum("bd,bkdh->bkh", x, repeated(x, p)[:, index])
+
+        plan = jqx.make_plan(f, policy)(p, x)
+        with pytest.raises(ValueError, match="the plan was made for another function"):
+            export.export(jax.jit(jqx.convert(f, plan)))(p, rows)
+
+
 def reads(p, x, i):
     """A function in which reads come before, between and inside of contractions."""
     h = jnp.take_along_axis(x, i, 1) @ p["a"]

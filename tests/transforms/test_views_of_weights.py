@@ -223,11 +223,40 @@ def test_one_site_that_blocks_cannot_follow_leaves_the_weight_in_float_and_says_
         return x @ p["w"], x[:, 1:] @ p["w"][1:], x @ joined, x @ p["v"]
 
     plan = jqx.make_plan(f, jqx.presets.w4a16())(p, x)
-    why = "blocks of 'w' cannot follow its `slice` at w:dot_general#1"
+    why = "scales of 'w' cannot follow its `slice` at w:dot_general#1"
     reasons = {item.path: item.reason for item in plan.skipped}
     also = f"{why}, and 'v' is multiplied together with it"
     assert plan.sites == () and reasons == {"w": why, "w+v": why, "v": also}
     assert jqx.quantize_params(p, plan) == p
+
+
+def test_joins_along_a_sum_whose_parts_share_no_block_stay_in_float():
+    """Each part has scales of its own, and blocks have one size; only the last one is smaller."""
+    p = {"w": normal(0, 16, 8), "v": normal(1, 7, 8), "s": normal(2, 2, 8, 8)}
+    x = normal(3, 4, 23)
+
+    def step(h, w):
+        return jnp.tanh(h @ jnp.roll(w, 3, 0)), None
+
+    def f(p, x):
+        after = x @ jnp.concatenate([p["v"], p["w"]])
+        return after, lax.scan(step, after, p["s"])[0]
+
+    plan = jqx.make_plan(f, jqx.Policy({".*": "int8"}))
+    why = {item.path: item.reason for item in plan(p, x).skipped}
+    assert why == {
+        "v+w": "scales of 'v' cannot follow its `concatenate`",
+        "s": "scales of 's' cannot follow its `concatenate`",
+    }
+
+    def g(p, x):
+        return x @ jnp.concatenate([p["w"], p["v"]])
+
+    fits = jqx.make_plan(g, jqx.presets.w8a8_dynamic())(p, x)
+    assert len(fits.sites) == 1
+    found = jax.jit(jqx.convert(g, fits))(jqx.quantize_params(p, fits), x)
+    exact = np.asarray(g(p, x))
+    np.testing.assert_allclose(found, exact, atol=0.03 * abs(exact).max())
 
 
 FLOAT8 = jnp.float8_e4m3fn

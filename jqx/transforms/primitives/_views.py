@@ -81,7 +81,10 @@ def _apply_broadcast(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTenso
 def _apply_slice(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
     start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(start)
-    return operands[0][tuple(slice(*part) for part in zip(start, limit, strides, strict=True))]
+    parts = list(zip(start, limit, strides, strict=True))
+    wholes = [(0, n, 1) for n in eqn.invars[0].aval.shape]  # sizes may be symbolic
+    pairs = zip(parts, wholes, strict=True)
+    return operands[0][tuple(slice(None) if a == b else slice(*a) for a, b in pairs)]
 
 
 def _track_dynamic_slice(eqn: Eqn, position: int, origin: Origin) -> Origin | None:
