@@ -16,7 +16,15 @@ from ._observers import without_observers
 from ._plan import Plan
 from ._quantize_params import quantize_params
 from ._site import Weight
-from ._stats import check_finite, check_keys, each_step, in_order, nonfinite_text, stats_of
+from ._stats import (
+    check_finite,
+    check_keys,
+    each_step,
+    flags_of,
+    in_order,
+    nonfinite_text,
+    stats_of,
+)
 
 Affines = dict[str, Affine]
 """Scales and zero points by key."""
@@ -96,7 +104,7 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
         for key, spec in specs.items()
     }
     _check_finite(plan, stats, found)
-    _warn_of_zeros(plan, {**seen.flags, **seen.left_out}, specs)
+    _warn_of_zeros(plan, flags_of(stats), specs)
     return found
 
 
@@ -123,7 +131,10 @@ def _warn_of_zeros(plan: Plan, flags: Mapping[str, Any], specs: Mapping[str, Any
         own = flags.get(key)
         if own is None or not _compat.is_concrete(own) or needs_no_values(spec.calibrator):
             continue
-        steps = np.argwhere(np.asarray(own)[..., 2] == 0).tolist()
+        depth = len(plan.site_of_key(key).loops)
+        rows = np.asarray(own)[..., 2]
+        rows = rows.reshape(*rows.shape[:depth], -1).max(-1)  # experts of a stack share a scale
+        steps = np.argwhere(rows == 0).tolist()
         bad += [f"{key}[{', '.join(map(str, step))}]" if step else key for step in steps]
     if bad:
         text = message(

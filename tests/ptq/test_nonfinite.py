@@ -154,7 +154,7 @@ def test_flags_merge_and_are_an_error_of_scales():
     _, good = calibrated(params, X[1])
     _, bad = calibrated(params, X[1] + np.where(np.arange(ROWS) < 3, np.inf, 0)[:, None])
     merged = jqx.merge_stats(plan, good, bad)
-    assert merged.flags["a:dot_general:lhs"].tolist() == [0, 3, 2 * ROWS]
+    assert merged.flags["a:dot_general:lhs"].tolist() == [0, 3, 2 * ROWS, 2 * ROWS]
     with pytest.raises(ValueError, match=r"there is infinity(.|\n)+3 rows with infinity at a:"):
         jqx.affines(plan, merged)
     with pytest.raises(ValueError, match=r"there is infinity(.|\n)+to mend:"):
@@ -181,7 +181,7 @@ def test_rows_of_any_length_are_counted():
         found = jax.jit(lambda p, x, plan=plan: jqx.calibrate(f, plan)(p, x)[1].flags)(params, x)
         assert len(found) == 2 * len(sizes)
         for key, each in found.items():
-            assert each.tolist() == [300, 300, 900], key
+            assert each.tolist() == [300, 300, 900, 1200], key
 
 
 def test_the_error_names_site_batch_and_kind():
