@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
@@ -110,7 +112,7 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
 
 def _check_finite(plan: Plan, stats: Mapping[str, Any], found: Affines) -> None:
     """Raises if statistics without flags, such as those of a module, hold a NaN or an infinity."""
-    bad = []
+    bad, flags = [], flags_of(stats)
     for key, affine in found.items():
         nans = plan.static_specs()[key].calibrator.nans(stats[key])
         if not _compat.is_concrete(nans) or not _compat.is_concrete(affine.scale):
@@ -118,10 +120,18 @@ def _check_finite(plan: Plan, stats: Mapping[str, Any], found: Affines) -> None:
         count = int(np.sum(np.asarray(nans), dtype=np.int64))
         if count:
             bad.append(f"{count} NaN values at {key}")
-        elif not np.isfinite(np.asarray(affine.scale, np.float32)).all():
+            continue
+        # A percentile may clip an infinity, and have a finite scale.
+        seen = () if key in flags else jax.tree.leaves(stats[key])
+        if not all(map(_is_finite, (affine.scale, *seen))):
             bad.append(f"infinity at {key}")
     if bad:
         raise ValueError(nonfinite_text("affines", bad))
+
+
+def _is_finite(x: Any) -> bool:
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    return not is_float or bool(np.isfinite(np.asarray(x, np.float32)).all())
 
 
 def _warn_of_zeros(plan: Plan, flags: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
