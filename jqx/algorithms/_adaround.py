@@ -59,7 +59,8 @@ class AdaRound:
     regularizer pushes each weight to one neighbour. Then single choices are flipped as long as a
     flip reduces the error of its row. The loss depends on the inputs only through `H`, so the steps
     read no inputs. Sites are processed layer by layer, as by `gptq`, with the same report. A row
-    whose error ends above that of rounding to nearest is rounded to nearest. Scales do not change.
+    whose error ends above that of rounding to nearest is rounded to nearest, and so is a matrix
+    with too few inputs, as in `gptq`. Scales do not change.
 
     Attributes:
       steps: number of steps for each matrix.
@@ -203,10 +204,11 @@ class AdaRound:
                 options=(self.steps, self.learning_rate, self.pull),
             )
         )
-        none = [0.0] * len(matrices)
-        rounded, entries = settled(
-            matrices, weight.path, stack.w, stack.nearest(), learned, none, start
-        )
+        few, nearest = [x.why_few() for x in matrices], stack.nearest()
+        learned = np.where(np.array(few)[:, None, None] == "", learned, nearest)
+        damping = [None if why else 0.0 for why in few]
+        given = matrices, weight.path, stack.w, nearest, learned
+        rounded, entries = settled(*given, damping, start, few)
         grids.write(stack.places, rounded)
         return entries
 

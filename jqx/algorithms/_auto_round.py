@@ -32,8 +32,8 @@ class AutoRound:
     A block is the innermost body of a scan or of `jax.checkpoint`. Outside of both, each site is a
     block, with the equations after it up to the point where the fewest numbers are passed on.
     `blocks=` defines other blocks. Sites in loops that do not step over their weight, and weights
-    that several blocks share, are rounded to nearest; the report names them. Activations stay in
-    float.
+    that several blocks share, are rounded to nearest, and so is an expert that fewer rows reach
+    than it has channels; the report names them. Activations stay in float.
 
     Attributes:
       steps: number of steps for each block.

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._checks import check_flags, require_that, shown
 from .._table import Printed
-from ..observers import hessian, mean_abs
+from ..observers import absmax, hessian, mean_abs
 from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan
@@ -22,8 +22,7 @@ from ._grids import Grids
 from ._kept import Unpaired
 from ._labels import Array
 from ._options import algorithm
-from ._scaled import Scaled
-from ._scipy import components
+from ._scaled import Scaled, scaled_together
 
 _NO_LESS = 1e-4
 _LEAST_RANGE = 0.5
@@ -83,6 +82,9 @@ class Awq:
     the error. It is one product for all sites that read the value, and XLA fuses it with the
     producer of the value, or with its quantization.
 
+    Experts that fewer rows reach than they have channels do not decide scales: their own channels
+    and ranges are unchanged, and `report.codes` names them.
+
     Attributes:
       steps: number of ratios that are tried, from 0 to 1, and of parts of a range, from all of it
         to a half.
@@ -138,7 +140,7 @@ class Awq:
         """Returns the parameters with scaled channels and clipped ranges, and the maps that are
         applied at sites.
         """
-        observers = hessian(weight=self.weight), mean_abs(weight=self.weight)
+        observers = tuple(x(weight=self.weight) for x in (hessian, mean_abs, absmax))
         given = f, plan, params, list(batches), observers, progress, on_nonfinite
         scaled = Scaled.of("algorithms.awq", *given, every=self.clip or self.keep)
         unpaired = Unpaired(scaled, observers[1], scaled.visits if self.keep else ())
@@ -152,14 +154,18 @@ class Awq:
         params = scaled.folds.folded(params, factors, kept.of)
         if self.clip:
             params = self._clipped(scaled, sites, params, factors)
-        return Chosen(params, report, kept.maps())
+        return Chosen(params, report, kept.maps(), few=scaled.few.why)
 
     def _scales(
         self, scaled: Scaled, sites: Sequence["_Site"], count: int
     ) -> tuple[Array, AwqReport]:
         """Returns the factors with the least error, by number."""
         a, w = _means(count, sites, "inputs"), _means(count, sites, "weights")
-        together = _together(count, sites)
+        together = scaled_together(count, [site.numbers for site in sites])
+        read = [(site.numbers, site.few) for site in sites]
+        largest = np.zeros(count)
+        for site in sites:
+            np.maximum.at(largest, site.numbers[~site.few], site.largest[~site.few])
         best = before = np.full(together.max() + 1, np.inf)
         ratios, duos = np.zeros(len(best)), np.zeros(len(best), bool)
         factors = np.ones(count)
@@ -168,6 +174,7 @@ class Awq:
         for ratio, duo in [(0.0, False), *tried]:  # unchanged weights first
             scale = a**ratio / (w ** (1 - ratio) + _NO_LESS if duo else 1)
             scale = _centred(scale, together)
+            scaled.level(scale, largest, read)
             lost = np.zeros(len(best))
             rounded = self._rounded(scaled, sites, scale)
             for site, q in zip(sites, rounded, strict=True):
@@ -252,10 +259,14 @@ class _Site:
       elements: the numbers of its elements, [*batch, rows, channels].
       numbers: numbers of the factors of its channels, [*batch, channels]; 0 if there is none.
       w: its values, [*batch, rows, channels].
-      products: the sum of products of its inputs, [*batch, channels, channels].
-      inputs: the mean magnitude of each channel of the inputs, [*batch, channels].
-      weights: that of the weight, relative to the largest of its group, likewise.
+      products: the sum of products of its inputs, [*batch, channels, channels]; 0 for a matrix
+        that few rows reached.
+      inputs: the mean magnitude of each channel over the rows that reach a matrix,
+        [*batch, channels].
+      largest: the largest magnitude, likewise.
+      weights: the mean magnitude of the weight, relative to the largest of its group, likewise.
       rows: number of inputs.
+      few: which of the matrices only few rows reached, [*batch].
     """
 
     name: str
@@ -267,8 +278,10 @@ class _Site:
     w: Array
     products: Array
     inputs: Array
+    largest: Array
     weights: Array
     rows: float
+    few: Array
 
     @classmethod
     def of(
@@ -277,8 +290,8 @@ class _Site:
         folds = scaled.folds
         weight = folds.weight(visit)
         assert weight is not None
-        seen, means = (scaled.observed(visit, x) for x in observers)
-        elements = visit.elements
+        seen, means, most = (scaled.observed(visit, x) for x in observers)
+        elements, few = visit.elements, scaled.is_few(visit)
         rows = np.maximum(np.asarray(means.rows, np.float64), 1)
         return cls(
             folds.name(visit),
@@ -288,10 +301,12 @@ class _Site:
             elements,
             numbers,
             scaled.weights[visit.place][elements],
-            np.asarray(seen.products, np.float32),
-            scaled.per_channel(visit, means.total / rows),
+            np.where(few[..., None, None], 0, np.asarray(seen.products, np.float32)),
+            scaled.per_channel(visit, means.total / rows) / scaled.share(visit)[..., None],
+            scaled.per_channel(visit, most.largest),
             relative[elements].mean(-2),
             float(np.max(seen.rows)),
+            few,
         )
 
     def lost(self, rounded: Array) -> float:
@@ -345,24 +360,10 @@ def _means(count: int, sites: Sequence[_Site], field: str) -> Array:
     """Returns the mean of a statistic over the channels of each number; 1 if there are none."""
     total, seen = np.zeros(count), np.zeros(count)
     for site in sites:
-        np.add.at(total, site.numbers.ravel(), getattr(site, field).ravel())
-        np.add.at(seen, site.numbers.ravel(), 1)
+        numbers = site.numbers[~site.few]
+        np.add.at(total, numbers, getattr(site, field)[~site.few])
+        np.add.at(seen, numbers, 1)
     return np.maximum(np.where(seen > 0, total / np.maximum(seen, 1), 1), _NO_LESS)
-
-
-def _together(count: int, sites: Sequence[_Site]) -> Array:
-    """Returns for each factor the set of factors that the same sites read; 0 for factors that no
-    site reads, and for number 0.
-    """
-    a = np.concatenate([x.numbers[x.numbers > 0] for x in sites])
-    b = np.concatenate([np.full(int(np.sum(x.numbers > 0)), x.numbers.max()) for x in sites])
-    found = components(count, a, b)
-    is_read = np.zeros(count, bool)
-    is_read[a] = True
-    which = np.unique(found[is_read], return_inverse=True)[1] + 1
-    together = np.zeros(count, int)
-    together[is_read] = which
-    return together
 
 
 def _centred(scale: Array, together: Array) -> Array:

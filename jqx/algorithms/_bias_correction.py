@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,27 +15,30 @@ from .._compat import Eqn
 from .._table import Printed
 from ..calibrators import Affine
 from ..observers import Mean, ObservedSite
-from ..observers._shared import MeanStats, check_weight
+from ..observers._shared import MeanStats, check_weight, flags
 from ..transforms import ChannelMap, Plan, Site, dequantize_params, map_channels, simulate
 from ..transforms._shared import (
-    FLAGS,
     FORMS,
     Address,
     Batch,
+    Call,
     Channels,
     Chosen,
     Observe,
     OnNonfinite,
     Records,
+    Stats,
     addressed,
     arguments_of,
     arrays_of,
     check_finite,
     check_mode,
+    contractions,
     in_order,
     is_counted,
     merged_flags,
     observed,
+    observed_parts,
     progress_bar,
     trace_call,
     value_of,
@@ -42,6 +46,7 @@ from ..transforms._shared import (
 )
 from ._biases import into_biases
 from ._decisions import body_of
+from ._few import Few
 from ._options import algorithm
 
 _NAME = "algorithms.bias_correction"
@@ -86,6 +91,9 @@ class BiasCorrection:
     correction for all its steps, and later sites do not see it in this pass. The report says what
     remains. With products of narrow matrices (`eora`, `loftq`), which are added to a result after
     its site, the mean of the site itself is corrected.
+
+    Sites with experts that few rows reached are not corrected, nor other sites with rows of zeros
+    beside them: a shift is added to all rows.
 
     A shift is folded into the bias that is added to the result, if that is a parameter of float32
     or wider with no other use. Otherwise it is added at its site (`jqx.Quantized.maps`), where XLA
@@ -152,10 +160,13 @@ class BiasCorrection:
         exact = seen(f, params)
         arguments = arguments_of(plan, params, batches[0])
         call = trace_call("algorithms.bias_correction", f, plan.parameters, arguments, {})
-        once = _run_once(plan, call.jaxpr)
+        few = Few(Stats((), means.flags))
+        left_as_is = _left_as_is(few, sites, call)
+        once = _run_once(plan, call.jaxpr) - left_as_is
         wanted = [{key: _mean(x[key]) for key in once if key in x} for x in exact]
         shifted = seen(quantized(f), real, wanted)
         shifts = means.difference(exact, shifted)
+        shifts = {key: x for key, x in shifts.items() if key not in left_as_is}
         maps = {key: ChannelMap(shift=x) for key, x in shifts.items()}
         lost = [
             means.difference(exact, seen(quantized(g), real))
@@ -165,12 +176,12 @@ class BiasCorrection:
         if bar is not None:
             bar.close()
         report = BiasReport(
-            SiteShift(site.name, _size(lost[0][key]), _size(lost[1][key] - shifts[key]))
+            SiteShift(site.name, _size(lost[0][key]), _size(lost[1][key] - shifts.get(key, 0)))
             for site in sites
             for key in [site.output_key]
         )
         params, left = into_biases(plan, call, codes, batches[0], shifts)
-        return Chosen(params, report, {key: maps[key] for key in left})
+        return Chosen(params, report, {key: maps[key] for key in left}, few=few.why)
 
 
 bias_correction = BiasCorrection
@@ -178,6 +189,29 @@ bias_correction = BiasCorrection
 
 def _is_corrected(site: Site) -> bool:
     return site.op != "gather" and any(x.role == "weight" for x in site.operands)
+
+
+def _left_as_is(few: Few, sites: Sequence[Site], call: Call) -> set[str]:
+    """Returns the keys of results that are not shifted: those of sites with a matrix that few rows
+    reached, and those with rows of zeros beside such a site. A shift is added to the rows of other
+    experts too.
+    """
+    items = {item.address: item for item in contractions(call)}
+    found, with_zeros = set(), []
+    for site in sites:
+        parts = {x.about.role: x for x in observed_parts(site, items[site.address])}
+        weight, operand = parts["weight"], parts.get("activation")
+        if operand is None:
+            continue
+        channels = math.prod(weight.kind.shape[axis] for axis in weight.about.contracted)
+        if few.at(site, operand.key, channels).any():
+            found.add(site.output_key)
+        elif (few.share(site, operand.key) < 1).any():
+            with_zeros.append(site)
+    if found:
+        few.why |= {x.name: "a shift would reach the rows of other experts" for x in with_zeros}
+        found |= {x.output_key for x in with_zeros}
+    return found
 
 
 def _bare(plan: Plan) -> Plan:
@@ -226,7 +260,7 @@ class _Shifting(Observe):
         result, records = super().at_site(site, eqn, operands)
         if site.output_key not in self.affines:
             return result, records
-        stats = next(x for key, x in records.items() if FLAGS not in key)
+        stats = next(x for x in records.values() if isinstance(x, MeanStats))
         place = next(i for i, x in enumerate(site.operands) if x.role == "weight")
         wanted: Any = self.affines[site.output_key]
         shift = wanted - _mean(stats)
@@ -239,12 +273,17 @@ class _Shifting(Observe):
 
 
 class _Means:
-    """The means of results over batches."""
+    """The means of results over batches.
+
+    Attributes:
+      flags: the flags of operands and results, over all batches and calls.
+    """
 
     def __init__(self, plan: Plan, weight: Callable[..., Any] | None, on_nonfinite: OnNonfinite):
         self._plan, self._observer = plan, _ResultMean(weight=weight)
         self._ignores = check_mode(_NAME, on_nonfinite)
         self._left_out: list[Mapping[str, Any]] = []
+        self.flags: dict[str, Any] = {}
 
     def of(
         self, f: Callable[..., Any], params: Any, batches: Sequence[Any], wanted: Any = None
@@ -252,7 +291,7 @@ class _Means:
         """Returns the means of each batch, by the key of the result. Results are shifted to the
         wanted means before later sites run.
         """
-        plan, observers = self._plan, {".*": self._observer}
+        plan, observers = self._plan, {".*": (self._observer, flags)}
         arrays, filled = arrays_of(params)
         rules = Observe if wanted is None else _Shifting
 
@@ -261,14 +300,17 @@ class _Means:
             given = arguments_of(plan, filled(arrays), batch)
             means = observed(f, plan, observers, rules, wanted or {}, ignores=self._ignores)
             stats = means(*given)[1]
-            means = {key.rsplit("@", 1)[0]: x for key, x in stats.items()}
+            means = {
+                key.rpartition("@")[0]: x for key, x in stats.items() if isinstance(x, MeanStats)
+            }
             return means, stats.flags, stats.left_out
 
         each, found = [None] * len(batches) if wanted is None else wanted, []
         for place, (own, x) in enumerate(zip(each, batches, strict=True)):
-            means, flags, left_out = seen(arrays, own, Batch(x))
-            check_finite(_NAME, in_order(self._plan, flags), place)
+            means, seen_flags, left_out = seen(arrays, own, Batch(x))
+            check_finite(_NAME, in_order(self._plan, seen_flags), place)
             self._left_out.append(left_out)
+            self.flags = merged_flags(self.flags, seen_flags or left_out)
             found.append(means)
         return found
 

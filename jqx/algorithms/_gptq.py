@@ -22,7 +22,6 @@ from ._factor import Factor, Order, carried_over, corrected, factor
 from ._grids import Grids, Group, calibrated
 from ._layers import layer_by_layer
 from ._matrices import (
-    UNREACHED,
     Matrix,
     Unsupported,
     by_shape,
@@ -98,7 +97,8 @@ class Gptq:
       least_inputs: minimum number of inputs of a matrix for each of its columns. With fewer, it is
         rounded to nearest, and the report says why. An expert that few tokens reach would be fitted
         to what these have in common by chance. `None` is 1 for matrices that are multiplied by at
-        once, such as experts, and 0 for others.
+        once, such as experts, or that only some rows of their site reach, and 0 for others. Rows of
+        zeros do not reach a matrix.
       weight: weights of the rows of the inputs, as in `jqx.observers.hessian`: a function of the
         values of a batch, such as `lambda tokens: tokens != 0` if 0 is padding. `None` gives all
         rows the same weight.
@@ -289,7 +289,7 @@ class Gptq:
         start = time.perf_counter()
         order = self.order or ("activation" if self.groups == "static" else "groups")
         stack = Stack.of(matrices, grids, spec, order)
-        few = [x.rows < max(self._least(x) * len(x.hessian), 1) for x in matrices]
+        few = [x.why_few(self.least_inputs) for x in matrices]
         found = [
             None if is_left else self._factor(matrix.hessian, order)
             for matrix, order, is_left in zip(matrices, stack.order, few, strict=True)
@@ -307,17 +307,13 @@ class Gptq:
         rounded[bad] = nearest[bad]
         damping = [None if own is None else own.damping for own in found]
         why = [
-            _why(matrix, is_left) if own is None else ""
-            for matrix, own, is_left in zip(matrices, found, few, strict=True)
+            (is_left or "its Hessian is not positive definite") if own is None else ""
+            for own, is_left in zip(found, few, strict=True)
         ]
         given = matrices, path, stack.w, nearest, rounded
         rounded, entries = settled(*given, damping, start, why)
         grids.write(stack.places, rounded)
         return entries
-
-    def _least(self, matrix: Matrix) -> float:
-        """Returns the least number of inputs for each column."""
-        return (1.0 if matrix.at else 0.0) if self.least_inputs is None else self.least_inputs
 
     def _factor(self, hessian: Array, order: Array) -> Factor | None:
         found = factor(hessian, self.damping, order=order)
@@ -354,15 +350,6 @@ class Gptq:
                 mend="calibrate on other batches, or pass ill_conditioned='round'.",
             )
         )
-
-
-def _why(matrix: Matrix, is_few: bool) -> str:
-    """Returns why a matrix is rounded to nearest."""
-    if not matrix.rows:
-        return UNREACHED
-    if is_few:
-        return f"{matrix.rows} inputs of {len(matrix.hessian)} channels are too few"
-    return "its Hessian is not positive definite"
 
 
 gptq = Gptq

@@ -28,9 +28,10 @@ from ..transforms._shared import (
 )
 from ._checkpoint import Checkpoint, Solver, chosen, made_of
 from ._elements import Elements
+from ._few import UNREACHED
 from ._grids import Group
 from ._leaves import Leaves
-from ._matrices import UNREACHED, Drift, Matrix, by_shape, matrices_of, stacked, unknown
+from ._matrices import Drift, Matrix, by_shape, matrices_of, stacked, unknown
 from ._memory import Memory, bytes_of_activations, bytes_of_sums, bytes_of_weights
 from ._offload import Offload, Where
 from ._once import sites_once
@@ -140,10 +141,11 @@ def layer_by_layer(
         def matrices() -> list[Matrix]:
             where_at = name_of([side.key], steps)
             total, drift, rows = inputs.sums(streams, side.about, where_at, walk.reached)
-            seen, found = np.broadcast_to(rows, where.shape[:-2]), []
-            for at in np.ndindex(seen.shape):
+            seen, found = [np.broadcast_to(x, where.shape[:-2]) for x in rows], []
+            for at in np.ndindex(where.shape[:-2]):
                 lost = None if drift is None else Drift(*(x[at] for x in drift))
-                own = (site.name,), steps, at, where[at], total[at], int(seen[at]), lost
+                count, rows_here = (int(x[at]) for x in seen)
+                own = (site.name,), steps, at, where[at], total[at], count, lost, rows_here
                 found.append(Matrix(*own))
             return found
 

@@ -27,6 +27,7 @@ from ..transforms._shared import (
 from ._blocks import labels_of
 from ._descent import descended
 from ._distance import distance
+from ._few import Few
 from ._grids import Grids
 from ._leaves import Leaves
 from ._offload import Offload, Where, on_device
@@ -90,7 +91,7 @@ def learned(
     """
     every, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
     f = TracedOnce(f)
-    look_at_batches(_FUNCTION, f, plan, params, every, on_nonfinite)
+    few = Few(look_at_batches(_FUNCTION, f, plan, params, every, on_nonfinite))
     traced = Traced.of(f, plan, params, every, options.weight, ignores=ignores)
     plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)
     sites = [site for site in plan.sites if site.address in bodies]
@@ -105,7 +106,7 @@ def learned(
         mend="print the plan: it shows all paths.",
     )
     own = apart(plan, traced.groups, traced.elements, labels) & {*labels}
-    walk = _Learning(options, traced, own)
+    walk = _Learning(options, traced, own, few)
     scopes = traced.scopes(lambda site: site.address in own, labels)
     both = walk.current, dict(traced.originals)
     offload = Offload(options.offload)
@@ -116,7 +117,8 @@ def learned(
         walk.bar.close()
     report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
     codes = InMemory(walk.grids).quantized()
-    return Chosen(plan.map_weights(lambda weight, _: codes[weight.path], params), report)
+    chosen = plan.map_weights(lambda weight, _: codes[weight.path], params)
+    return Chosen(chosen, report, few=few.why)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,8 +159,9 @@ class _Learning(Walk):
       bar: shows how many blocks are done, or `None`.
     """
 
-    def __init__(self, options: Options, traced: Traced, own: set[Address]):
+    def __init__(self, options: Options, traced: Traced, own: set[Address], few: Few):
         super().__init__(traced.plan, self._alone)
+        self._few = few
         self._kinds["block"] = self._block
         self._options, self._traced, self._own = options, traced, own
         self.current, self.grids = dict(traced.originals), traced.grids(options.spec_of)
@@ -189,6 +192,7 @@ class _Learning(Walk):
                 yield site.name, "whose weight other blocks or steps of a loop share"
             elif site.name not in reached:
                 yield site.name, NOT_REACHED
+        yield from self._few.why.items()
 
     def _alone(self, *_: Any) -> None:
         """Does nothing: all sites belong to blocks."""
@@ -248,21 +252,26 @@ class _Learning(Walk):
     def _tiles(self, sites: Sequence[Site], steps: Steps) -> list[Tile]:
         """Returns the parts of weights that some sites multiply by."""
         numbers: dict[str, list[Array]] = {}
+        fixed: dict[str, list[Array]] = {}
         for site in sites:
             for operand in site.operands:
                 if operand.path is not None:
                     path = self._traced.group_of(self.plan.weights_in(site)[0]).path
                     own = self._traced.elements[operand.key][steps]
                     numbers.setdefault(path, []).append(own.ravel())
+                    key = next(x.key for x in site.operands if x.path is None)
+                    few = self._few.at(site, key, own.shape[-1], steps)
+                    few = np.broadcast_to(few, own.shape[:-2])
+                    fixed.setdefault(path, []).append(own[few].ravel())
         tiles = []
         for path, each in numbers.items():
             grids: Grids = self.grids[path]
-            every = np.concatenate(each)
+            every, few = np.concatenate(each), np.concatenate(fixed[path])
             for part in grids.parts:
                 mine = part.elements
                 own = every[(every >= mine.start) & (every < mine.stop)]
                 if own.size:
-                    tiles.append(Tile.of(self._traced.places[part.path], grids, part, own))
+                    tiles.append(Tile.of(self._traced.places[part.path], grids, part, own, few))
         return tiles
 
     def _prepared(self, pairs: Pairs, steps: Steps, tiles: list[Tile]) -> _Block:
@@ -343,7 +352,7 @@ class _Learning(Walk):
         def step(*given: Any) -> tuple[list[Shifts], jax.Array]:
             *values, found, rate = given
             now, slope = jax.value_and_grad(partial(lost, *values))(found)
-            return moved(found, slope, rate), now
+            return moved(found, slope, rate, given[0]), now
 
         self._programs[key] = jax.jit({"lost": lost, "step": step}[name])
         return self._programs[key]

@@ -12,7 +12,9 @@ from .._errors import message
 from ..observers import Hessian, ObservedSite, hessian, places
 from ..observers._shared import Weight, has_rows
 from ..transforms import Plan, Site
+from ..transforms._shared import flags_of
 from ._factor import objective
+from ._few import reached, why_few
 from ._grids import Group
 from ._report import UNKNOWN, MatrixReport, name_of
 
@@ -35,6 +37,7 @@ class Matrix:
       hessian: sum of `x x^T` of the inputs, float64 [columns, columns].
       rows: number of inputs.
       drift: how the inputs differ from those of the float function, if that is known.
+      total: number of rows at the site; those of zeros, or of other experts, are no inputs.
     """
 
     sites: tuple[str, ...]
@@ -44,6 +47,16 @@ class Matrix:
     hessian: Array
     rows: int
     drift: "Drift | None" = None
+    total: int = 0
+
+    def why_few(self, least: float | None = None) -> str:
+        """Returns why there are too few inputs; empty if there are enough. `least` is how many each
+        column needs; `None` is 1 for matrices that are multiplied by at once, or that only some
+        rows reach, and 0 for others.
+        """
+        channels, is_part = self.places.shape[1], bool(self.at) or self.rows < self.total
+        least = float(is_part) if least is None else least
+        return why_few(self.rows, channels) if self.rows < max(least * channels, 1) else ""
 
     @property
     def name(self) -> str:
@@ -60,10 +73,6 @@ class Matrix:
             return error
         mixed = np.einsum("nk,nk->n", w @ self.drift.cross, lost)
         return error + 2 * mixed + objective(w, self.drift.own)
-
-
-UNREACHED = "no batch has reached it"
-"""Why a matrix is rounded to nearest that has no inputs."""
 
 
 class Drift(NamedTuple):
@@ -100,6 +109,7 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
     sum of their Hessians.
     """
     found: dict[bytes, Matrix] = {}
+    flags = flags_of(stats)
     for site in plan.sites:
         mine = [x for x in site.operands if x.path in group.sizes]
         if not mine:
@@ -111,11 +121,14 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
             raise _refusal(function, site)
         products = np.asarray(seen.products)
         elements = group.numbers(plan.weights_in(site), np.asarray(known))
-        counts = np.broadcast_to(np.asarray(seen.rows), products.shape[:-2])
+        rows = np.broadcast_to(np.asarray(seen.rows), products.shape[:-2])
+        rows, totals = counted(rows, reached(flags.get(others[0].key), site.op))
         for step in np.ndindex(elements.shape[:-2]):
             own, gram = np.ascontiguousarray(elements[step]), products[step].astype(np.float64)
             depth = len(site.loops)
-            new = Matrix((site.name,), step[:depth], step[depth:], own, gram, int(counts[step]))
+            count, total = int(rows[step]), int(totals[step])
+            where = (site.name,), step[:depth], step[depth:], own
+            new = Matrix(*where, gram, count, total=total)
             old = found.get(own.tobytes())
             if old is not None:
                 new = dataclasses.replace(
@@ -123,10 +136,20 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
                     sites=tuple(dict.fromkeys((*old.sites, *new.sites))),
                     hessian=old.hessian + new.hessian,
                     rows=old.rows + new.rows,
+                    total=old.total + new.total,
                 )
             found[own.tobytes()] = new
     _check_apart(function, group.path, list(found.values()))
     return list(found.values())
+
+
+def counted(rows: Array, counts: Array | None) -> tuple[Array, Array]:
+    """Returns the number of inputs of matrices and of rows at their site, from the sum of the
+    weights of rows, [*steps, *matrices], and from what `reached` returns.
+    """
+    if counts is None:
+        return rows, rows
+    return np.minimum(rows, counts[..., 0]), np.broadcast_to(counts[..., 1], rows.shape)
 
 
 def settled(

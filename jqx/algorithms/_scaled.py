@@ -14,10 +14,12 @@ from ..tensor import QSpec
 from ..transforms import Plan, calibrate_batches
 from ..transforms._shared import OnNonfinite, arguments_of
 from ._channels import Visit
+from ._few import Few
 from ._folds import Folds
 from ._label_rules import channels_of
 from ._labels import Array
 from ._pairs import Pairs, find_pairs
+from ._scipy import components
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +32,14 @@ class Scaled:
         channels that can be scaled.
       weights: their weights as floats, by leaf, flat.
       stats: what observers recorded of their operands.
+      few: the matrices that few rows reached.
     """
 
     pairs: Pairs
     visits: Sequence[Visit]
     weights: dict[int, Array]
     stats: dict[str, Any]
+    few: Few
 
     @classmethod
     def of(
@@ -69,7 +73,7 @@ class Scaled:
             stats = calibrate_batches(f, plan, params, batches, observers=paths, **options)
         leaves = folds.leaves(params)
         weights = {x.place: np.asarray(leaves[x.place], np.float32).ravel() for x in visits}
-        return cls(pairs, visits, weights, dict(stats))
+        return cls(pairs, visits, weights, dict(stats), Few(stats))
 
     @property
     def folds(self) -> Folds:
@@ -89,6 +93,47 @@ class Scaled:
         found = self.stats[self.name(visit, observer)]
         return type(found)(*(np.asarray(x)[visit.steps] for x in found))
 
+    def is_few(self, visit: Visit) -> Array:
+        """Returns which matrices of a site only few rows reached, in its step: [*batch]."""
+        *batch, channels = visit.inputs.shape
+        found = self.few.at(self.folds.site(visit), self.folds.key(visit), channels, visit.steps)
+        return np.broadcast_to(found, batch)
+
+    def share(self, visit: Visit) -> Array:
+        """Returns the part of the rows that reaches each matrix of a site, [*batch], if means are
+        taken over all rows, and not over those of an expert.
+        """
+        if visit.site.op == "ragged_dot":
+            return np.ones(visit.inputs.shape[:-1])
+        return self.few.share(self.folds.site(visit), self.folds.key(visit), visit.steps)
+
+    def level(self, scale: Array, a: Array, sites: Sequence[tuple[Array, Array]]) -> None:
+        """Sets scales to 1 that only matrices read that few rows reached, or that belong to results
+        of such a matrix, as all that a `ragged_dot` returns. Other scales that are read together
+        with these are multiplied by one number, so that the largest input stays the same: a static
+        scale then covers few rows as well as without scales.
+
+        Args:
+          scale: the scales of channels, by number.
+          a: the largest magnitudes of their inputs, likewise.
+          sites: for each visit the numbers of its channels, [*batch, channels], and which of its
+            matrices few rows reached, [*batch].
+        """
+        if not any(few.any() for _, few in sites):
+            return
+        is_known, is_beside = np.zeros((2, len(scale)), bool)
+        for numbers, few in sites:
+            is_known[numbers[~few]] = True
+            is_beside[numbers[few]] = True
+        for visit, (_, few) in zip(self.visits, sites, strict=True):
+            is_known[self.folds.outputs(visit)[few]] = False
+        together = scaled_together(len(scale), [numbers for numbers, _ in sites])
+        for i in np.unique(together[is_beside]):
+            own = (together == i) & is_known
+            scale[own] *= range_kept(a[own], scale[own])
+        scale[~is_known] = 1
+        scale[0] = 1
+
     def per_channel(self, visit: Visit, x: Array) -> Array:
         """Returns a statistic of the channels of an operand, [*batch, channels]."""
         if visit.site.op == "ragged_dot":
@@ -103,3 +148,25 @@ class Scaled:
     def largest_weight(self, visit: Visit) -> Array:
         """Returns the largest weight of each channel of a site, in magnitude."""
         return np.abs(self.weights[visit.place][visit.elements]).max(-2)
+
+
+def range_kept(a: Array, scale: Array) -> float:
+    """Returns by what to multiply scales of channels so that the largest of `a`, the magnitudes of
+    their inputs, stays the same.
+    """
+    return float((a / scale).max() / a.max()) if a.any() else 1.0
+
+
+def scaled_together(count: int, numbers: Sequence[Array]) -> Array:
+    """Returns for each factor the set of factors that the same sites read; 0 for factors that no
+    site reads, and for number 0.
+    """
+    a = np.concatenate([x[x > 0] for x in numbers])
+    b = np.concatenate([np.full(int(np.sum(x > 0)), x.max()) for x in numbers])
+    found = components(count, a, b)
+    is_read = np.zeros(count, bool)
+    is_read[a] = True
+    which = np.unique(found[is_read], return_inverse=True)[1] + 1
+    together = np.zeros(count, int)
+    together[is_read] = which
+    return together

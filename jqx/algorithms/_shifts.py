@@ -1,6 +1,6 @@
 """Shifts before rounding, and factors of ranges, which are learned by signed gradient descent."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,14 +47,26 @@ def rounded(rounding: Rounding, given: Given, found: Shifts) -> tuple[jax.Array,
     return rounding.groups.join(straight_through(whole, moved) * exact.scale), affine
 
 
-def moved(found: list[Shifts], slope: Any, rate: jax.Array) -> list[Shifts]:
+def moved(
+    found: list[Shifts], slope: list[Shifts], rate: jax.Array, given: list[Given]
+) -> list[Shifts]:
     """Returns learned values after a step of a given length against the signs of a gradient."""
 
     def limited(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else jnp.clip(x, _LEAST, 1)
 
+    slope = [_free(x, d) for x, d in zip(given, slope, strict=True)]
     steps = jax.tree.map(lambda x, d: x - rate * jnp.sign(d), found, slope)
     return [x._replace(low=limited(x.low), high=limited(x.high)) for x in steps]
+
+
+def _free(given: Given, slope: Shifts) -> Shifts:
+    """Returns a gradient that is 0 for what is fixed."""
+    if given.fixed is None:
+        return slope
+    shift, scale = given.fixed
+    low, high = (None if x is None else jnp.where(scale, 0, x) for x in (slope.low, slope.high))
+    return Shifts(jnp.where(shift, 0, slope.shift), low, high)
 
 
 def _affine(rounding: Rounding, given: Given, found: Shifts) -> Affine:

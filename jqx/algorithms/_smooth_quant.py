@@ -16,7 +16,7 @@ from ._kept import Kept, read_together
 from ._labels import Array
 from ._operands import most
 from ._options import algorithm
-from ._scaled import Scaled
+from ._scaled import Scaled, range_kept
 
 _LEAST = 1e-5
 """Magnitudes below it count as zero."""
@@ -40,6 +40,9 @@ class SmoothQuant:
     Each channel then has the range that it had in the batches. With static scales, a channel that
     is larger in later inputs saturates, where without scaling it had room up to the largest of all
     channels. So let the batches vary as the inputs will.
+
+    Experts that fewer rows reach than they have channels do not decide scales: their own channels
+    are unchanged, and `report.codes` names them.
 
     Attributes:
       strength: 0 makes the largest magnitudes of all channels equal in the weights, 1 in the
@@ -105,13 +108,16 @@ class SmoothQuant:
         ]
         a = folds.largest((folds.inputs(x), largest) for x, largest in found)
         strength = _strength(scaled) if self.strength is None else self.strength
-        factors = 1 / _scale(strength, a, scaled.largest_weights())
-        factors[0] = 1
+        scale = _scale(strength, a, scaled.largest_weights())
+        scale[0] = 1
+        sites = [(folds.inputs(x), scaled.is_few(x)) for x in scaled.visits]
+        scaled.level(scale, a, sites)
+        factors = 1 / scale
         kept = _kept(strength, scaled, found, observer) if self.keep else Kept(folds)
         if len(factors) == 1 and not kept.scales:
             scaled.pairs.refuse("algorithms.smooth_quant")
         params = folds.folded(params, factors, kept.of)
-        return Chosen(params, scaled.pairs.keeping(kept.scales), kept.maps())
+        return Chosen(params, scaled.pairs.keeping(kept.scales), kept.maps(), few=scaled.few.why)
 
 
 smooth_quant = SmoothQuant
@@ -133,7 +139,13 @@ def _kept(
     for visits in read_together(scaled, observer, quantized):
         a = np.maximum.reduce([most(visit, largest[id(visit)]) for visit in visits])
         w = np.maximum.reduce([most(visit, scaled.largest_weight(visit)) for visit in visits])
-        kept.divide(visits, _scale(strength, a, w))
+        scale, few = _scale(strength, a, w), scaled.is_few(visits[0])
+        if few.all():
+            scale = np.ones_like(scale)
+        elif few.shape == scale.shape[:-1]:
+            scale[~few] *= range_kept(a[~few], scale[~few]) if few.any() else 1
+            scale[few] = 1
+        kept.divide(visits, scale)
     return kept
 
 

@@ -19,7 +19,8 @@ from ..transforms._shared import (
     value_of,
     warn_left_out,
 )
-from ._matrices import Drift
+from ._few import reached
+from ._matrices import Drift, counted
 from ._offload import on_device
 from ._sequential import Inputs
 
@@ -44,8 +45,9 @@ class Sums:
 
     def sums(self, streams: list[Inputs], about: Any, name: str, batches: Sequence[int]) -> Any:
         """Returns the sum of `x x^T` over batches, float64 [*batch, channels, channels], the drift
-        from float inputs, if there are any, and the number of rows, for each matrix. `name` is that
-        of the site in its step; `batches` are the indices of the batches.
+        from float inputs, if there are any, and the numbers of rows that reach each matrix, and of
+        rows at the site. `name` is that of the site in its step; `batches` are the indices of the
+        batches.
         """
         kind, arrays = dataclasses.replace(about, path=""), jax.tree.leaves(streams)
         counts = any(is_counted(x) for stream in streams for batch in stream for x in batch)
@@ -55,7 +57,7 @@ class Sums:
         self._last = None
         # Batch by batch, so that only one is on the device.
         each, *floats = ((list(map(on_device, batch)) for batch in each) for each in streams)
-        total, drift, rows = None, None, 0
+        total, drift, rows = None, None, (0, 0)
         for place, x in zip(batches, each, strict=True):
             exact = [next(stream)[0] for stream in floats]
             options: Any = {"about": about, "ignores": self.ignores, "shape": self._shape}
@@ -63,9 +65,9 @@ class Sums:
             flags = np.asarray(flags)
             self._look(flags, name, place)
             own = np.asarray(seen.rows, np.float64)
-            if about.op == "dot_general" and not about.batch:
-                own = np.minimum(own, flags[2])  # rows of zeros, as of another expert, say nothing
-            total, rows = _added(total, seen.products), rows + own
+            own = np.broadcast_to(own, seen.products.shape[:-2])
+            own = counted(own, reached(flags, about.op))
+            total, rows = _added(total, seen.products), tuple(map(np.add, rows, own))
             if both is not None:
                 drift = Drift(*map(_added, drift or (None, None), both))
         # Arrays that nothing else holds are not kept for this.
@@ -74,7 +76,7 @@ class Sums:
 
     def _look(self, flags: Array, name: str, batch: int) -> None:
         """Raises if rows of a batch are not finite, or notes them if they are left out."""
-        if not flags[:2].any():
+        if not flags[..., :2].any():
             return
         if not self.ignores:
             check_finite(self.function, {name: flags}, batch)

@@ -25,12 +25,15 @@ class Given(NamedTuple):
       scale: scale of each group, dequantized, float32.
       zero_point: likewise, or `None`.
       own: which of the numbers are learned; `None` for all.
+      fixed: which of the numbers, and of the scales, stay as they are, because few rows reached
+        their matrix; `None` for none.
     """
 
     x: jax.Array
     scale: jax.Array
     zero_point: jax.Array | None
     own: jax.Array | None
+    fixed: tuple[jax.Array, jax.Array] | None = None
 
 
 class InSteps(NamedTuple):
@@ -124,8 +127,10 @@ class Tile:
     rounding: Rounding
 
     @classmethod
-    def of(cls, place: int, grids: Grids, part: Part, numbers: Array) -> "Tile":
-        """Returns the smallest tile that holds some elements of a weight."""
+    def of(
+        cls, place: int, grids: Grids, part: Part, numbers: Array, fixed: Array | None = None
+    ) -> "Tile":
+        """Returns the smallest tile that holds some elements of a weight; some are `fixed`."""
         kind = part.nearest
         shape, groups = tuple(kind.shape), kind.groups
         local = np.unique(numbers) - part.start
@@ -147,6 +152,7 @@ class Tile:
             jnp.asarray(scale),
             None if zero_point is None else jnp.asarray(zero_point.astype(np.float32)),
             None if mask.all() else jnp.asarray(mask),
+            _fixed(grids, elements + part.start, labels, fixed),
         )
         rounding = Rounding(grids.spec, own, kind.scale.dtype, ranges)
         return cls(place, index, elements[mask] + part.start, labels, grids, given, rounding)
@@ -157,3 +163,13 @@ class Tile:
             self.grids.put(self.labels, affine)
         own = self.given.own
         self.grids.write(self.numbers, values.ravel() if own is None else values[np.asarray(own)])
+
+
+def _fixed(
+    grids: Grids, elements: Array, labels: Array, fixed: Array | None
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns which elements of a tile and which of its scales are fixed, if any."""
+    own = np.isin(elements, [] if fixed is None else fixed)
+    if not own.any():
+        return None
+    return jnp.asarray(own), jnp.asarray(np.isin(labels, grids.label(elements[own])))

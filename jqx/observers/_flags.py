@@ -1,4 +1,6 @@
-"""Flags of an operand: how many of its rows are not finite, and how many hold a value besides 0."""
+"""Flags of an operand: how many of its rows are not finite, and how many hold a value besides 0,
+for each matrix that the operand is multiplied by at once.
+"""
 
 import dataclasses
 from functools import partial
@@ -16,18 +18,28 @@ from ._observer import Axes, ObservedSite, Observer
 
 @dataclasses.dataclass(frozen=True)
 class Flags(Observer):
-    """Counts rows, int32 [3]: those with a NaN, those with an infinity but no NaN, and those with a
-    value besides 0. Rows of weight 0 are not counted.
+    """Counts rows, int32 [4]: those with a NaN, those with an infinity but no NaN, those with a
+    value besides 0, and all. Rows of weight 0 are not counted. If the weight is a stack of
+    matrices, such as experts, these are the leading axes. Rows of a `ragged_dot` count for the
+    expert that they reach, but the last number is that of all rows.
     """
 
     def looks_at(self, site: ObservedSite) -> bool:
         return True
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> jax.Array:
-        return jnp.zeros(3, jnp.int32)
+        stack = [operand.shape[axis] for axis in _stack_of(site)]
+        stack += [site.experts] if _has_experts(site) else []
+        return jnp.zeros((*stack, 4), jnp.int32)
 
     def observe(self, x: jax.Array, site: ObservedSite) -> jax.Array:
-        return _counted(x, site.weights, row_axes(site))
+        found = _counted(x, site.weights, row_axes(site), _stack_of(site))
+        if not _has_experts(site):
+            return jnp.sum(found, -2, dtype=jnp.int32)
+        assert site.experts is not None
+        own = jax.ops.segment_sum(found, site.expert_of_rows(len(x)), site.experts + 1)
+        own = own.at[-2, :2].add(own[-1, :2])  # a NaN in a row of no expert is not lost
+        return own[:-1].at[:, 3].set(jnp.sum(own[:, 3], dtype=jnp.int32))
 
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return added(a, b)
@@ -36,8 +48,18 @@ class Flags(Observer):
 flags: Flags = Flags()
 
 
-@partial(jax.jit, static_argnames="axes")  # traced once for all operands of one shape
-def _counted(x: jax.Array, weights: jax.Array | None, axes: Axes) -> jax.Array:
+def _stack_of(site: ObservedSite) -> Axes:
+    """Returns the axes of an operand, or of a result, along which the weight is a stack."""
+    return site.batch if site.has_weight and site.op == "dot_general" else ()
+
+
+def _has_experts(site: ObservedSite) -> bool:
+    return site.experts is not None and site.role == "activation"
+
+
+@partial(jax.jit, static_argnames=("axes", "stack"))  # traced once for all operands of one shape
+def _counted(x: jax.Array, weights: jax.Array | None, axes: Axes, stack: Axes) -> jax.Array:
+    """Returns the flags of each row, int32 [*stack, rows, 4]."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = (x != 0).astype(jnp.float32)
     elif x.dtype not in _WITH_INFINITY:
@@ -47,12 +69,14 @@ def _counted(x: jax.Array, weights: jax.Array | None, axes: Axes) -> jax.Array:
     infinity = np.asarray(np.inf, x.dtype).view(integer)[()]
     bits = lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
     most = jnp.max(_in_parts(bits, axes), axes, keepdims=True, initial=0)
-    kinds = most > infinity, most == infinity, most > 0
+    kinds = most > infinity, most == infinity, most > 0, most >= 0
     if weights is not None:
         some = jnp.any(weights != 0, axes, keepdims=True)
         kept = jnp.max(weights, axes, keepdims=True) > 0
-        kinds = tuple(kind & own for kind, own in zip(kinds, (some, some, kept), strict=True))
-    return jnp.sum(jnp.stack([kind.reshape(-1) for kind in kinds]), 1, dtype=jnp.int32)
+        kinds = tuple(kind & own for kind, own in zip(kinds, (some, some, kept, kept), strict=True))
+    found = jnp.stack(kinds, -1).astype(jnp.int32)
+    found = jnp.moveaxis(found, stack, range(len(stack)))
+    return found.reshape(*found.shape[: len(stack)], -1, 4)
 
 
 def _in_parts(bits: jax.Array, axes: Axes) -> jax.Array:

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,9 @@ from ..transforms import Plan
 from ..transforms._shared import chained, inputs_of, parts_of
 from ._defaults import Choice
 from ._late_folders import shared_algorithms
+
+_NAMED = 16
+"""How many matrices a report names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,22 +88,27 @@ def _with_weight(algorithm: Any, weight: Weight | None) -> Any:
     return algorithm
 
 
-def note_rounded(choice: Choice, reports: Sequence[Any]) -> None:
-    """Warns of matrices whose codes an algorithm did not choose, because too few inputs reached
-    them, and notes how many there are.
+def note_rounded(choice: Choice, reports: Sequence[Any], few: Mapping[str, str]) -> None:
+    """Warns of matrices whose codes an algorithm did not choose, or which it left unchanged,
+    because too few inputs reached them, and notes how many there are.
     """
     found, count = [], 0
     for report in reports:
         own, every = shared_algorithms.not_chosen(report)
         found, count = found + own, count + every
-    if not found:
+    if found:
+        names = some((name for name, _ in found), _NAMED)
+        choice.notes.append(f"{len(found)} of {count} matrices rounded to nearest: {names}")
+    every = {**dict(found), **few}
+    rest = [name for name in few if name not in dict(found)]
+    if rest:
+        choice.notes.append(f"{len(rest)} matrices not fitted to few inputs: {some(rest, _NAMED)}")
+    if not every:
         return
-    names = some(name for name, _ in found)
-    choice.notes.append(f"{len(found)} of {count} matrices rounded to nearest: {names}")
     text = message(
         "ptq",
-        "some matrices were rounded to nearest: the algorithm did not choose their codes.",
-        given=some(f"{name}: {why}" for name, why in found),
+        "some matrices were rounded to nearest: the algorithm did not fit them to their inputs.",
+        given=some(f"{name}: {why}" for name, why in every.items()),
         expected="about as many inputs as channels for each matrix, or more",
         mend="calibrate on more batches, or on batches that reach them, such as each expert; or "
         "leave it so.",

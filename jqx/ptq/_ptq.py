@@ -264,6 +264,7 @@ def _carried_out(
     plan, run = mapped.plan, has(rounding, "run")
     observers = None if run else observers_of(rounding)
     stats, scales, reports = None, {}, []
+    few: dict[str, str] = {}
     given_values, is_plain = values, not (rewrites or corrections or rounding is not None)
     floats = values = values if is_plain else dequantize_params(values)
     if run or rewrites or corrections:
@@ -287,6 +288,7 @@ def _carried_out(
         if chosen is not None:
             values, mapped = chosen.params, mapped.then(chosen.maps)
             reports.append(chosen.report)
+            few |= chosen.few
     if plan.static_specs() or observers:
         given = mapped.function, plan, values, batches
         calibrated = shared_algorithms.calibrate_stages if is_lazy else calibrate_batches
@@ -303,6 +305,7 @@ def _carried_out(
     chosen = Chosen(values, None) if chosen is None else chosen
     codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
     reports.append(chosen.report)
+    few |= chosen.few
     real = values if chosen.real is None else chosen.real
     for each in corrections:
         given = mapped.function, plan, real, codes, scales, batches
@@ -311,7 +314,8 @@ def _carried_out(
             real = real if chosen.real is None else chosen.real
             codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
             reports.append(chosen.report)
-    note_rounded(choice, reports)
+            few |= chosen.few
+    note_rounded(choice, reports, few)
     codes = _with_given(given_values, floats, codes)
     codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
     return _Done(values, codes, scales, mapped, reports)

@@ -1,5 +1,6 @@
 """Algorithms: they choose the codes of weights where rounding to nearest is not enough."""
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -190,12 +191,15 @@ class Chosen(NamedTuple):
       real: the float parameters with which the function with these maps is the float function, if
         they are not those that were given. Corrections of codes compare with it. `None`: the given
         parameters.
+      few: matrices that were left as rounding to nearest leaves them, because few inputs reached
+        them, each with the reason.
     """
 
     params: Any
     report: Any
     maps: Maps = MappingProxyType({})
     real: Any = None
+    few: Mapping[str, str] = MappingProxyType({})
 
 
 def as_chosen(result: Any) -> Chosen:

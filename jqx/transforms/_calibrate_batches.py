@@ -173,9 +173,9 @@ def look_at_batches(
     params: Any,
     batches: Sequence[Any],
     on_nonfinite: OnNonfinite,
-) -> None:
-    """Raises, or warns, if an operand or a result of a site is not finite in float, for algorithms
-    that do not observe each site.
+) -> Stats:
+    """Returns the flags of all operands and results of sites in float, for algorithms that do not
+    observe each site. Raises, or warns, if some are not finite.
     """
     ignores = check_mode(function, on_nonfinite)
     arrays, filled = arrays_of(params)
@@ -187,16 +187,17 @@ def look_at_batches(
         found = Stats((), found.flags, found.left_out)
         return found, in_total([*found.flags.values(), *found.left_out.values()])
 
-    left_out: dict[str, Any] = {}
-    spoilt = []
+    every, spoilt = Stats(), []
     for place, batch in enumerate(batches):
         found, bad = seen(arrays, Batch(batch))
         if int(bad):
             check_finite(function, in_order(plan, found.flags), place)
-            left_out = merged_flags(left_out, found.left_out)
             spoilt.append(place)
+        pairs = zip(every.parts[1:], found.parts[1:], strict=True)
+        every = Stats((), *(merged_flags(a, b) for a, b in pairs))
     if ignores:
-        warn_left_out(function, in_order(plan, left_out), spoilt)
+        warn_left_out(function, in_order(plan, every.left_out), spoilt)
+    return every
 
 
 def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
@@ -16,7 +18,15 @@ from ._observers import without_observers
 from ._plan import Plan
 from ._quantize_params import quantize_params
 from ._site import Weight
-from ._stats import check_finite, check_keys, each_step, in_order, nonfinite_text, stats_of
+from ._stats import (
+    check_finite,
+    check_keys,
+    each_step,
+    flags_of,
+    in_order,
+    nonfinite_text,
+    stats_of,
+)
 
 Affines = dict[str, Affine]
 """Scales and zero points by key."""
@@ -96,13 +106,13 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
         for key, spec in specs.items()
     }
     _check_finite(plan, stats, found)
-    _warn_of_zeros(plan, {**seen.flags, **seen.left_out}, specs)
+    _warn_of_zeros(plan, flags_of(stats), specs)
     return found
 
 
 def _check_finite(plan: Plan, stats: Mapping[str, Any], found: Affines) -> None:
     """Raises if statistics without flags, such as those of a module, hold a NaN or an infinity."""
-    bad = []
+    bad, flags = [], flags_of(stats)
     for key, affine in found.items():
         nans = plan.static_specs()[key].calibrator.nans(stats[key])
         if not _compat.is_concrete(nans) or not _compat.is_concrete(affine.scale):
@@ -110,10 +120,18 @@ def _check_finite(plan: Plan, stats: Mapping[str, Any], found: Affines) -> None:
         count = int(np.sum(np.asarray(nans), dtype=np.int64))
         if count:
             bad.append(f"{count} NaN values at {key}")
-        elif not np.isfinite(np.asarray(affine.scale, np.float32)).all():
+            continue
+        # A percentile may clip an infinity, and have a finite scale.
+        seen = () if key in flags else jax.tree.leaves(stats[key])
+        if not all(map(_is_finite, (affine.scale, *seen))):
             bad.append(f"infinity at {key}")
     if bad:
         raise ValueError(nonfinite_text("affines", bad))
+
+
+def _is_finite(x: Any) -> bool:
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    return not is_float or bool(np.isfinite(np.asarray(x, np.float32)).all())
 
 
 def _warn_of_zeros(plan: Plan, flags: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
@@ -123,7 +141,10 @@ def _warn_of_zeros(plan: Plan, flags: Mapping[str, Any], specs: Mapping[str, Any
         own = flags.get(key)
         if own is None or not _compat.is_concrete(own) or needs_no_values(spec.calibrator):
             continue
-        steps = np.argwhere(np.asarray(own)[..., 2] == 0).tolist()
+        depth = len(plan.site_of_key(key).loops)
+        rows = np.asarray(own)[..., 2]
+        rows = rows.reshape(*rows.shape[:depth], -1).max(-1)  # experts of a stack share a scale
+        steps = np.argwhere(rows == 0).tolist()
         bad += [f"{key}[{', '.join(map(str, step))}]" if step else key for step in steps]
     if bad:
         text = message(

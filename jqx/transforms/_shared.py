@@ -96,6 +96,7 @@ from ._stats import OnNonfinite as OnNonfinite
 from ._stats import Stats as Stats
 from ._stats import check_finite as check_finite
 from ._stats import check_mode as check_mode
+from ._stats import flags_of as flags_of
 from ._stats import in_order as in_order
 from ._stats import merged_flags as merged_flags
 from ._stats import warn_left_out as warn_left_out

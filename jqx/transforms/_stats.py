@@ -25,9 +25,10 @@ class Stats(dict[str, Any]):
     of an observer.
 
     Attributes:
-      flags: for each observed operand, int32 `[..., 3]`: the number of its rows with a NaN, with an
-        infinity but no NaN, and with a value besides 0. It has a leading axis for each scan over
-        the weight of its site. Rows that are not finite are in the statistics.
+      flags: for each observed operand, int32 `[..., 4]`: the number of its rows with a NaN, with an
+        infinity but no NaN, with a value besides 0, and of all. It has a leading axis for each scan
+        over the weight of its site, and one for the matrices of a stack, such as experts. Rows that
+        are not finite are in the statistics.
       left_out: the same of a calibration that has left rows out that are not finite.
     """
 
@@ -50,6 +51,12 @@ class Stats(dict[str, Any]):
 def stats_of(given: Mapping[str, Any]) -> Stats:
     """Returns statistics with their flags, if they have some."""
     return given if isinstance(given, Stats) else Stats(given)
+
+
+def flags_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the flags of statistics, of either kind."""
+    stats = stats_of(given)
+    return {**stats.left_out, **stats.flags}
 
 
 def _keys(stats: Stats) -> tuple[tuple[str, ...], ...]:
@@ -109,7 +116,7 @@ def described(found: Mapping[str, Any]) -> list[str]:
     lines = []
     for key, each in found.items():
         for step in np.ndindex(np.shape(each)[:-1]):
-            nans, infinities, _ = map(int, np.asarray(each)[step])
+            nans, infinities, *_ = map(int, np.asarray(each)[step])
             counts = ((nans, "NaN"), (infinities, "infinity"))
             kinds = [f"{n} row{'s' * (n > 1)} with {kind}" for n, kind in counts if n]
             if kinds:

@@ -32,7 +32,7 @@ PARAMS = {
     "experts": normal(2, D, 4),
     "stack": normal(2, D, 5),
 }
-BATCHES = [positive(24, D), positive(16, D)]
+BATCHES = [positive(32, D), positive(16, D)]
 POLICY = jqx.Policy(
     [
         jqx.Rule("table", weight="int8", tables="int4"),

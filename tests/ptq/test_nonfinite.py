@@ -154,7 +154,7 @@ def test_flags_merge_and_are_an_error_of_scales():
     _, good = calibrated(params, X[1])
     _, bad = calibrated(params, X[1] + np.where(np.arange(ROWS) < 3, np.inf, 0)[:, None])
     merged = jqx.merge_stats(plan, good, bad)
-    assert merged.flags["a:dot_general:lhs"].tolist() == [0, 3, 2 * ROWS]
+    assert merged.flags["a:dot_general:lhs"].tolist() == [0, 3, 2 * ROWS, 2 * ROWS]
     with pytest.raises(ValueError, match=r"there is infinity(.|\n)+3 rows with infinity at a:"):
         jqx.affines(plan, merged)
     with pytest.raises(ValueError, match=r"there is infinity(.|\n)+to mend:"):
@@ -181,7 +181,7 @@ def test_rows_of_any_length_are_counted():
         found = jax.jit(lambda p, x, plan=plan: jqx.calibrate(f, plan)(p, x)[1].flags)(params, x)
         assert len(found) == 2 * len(sizes)
         for key, each in found.items():
-            assert each.tolist() == [300, 300, 900], key
+            assert each.tolist() == [300, 300, 900, 1200], key
 
 
 def test_the_error_names_site_batch_and_kind():
@@ -227,6 +227,86 @@ def test_weights_that_are_not_finite_are_an_error_and_other_leaves_are_not():
         ):
             with pytest.raises(ValueError, match=match):
                 call()
+
+
+CALIBRATORS = {
+    "absmax": jqx.calibrators.absmax,
+    "delayed": jqx.calibrators.delayed,
+    "entropy": jqx.calibrators.entropy,
+    "minmax": jqx.calibrators.minmax,
+    "mse": jqx.calibrators.mse,
+    "percentile": jqx.calibrators.Percentile(90),
+}
+"""By the name of the layer whose inputs they calibrate."""
+
+
+class LinenHeads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return [nn.Dense(2, name=name)(x) for name in CALIBRATORS]
+
+
+class NnxHeads(nnx.Module):
+    def __init__(self):
+        for name in CALIBRATORS:
+            setattr(self, name, nnx.Linear(D, 2, rngs=nnx.Rngs(0)))
+
+    def __call__(self, x):
+        return [getattr(self, name)(x) for name in CALIBRATORS]
+
+
+def calibrated_linen(policy, batches):
+    """Returns the call that converts a module whose statistics come from batches."""
+    module = jqx.linen.quantize(LinenHeads(), policy, mode=jqx.linen.Mode.CALIBRATE)
+    variables = LinenHeads().init(jax.random.key(0), batches[0])
+    for x in batches:
+        variables = {**variables, **module.apply(variables, x, mutable=["quant_stats"])[1]}
+    integers = module.clone(mode=jqx.linen.Mode.CONVERT)
+    return lambda: jqx.linen.convert(integers, variables, batches[0])
+
+
+def averaged_linen(policy, batches):
+    """The same, with the moving average of the statistics that have one."""
+    module = jqx.linen.quantize(LinenHeads(), policy, mode=jqx.linen.Mode.CALIBRATE)
+    variables = LinenHeads().init(jax.random.key(0), batches[0])
+    stats, *others = (
+        module.apply(variables, x, mutable=["quant_stats"])[1]["quant_stats"] for x in batches
+    )
+    mix = lambda a, b: jqx.calibrators.moving_average(a, b, 0.5)  # noqa: E731
+    for other in others:
+        stats = {
+            name: mix(own, other[name]) if name in ("absmax", "delayed", "minmax") else other[name]
+            for name, own in stats.items()
+        }
+    integers = module.clone(mode=jqx.linen.Mode.CONVERT)
+    return lambda: jqx.linen.convert(integers, {**variables, "quant_stats": stats}, batches[0])
+
+
+def calibrated_nnx(policy, batches):
+    model = jqx.nnx.quantize(NnxHeads(), policy, mode=jqx.nnx.Mode.CALIBRATE)
+    for x in batches:
+        model(x)
+    return lambda: jqx.nnx.convert(model, batches[0])
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("calibrated", [calibrated_linen, calibrated_nnx, averaged_linen])
+def test_statistics_of_modules_keep_what_is_not_finite(calibrated, kind):
+    """They have no flags. Some calibrators clip an infinity, and have a finite scale."""
+    int8 = lambda c: jqx.QSpec(jnp.int8, calibrator=c)  # noqa: E731
+    policy = jqx.Policy(
+        {
+            f"{name}/.*": jqx.Rule(weight="int8", activation=int8(x))
+            for name, x in CALIBRATORS.items()
+        }
+    )
+    x = normal(0, 64, D)
+    averaged = ["absmax", "delayed", "minmax"] if calibrated is averaged_linen else CALIBRATORS
+    call = calibrated(policy, [x, x.at[3, 2].set(float(kind)), x])
+    name = "NaN" if kind == "nan" else "infinity"
+    others = rf"{name}[^\n]+, and at {len(averaged) - 1} more operands"
+    with pytest.raises(ValueError, match=rf"there is {name} in an operand(.|\n)+{others}"):
+        call()
 
 
 def test_other_values_of_the_option_are_refused():
