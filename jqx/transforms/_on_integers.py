@@ -87,7 +87,7 @@ class OnIntegers(Rules):
         if name in FORMS:
             problem = f"a quantized array is carried by `{name}` in place of an array."
         held = [] if self.call is None else reaching(self.call, self.plan, eqn)
-        paths = [path for path, _ in held if self.plan.weight_at(path) is not None]
+        paths = [path for path, _ in held if path is not None and self.plan.weight_at(path)]
         mend = "pass it as an array, x.dequantize()"
         if paths or not held:
             rule = repr(pattern_of(paths[0])) if len(paths) == 1 else '"its/path"'
