@@ -87,7 +87,6 @@ def ptq(
 
     @called("linen.ptq(module, policy)", mend)
     def quantize(variables: Variables, batches: Iterable[Any] | None = None) -> Quantized:
-        mend = "pass the variables that module.init returns."
         check_instance("linen.ptq", "variables", variables, Mapping, mend=mend)
         plain = {name: unfreeze(meta.unbox(tree)) for name, tree in variables.items()}
         require_that(
