@@ -121,7 +121,7 @@ class Steps:
             self._whole[id(x)] = x, self.keep(jnp.zeros(shape, x.value.dtype), write)
         return self._whole[id(x)][1]
 
-    def keep(self, first: Any, change: Callable[[Any], Array]) -> Any:
+    def keep(self, first: Any, change: Callable[[Any], Any]) -> Any:
         """Returns what is kept, changed at this position; before the first one, `first`."""
         new = first if self._kept is None else change(self._kept.pop(0))
         self.new.append(new)
