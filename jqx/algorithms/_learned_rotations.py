@@ -166,7 +166,11 @@ def learned(
     def real(params: Any, batch: Any) -> tuple[Any, Any]:
         """Returns the float results, and which of their elements count, if rows are left out."""
         given = arguments_of(plan, params, batch)
-        return finite_rows(f, plan, *given) if ignores else (f(*given), None)
+        if not ignores:
+            return f(*given), None
+        _, kept = finite_rows(f, plan, *given)
+        exact = f(*arguments_of(plan, params, jax.tree.map(_finite, batch)))
+        return jax.tree.map(lambda x, own: jnp.where(own, x, 0), exact, kept), kept
 
     real, judge = jax.jit(real), jax.jit(jax.value_and_grad(lost))
 
@@ -217,10 +221,15 @@ def learned(
 
 
 def _finite(x: Any) -> Any:
-    """Returns a value with zeros for NaN and positive infinities; negative ones are in masks."""
+    """Returns a value with zeros for rows with NaN or positive infinities, so that they do not
+    count in ranges; negative ones are in masks.
+    """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    return jnp.where(jnp.isnan(x) | (x == jnp.inf), jnp.zeros_like(x), x)
+    is_bad = jnp.isnan(x) | (x == jnp.inf)
+    if x.ndim > 1:
+        is_bad = is_bad.any(-1, keepdims=True)
+    return jnp.where(is_bad, jnp.zeros_like(x), x)
 
 
 def _without_spoilt(

@@ -476,6 +476,7 @@ SLOW = [
     ("experts", "w4a16", "gptq", "nan", "first"),
     ("linen", "w4a16", "auto_round", "inf", "last"),
     ("nnx", "w4a4", "rotate", "nan", "one"),
+    ("plain", "w8a8", "rotate", "nan", "one"),
     ("plain", "w8a8", "eora", "inf", "one"),
 ]
 
