@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from flax import linen as nn
 from flax.core import DenyList, meta, unfreeze
@@ -71,7 +71,7 @@ class Quantized(State, kw_only=True):
             object.__delattr__(self, _FIELDS)
 
     @nn.nowrap
-    def clone(self, **updates: Any) -> Any:
+    def clone(self, **updates: Any) -> Self:
         """Returns a copy with some fields changed, as `flax.linen.Module.clone` does."""
         own = [f.name for f in dataclasses.fields(State) if f.name not in OUTER]
         new = super().clone(**{name: getattr(self, name) for name in own} | updates)

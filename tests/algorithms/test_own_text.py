@@ -171,20 +171,8 @@ def segments(params, tokens):
     return x @ params["table"].T
 
 
-FUNCTIONS = [
-    scanned,
-    unrolled,
-    padded,
-    grouped,
-    cached,
-    recurrent,
-    convolved,
-    routed,
-    merged,
-    one_row,
-    mapped,
-    segments,
-]
+FUNCTIONS = [scanned, padded, grouped, cached, recurrent, merged]
+OTHERS = [unrolled, convolved, routed, one_row, mapped, segments]
 
 
 def shifted(params, tokens):
@@ -209,7 +197,11 @@ def write(f, cache=None, **options):
     return np.asarray(own_text(f, PARAMS, cache, **given))
 
 
-@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "f",
+    [*FUNCTIONS, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)],
+    ids=lambda f: f.__name__,
+)
 def test_text_is_that_of_a_step_that_evaluates_all_positions(f, recwarn):
     step, cache = all_positions(f)
     text = write(f)

@@ -289,6 +289,7 @@ def calibrated_nnx(policy, batches):
     return lambda: jqx.nnx.convert(model, batches[0])
 
 
+@pytest.mark.many("calibrated")
 @pytest.mark.parametrize("kind", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("calibrated", [calibrated_linen, calibrated_nnx, averaged_linen])
 def test_statistics_of_modules_keep_what_is_not_finite(calibrated, kind):
