@@ -156,21 +156,31 @@ def learned(
         maps: dict[str, Rounded] = {}
         for rotation, own in zip(rotations, factors, strict=True):
             maps |= rotation.maps(own)
-        exact, kept = exact
-        batch = batch if kept is None else jax.tree.map(_finite, batch)
+        exact, kept, batch = exact
         found = map_channels(f, plan, maps)(*arguments_of(plan, params, batch))
         if kept is not None:
             found = jax.tree.map(lambda x, own: jnp.where(own, x, 0), found, kept)
         return number_of(function, "loss", loss, found, exact)
 
-    def real(params: Any, batch: Any) -> tuple[Any, Any]:
-        """Returns the float results, and which of their elements count, if rows are left out."""
-        given = arguments_of(plan, params, batch)
+    def real(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """Returns the float results, which of their elements count, if rows are left out, and the
+        batch without these rows.
+        """
         if not ignores:
-            return f(*given), None
-        _, kept = finite_rows(f, plan, *given)
-        exact = f(*arguments_of(plan, params, jax.tree.map(_finite, batch)))
-        return jax.tree.map(lambda x, own: jnp.where(own, x, 0), exact, kept), kept
+            return f(*arguments_of(plan, params, batch)), None, batch
+        _, kept = finite_rows(f, plan, *arguments_of(plan, params, batch))
+        batch = cleaned(params, batch)
+        exact = f(*arguments_of(plan, params, batch))
+        return jax.tree.map(lambda x, own: jnp.where(own, x, 0), exact, kept), kept, batch
+
+    def cleaned(params: Any, batch: Any) -> Any:
+        """Returns a batch with zeros for rows that are not finite, so that they do not count in
+        ranges. Rows with negative infinities are left, if no operand shows them: they are masks.
+        """
+        part, whole = (jax.tree.map(partial(_finite, least=x), batch) for x in (-jnp.inf, None))
+        _, kept = finite_rows(f, plan, *arguments_of(plan, params, part))
+        is_good = jnp.all(jnp.stack([jnp.all(x) for x in jax.tree.leaves(kept)]))
+        return jax.tree.map(lambda a, b: jnp.where(is_good, a, b), part, whole)
 
     real, judge = jax.jit(real), jax.jit(jax.value_and_grad(lost))
 
@@ -220,13 +230,11 @@ def learned(
     return found.kept, (found.before, found.after)
 
 
-def _finite(x: Any) -> Any:
-    """Returns a value with zeros for rows with NaN or positive infinities, so that they do not
-    count in ranges; negative ones are in masks.
-    """
+def _finite(x: Any, least: float | None) -> Any:
+    """Returns a value with zeros for rows that hold a NaN or an infinity other than `least`."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    is_bad = jnp.isnan(x) | (x == jnp.inf)
+    is_bad = ~jnp.isfinite(x) & (True if least is None else x != least)
     if x.ndim > 1:
         is_bad = is_bad.any(-1, keepdims=True)
     return jnp.where(is_bad, jnp.zeros_like(x), x)

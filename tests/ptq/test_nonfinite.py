@@ -478,6 +478,7 @@ SLOW = [
     ("linen", "w4a16", "auto_round", "inf", "last"),
     ("nnx", "w4a4", "rotate", "nan", "one"),
     ("plain", "w8a8", "rotate", "nan", "one"),
+    ("plain", "w8a8", "rotate", "-inf", "one"),
     ("plain", "w8a8", "eora", "inf", "one"),
 ]
 
