@@ -124,7 +124,7 @@ def test_weights_are_laid_out_for_the_kernel_and_restored(name, tmp_path):
     np.testing.assert_array_equal(q.unpack().values, w.values, strict=True)
     np.testing.assert_array_equal(q.dequantize(), w.dequantize(), strict=True)
     np.testing.assert_array_equal(
-        codes_of(as_numpy(q)), form.to_bits(w.unpack().values)
+        codes_of(as_numpy("w", q, "GGUF")), form.to_bits(w.unpack().values)
     )  # as files have
     jqx.save(tmp_path / "q.safetensors", {"w": q})
     read = jqx.load(tmp_path / "q.safetensors")["w"]
