@@ -271,6 +271,7 @@ LIFTED = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", LIFTED)
 def test_a_module_under_lifted_transforms_is_initialized_and_converted(name):
     """Flax makes such a module again from its fields, and defers `setup` into the new one."""
