@@ -116,6 +116,7 @@ def unrolled(p, x):
     return jax.nn.relu(x @ p["head"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [True, "disk"])
 def test_values_elsewhere_give_the_same_codes(where, monkeypatch):
     monkeypatch.setattr(_offload, "_LEAST", 0)

@@ -124,6 +124,7 @@ def test_few_rows_leave_no_expert_worse_than_rounding_to_nearest(form):
             assert f"up:{site}[{i}]" not in found.report.codes, (name, found.report.codes)
 
 
+@pytest.mark.slow
 def test_an_ordinary_layer_of_few_rows_is_fitted_as_before():
     f = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"]  # noqa: E731
     params, x = {"a": PARAMS["up"][0], "b": PARAMS["down"][0]}, TEST[0][:5]

@@ -146,6 +146,7 @@ def test_columns_of_large_inputs_come_first_unless_groups_stay_together():
     assert not np.array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.many
 @pytest.mark.parametrize("options", [{"order": "groups"}, {"groups": "dynamic"}], ids=str)
 def test_column_orders_and_dynamic_groups_lose_less_than_rounding(options):

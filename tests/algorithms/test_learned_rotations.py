@@ -133,6 +133,7 @@ def test_what_is_reported_is_what_is_lost_when_activations_are_rounded():
     np.testing.assert_allclose(chosen.report.lost[0], relative_error(found, exact), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_caller_is_what_falls():
     divergence = lambda a, b: jnp.mean(  # noqa: E731
         jnp.sum(jax.nn.softmax(b) * (jax.nn.log_softmax(b) - jax.nn.log_softmax(a)), -1)

@@ -47,6 +47,7 @@ def quantized(algorithm):
     return jqx.ptq(f, POLICY, algorithm, target=False, progress=False)(PARAMS, BATCHES)
 
 
+@pytest.mark.slow
 def test_the_error_is_that_of_the_best_matrix_of_its_rank():
     found = quantized(eora(rank=4))
     report = {x.site: x for x in found.details}

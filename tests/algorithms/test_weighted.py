@@ -43,6 +43,7 @@ def given():
 POLICY = jqx.Policy({"router|table": "float", ".*": "int3"})
 
 
+@pytest.mark.slow
 @pytest.mark.many
 @pytest.mark.parametrize("sequential", [False, True])
 def test_padding_has_no_part_in_the_codes(sequential):

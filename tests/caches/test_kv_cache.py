@@ -115,6 +115,7 @@ def test_tokens_may_come_in_any_parts(format):
         np.testing.assert_array_equal(cache.values, whole.values)
 
 
+@pytest.mark.slow
 @formats
 def test_a_decoder_scans_over_tokens_and_layers(format):
     """Attention of the last tokens is that over what is read, causal, with groups of heads."""

@@ -233,7 +233,13 @@ def test_gradients_are_those_of_rounded_weights(preset, part):
     each(run, part_of(part, preset))
 
 
-@pytest.mark.parametrize("algorithm", TRANSFORMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x in ("awq", "equalize") else [])
+        for x in TRANSFORMS
+    ],
+)
 def test_transforms_leave_the_function_as_it_is(algorithm):
     """In float64. The matrices and shifts that are applied at sites are float32."""
 

@@ -205,6 +205,7 @@ def run_real(program, w, x, operations=REAL):
     return values
 
 
+@pytest.mark.slow
 @example(
     [
         ([("rsqrt", 0, 0)], -0.0, 0.0, [0.0] * 12),

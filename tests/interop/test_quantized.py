@@ -69,6 +69,7 @@ def test_a_clip_is_a_field_of_files_where_there_is_one(tmp_path):
         same(dict(jqx.load(tmp_path / "x").maps), maps)
 
 
+@pytest.mark.slow
 def test_maps_of_channels_are_saved(tmp_path):
     """A scale that is kept at a site is one, and so are the scales of two algorithms."""
     smooth = jqx.algorithms.smooth_quant()

@@ -93,6 +93,7 @@ def of_nnx():
     return plan, weight, real, (simulated, nnx.jit(lambda model, x: model(x))(model, X))
 
 
+@pytest.mark.slow
 @pytest.mark.many
 @pytest.mark.parametrize("way", [of_linen, of_nnx])
 def test_rules_on_steps_split_the_scans_of_modules(way):

@@ -63,6 +63,7 @@ def parameters():
     return {"layers": layers, "up": up, "down": down, **more}
 
 
+@pytest.mark.slow
 def test_padding_is_left_out_of_a_language_model_with_experts():
     p, lengths = parameters(), [5, 2, 0]
     tokens = np.random.default_rng(0).integers(1, 7, (3, 5))

@@ -52,6 +52,7 @@ class Network(nnx.Module):
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
+@pytest.mark.slow
 @pytest.mark.many
 @kinds
 @pytest.mark.parametrize("preset", PRESETS)
