@@ -44,13 +44,12 @@ def decoding_of(name: str, f: Logits, params: Any, rows: int, length: int) -> De
       ValueError: a result depends on later tokens.
     """
     forms = _forms(name, f, params, rows, length)
-    short = min(_SEEN, length)
-    _check_causal(name, forms[0], params, rows, short)
+    tokens, logits = _sample(name, forms[0], params, rows, min(_SEEN, length))
     why = ""
     for each in forms:
         try:
             steps = partial(_derived, each, params, rows)
-            _check_same(each, steps(short), params, rows, short)
+            _check_same(steps(tokens.shape[1]), params, tokens, logits)
             return steps(length)
         except Unable as error:
             why = why or str(error)
@@ -165,24 +164,19 @@ def _all_positions(form: _Form, rows: int, length: int) -> Decoding:
     return Decoding(start, step)
 
 
-def _sample(form: _Form, params: Any, rows: int, length: int) -> tuple[Any, Any]:
-    """Returns random tokens, and their logits by the function."""
+def _sample(name: str, form: _Form, params: Any, rows: int, length: int) -> tuple[Any, Any]:
+    """Returns random tokens, and their logits by the function. Raises if logits depend on later
+    tokens.
+    """
     run = jax.jit(form.all)
     size = jax.eval_shape(run, params, jax.ShapeDtypeStruct((rows, length), jnp.int32)).shape[-1]
     tokens = np.random.default_rng(0).integers(0, size, (rows, length)).astype(np.int32)
-    return tokens, lambda x: np.asarray(run(params, x), np.float64)
-
-
-def _check_causal(name: str, form: _Form, params: Any, rows: int, length: int) -> None:
-    """Raises if logits depend on later tokens."""
-    if length < 2:
-        return
-    tokens, logits = _sample(form, params, rows, length)
     other = tokens.copy()
     other[:, -1] = np.where(tokens[:, -1] == 0, 1, tokens[:, -1] - 1)
-    a, b = (logits(x)[:, :-1] for x in (tokens, other))
+    logits, changed = (np.asarray(run(params, x), np.float64) for x in (tokens, other))
+    a, b = logits[:, :-1], changed[:, :-1]
     if _near(a, b, params):
-        return
+        return tokens, logits
     raise ValueError(
         message(
             name,
@@ -194,9 +188,8 @@ def _check_causal(name: str, form: _Form, params: Any, rows: int, length: int) -
     )
 
 
-def _check_same(form: _Form, steps: Decoding, params: Any, rows: int, length: int) -> None:
+def _check_same(steps: Decoding, params: Any, tokens: Any, logits: Any) -> None:
     """Raises `Unable` if steps do not have the logits of the function."""
-    tokens, logits = _sample(form, params, rows, length)
 
     @jax.jit
     def stepped(params: Any, tokens: Any) -> Any:
@@ -207,10 +200,10 @@ def _check_same(form: _Form, steps: Decoding, params: Any, rows: int, length: in
             found, cache = steps.step(values, cache, each, place)
             return cache, found
 
-        return lax.scan(body, cache, (jnp.arange(length), tokens.T))[1]
+        return lax.scan(body, cache, (jnp.arange(len(tokens.T)), tokens.T))[1]
 
     found = np.asarray(stepped(params, tokens), np.float64).swapaxes(0, 1)
-    if not _near(found, logits(tokens), params):
+    if not _near(found, logits, params):
         raise Unable("evaluated one position at a time, its logits differ")
 
 

@@ -140,7 +140,7 @@ def own_text(
     state, saved, begun = (tokens, kept, jnp.asarray(True)), None, 0
     if checkpoint is not None:
         options = first, rows, length, jax.random.key_data(key), temperature, banned
-        made_of = {"function": jaxpr, "parameters": arrays, "options": options}
+        made_of = {"function": str(jaxpr), "parameters": arrays, "options": options}
         saved = _Saved(checkpoint, {name: digest(x) for name, x in made_of.items()})
         begun, state = saved.read(state)
     with advancing("write", "token", rows * (length - 1), progress) as advance:
@@ -192,7 +192,7 @@ class _Saved:
         )
 
 
-def _vocabulary(own: Decoding, arrays: Any, rows: int) -> tuple[int, str]:
+def _vocabulary(own: Decoding, arrays: Any, rows: int) -> tuple[int, Any]:
     """Returns the number of tokens, and the jaxpr of a step, after checking what it returns."""
 
     def one(arrays: Any, tokens: Any, place: Any) -> Any:
@@ -214,7 +214,7 @@ def _vocabulary(own: Decoding, arrays: Any, rows: int) -> tuple[int, str]:
         mend="let it take the tokens [rows] of one position, and return the logits of the next.",
     )
     assert shape is not None
-    return int(shape[1]), str(jaxpr)
+    return int(shape[1]), jaxpr
 
 
 def _kind(x: Any) -> str:

@@ -17,6 +17,7 @@ from .._checks import require_that
 from .._errors import message, some
 from ._arguments import check_function
 from ._calibrate_batches import placed
+from ._evaluate import evaluate
 from ._known_values import KnownValues, SplitOff, What
 from ._live import live, read_by
 from ._paths import (
@@ -30,7 +31,7 @@ from ._paths import (
     nested,
     path_of,
 )
-from ._split_off import computed, evaluated, rest
+from ._split_off import computed, rest
 from ._trace import Call, as_params, is_array, stand_in, trace_call
 
 _WHATS = ("all", "weights")
@@ -264,7 +265,7 @@ class _Parts:
         jaxpr, consts, places = self.program
         leaves = [self.call.leaves[i] for i in places]
         leaves = [x.dequantize() if is_whole(x) else x for x in leaves]
-        run = functools.partial(evaluated, jaxpr, consts)
+        run = functools.partial(evaluate, jaxpr, consts)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             values = jax.eval_shape(run, leaves)
         else:
@@ -297,7 +298,7 @@ class _Parts:
         self._check(given)
         rest_of = iter(own)
         leaves = [next(rest_of) if path is None else given.get(path) for path in self.paths]
-        return evaluated(*self._rest, [*(given[name] for name in self._shapes), *leaves])
+        return evaluate(*self._rest, [*(given[name] for name in self._shapes), *leaves])
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Raises if computed values are not those that the rest of the function takes."""

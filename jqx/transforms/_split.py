@@ -22,6 +22,7 @@ from .._compat import Eqn
 from .._errors import message
 from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, abstract, lazy_parts
+from ._evaluate import evaluate
 from ._live import live
 from ._origin import Origin
 from ._paths import Split
@@ -99,17 +100,7 @@ def rewritten(
 
 def evaluated(function: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr of arrays, and of `Segments` for weights in parts."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        with _compat.equation_context(eqn):
-            env.update(zip(eqn.outvars, _results(function, eqn, operands), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return evaluate(jaxpr, consts, args, partial(_results, function))
 
 
 def _results(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ from jax import lax
 from .. import _compat
 from .._compat import Eqn
 from .._errors import message
+from ._evaluate import evaluate
 from ._find import HIDDEN
 from ._known_values import CUSTOM, INLINE, KnownValues
 from ._live import live, read_by
@@ -126,21 +127,6 @@ def _stepped(known: KnownValues, names: Names, here: Address) -> list[str]:
     return sorted({names[value.number] for value in values})
 
 
-def evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr; operands that it does not read may be `None`."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        with _compat.equation_context(eqn):
-            results = _compat.bind(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
 def rest(
     known: KnownValues,
     names: Names,
@@ -201,7 +187,7 @@ def _without_rule(
     @jax.custom_jvp
     def value(*own: Any) -> list[Any]:
         some = dict(zip(places, own, strict=True))
-        return evaluated(jaxpr, inner, [some.get(i) for i in range(len(flat))])
+        return evaluate(jaxpr, inner, [some.get(i) for i in range(len(flat))])
 
     @value.defjvp
     def rule(primals: Any, tangents: Any) -> Any:

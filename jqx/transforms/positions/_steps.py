@@ -11,6 +11,7 @@ from jax import lax
 
 from ... import _compat
 from ..._compat import Eqn
+from .._evaluate import evaluate
 
 Array = jax.Array
 
@@ -75,23 +76,14 @@ class Steps:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr."""
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+        return evaluate(jaxpr, consts, args, self._results)
 
-        def read(atom: Any) -> Any:
-            return atom.val if _compat.is_literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            with _compat.equation_context(eqn):
-                if any(isinstance(x, At) for x in operands):
-                    if eqn.primitive.name not in self.rules:
-                        raise self.unable(eqn, f"{eqn.primitive.name} has no rule")
-                    found = self.rules[eqn.primitive.name](self, eqn, operands)
-                else:
-                    found = _compat.bind(eqn, operands)
-            env.update(zip(eqn.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+    def _results(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
+        if not any(isinstance(x, At) for x in operands):
+            return _compat.bind(eqn, operands)
+        if eqn.primitive.name not in self.rules:
+            raise self.unable(eqn, f"{eqn.primitive.name} has no rule")
+        return self.rules[eqn.primitive.name](self, eqn, operands)
 
     def unable(self, eqn: Eqn, why: str) -> Unable:
         """Returns an error with the shapes of the operands."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _compat
-from .._trace import is_array
+from .._calibrate_batches import arrays_of
 from ._elements import ELEMENTS
 from ._products import PRODUCTS
 from ._scans import SCANS
@@ -46,16 +46,8 @@ def stepwise(f: Callable[..., Any], tokens: jax.ShapeDtypeStruct, *args: Any) ->
     Raises:
       Unable: something in `f` is not known to be computed position by position.
     """
-    leaves, tree = jax.tree.flatten(args)
-    places = [i for i, x in enumerate(leaves) if is_array(x)]
-
-    def flat(*given: Any) -> Any:
-        filled = list(leaves)
-        for i, x in zip(places, given, strict=False):
-            filled[i] = x
-        return f(*jax.tree.unflatten(tree, filled), given[-1])
-
-    jaxpr, consts = _compat.trace(flat, *(leaves[i] for i in places), tokens)
+    arrays, filled = arrays_of(args)
+    jaxpr, consts = _compat.trace(lambda *x: f(*filled(x[:-1]), x[-1]), *arrays, tokens)
     jaxpr = _compat.without_dead(jaxpr)
     length, axis = tokens.shape[-1], len(tokens.shape) - 1
     results = len(jaxpr.outvars)
@@ -72,15 +64,12 @@ def stepwise(f: Callable[..., Any], tokens: jax.ShapeDtypeStruct, *args: Any) ->
             raise Unable("the result does not have one entry for each token")
         return found.value, steps.new, steps.parts
 
-    def arrays_of(given: Sequence[Any]) -> list[Any]:
-        return [x for x in jax.tree.leaves(given) if is_array(x)]
-
     def start(*given: Any) -> Any:
         none = jnp.zeros((*tokens.shape[:-1], 1), tokens.dtype)
-        return evaluated(jnp.int32(0), none, arrays_of(given))[1:]
+        return evaluated(jnp.int32(0), none, arrays_of(given)[0])[1:]
 
     def step(kept: Any, place: Any, tokens: Any, parts: Any, *given: Any) -> Any:
-        return evaluated(place, tokens, arrays_of(given), list(kept), list(parts))[:2]
+        return evaluated(place, tokens, arrays_of(given)[0], list(kept), list(parts))[:2]
 
     while True:
         try:
