@@ -130,6 +130,8 @@ def default_of(plan: Plan, effort: Effort) -> Choice:
         parts.append(algorithms.rotate(block=min(sizes)))
     elif any(_is_smoothed(spec, few_in_weights) for spec in read):
         parts.append(algorithms.smooth_quant())
+    elif few_in_weights and read and not (few or learns):
+        parts.append(algorithms.rotate(offline="only"))
     if learns:
         is_flat = not any(site.loops for site in plan.sites)
         is_numbered = any(re.search(_NUMBERED, site.path) for site in plan.sites)

@@ -165,6 +165,25 @@ def test_a_tied_table_after_a_gain_stays_and_the_stream_is_rotated_there():
     assert all(f"run time  {key} (" in str(report) for key in report.edges)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_offline_rotates_no_operand_of_a_site_at_run_time(tied):
+    """At the ends of a stream with a tied table it is rotated, and rotated back."""
+    params = parameters(tied=tied)
+    found, report, maps = rewritten(llama, params, PROMPT, offline="only")
+    names = [x.site.split(":")[0].removeprefix("layers/") for x in report if x.offline]
+    assert names == (OFFLINE[:-1] if tied else OFFLINE)
+    (down,) = (x for x in report if not x.offline)
+    assert "layers/down" in down.site and not down.factors and "mul at " in down.why
+    assert set(maps) == set(report.edges) and len(maps) == 2 * tied
+    whole, _, _ = rewritten(llama, params, PROMPT)
+    for name in ("q", "v", "up"):
+        np.testing.assert_array_equal(found["layers"][name], whole["layers"][name])
+    with pytest.raises(ValueError, match=r"no site can be rotated(?s:.*)w:dot"):
+        rewritten(
+            lambda p, x: jnp.tanh(x @ p["w"]), {"w": normal(4, 4)}, normal(2, 4), offline="only"
+        )
+
+
 def test_a_stream_stays_where_its_ends_cost_as_many_products_as_it_saves():
     def f(params, tokens):
         x = params["table"][tokens]

@@ -179,6 +179,7 @@ WAYS = {
     "equalize": rewritten(algorithms.equalize()),
     "rotate": rewritten(algorithms.rotate()),
     "offline": rewritten(algorithms.rotate(offline=True)),
+    "only offline": rewritten(algorithms.rotate(offline="only")),
     "offline in blocks": rewritten(algorithms.rotate(offline=True, block=4)),
 }
 MARKS = dict.fromkeys(("smooth_quant", "awq", "offline"), (pytest.mark.slow,)) | {"factors": ()}

@@ -86,6 +86,24 @@ def test_it_depends_on_the_formats_of_the_plan(policy, algorithm):
     assert again == found.plan  # what is chosen is not of the plan
 
 
+def residual(p, x):
+    """A block after a norm, and a head."""
+    h = (jnp.broadcast_to(p["gain"], x.shape) * x) @ p["in"]
+    norm = h * lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-5)
+    h = h + jnp.tanh(norm @ p["up"]) @ p["down"]
+    return h @ p["out"]
+
+
+def test_weights_of_few_bits_are_rotated_offline_for_quantized_activations():
+    params = {"gain": normal(1, D), "in": normal(D, D), "out": normal(D, 8), **PARAMS}
+    found = ptq(jqx.presets.w4a8(), None, residual, params)
+    assert found.report.codes.startswith("rotate(offline='only'), gptq(") and not found.maps
+    by_name = chain(rotate(offline="only"), GPTQ)
+    same(found.params, ptq(jqx.presets.w4a8(), by_name, residual, params).params)
+    weights_alone = ptq(jqx.presets.w4a16(), None, residual, params)
+    assert weights_alone.report.codes.startswith("gptq(")
+
+
 @pytest.mark.slow
 def test_more_effort_takes_more():
     minutes, hours = ptq(jqx.presets.w8a16(), effort="minutes"), "hours"
