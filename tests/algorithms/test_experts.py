@@ -96,10 +96,8 @@ def errors(function, y):
     )
 
 
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(x, marks=[] if x == "ragged" else pytest.mark.slow) for x in FORMS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_few_rows_leave_no_expert_worse_than_rounding_to_nearest(form):
     f = FORMS[form]
     quantized = partial(jqx.ptq, f, target=False, progress=False)
