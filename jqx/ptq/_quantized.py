@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 
@@ -10,8 +10,17 @@ from .._calls import called
 from .._checks import require_that
 from .._signatures import P, R
 from ..calibrators import Affine
+from ..tensor._shared import abstract as abstract_leaf
 from ..transforms import Plan
-from ..transforms._shared import Maps, arguments_of, is_array
+from ..transforms._shared import (
+    Hoisted,
+    Maps,
+    arguments_of,
+    is_array,
+    lay_out_weights,
+    named_leaves,
+    rooted,
+)
 from ._hoisted import without_values
 from ._late_folders import diagnostics
 from ._mapped import Mapped, check_whole
@@ -158,3 +167,30 @@ def summary(plan: Plan, report: "diagnostics.Report") -> str:
         f"{len(plan.sites)} of {count} contractions, "
         f"{before:,} bytes of parameters become {after:,}"
     ) + (f", {packed:,} with packed codes" if packed < after else "")
+
+
+def quantized_of(
+    mapped: Mapped,
+    scales: Mapping[str, Affine],
+    codes: Any,
+    found: "diagnostics.Report",
+    inputs: tuple[Any, ...] | None,
+    target: str | Literal[False],
+) -> Quantized:
+    """Returns a quantized function with its weights, laid out for a target."""
+    plan = mapped.plan
+    laid_out = lay_out_weights(codes, plan, target) if target and plan.weights else codes
+    function = mapped.converted(scales)
+    parents = mapped.f.parents if isinstance(mapped.f, Hoisted) else None
+    given = function, laid_out, plan, scales, _in_memory(found, plan, laid_out), inputs
+    return Quantized(*given, maps=mapped.maps, parents=parents)
+
+
+def _in_memory(found: "diagnostics.Report", plan: Plan, params: Any) -> "diagnostics.Report":
+    """Returns a report with the bytes that weights take in their layout."""
+    leaves = dict(named_leaves("ptq", rooted(plan.params, params), plan))
+    weights = [
+        dataclasses.replace(x, bytes_after=abstract_leaf(leaves[x.path]).nbytes)
+        for x in found.weights
+    ]
+    return dataclasses.replace(found, weights=tuple(weights))

@@ -26,8 +26,7 @@ from ..transforms._shared import (
 from ._hoisted import without_values
 from ._late_folders import diagnostics
 from ._mapped import Mapped, check_whole
-from ._ptq import quantized_of
-from ._quantized import Quantized, summary
+from ._quantized import Quantized, quantized_of, summary
 from ._target import Target, target_of
 
 

@@ -1,5 +1,7 @@
 """Text that a function writes itself: the same whichever way its steps are evaluated."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -318,8 +320,11 @@ def test_ptq_without_batches_calibrates_on_own_text(f, length):
     """`unrolled` takes no more tokens than it has places."""
     text = own_text(f, PARAMS, rows=16, length=length, progress=False)
     rows = [row if f is one_row else row[None] for row in np.asarray(text)]
-    quantize = jqx.ptq(f, jqx.presets.w8a8(), progress=False)
-    found, expected = quantize(PARAMS), quantize(PARAMS, rows)
+    quantize, alone = (
+        lambda f, own=own: jqx.ptq(f, jqx.presets.w8a8(), own_text=own, progress=False)
+        for own in (None, False)
+    )
+    found, expected = quantize(f)(PARAMS), alone(f)(PARAMS, rows)
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
     jax.tree.map(np.testing.assert_array_equal, found.affines, expected.affines)
     assert found.report.codes.endswith(
@@ -338,3 +343,102 @@ def test_ptq_without_batches_says_where_nothing_was_read():
 def test_ptq_without_batches_needs_a_function_of_tokens():
     with pytest.raises(TypeError, match=r"no batches(?s:.*)a list of batches, such as \[x\]"):
         jqx.ptq(lambda p, x: x @ p["table"].T, jqx.presets.w8a8(), progress=False)(PARAMS)
+
+
+PREDICTING = {"table": PARAMS["table"], "mix": weights(9, WIDTH, 24)}
+PREDICTING["head"] = on_device(np.asarray(40 * (PREDICTING["table"] @ PREDICTING["mix"]).T))
+
+
+def predicting(params, tokens):
+    """Predicts that each token is followed by itself, mostly."""
+    return params["table"][tokens] @ params["mix"] @ params["head"]
+
+
+REPEATED = np.repeat(np.arange(ROWS, dtype=np.int32)[:, None] + 5, LENGTH, 1)
+W8A8 = jqx.presets.w8a8()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_default_algorithm_adds_own_text_to_batches_of_tokens(rank):
+    """Batches of rows of 16 tokens, with as many tokens of own text as 16 rows of 512."""
+    f = predicting if rank == 2 else lambda params, tokens: predicting(params, tokens[None])[0]
+    batches = [REPEATED] if rank == 2 else list(REPEATED)
+    found = jqx.ptq(f, W8A8, progress=False)(PREDICTING, batches)
+    assert found.report.codes == (
+        "smooth_quant() (effort='seconds'); calibrated on 3 rows of the batches and on "
+        f"{513 if rank == 2 else 512} rows of 16 tokens that the function wrote itself"
+    )
+    rows = 513 if rank == 2 else 512
+    text = own_text(predicting, PREDICTING, rows=rows, length=LENGTH, progress=False)
+    together = [*batches, *np.asarray(text).reshape(-1, *batches[0].shape)]
+    alone = jqx.ptq(f, W8A8, own_text=False, progress=False)
+    expected = alone(PREDICTING, together)
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    jax.tree.map(np.testing.assert_array_equal, found.affines, expected.affines)
+    without = alone(PREDICTING, batches)
+    assert without.report.codes == "smooth_quant() (effort='seconds')"
+
+
+class Watched:
+    """Rounds to nearest, and keeps the batches."""
+
+    def run(self, f, plan, params, batches, *, progress=True):
+        self.batches = [np.asarray(x) for x in batches]
+        return jqx.quantize_params(params, plan)
+
+
+def test_own_text_begins_like_the_rows_of_a_batch():
+    batch, watched = np.concatenate([np.full((ROWS, 1), 7, np.int32), REPEATED], 1), Watched()
+    quantize = jqx.ptq(predicting, W8A8, watched, own_text=True, progress=False)
+    quantize(PREDICTING, [batch, batch])
+    assert {x.shape for x in watched.batches} == {batch.shape}
+    assert all((x[:, 0] == 7).all() for x in watched.batches)
+    places = [i for i, x in enumerate(watched.batches) if np.array_equal(x, batch)]
+    count = len(watched.batches)
+    assert places[0] == 0 and abs(places[1] - count / 2) <= 1  # between those of the text
+
+
+REFUSED = {
+    "no better than chance": (
+        predicting,
+        [TOKENS],
+        r"does not predict the next tokens of the first batch \(",
+    ),
+    "not causal": (
+        lambda p, t: (
+            predicting(p, t) + 0.1 * predicting(p, t[:, ::-1])[:, ::-1].sum(1, keepdims=True)
+        ),
+        [REPEATED],
+        "not causal",
+    ),
+    "other logits": (lambda p, t: predicting(p, t)[..., :4], [REPEATED], "its 4 logits are not"),
+    "other results": (
+        lambda p, t: predicting(p, t).sum(1),
+        [REPEATED],
+        "batches of int32\\[3, 16\\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_own_text_is_not_added_where_there_is_none(case):
+    """The default says why, and `own_text=True` raises."""
+    f, batches, why = REFUSED[case]
+    codes = jqx.ptq(f, W8A8, progress=False)(PREDICTING, batches).report.codes
+    if why.startswith("batches"):
+        assert "text" not in codes
+    else:
+        assert re.search(f"without text of its own: .*{why}", codes)
+    with pytest.raises(TypeError, match=f"there is no other text for the function(?s:.*){why}"):
+        jqx.ptq(f, W8A8, own_text=True, progress=False)(PREDICTING, batches)
+
+
+def test_mistakes_in_own_text_of_ptq():
+    with pytest.raises(ValueError, match=r"there are no batches, and own_text=False"):
+        jqx.ptq(predicting, W8A8, own_text=False)(PREDICTING)
+    with pytest.raises(ValueError, match=r"own_text == 'yes'(?s:.*)pass it among the batches"):
+        jqx.ptq(predicting, W8A8, own_text="yes")
+    nothing = jqx.ptq(predicting, jqx.presets.w8a16(), own_text=True, progress=False)
+    assert nothing(PREDICTING, [REPEATED]).report.codes == (
+        "nearest() (effort='seconds'); without text of its own: nothing is calibrated"
+    )

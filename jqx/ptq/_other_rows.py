@@ -1,0 +1,64 @@
+"""Rows beside those of the user, so that scales and codes carry over to other inputs."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .._checks import require_that
+from ..transforms import Plan
+from ._hoisted import Own
+from ._own_rows import is_tokens, with_own_text
+from ._padding import Padding
+from ._varied import with_varied_rows
+
+
+def with_other_rows(
+    own: Own,
+    plan: Plan,
+    first: Sequence[Any],
+    batches: Iterable[Any],
+    padding: Padding | None,
+    *,
+    required: bool,
+    progress: bool,
+) -> tuple[Iterable[Any], list[str]]:
+    """Returns batches with others beside them, and what was done as text; no text if the function
+    is not one of tokens.
+
+    Args:
+      own: the function and its parameters.
+      plan: the plan.
+      first: the arguments of the first batch.
+      batches: the batches of the user. They are read only if they are tokens.
+      padding: the mask of padded rows, if there is one.
+      required: whether it is an error if there are no other rows.
+      progress: whether to show a progress bar.
+
+    Raises:
+      TypeError: `required`, and there are no other rows.
+    """
+    note, count = "", 0
+    if padding is not None or is_tokens(first):
+        batches = every = list(batches)
+        count = len(every)
+        if padding is not None:
+            batches, note = with_varied_rows(plan, every, padding)
+        else:
+            options: Any = {"progress": progress, "slow": required}
+            batches, note = with_own_text(own, first[0], every, **options)
+        count = len(batches) - count
+    require_that(
+        not required or count,
+        error=TypeError,
+        function="ptq",
+        problem="own_text=True, and there is no other text for the function.",
+        given=lambda: note or f"batches of {', '.join(map(_kind, first))}",
+        expected="batches of tokens, integers [rows, length] or [length], and a causal function "
+        "f(params, tokens) of the logits of the next token; or rows of tokens with a mask of their "
+        "padding",
+        mend="leave own_text out, and pass batches of all kinds of inputs.",
+    )
+    return batches, [note] if note else []
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else type(x).__name__
