@@ -88,28 +88,6 @@ def own_text(
       >>> text.shape, text.dtype
       ((4, 16), dtype('int32'))
     """
-    how = start, rows, length, key, temperature, never, checkpoint, progress
-    return written(step, params, cache, *how)
-
-
-def written(
-    step: Callable[..., Any],
-    params: Any,
-    cache: Any = None,
-    start: Any = 0,
-    rows: int = 16,
-    length: int = 512,
-    key: jax.Array | None = None,
-    temperature: float = 1.0,
-    never: Sequence[int] = (),
-    checkpoint: Path | None = None,
-    progress: bool = True,
-    *,
-    slow: bool = True,
-) -> jax.Array:
-    """Returns the tokens of `own_text`. Raises `Unable` where each token would take an evaluation
-    of all positions, unless `slow`.
-    """
     check_function(_NAME, step)
     check_concrete(_NAME, params, (cache,))
     for name, value, least in (("rows", rows, 1), ("length", length, 2)):
@@ -134,7 +112,7 @@ def written(
     arrays, filled = arrays_of(params)
     f = lambda arrays, *args: step(filled(arrays), *args)  # noqa: E731
     if cache is None:
-        own = decoding_of(_NAME, f, arrays, rows, length, slow)
+        own = decoding_of(_NAME, f, arrays, rows, length)
     else:
         own = Decoding(lambda arrays: (arrays, jax.tree.map(jnp.array, cache)), f)
     size, jaxpr = _vocabulary(own, arrays, rows)

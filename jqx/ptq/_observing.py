@@ -143,7 +143,7 @@ def first_of(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
 
 
 def plans(
-    batches: Sequence[Any], known: tuple[Any, Plan], planned: Callable[[tuple[Any, ...]], Plan]
+    batches: Iterable[Any], known: tuple[Any, Plan], planned: Callable[[tuple[Any, ...]], Plan]
 ) -> Iterable[tuple[int, Plan]]:
     """Yields how many batches have the same shapes, and the plan of one of them; the shapes that
     most elements have come first, so that few plans are made. That of the first batch is known.

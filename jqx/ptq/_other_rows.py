@@ -5,6 +5,7 @@ from typing import Any
 
 from .._checks import require_that
 from ..transforms import Plan
+from ..transforms._shared import kind_of
 from ._hoisted import Own
 from ._own_rows import is_tokens, with_own_text
 from ._padding import Padding
@@ -51,14 +52,10 @@ def with_other_rows(
         error=TypeError,
         function="ptq",
         problem="own_text=True, and there is no other text for the function.",
-        given=lambda: note or f"batches of {', '.join(map(_kind, first))}",
+        given=lambda: note or f"batches of {', '.join(map(kind_of, first))}",
         expected="batches of tokens, integers [rows, length] or [length], and a causal function "
         "f(params, tokens) of the logits of the next token; or rows of tokens with a mask of their "
         "padding",
         mend="leave own_text out, and pass batches of all kinds of inputs.",
     )
     return batches, [note] if note else []
-
-
-def _kind(x: Any) -> str:
-    return f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else type(x).__name__

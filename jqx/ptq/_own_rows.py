@@ -10,7 +10,7 @@ import numpy as np
 from .._checks import require_that, shown
 from .._errors import message
 from ..tensor._shared import Lazy
-from ..transforms._shared import Unable, placed
+from ..transforms._shared import Unable, arrays_of, placed
 from ._hoisted import Own
 from ._late_folders import algorithms, shared_algorithms
 
@@ -97,8 +97,13 @@ def with_own_text(
       progress: whether to show a progress bar.
       slow: whether each token may take an evaluation of all positions.
     """
-    f, tokens = _of_tokens(own), np.asarray(first)
-    why = _why_not(f, own.params, tokens)
+    tokens, of_tokens = np.asarray(first), _of_tokens(own)
+    leaves = jax.tree.leaves(own.params, is_leaf=lambda x: isinstance(x, Lazy))
+    if any(isinstance(x, Lazy) for x in leaves):
+        return batches, "without text of its own: parameters are read one at a time"
+    arrays, filled = arrays_of(own.params)
+    f = lambda arrays, tokens: of_tokens(filled(arrays), tokens)  # noqa: E731
+    why = _why_not(f, arrays, tokens)
     if why is not None:
         return batches, f"without text of its own: {why}" if why else ""
     given = [np.asarray(x) for x in jax.tree.leaves(batches)]
@@ -107,12 +112,14 @@ def with_own_text(
     length = min(tokens.shape[-1], _LENGTHS[0])
     count = -(-_ROWS * _LENGTHS[0] // length)
     rows = min(tokens.size // tokens.shape[-1], count)
-    form: dict[str, Any] = {"rows": -(-count // rows) * rows, "length": length, "start": start}
+    form = {"rows": -(-count // rows) * rows, "length": length}
     try:
-        found = shared_algorithms.written(f, own.params, **form, progress=progress, slow=slow)
+        steps = shared_algorithms.decoding_of("algorithms.own_text", f, arrays, **form, slow=slow)
     except (Unable, shared_algorithms.NotCausal) as error:
         return batches, f"without text of its own: {str(error).splitlines()[0]}"
-    text = np.asarray(found).astype(tokens.dtype)
+    begun = jax.jit(steps.start)(arrays)
+    options: dict[str, Any] = {**form, "start": start, "progress": progress}
+    text = np.asarray(algorithms.own_text(steps.step, *begun, **options)).astype(tokens.dtype)
     parts = text.reshape(-1, *(rows for _ in tokens.shape[1:]), length)
     note = f"calibrated on {len(firsts)} rows of the batches and on {_described(text)}"
     return _between(batches, list(parts)), note
@@ -134,9 +141,6 @@ def _why_not(f: Any, params: Any, tokens: np.ndarray) -> str | None:
     """Returns why a function does not write text, as text; empty if it is not one of tokens and
     logits at all, and `None` if it may write some.
     """
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Lazy))
-    if any(isinstance(x, Lazy) for x in leaves):
-        return "parameters are read one at a time"
     logits: Any = jax.eval_shape(f, params, tokens)
     kind, shape = getattr(logits, "dtype", np.int32), tuple(getattr(logits, "shape", ()))
     if not jnp.issubdtype(kind, jnp.floating) or not shape or shape[:-1] != tokens.shape:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..tensor._shared import Lazy
-from ..transforms._shared import inputs_of, placed
+from ..transforms._shared import arrays_of, inputs_of, placed
 from ._hoisted import Own
 
 _NEAR = 1e-5
@@ -41,8 +41,8 @@ def padding_of(own: Own, batches: Iterable[Any]) -> Padding | None:
     """Returns the array that says what is padding, if one does.
 
     An array of zeros and ones, [rows, length], is the mask if results do not depend on the values
-    of other arrays that begin with its shape where it is 0, and depend on them where it is 1. This
-    is tried with the first batch in which some array has both.
+    of other arrays that begin with its shape where it is 0, and depend on them where it is 1. Each
+    array is tried once, with the first batch in which it has both.
 
     Args:
       own: the function and its parameters.
@@ -51,12 +51,16 @@ def padding_of(own: Own, batches: Iterable[Any]) -> Padding | None:
     leaves = jax.tree.leaves(own.params, is_leaf=lambda x: isinstance(x, Lazy))
     if any(isinstance(x, Lazy) for x in leaves):
         return None
+    tried: set[int] = set()
     for inputs in map(inputs_of, batches):
         paths, _ = jax.tree_util.tree_flatten_with_path(tuple(inputs))
         shapes = [np.shape(x)[:2] for _, x in paths]
         for place, (path, x) in enumerate(paths):
-            if shapes.count(shapes[place]) > 1 and is_mask(x) and _is_padding(own, inputs, place):
+            if place in tried or shapes.count(shapes[place]) < 2 or not is_mask(x):
+                continue
+            if _is_padding(own, inputs, place):
                 return Padding(place, jax.tree_util.keystr(path, simple=True, separator="/"))
+            tried.add(place)
     return None
 
 
@@ -91,9 +95,10 @@ def _is_padding(own: Own, inputs: Sequence[Any], place: int) -> bool:
 
         return [of(i, x) for i, x in enumerate(values)]
 
-    run = jax.jit(lambda params, inputs: own.f(*placed(own.places, params, inputs)))
+    _, filled = arrays_of((own.params, inputs))
+    run = jax.jit(lambda arrays: jax.tree.leaves(own.f(*placed(own.places, *filled(arrays)))))
     results = [
-        jax.tree.leaves(run(own.params, tree.unflatten(x)))
+        run(arrays_of((own.params, tree.unflatten(x)))[0])
         for x in (values, changed(~mask), changed(mask))
     ]
 

@@ -239,10 +239,11 @@ def ptq(
         choice = Choice(algorithm)
         if algorithm is None:
             choice = default_of(plan, effort or "seconds")
+        is_chosen = algorithm is None and choice.reads_batches
+        if is_chosen:
+            every = list(every)
         padding, notes = None, []
         if choice.reads_batches or plan.static_specs():
-            if algorithm is None and choice.reads_batches and text is None:
-                every = list(every)
             if weight is None and not has_weight(choice.algorithm):
                 is_list = isinstance(every, (list, tuple))
                 padding = padding_of(given, every if is_list else [first])
@@ -251,8 +252,7 @@ def ptq(
                 every, notes = with_other_rows(given, plan, inputs, every, padding, **required)
         elif own_text and text is None:
             notes = ["without text of its own: nothing is calibrated"]
-        if algorithm is None and choice.reads_batches:
-            every = list(every)  # also the text
+        if is_chosen:
             other = lambda x: planned(*placed(own.places, own.params, x))  # noqa: E731
             alike = partial(plans, every, (first, plan), other)
             choice = fitted(choice, own.f, plan, arguments, alike)

@@ -43,7 +43,7 @@ def _text(
     kwargs: Mapping[str, Any],
     error: Exception,
 ) -> str:
-    given = ", ".join([*map(_shown, args), *(f"{k}={_shown(x)}" for k, x in kwargs.items())])
+    given = ", ".join([*map(kind_of, args), *(f"{k}={kind_of(x)}" for k, x in kwargs.items())])
     misfit = _misfit(f, args, kwargs)
     if misfit is not None:
         problem, expected = misfit
@@ -85,10 +85,10 @@ def _misfit(
     return None
 
 
-def _shown(x: Any) -> str:
+def kind_of(x: Any) -> str:
     """Describes an argument by its type: an array by its shape, a tree by its arrays."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}{list(x.shape)}"
     leaves = [leaf for leaf in jax.tree.leaves(x) if hasattr(leaf, "shape")]
-    few = ", ".join(map(_shown, leaves[:3])) + (", ..." if len(leaves) > 3 else "")
+    few = ", ".join(map(kind_of, leaves[:3])) + (", ..." if len(leaves) > 3 else "")
     return f"a {type(x).__name__}" + (f" of {few}" if leaves else "")

@@ -44,6 +44,7 @@ from ._entries import Entries as Entries
 from ._entries import Entry as Entry
 from ._entries import entries_of as entries_of
 from ._entries import observed_parts as observed_parts
+from ._evaluating import kind_of as kind_of
 from ._find import addressed as addressed
 from ._find import contraction_of as contraction_of
 from ._find import contractions as contractions

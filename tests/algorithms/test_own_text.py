@@ -12,6 +12,7 @@ import jqx
 from jqx.algorithms import own_text
 
 from ..arrays import on_device
+from ..watched import Watched
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 40, 16, 2, 16, 3
 LAYERS = 2
@@ -379,22 +380,23 @@ def test_default_algorithm_adds_own_text_to_batches_of_tokens(rank):
     assert without.report.codes == "smooth_quant() (effort='seconds')"
 
 
-class Watched:
-    """Rounds to nearest, and keeps the batches."""
-
-    def run(self, f, plan, params, batches, *, progress=True):
-        self.batches = [np.asarray(x) for x in batches]
-        return jqx.quantize_params(params, plan)
+def test_parameters_may_hold_functions():
+    """As in Equinox."""
+    f = lambda p, tokens: p["own"](predicting(p, tokens))  # noqa: E731
+    params = {**PREDICTING, "own": lambda x: 1.0 * x}
+    codes = jqx.ptq(f, W8A8, progress=False)(params, [REPEATED]).report.codes
+    assert "513 rows of 16 tokens that the function wrote itself" in codes
 
 
 def test_own_text_begins_like_the_rows_of_a_batch():
     batch, watched = np.concatenate([np.full((ROWS, 1), 7, np.int32), REPEATED], 1), Watched()
     quantize = jqx.ptq(predicting, W8A8, watched, own_text=True, progress=False)
     quantize(PREDICTING, [batch, batch])
-    assert {x.shape for x in watched.batches} == {batch.shape}
-    assert all((x[:, 0] == 7).all() for x in watched.batches)
-    places = [i for i, x in enumerate(watched.batches) if np.array_equal(x, batch)]
-    count = len(watched.batches)
+    given = [np.asarray(x) for x in watched.batches]
+    assert {x.shape for x in given} == {batch.shape}
+    assert all((x[:, 0] == 7).all() for x in given)
+    places = [i for i, x in enumerate(given) if np.array_equal(x, batch)]
+    count = len(given)
     assert places[0] == 0 and abs(places[1] - count / 2) <= 1  # between those of the text
 
 

@@ -8,6 +8,7 @@ import pytest
 import jqx
 
 from ..arrays import on_device
+from ..watched import Watched
 
 ROWS, LENGTH, WORDS, WIDTH = 6, 12, 50, 16
 W8A8 = jqx.presets.w8a8()
@@ -91,6 +92,33 @@ def test_other_arrays_of_zeros_and_ones_are_no_masks(case):
     assert nearest(f, [(TOKENS, mask)]).report.codes == "nearest()"
 
 
+def test_parameters_and_inputs_may_hold_what_is_no_array():
+    """A function among the parameters, as in Equinox, and a flag among the inputs."""
+
+    def f(p, tokens, mask, is_pooled):
+        x = p["relu"](encoder(p, tokens, mask)) if is_pooled else p["table"][tokens]
+        return x @ p["up"] if not is_pooled else x
+
+    params = {**PARAMS, "relu": jax.nn.relu}
+    quantize = jqx.ptq(f, W8A8, jqx.algorithms.nearest(), progress=False)
+    assert "input 1 is 0" in quantize(params, [(TOKENS, MASK, True)]).report.codes
+
+
+def test_an_array_is_tried_once():
+    calls = []
+
+    def f(p, tokens, types):
+        jax.debug.callback(lambda: calls.append(None))
+        return p["table"][tokens] @ p["up"] + types.astype(jnp.float32)[..., None]
+
+    jqx.ptq(f, W8A8, jqx.algorithms.nearest(), progress=False)(PARAMS, [(TOKENS, MASK)] * 2)
+    jax.effects_barrier()
+    one = len(calls)
+    jqx.ptq(f, W8A8, jqx.algorithms.nearest(), progress=False)(PARAMS, [(TOKENS, MASK)] * 5)
+    jax.effects_barrier()
+    assert len(calls) - one == one + 3  # three more batches are calibrated
+
+
 def test_the_weight_of_an_algorithm_stays():
     weight = lambda tokens, mask: mask & (tokens != 7)  # noqa: E731
     algorithm = jqx.algorithms.smooth_quant(weight=weight)
@@ -100,14 +128,6 @@ def test_the_weight_of_an_algorithm_stays():
     )
     assert "padding" not in found.report.codes
     jax.tree.map(np.testing.assert_array_equal, found.affines, expected.affines)
-
-
-class Watched:
-    """Rounds to nearest, and keeps the batches."""
-
-    def run(self, f, plan, params, batches, *, progress=True):
-        self.batches = list(batches)
-        return jqx.quantize_params(params, plan)
 
 
 @pytest.mark.parametrize("is_left", [True, False])
