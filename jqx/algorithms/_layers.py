@@ -144,8 +144,9 @@ def layer_by_layer(
             seen, found = [np.broadcast_to(x, where.shape[:-2]) for x in rows], []
             for at in np.ndindex(where.shape[:-2]):
                 lost = None if drift is None else Drift(*(x[at] for x in drift))
-                count, rows_here = (int(x[at]) for x in seen)
-                own = (site.name,), steps, at, where[at], total[at], count, lost, rows_here
+                *counts, fourth = (float(x[at]) for x in seen)
+                count, rows_here = map(int, counts)
+                own = (site.name,), steps, at, where[at], total[at], count, lost, rows_here, fourth
                 found.append(Matrix(*own))
             return found
 

@@ -16,7 +16,7 @@ from ..transforms._shared import flags_of
 from ._factor import objective
 from ._few import reached, why_few
 from ._grids import Group
-from ._report import UNKNOWN, MatrixReport, name_of
+from ._report import UNKNOWN, MatrixReport, effective, name_of
 
 Array = np.ndarray
 
@@ -38,6 +38,7 @@ class Matrix:
       rows: number of inputs.
       drift: how the inputs differ from those of the float function, if that is known.
       total: number of rows at the site; those of zeros, or of other experts, are no inputs.
+      fourth: sum of `|x|^4` of the inputs.
     """
 
     sites: tuple[str, ...]
@@ -48,6 +49,7 @@ class Matrix:
     rows: int
     drift: "Drift | None" = None
     total: int = 0
+    fourth: float = 0.0
 
     def why_few(self, least: float | None = None) -> str:
         """Returns why there are too few inputs; empty if there are enough. `least` is how many each
@@ -128,7 +130,7 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
             depth = len(site.loops)
             count, total = int(rows[step]), int(totals[step])
             where = (site.name,), step[:depth], step[depth:], own
-            new = Matrix(*where, gram, count, total=total)
+            new = Matrix(*where, gram, count, total=total, fourth=float(seen.fourth[step]))
             old = found.get(own.tobytes())
             if old is not None:
                 new = dataclasses.replace(
@@ -137,6 +139,7 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
                     hessian=old.hessian + new.hessian,
                     rows=old.rows + new.rows,
                     total=old.total + new.total,
+                    fourth=old.fourth + new.fourth,
                 )
             found[own.tobytes()] = new
     _check_apart(function, group.path, list(found.values()))
@@ -196,6 +199,8 @@ def settled(
             kept=int(kept.sum()),
             seconds=seconds,
             why=reason,
+            rank=effective(np.trace(matrix.hessian), np.vdot(matrix.hessian, matrix.hessian)),
+            effective_inputs=effective(np.trace(matrix.hessian), matrix.fourth),
         )
         for matrix, own, reason, kept, (before, after) in zip(
             matrices, damping, why or [""] * len(matrices), worse, lost, strict=True

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from .._table import Printed, Table, Tabular
 from ._memory import Memory
 
@@ -34,6 +36,15 @@ class MatrixReport:
       kept: number of rows that are rounded to nearest, because that has a smaller error.
       seconds: run time.
       why: why it was rounded to nearest without its inputs; empty if it was not.
+      rank: the effective rank of the Hessian `H`, the sum of `x x'` over the inputs `x`:
+        `trace(H)^2 / sum(H^2)`, with the squares of all entries. It is the number of columns if
+        these are equally large and not correlated, and 1 if all inputs are multiples of one. A mean
+        that inputs share, or a large column, makes it small, however many inputs there are. 0 if
+        there are none.
+      effective_inputs: the effective number of inputs: `trace(H)^2 / sum(|x|^4)`, where `trace(H)`
+        is the sum of `|x|^2`. It is the number of inputs if these are equally long, and 1 if one
+        is far longer than all others; never below `rank`, but for rounding. 0 if there are none,
+        or if they are beyond the range of float32 (longer than 4e9, or all shorter than 1e-10).
     """
 
     sites: tuple[str, ...]
@@ -49,6 +60,8 @@ class MatrixReport:
     kept: int
     seconds: float
     why: str = ""
+    rank: float = 0.0
+    effective_inputs: float = 0.0
 
     @property
     def name(self) -> str:
@@ -59,6 +72,14 @@ class MatrixReport:
     def layer(self) -> str:
         """Its name in the table, shared with the matrices that are multiplied by at once."""
         return name_of(self.sites, self.step)
+
+
+def effective(total: float, squares: float) -> float:
+    """Returns how many equal numbers have the same sum, and the same sum of squares, as some
+    numbers; 0 if these are zeros, or if a sum is not finite.
+    """
+    is_known = np.isfinite(total) and np.isfinite(squares) and squares > 0
+    return float(total**2 / squares) if is_known else 0.0
 
 
 def not_chosen(report: Any) -> tuple[list[tuple[str, str]], int]:
@@ -80,6 +101,11 @@ UNKNOWN = "its inputs cannot be observed"
 NOT_REACHED = "which no batch has reached"
 """Why the weights of a site are rounded to nearest that no block has learned."""
 
+_DEAD = 0.1
+"""The part of the columns of a matrix from which on dead columns are reported below the table. Less
+is common: borders of images, and channels that a ReLU holds at 0.
+"""
+
 _HEAD = (
     "matrix",
     "shape",
@@ -87,6 +113,8 @@ _HEAD = (
     "error chosen",
     "damping",
     "inputs",
+    "effective",
+    "rank",
     "dead columns",
     "rounded rows",
     "seconds",
@@ -98,7 +126,8 @@ class AlgorithmReport(Tabular, Sequence[MatrixReport]):
     """The entries of all matrices, in the order in which they were quantized.
 
     It prints as a table. Matrices that are multiplied by at once share one line, with the largest
-    damping, the least and the most inputs, and sums of everything else.
+    damping, the least and the most inputs, the least effective inputs and rank, and sums of
+    everything else.
 
     Attributes:
       entries: one for each matrix.
@@ -117,12 +146,49 @@ class AlgorithmReport(Tabular, Sequence[MatrixReport]):
     def __iter__(self) -> Iterator[MatrixReport]:
         return iter(self.entries)
 
+    @property
+    def calibration(self) -> tuple[str, ...]:
+        """What the inputs were too few for, as text; empty if they were enough.
+
+        It counts matrices whose codes were chosen by their inputs, and names the worst:
+
+        - those with fewer inputs than columns. Some changes of a row then change none of its
+          products, so that the inputs do not decide between them.
+        - those of the others with fewer `effective_inputs` than columns, and than half of their
+          inputs. The longest inputs dominate the error, and the codes are fitted to these.
+        - those with a tenth or more of their columns dead. Other inputs may reach these columns.
+
+        A small `rank` is no fault by itself. In SmolLM2, with 4,096 inputs, it is 1 to 201, of 576
+        or 1,536 columns.
+        """
+        known = [x for x in self.entries if not x.why]
+        few = [(x.inputs, x) for x in known if x.inputs < x.shape[1]]
+        led = [(x.effective_inputs, x) for x in known if x.inputs >= x.shape[1]]
+        led = [(count, x) for count, x in led if 0 < count < min(x.shape[1], x.inputs / 2)]
+        dead = [(x.dead, x) for x in known if x.dead and x.dead >= _DEAD * x.shape[1]]
+        notes = []
+        for found, pick, what in (
+            (few, min, "is small: {} have fewer inputs than columns (least: "),
+            (
+                led,
+                min,
+                "is dominated by a few: {} have fewer effective inputs than columns (least: ",
+            ),
+            (dead, max, "leaves columns out: {} have a tenth or more dead (most: "),
+        ):
+            if found:
+                count, x = pick(found, key=lambda each: each[0] / each[1].shape[1])
+                text = what.format(f"{len(found)} of {len(known)} matrices")
+                notes.append(f"calibration {text}{x.name}, {count:,.0f} of {x.shape[1]:,})")
+        return tuple(notes)
+
     def table(self) -> Table:
-        """Returns the rows as text."""
+        """Returns the rows as text, with `calibration` below."""
         lines: dict[Any, list[MatrixReport]] = {}
         for entry in self.entries:
             lines.setdefault((entry.layer, entry.path, entry.shape), []).append(entry)
-        return Table(_HEAD, tuple(map(_row, lines.values())), texts=len(_HEAD))
+        rows, below = tuple(map(_row, lines.values())), "\n".join(self.calibration)
+        return Table(_HEAD, rows, below, texts=len(_HEAD))
 
 
 def _row(entries: Sequence[MatrixReport]) -> tuple[str, ...]:
@@ -141,6 +207,8 @@ def _row(entries: Sequence[MatrixReport]) -> tuple[str, ...]:
         f"{after:.4g}",
         f"{max(damping):g}" if len(damping) == len(entries) else "rounded",
         f"{inputs[0]:,}" if len(inputs) == 1 else f"{inputs[0]:,} to {inputs[-1]:,}",
+        f"{min(entry.effective_inputs for entry in entries):,.0f}",
+        f"{min(entry.rank for entry in entries):,.1f}",
         f"{dead:,}",
         f"{kept:,}",
         f"{seconds:.2f}",

@@ -45,9 +45,9 @@ class Sums:
 
     def sums(self, streams: list[Inputs], about: Any, name: str, batches: Sequence[int]) -> Any:
         """Returns the sum of `x x^T` over batches, float64 [*batch, channels, channels], the drift
-        from float inputs, if there are any, and the numbers of rows that reach each matrix, and of
-        rows at the site. `name` is that of the site in its step; `batches` are the indices of the
-        batches.
+        from float inputs, if there are any, and for each matrix the number of rows that reach it,
+        the number of rows at the site, and the sum of `|x|^4`. `name` is that of the site in its
+        step; `batches` are the indices of the batches.
         """
         kind, arrays = dataclasses.replace(about, path=""), jax.tree.leaves(streams)
         counts = any(is_counted(x) for stream in streams for batch in stream for x in batch)
@@ -57,7 +57,7 @@ class Sums:
         self._last = None
         # Batch by batch, so that only one is on the device.
         each, *floats = ((list(map(on_device, batch)) for batch in each) for each in streams)
-        total, drift, rows = None, None, (0, 0)
+        total, drift, rows = None, None, (0, 0, 0)
         for place, x in zip(batches, each, strict=True):
             exact = [next(stream)[0] for stream in floats]
             options: Any = {"about": about, "ignores": self.ignores, "shape": self._shape}
@@ -66,7 +66,7 @@ class Sums:
             self._look(flags, name, place)
             own = np.asarray(seen.rows, np.float64)
             own = np.broadcast_to(own, seen.products.shape[:-2])
-            own = counted(own, reached(flags, about.op))
+            own = *counted(own, reached(flags, about.op)), np.asarray(seen.fourth, np.float64)
             total, rows = _added(total, seen.products), tuple(map(np.add, rows, own))
             if both is not None:
                 drift = Drift(*map(_added, drift or (None, None), both))

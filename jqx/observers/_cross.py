@@ -50,7 +50,7 @@ class Cross(Weighted):
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> CrossStats:
         """Returns sums of 0."""
-        products, rows = hessian(weight=self.weight).empty(operand, _checked(site))
+        products, rows, _ = hessian(weight=self.weight).empty(operand, _checked(site))
         return CrossStats(products, products, rows)
 
     def observe(self, x: jax.Array, site: ObservedSite) -> CrossStats:
@@ -59,7 +59,8 @@ class Cross(Weighted):
         if site.weights is not None:
             weights = jnp.minimum(*_both(site.weights, site))
             site = dataclasses.replace(site, weights=weights)
-        return CrossStats(gram(exact - own, own, site), *hessian.observe(own, _checked(site)))
+        products, rows, _ = hessian.observe(own, _checked(site))
+        return CrossStats(gram(exact - own, own, site), products, rows)
 
     def merge(self, a: CrossStats, b: CrossStats) -> CrossStats:
         """Returns the sums, each rounded to float32 once."""

@@ -28,10 +28,15 @@ class HessianStats(NamedTuple):
       rows: number of rows seen, an int32 scalar, or one entry for each matrix of a `ragged_dot`. It
         saturates at the largest int32. With a `weight`, the sum of the weights of the rows,
         float32, for each matrix.
+      fourth: sum over the rows of `|x|^4`, the squares of their squared lengths, float32 [*batch].
+        `trace(products)^2 / fourth` is the effective number of rows: all of them if their lengths
+        are equal, 1 if one is far longer than the others. It is beyond the range of float32 for
+        rows longer than 4e9, or all shorter than 1e-10.
     """
 
     products: jax.Array
     rows: jax.Array
+    fourth: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,20 +60,22 @@ class Hessian(Weighted):
         check_rows("observers.hessian", site)
         *stack, _, size = jax.eval_shape(site.rows, operand).shape
         stack += [] if site.experts is None else [site.experts]
-        products = jnp.zeros((*stack, size, size), jnp.float32)
+        products, none = jnp.zeros((*stack, size, size), jnp.float32), jnp.zeros(stack, jnp.float32)
         if self.weight is not None:
-            return HessianStats(products, jnp.zeros(stack, jnp.float32))
+            return HessianStats(products, none, none)
         counts = [] if site.experts is None else stack
-        return HessianStats(products, jnp.zeros(counts, jnp.int32))
+        return HessianStats(products, jnp.zeros(counts, jnp.int32), none)
 
     def observe(self, x: jax.Array, site: ObservedSite) -> HessianStats:
         """Returns the sum over the rows of one operand."""
         check_rows("observers.hessian", site)
-        return HessianStats(gram(x, x, site), _of_values(_count, site, x))
+        counts, fourth = (_of_values(of, site, x) for of in (_count, _fourth))
+        return HessianStats(gram(x, x, site), counts, fourth)
 
     def merge(self, a: HessianStats, b: HessianStats) -> HessianStats:
         """Returns the sums, each rounded to float32 once."""
-        return HessianStats(a.products + b.products, added(a.rows, b.rows))
+        rows, fourth = added(a.rows, b.rows), a.fourth + b.fourth
+        return HessianStats(a.products + b.products, rows, fourth)
 
 
 def gram(x: jax.Array, y: jax.Array, site: ObservedSite) -> jax.Array:
@@ -115,6 +122,18 @@ def _count(x: jax.Array, site: ObservedSite) -> jax.Array:
     if site.sizes is None:
         return weights.sum(-1)
     return jax.ops.segment_sum(weights, site.expert_of_rows(len(x)), site.experts)
+
+
+def _fourth(x: jax.Array, site: ObservedSite) -> jax.Array:
+    """Returns the sum over rows of the squares of their weighted squared lengths."""
+    lengths = jnp.sum(jnp.square(site.rows(x).astype(jnp.float32)), -1)
+    weights = site.row_weights(x)
+    if weights is not None:
+        lengths = jnp.where(weights > 0, lengths * weights, 0)
+    squares = lengths * lengths
+    if site.sizes is None:
+        return squares.sum(-1)
+    return jax.ops.segment_sum(squares, site.expert_of_rows(len(x)), site.experts)
 
 
 def has_rows(site: ObservedSite) -> bool:

@@ -15,7 +15,7 @@ from ..observers._shared import Weight
 from ..transforms import Plan
 from ..transforms._shared import chained, inputs_of, parts_of
 from ._defaults import Choice
-from ._late_folders import shared_algorithms
+from ._late_folders import algorithms, shared_algorithms
 
 _NAMED = 16
 """How many matrices a report names."""
@@ -94,12 +94,15 @@ def _with_weight(algorithm: Any, weight: Weight | None) -> Any:
     return algorithm
 
 
-def note_rounded(choice: Choice, reports: Sequence[Any], few: Mapping[str, str]) -> None:
+def note_inputs(choice: Choice, reports: Sequence[Any], few: Mapping[str, str]) -> None:
     """Warns of matrices whose codes an algorithm did not choose, or which it left unchanged,
-    because too few inputs reached them, and notes how many there are.
+    because too few inputs reached them, and notes how many there are. Notes too what the inputs of
+    the other matrices were too few for.
     """
     found, count = [], 0
     for report in reports:
+        if isinstance(report, algorithms.AlgorithmReport):
+            choice.notes.extend(report.calibration)
         own, every = shared_algorithms.not_chosen(report)
         found, count = found + own, count + every
     if found:

@@ -57,7 +57,7 @@ from ._defaults import Choice, Effort, check_effort, default_of, fitted
 from ._hoisted import Hoist, Own, check_hoist, split_off
 from ._late_folders import shared_algorithms, shared_diagnostics
 from ._mapped import Mapped, check_whole
-from ._observing import Observing, first_of, has_weight, note_rounded, plans, weighted
+from ._observing import Observing, first_of, has_weight, note_inputs, plans, weighted
 from ._other_rows import with_other_rows
 from ._own_rows import OwnRows, check_own_text
 from ._padding import padding_of
@@ -350,7 +350,7 @@ def _carried_out(
             codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
             reports.append(chosen.report)
             few |= chosen.few
-    note_rounded(choice, reports, few)
+    note_inputs(choice, reports, few)
     codes = _with_given(given_values, floats, codes)
     codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
     return _Done(values, codes, scales, mapped, reports)
