@@ -250,8 +250,8 @@ PUBLIC = {
         FourOverSix four_over_six
     """,
     "diagnostics": """
-        compare Comparison SiteError dashboard Dashboard explain Explanation Explained
-        lowering Lowering Contraction
+        compare Comparison SiteError held_back HeldBack dashboard Dashboard
+        explain Explanation Explained lowering Lowering Contraction
         ranges Ranges Accumulator Overflow report Report WeightError
         search Assignment Bits Bytes Error sensitivity Sensitivities Sensitivity relative_error
         plots

@@ -199,7 +199,9 @@ def settled(
             kept=int(kept.sum()),
             seconds=seconds,
             why=reason,
-            rank=effective(np.trace(matrix.hessian), np.vdot(matrix.hessian, matrix.hessian)),
+            rank=effective(
+                np.trace(matrix.hessian), float(np.vdot(matrix.hessian, matrix.hessian))
+            ),
             effective_inputs=effective(np.trace(matrix.hessian), matrix.fourth),
         )
         for matrix, own, reason, kept, (before, after) in zip(

@@ -18,6 +18,8 @@ from ._dashboard import dashboard as dashboard
 from ._explain import Explained as Explained
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
+from ._held_back import HeldBack as HeldBack
+from ._held_back import held_back as held_back
 from ._interval_notes import Overflow as Overflow
 from ._lowering import Lowering as Lowering
 from ._lowering import lowering as lowering

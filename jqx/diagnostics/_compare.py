@@ -7,7 +7,7 @@ through loops and branches like statistics of calibration.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -48,7 +48,7 @@ _MEMBERS = "jqx.compare"
 """Name of the mapped axis: member 0 is in float, member 1 has rounded operands."""
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """Sums over one float result `y` and two others: `z`, rounded; and `local`, rounded from float
     operands.
     """
@@ -63,7 +63,7 @@ class _Sums(NamedTuple):
     local_largest: jax.Array
 
     @classmethod
-    def of(cls, y: jax.Array, z: jax.Array, local: jax.Array) -> "_Sums":
+    def of(cls, y: jax.Array, z: jax.Array, local: jax.Array) -> "Sums":
         y, z, local = (x.astype(jnp.float32) for x in (y, z, local))
         return cls(
             seen=jnp.ones(()),
@@ -77,12 +77,21 @@ class _Sums(NamedTuple):
         )
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...]) -> "_Sums":
+    def empty(cls, shape: tuple[int, ...]) -> "Sums":
         return cls(*(jnp.zeros(shape) for _ in cls._fields))
 
-    def merge(self, other: "_Sums") -> "_Sums":
+    @classmethod
+    def of_results(cls, pairs: Iterable[Any]) -> "Sums":
+        """Returns the sums over the floats among the results of two functions, in pairs."""
+        found = cls.empty(())
+        for y, z in pairs:
+            if jnp.issubdtype(y.dtype, jnp.floating):
+                found = found.merge(cls.of(y, z, z))
+        return found
+
+    def merge(self, other: "Sums") -> "Sums":
         both = zip(self._fields, self, other, strict=True)
-        return _Sums(*(jnp.maximum(a, b) if "largest" in name else a + b for name, a, b in both))
+        return Sums(*(jnp.maximum(a, b) if "largest" in name else a + b for name, a, b in both))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +111,7 @@ class _Both(Rules):
             z = self._round(z, site.output, site.output_key)
         result = lax.select(jnp.broadcast_to(_is_rounded(), y.shape), z, y)
         own, all_rounded = lax.all_gather(result, _MEMBERS), lax.all_gather(z, _MEMBERS)
-        return result, {site.output_key: _Sums.of(own[0], own[1], all_rounded[0])}
+        return result, {site.output_key: Sums.of(own[0], own[1], all_rounded[0])}
 
     def _round(self, x: jax.Array, spec: QSpec, key: str) -> jax.Array:
         return QTensor.quantize(x, spec, self.affines.get(key)).dequantize()
@@ -115,7 +124,7 @@ class _Both(Rules):
     def unseen(self, here: Address) -> Records:
         """Returns the records of sites inside this equation that do not step with it."""
         return {
-            site.output_key: _Sums.empty(tuple(loop.length for loop in site.loops_in(here)))
+            site.output_key: Sums.empty(tuple(loop.length for loop in site.loops_in(here)))
             for site in self.plan.sites
             if site.address[: len(here)] == here
             and not any(loop.address == here for loop in site.loops)
@@ -169,7 +178,8 @@ def compare(
         computes them from the values of the call instead. `None` if the plan has no static ones.
       weights: the parameters with the codes to compare, as returned by `jqx.quantize_params` or by
         an algorithm (`Quantized.params`, `Chosen.params`); a tuple if there are several positions.
-        `None` rounds the parameters of the call to nearest.
+        `None` rounds the parameters of the call to nearest. Not those of an algorithm that also
+        scales or rotates weights, such as `smooth_quant`: it changes what sites compute.
       report: the report of an algorithm on its matrices (`Quantized.details`, `Chosen.report`), for
         the objective of the weight in each row.
 
@@ -201,29 +211,36 @@ def compare(
         call = trace_call("compare", f, params, args, kwargs)
         known = as_plan("compare", plan, call, params)
         given = known.scales_of("compare", affines)
-        _check_floats(call, known)
-        codes = {} if weights is None else _codes_by_path(known, weights)
+        check_not_quantized("compare", call, known)
+        codes = {} if weights is None else codes_by_path(known, weights)
 
-        def both(leaves: Any, given: Any, codes: Any) -> tuple[_Sums, Records]:
-            return _side_by_side(call, known, leaves, given, codes)
+        def both(leaves: Any, given: Any, codes: Any) -> tuple[Sums, Records]:
+            out, records = side_by_side(call, known, leaves, given, codes)
+            return Sums.of_results(out), records
 
         out, records = jax.jit(both)(call.leaves, given, codes)
-        objectives = _objectives(report or ())
-        rows = tuple(
-            row for site in known.sites for row in _rows(site, records[site.output_key], objectives)
-        )
-        return Comparison(rows, _error("(result)", "", (), out))
+        return comparison_of(known, out, records, report or ())
 
     return compared
 
 
-def _side_by_side(
+def comparison_of(
+    plan: Plan, out: Sums, records: Mapping[str, Sums], report: Sequence[_Entry] = ()
+) -> Comparison:
+    """Returns the comparison with some sums of the result and of the sites."""
+    objectives = _objectives(report)
+    rows = (row for site in plan.sites for row in _rows(site, records[site.output_key], objectives))
+    return Comparison(tuple(rows), _error("(result)", "", (), out))
+
+
+def side_by_side(
     call: Call,
     plan: Plan,
     leaves: Sequence[jax.Array],
     given: dict[str, Affine],
     codes: Mapping[str, QTensor],
-) -> tuple[_Sums, Records]:
+) -> tuple[list[jax.Array], Records]:
+    """Returns the results of a call, in float and rounded `[2, ...]`, and the sums of its sites."""
     rules = _Both(plan, given)
     both = [_pair(x, path, plan, given, codes) for x, path in zip(leaves, call.paths, strict=True)]
 
@@ -232,11 +249,7 @@ def _side_by_side(
         return [rules.dense(None, x) for x in out], records
 
     out, records = jax.vmap(member, axis_name=_MEMBERS, axis_size=2)()
-    found = _Sums.empty(())
-    for x in out:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            found = found.merge(_Sums.of(x[0], x[1], x[1]))
-    return found, jax.tree.map(lambda x: x[0], records)
+    return out, jax.tree.map(lambda x: x[0], records)
 
 
 def _pair(
@@ -264,7 +277,7 @@ def _pair(
     return Trainable(chosen, x)
 
 
-def _codes_by_path(plan: Plan, weights: Any) -> dict[str, QTensor]:
+def codes_by_path(plan: Plan, weights: Any) -> dict[str, QTensor]:
     """Returns the codes of each weight of a plan."""
     found: dict[str, QTensor] = {}
 
@@ -294,13 +307,14 @@ def _objectives(report: Sequence[_Entry]) -> dict[str, list[_Entry]]:
     return found
 
 
-def _check_floats(call: Call, plan: Plan) -> None:
+def check_not_quantized(function: str, call: Call, plan: Plan) -> None:
+    """Checks that the weights of a call are in float."""
     both = zip(call.paths, call.leaves, strict=True)
     done = [path for path, x in both if is_quantized(x) and plan.weight_at(path) is not None]
     require_that(
         not done,
         error=ValueError,
-        function="compare",
+        function=function,
         problem="a parameter is quantized already, so that its float values are not known.",
         given=f"QTensors for {', '.join(map(repr, done[:4]))}",
         expected="float parameters",
@@ -309,7 +323,7 @@ def _check_floats(call: Call, plan: Plan) -> None:
 
 
 def _rows(
-    site: Site, sums: _Sums, objectives: Mapping[str, Sequence[_Entry]]
+    site: Site, sums: Sums, objectives: Mapping[str, Sequence[_Entry]]
 ) -> Iterator[SiteError]:
     for layer in np.ndindex(np.shape(sums.seen)):
         row = _error(site.path, site.op, layer, jax.tree.map(lambda x, at=layer: x[at], sums))
@@ -321,7 +335,7 @@ def _rows(
         yield dataclasses.replace(row, objective=objective) if entries else row
 
 
-def _error(path: str, op: str, layer: tuple[int, ...], sums: _Sums) -> SiteError:
+def _error(path: str, op: str, layer: tuple[int, ...], sums: Sums) -> SiteError:
     x: dict[str, float] = {name: float(value) for name, value in sums._asdict().items()}
     if not x["seen"]:
         x = dict.fromkeys(x, math.nan)

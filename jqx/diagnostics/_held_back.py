@@ -1,0 +1,199 @@
+"""`held_back`: the error on held-back rows, beside that on the rows that calibrated."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from .._calls import called
+from .._checks import require_that
+from .._table import Table, Tabular
+from ..transforms import Plan
+from ..transforms._shared import (
+    Batch,
+    Records,
+    arguments_of,
+    arrays_of,
+    as_plan,
+    check_batches,
+    check_function,
+    is_array,
+    is_quantized,
+    real_of,
+    trace_call,
+)
+from ._compare import Sums, check_not_quantized, codes_by_path, comparison_of, side_by_side
+from ._comparison import Comparison, SiteError
+from ._table import finite
+
+_NAME = "diagnostics.held_back"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldBack(Tabular):
+    """The result of `held_back`. Prints as a table.
+
+    Attributes:
+      used: the errors on the rows that were used.
+      held_back: the errors on the rows that were not.
+    """
+
+    used: Comparison
+    held_back: Comparison
+
+    @property
+    def ratio(self) -> float:
+        """The error of the result on held-back rows, relative to that on the rows used."""
+        return _ratio(self.used.result.sqnr, self.held_back.result.sqnr)
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        pairs = [
+            (site, site.local_sqnr, other.local_sqnr)
+            for site, other in zip(self.used.sites, self.held_back.sites, strict=True)
+        ]
+        result = self.used.result
+        pairs.append((result, result.sqnr, self.held_back.result.sqnr))
+        rows = tuple(map(_row, *zip(*pairs, strict=True)))
+        head = ("path", "op", "error on rows used", "on held-back rows", "ratio")
+        note = "error: energy of the difference, relative to that of the float result; of a site: "
+        note += "with only this site quantized, on float operands"
+        if not self.used.sites:
+            note = "without sites: the algorithm also changed what they are in float"
+        return Table(head, rows, note, texts=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns both comparisons as a dict for `json.dumps`; infinite and NaN values are
+        `None`.
+        """
+        return finite(dataclasses.asdict(self))
+
+
+@called(_NAME, "call it in two steps: held_back(f, quantized)(params, used, others).")
+def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
+    """Returns a function that compares the error of a quantized function on the rows that were used
+    to calibrate it with its error on rows that were held back.
+
+    Codes and scales that are fitted to few rows are better on these than on others. If the error on
+    held-back rows is much larger, pass more rows, or rows of more kinds, to `jqx.ptq`.
+
+    The error of the result is that of `quantized.function`. The errors of sites are those of
+    `jqx.compare`, over all batches. They hold for algorithms that choose codes, such as `gptq`, but
+    not for those that also scale or rotate weights, such as `smooth_quant`: sites then compute
+    something else. They are left out, with a note, if they do not add up: if the codes in the place
+    of the weights of `f` have more than twice the error of the result.
+
+    Args:
+      f: the float function.
+      quantized: the result of `jqx.ptq(f, ...)`.
+
+    Returns:
+      `measured(params, used, others) -> HeldBack`: `params` are the float parameters, `used` the
+      batches that were passed to `jqx.ptq`, and `others` batches that were not; each a list as
+      there. It compiles one function for each shape of batches.
+
+    Raises:
+      TypeError: if `f` is not a function, `quantized` is not the result of `jqx.ptq`, or batches
+        are not a list.
+      ValueError: if `f` is another function, a parameter is quantized already, or there is no
+        batch.
+
+    Example:
+      >>> import jqx, jax
+      >>> f = lambda w, x: x @ w
+      >>> w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+      >>> used, others = [x[:16]], [x[16:]]
+      >>> quantize = jqx.ptq(f, jqx.Policy({".*": "int4"}), jqx.algorithms.gptq(), progress=False)
+      >>> found = jqx.diagnostics.held_back(f, quantize(w, used))(w, used, others)
+      >>> found.ratio > 2
+      True
+    """
+    check_function(_NAME, f)
+    plan: Any = getattr(quantized, "plan", None)
+    require_that(
+        isinstance(plan, Plan) and callable(getattr(quantized, "function", None)),
+        error=TypeError,
+        function=_NAME,
+        problem="`quantized` is not a quantized function.",
+        given=f"an object of type {type(quantized).__name__}",
+        expected="the result of jqx.ptq",
+        mend="pass quantized = jqx.ptq(f, policy)(params, batches).",
+    )
+
+    def measured(params: Any, used: Iterable[Any], others: Iterable[Any]) -> HeldBack:
+        one = _sums_of(f, quantized, params)
+        found = [_summed(plan, one, batches) for batches in (used, others)]
+        result, whole, _ = found[0]
+        is_same = float(whole.noise) <= 2 * float(result.noise) + _ROUNDING * float(result.signal)
+        known = plan if is_same else dataclasses.replace(plan, sites=())
+        return HeldBack(*(comparison_of(known, result, records) for result, _, records in found))
+
+    return measured
+
+
+_ROUNDING = 1e-10
+"""The energy of rounding errors in float32, relative to that of a result; about."""
+
+_All = tuple[Sums, Sums, Records]
+"""Sums over the result of the quantized function, over that of the codes in the float function, and
+over the sites of the latter.
+"""
+
+
+def _sums_of(f: Callable[..., Any], quantized: Any, params: Any) -> Callable[[Any], _All]:
+    """Returns a compiled function of a batch that returns its sums."""
+    plan = quantized.plan
+    scales = plan.scales_of(_NAME, quantized.affines)
+    codes = codes_by_path(plan, quantized.params)
+    (arrays, filled), (own, own_filled) = map(arrays_of, (params, quantized.params))
+
+    @jax.jit
+    def sums(arrays: Any, own: Any, scales: Any, codes: Any, batch: Any) -> _All:
+        arguments = arguments_of(plan, filled(arrays), batch)
+        call = trace_call(_NAME, f, plan.parameters, arguments, {})
+        known = as_plan(_NAME, plan, call, plan.parameters)
+        check_not_quantized(_NAME, call, known)
+        both, records = side_by_side(call, known, call.leaves, scales, codes)
+        found = quantized.function(*arguments_of(plan, own_filled(own), batch))
+        leaves = filter(is_array, jax.tree.leaves(found, is_leaf=is_quantized))
+        pairs = [(x[0], real_of(z)) for x, z in zip(both, leaves, strict=True)]
+        return Sums.of_results(pairs), Sums.of_results(both), records
+
+    return lambda batch: sums(arrays, own, scales, codes, Batch(batch))
+
+
+def _summed(plan: Plan, one: Callable[[Any], _All], batches: Iterable[Any]) -> _All:
+    """Returns the sums over batches."""
+    check_batches(_NAME, batches)
+    total = None
+    for batch in batches:
+        found = one(batch)
+        total = found if total is None else _merged(total, found)
+    require_that(
+        total is not None,
+        error=ValueError,
+        function=_NAME,
+        problem="there is no batch.",
+        given="an empty list of batches, or an exhausted generator",
+        expected="one batch or more that were used, and one or more that were held back",
+        mend="pass lists: held_back(f, quantized)(params, used, others).",
+    )
+    assert total is not None
+    return total
+
+
+@jax.jit
+def _merged(a: _All, b: _All) -> _All:
+    is_sums = lambda x: isinstance(x, Sums)  # noqa: E731
+    return jax.tree.map(Sums.merge, a, b, is_leaf=is_sums)
+
+
+def _row(site: SiteError, used: float, other: float) -> tuple[str, ...]:
+    errors = (f"{10 ** (-x / 10):.4g}" for x in (used, other))
+    return (site.name or "(argument)", site.op, *errors, f"{_ratio(used, other):.2f}")
+
+
+def _ratio(used: float, other: float) -> float:
+    """Returns the ratio of two errors, from their signal-to-noise ratios in dB."""
+    return 10 ** ((used - other) / 10)
