@@ -12,6 +12,10 @@ Array = np.ndarray
 Order = Literal["given", "activation", "groups"]
 
 
+_LEAST, _MOST = 1e-6, 1e6
+"""Limits of the damping by Ledoit and Wolf."""
+
+
 class Factor(NamedTuple):
     """The inverse of a damped Hessian.
 
@@ -39,15 +43,40 @@ def _damped(diagonal: Array, damping: float) -> Array:
     return np.where(dead, 1, diagonal + damping * mean)
 
 
+def shrunk(hessian: Array, rows: float, fourth: float) -> float:
+    """Returns the damping of least expected error for a Hessian of so many independent inputs
+    (Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices",
+    Journal of Multivariate Analysis 88, 2004).
+
+    Their estimate is a mean of `S`, the mean of `x x'`, and of a multiple of the identity, with
+    weights by how far `S` is expected to be from what infinitely many inputs give, and by how far
+    it is from that multiple. It is 1e-6 at least, and 1e6 at most.
+
+    Args:
+      hessian: sum of `x x'` over the inputs.
+      rows: number of inputs.
+      fourth: sum of `|x|^4`.
+    """
+    diagonal = np.diagonal(hessian) / rows
+    live = diagonal > 0
+    squares = float(np.vdot(hessian, hessian)) / rows**2
+    from_identity = squares - live.sum() * diagonal[live].mean() ** 2 if live.any() else 0.0
+    from_truth = (fourth / rows - squares) / rows
+    if from_identity <= from_truth:  # also of one input, or of none
+        return _MOST
+    return float(np.clip(from_truth / (from_identity - from_truth), _LEAST, _MOST))
+
+
 def factor(
     hessian: Array, damping: float, most: float = 1.0, order: Array | None = None
 ) -> Factor | None:
     """Returns the factor of the inverse of a Hessian with the least damping that makes it positive
-    definite: `damping`, then ten times as much each time, up to `most`. `None` if that is not
-    enough. `order` is the order of channels in the factor; `None` keeps it.
+    definite: `damping`, then ten times as much each time, up to `most`, or once if it is larger.
+    `None` if that is not enough. `order` is the order of channels in the factor; `None` keeps it.
     """
     order = np.arange(len(hessian)) if order is None else order
     back = order[::-1]
+    most = max(most, damping)
     while damping <= most:
         # Each array replaces the one before, so that only one exists besides the Hessian.
         found = hessian.T[np.ix_(back, back)].T

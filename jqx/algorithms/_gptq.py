@@ -5,6 +5,7 @@ errors of earlier ones.
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..tensor import QSpec, QTensor
 from ..transforms import Plan, Weight, calibrate_batches
 from ..transforms._shared import Chosen, OnNonfinite
 from ._checkpoint import Checkpoint, chosen, made_of
-from ._factor import Factor, Order, carried_over, corrected, factor
+from ._factor import Factor, Order, carried_over, corrected, damped, factor, shrunk
 from ._grids import Grids, Group, calibrated
 from ._layers import layer_by_layer
 from ._matrices import (
@@ -71,7 +72,9 @@ class Gptq:
 
     Attributes:
       damping: what is added to the diagonal of `H`, relative to its mean. If `H` is not positive
-        definite then, it is raised by factors of ten, up to 1. The report has the final value.
+        definite then, it is raised by factors of ten, up to 1. `"ledoit-wolf"` estimates it for
+        each matrix, as if its inputs were independent: much for few inputs, nearly none for many.
+        The report has the final value.
       order: the order in which columns are rounded. `"activation"` starts with the largest inputs;
         `"groups"` does so inside each group, and orders groups by their largest input; `"given"`
         keeps the order. The codes are stored in the original order in any case. `None` takes
@@ -99,6 +102,14 @@ class Gptq:
         to what these have in common by chance. `None` is 1 for matrices that are multiplied by at
         once, such as experts, or that only some rows of their site reach, and 0 for others. Rows of
         zeros do not reach a matrix.
+      factors: factors of the scales that are tried besides 1, each by a run of the loop. Each row
+        takes that of least error; clipped weights are compensated for like rounded ones. Scales
+        that rows or matrices share, and those that are quantized themselves, stay as they are. Not
+        with `groups="dynamic"`.
+      sweeps: number of sweeps over a matrix after the loop. Each first fits the scales of rows to
+        their codes, by least squares, and then takes for each column the codes of least error,
+        given all others. Scales that rows or matrices share, and those that are quantized
+        themselves, stay as they are.
       weight: weights of the rows of the inputs, as in `jqx.observers.hessian`: a function of the
         values of a batch, such as `lambda tokens: tokens != 0` if 0 is padding. `None` gives all
         rows the same weight.
@@ -115,7 +126,8 @@ class Gptq:
         checkpoint belongs to another run.
 
     Source: Frantar et al., arXiv:2210.17323; `qep`: Arai and Ichikawa, arXiv:2504.09629; `gptaq`:
-    Li et al., arXiv:2504.02692; the order by groups: GPTQModel.
+    Li et al., arXiv:2504.02692; the order by groups: GPTQModel; sweeps: Behdin et al.,
+    arXiv:2309.01885, and Kim et al., arXiv:2602.02126.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -128,7 +140,7 @@ class Gptq:
       True
     """
 
-    damping: float = 0.01
+    damping: float | Literal["ledoit-wolf"] = 0.01
     order: Order | None = None
     groups: Literal["static", "dynamic"] = "static"
     calibrator: Calibrator | None = None
@@ -138,6 +150,8 @@ class Gptq:
     ill_conditioned: Literal["error", "round"] = "error"
     unsupported: Unsupported = "error"
     least_inputs: float | None = None
+    factors: tuple[float, ...] = ()
+    sweeps: int = 0
     weight: Callable[..., Any] | None = None
     offload: Where = False
     checkpoint: Path | None = None
@@ -159,19 +173,34 @@ class Gptq:
                 else "pass one of these.",
             )
         for field, least, most, expected in (
-            ("damping", 1e-12, 1, "a number above 0 and up to 1"),
+            ("damping", 1e-12, 1, "a number above 0 and up to 1, or 'ledoit-wolf'"),
             ("strength", 0, 1, "a number from 0 to 1"),
             ("least_inputs", 0, 1e9, "a number, 0 or more"),
         ):
             value = getattr(self, field)
             require_that(
                 (value is None and field in ("strength", "least_inputs"))
+                or (value == "ledoit-wolf" and field == "damping")
                 or (isinstance(value, (int, float)) and least <= value <= most),
                 error=ValueError,
                 function=name,
                 problem=f"`{field}` is out of range.",
                 given=f"{field} == {shown(value)}",
                 expected=expected,
+                mend="leave it out: the default is that of the literature.",
+            )
+        numbers = self.factors if isinstance(self.factors, tuple) else (0,)
+        for field, is_valid, mend in (
+            ("factors", all(0 < x <= 2 for x in numbers), "(0.9, 0.8), numbers up to 2"),
+            ("sweeps", type(self.sweeps) is int and self.sweeps >= 0, "2, a whole number"),
+        ):
+            require_that(
+                is_valid,
+                error=ValueError,
+                function=name,
+                problem=f"`{field}` is out of range.",
+                given=f"{field} == {shown(getattr(self, field))}",
+                expected=f"{field} such as {mend}",
                 mend="leave it out: the default is that of the literature.",
             )
         if self.calibrator is not None:
@@ -186,6 +215,7 @@ class Gptq:
             (self.propagation != "none" and not self.sequential, "propagation", "sequential"),
             (self.propagation == "none" and self.strength is not None, "strength", "propagation"),
             (self.offload and not self.sequential, "offload", "sequential"),
+            (bool(self.factors) and self.groups == "dynamic", "factors", "groups"),
         )
         for clash, first, second in both:
             values = (f"{field}={getattr(self, field)!r}" for field in (first, second))
@@ -291,7 +321,7 @@ class Gptq:
         stack = Stack.of(matrices, grids, spec, order)
         few = [x.why_few(self.least_inputs) for x in matrices]
         found = [
-            None if is_left else self._factor(matrix.hessian, order)
+            None if is_left else self._factor(matrix, order)
             for matrix, order, is_left in zip(matrices, stack.order, few, strict=True)
         ]
         good = [i for i, own in enumerate(found) if own is not None]
@@ -315,8 +345,11 @@ class Gptq:
         grids.write(stack.places, rounded)
         return entries
 
-    def _factor(self, hessian: Array, order: Array) -> Factor | None:
-        found = factor(hessian, self.damping, order=order)
+    def _factor(self, matrix: Matrix, order: Array) -> Factor | None:
+        damping = self.damping
+        if damping == "ledoit-wolf":
+            damping = shrunk(matrix.hessian, matrix.rows, matrix.fourth)
+        found = factor(matrix.hessian, damping, order=order)
         if found is None or self.propagation == "gptaq":  # gptaq needs float64
             return found
         return found._replace(upper=found.upper.astype(np.float32))
@@ -325,16 +358,28 @@ class Gptq:
         strength = _STRENGTH[self.propagation] if self.strength is None else self.strength
         w, carried = stack.w, None
         cross = [matrix.drift.cross for matrix in matrices if matrix.drift is not None]
-        if cross and self.propagation == "qep":
+        if cross and (self.propagation == "qep" or self.sweeps):
             each = zip(stack.w, matrices, cross, found, strict=True)
             w = np.stack(
                 [corrected(x, own.hessian, d, strength, by.damping) for x, own, d, by in each]
-            )
+            ).astype(np.float32)
         if cross and self.propagation == "gptaq":
             each = zip(stack.order, cross, found, strict=True)
             carried = [carried_over(by.upper, d[np.ix_(o, o)], strength) for o, d, by in each]
-        solve = stack.dynamic if self.groups == "dynamic" else stack.static
-        return solve(w.astype(np.float32), [own.upper for own in found], carried)
+        start, uppers = w if carried is None else stack.w, [own.upper for own in found]
+
+        loop = stack.dynamic if self.groups == "dynamic" else stack.static
+        solve = partial(loop, start, uppers, carried)
+        if not (self.factors or self.sweeps):
+            return solve()
+        hessians = [
+            damped(matrix.hessian, own.damping).astype(np.float32)
+            for matrix, own in zip(matrices, found, strict=True)
+        ]
+        rounded = stack.searched(w, hessians, self.factors, solve)
+        for _ in range(self.sweeps):
+            rounded = stack.swept(w, rounded, hessians)
+        return rounded
 
     def _refuse(self, matrix: Matrix) -> None:
         if self.ill_conditioned == "round":

@@ -202,6 +202,11 @@ class Grids:
         """Whether scales are not quantized themselves."""
         return all(part.scale is None for part in self.parts)
 
+    @property
+    def has_floats(self) -> bool:
+        """Whether scales are floats, and not quantized themselves."""
+        return self.is_plain and self.parts[0].nearest.scale.dtype != E8M0
+
     def at(self, label: Array) -> tuple[Array, Array | None]:
         """Returns scales and zero points of elements by the index of their scale."""
         return self.scale[label], None if self.zero_point is None else self.zero_point[label]
@@ -211,6 +216,11 @@ class Grids:
         self.scale[label] = np.asarray(affine.scale.astype(np.float32))
         if self.zero_point is not None:
             self.zero_point[label] = np.asarray(affine.zero_point)
+
+    def put_scales(self, label: Array, scale: Array) -> None:
+        """Writes scales by their index, rounded to their dtype."""
+        kind = self.parts[0].nearest.scale.dtype
+        self.scale[label] = scale.astype(kind).astype(np.float32)
 
     def write(self, places: Array, values: Array) -> None:
         """Writes the codes of values that are on the grids."""

@@ -1,7 +1,7 @@
 """Matrices of one shape that are rounded together: one loop over their columns, on the device."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ from ..calibrators._shared import per_block
 from ..tensor import QSpec
 from ..tensor._shared import rounded_to
 from ._columns import BLOCK, Columns, round_columns
-from ._factor import Order, order_of
+from ._factor import Order, objective, order_of
 from ._grids import Grids
 from ._matrices import Matrix, stacked
+from ._sweeps import fitted_scales, swept
 
 Array = np.ndarray
 
@@ -120,6 +121,81 @@ class Stack:
         rounded, affine = self._run(w, upper, carried, size, None, spec)
         self.grids.put(self._ordered(self.label)[:, starts], affine)
         return rounded
+
+    def searched(
+        self,
+        w: Array,
+        hessians: Sequence[Array],
+        factors: Sequence[float],
+        solve: Callable[[], Array],
+    ) -> Array:
+        """Returns the matrices as `solve` rounds them with the best of several scales: each row
+        takes the factor of its scales that has the least error. Its scales are written to the
+        grids.
+
+        Args:
+          w: the matrices, [matrices, rows, columns].
+          hessians: the damped Hessian of each.
+          factors: factors of the scales that are tried besides 1.
+          solve: rounds the matrices with the current scales.
+        """
+
+        def lost(rounded: Array) -> Array:
+            return np.stack([objective(*x) for x in zip(w - rounded, hessians, strict=True)])
+
+        labels = self._scales_of_rows()
+        best = solve()
+        least, factor = lost(best), np.ones(best.shape[:2])
+        start = [None if x is None else self.grids.at(x)[0] for x in labels]
+        for own in factors if any(x is not None for x in labels) else ():
+            self._scale(labels, start, np.full_like(factor, own))
+            rounded = solve()
+            error = lost(rounded)
+            better = error < least
+            best = np.where(better[..., None], rounded, best)
+            least, factor = np.where(better, error, least), np.where(better, own, factor)
+        self._scale(labels, start, factor)
+        return best
+
+    def _scale(self, labels: Sequence[Any], start: Sequence[Any], factor: Array) -> None:
+        """Writes scales of rows times a factor, [matrices, rows]."""
+        for label, scale, own in zip(labels, start, factor, strict=True):
+            if label is not None:
+                self.grids.put_scales(label, scale * own[:, None])
+
+    def swept(self, w: Array, rounded: Array, hessians: Sequence[Array]) -> Array:
+        """Returns the matrices after a sweep over their columns. Scales of rows are fitted to their
+        codes, and written to the grids.
+
+        Args:
+          w: the matrices, [matrices, rows, columns].
+          rounded: their values before, likewise.
+          hessians: the damped Hessian of each.
+        """
+        found = np.empty_like(rounded)
+        for i, (hessian, own) in enumerate(zip(hessians, self._scales_of_rows(), strict=True)):
+            label, values = self.label[i], rounded[i]
+            if own is not None:
+                scale, _ = self.grids.at(label)
+                units = np.divide(values, scale, out=np.zeros_like(scale), where=scale != 0)
+                of_rows = self.grids.at(own)[0], self.columns[i], hessian
+                self.grids.put_scales(own, fitted_scales(w[i], units, *of_rows))
+                values = units * self.grids.at(label)[0]
+            found[i] = swept(w[i], values, *self.grids.at(label), hessian, self.spec)
+        return found
+
+    def _scales_of_rows(self) -> list[Array | None]:
+        """Returns for each matrix the indices of its scales, [rows, groups]; `None` if they are not
+        floats, or belong to several rows or to other matrices too.
+        """
+        found = []
+        for label, columns in zip(self.label, self.columns, strict=True):
+            own = label[:, np.unique(columns, return_index=True)[1]]
+            count = np.bincount(label.ravel(), minlength=len(self.grids.sizes))
+            is_own = count[own] == self.grids.sizes[own]
+            is_apart = np.count_nonzero(count) == own.size and bool(np.all(is_own))
+            found.append(own if self.grids.has_floats and is_apart else None)
+        return found
 
     def _ordered(self, x: Array) -> Array:
         """Returns matrices with the columns first, in the order in which they are rounded."""

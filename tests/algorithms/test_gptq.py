@@ -127,6 +127,66 @@ def test_weights_of_16_bits_have_the_codes_that_were_chosen(dtype):
     assert entry.after < entry.before
 
 
+@pytest.mark.many
+@pytest.mark.parametrize("scheme", ["int4", "uint3:group=16:asymmetric", "mxfp4", "int4:tensor"])
+def test_factors_and_sweeps_lose_less_and_stay_on_the_grid(scheme):
+    """The loss is that of the returned weights, in float64; shared and quantized scales stay."""
+    batch = BATCHES[0] @ np.float32(np.diag(np.logspace(-1, 1, D)))
+    f = lambda w, x: x @ w  # noqa: E731
+    w, x = PARAMS["up"], np.float64(batch)
+    found, scales = [], []
+    for options in ({}, {"factors": (0.9, 0.8, 0.7)}, {"factors": (0.9, 0.8, 0.7), "sweeps": 2}):
+        quantize = jqx.ptq(f, jqx.Policy({".*": scheme}), gptq(**options), progress=False)
+        chosen = quantize(w, [batch])
+        error = x @ np.float64(w - chosen.params.dequantize())
+        found.append(float(np.sum(error**2) / len(x)))
+        assert chosen.details[0].after == pytest.approx(found[-1], rel=1e-4)
+        scales.append(np.asarray(chosen.params.real_scale().astype(np.float32)))
+    plain, searched, swept = found
+    if scheme in ("mxfp4", "int4:tensor"):
+        assert searched == plain and all(np.array_equal(scales[0], x) for x in scales)
+        assert swept < 1.001 * plain  # the damped error falls; this one may not
+    else:
+        assert swept < searched < 0.97 * plain
+        assert not np.array_equal(scales[0], scales[2])
+
+
+SPECTRA = {
+    "decaying": 1 / np.arange(1.0, D + 1),
+    "slowly": np.arange(1.0, D + 1) ** -0.5,
+    "spiked": np.r_[np.full(3, 100.0), np.ones(D - 3)],
+    "massive": np.r_[1e4, np.ones(D - 1)],
+}
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_damping_by_ledoit_and_wolf_recovers_more_of_the_optimum(spectrum):
+    """The error on infinitely many inputs, of codes chosen from few: in NumPy float64."""
+    rng = np.random.default_rng(0)
+    f = lambda p, x: [x @ w for w in p]  # noqa: E731
+    basis = np.linalg.qr(rng.normal(size=(D, D)))[0]
+    truth = (basis * SPECTRA[spectrum]) @ basis.T
+    root = (basis * np.sqrt(SPECTRA[spectrum])) @ basis.T
+    params = [on_device(np.float32(rng.normal(size=(D, 48)))) for _ in range(3)]
+    policy, losses = jqx.Policy({".*": "int3"}), {}
+    for rows in (1, 2, 4, 16, 4096):
+        batch = on_device(np.float32(rng.normal(size=(rows * D, D)) @ root))
+        for damping in (1e-6, "ledoit-wolf"):
+            algorithm = gptq(damping=damping, sequential=False)
+            chosen = jqx.ptq(f, policy, algorithm, progress=False)(params, [batch])
+            lost = [
+                np.float64(w - q.dequantize()) for w, q in zip(params, chosen.params, strict=True)
+            ]
+            losses[rows, damping] = sum(np.sum((truth @ e) * e) for e in lost)
+            last = chosen.details[0].damping
+    ratios = [losses[rows, "ledoit-wolf"] / losses[rows, 1e-6] for rows in (1, 2, 4, 16)]
+    assert max(ratios) < 1.01 and ratios[0] < 0.8 and ratios[1] < 0.98
+    # Of very many inputs nearly nothing is added.
+    assert last < 1e-2
+    assert losses[4096, "ledoit-wolf"] == pytest.approx(losses[4096, 1e-6], rel=0.02)
+
+
 @pytest.mark.slow
 def test_columns_of_large_inputs_come_first_unless_groups_stay_together():
     plan = plan_of(scanned, "int3:group=16")
@@ -342,6 +402,11 @@ def test_a_bar_shows_how_many_matrices_are_done(capsys, monkeypatch):
         ({"propagation": "qep", "strength": 2.0}, "from 0 to 1"),
         ({"strength": 0.5}, "propagation='none'"),
         ({"groups": "dynamic", "order": "activation"}, "exclude each other"),
+        ({"groups": "dynamic", "factors": (0.9,)}, "exclude each other"),
+        ({"factors": (0.9, 0.0)}, "numbers up to 2"),
+        ({"factors": 0.9}, "numbers up to 2"),
+        ({"sweeps": -1}, "a whole number"),
+        ({"sweeps": True}, "a whole number"),
         ({"propagation": "qep", "sequential": False}, "exclude each other"),
     ],
     ids=str,
