@@ -6,11 +6,13 @@ Transformers", arXiv:2210.17323; corrections of columns for float inputs: Li et 
 Efficient Finetuning-Free Quantization for Asymmetric Calibration", arXiv:2504.02692.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..calibrators import Affine
@@ -131,3 +133,16 @@ def _scales(w: jax.Array, affine: Affine | None, spec: QSpec, size: int) -> tupl
         None if x is None else jnp.zeros((count, w.shape[1]), x.dtype) for x in one
     )
     return scale, zero_point
+
+
+def widened(each: Sequence[np.ndarray], more: int, diagonal: float = 0) -> np.ndarray:
+    """Returns matrices as one float32 array with additional rows and columns, which are zero except
+    on the diagonal.
+    """
+    size = len(each[0])
+    wide = np.zeros((len(each), size + more, size + more), np.float32)
+    for to, x in zip(wide, each, strict=True):
+        to[:size, :size] = x
+    own = np.arange(size, size + more)
+    wide[:, own, own] = diagonal
+    return wide

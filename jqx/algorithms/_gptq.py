@@ -189,9 +189,11 @@ class Gptq:
                 expected=expected,
                 mend="leave it out: the default is that of the literature.",
             )
-        numbers = self.factors if isinstance(self.factors, tuple) else (0,)
+        numbers = isinstance(self.factors, tuple) and all(
+            isinstance(x, (int, float)) and 0 < x <= 2 for x in self.factors
+        )
         for field, is_valid, mend in (
-            ("factors", all(0 < x <= 2 for x in numbers), "(0.9, 0.8), numbers up to 2"),
+            ("factors", numbers, "(0.9, 0.8), numbers up to 2"),
             ("sweeps", type(self.sweeps) is int and self.sweeps >= 0, "2, a whole number"),
         ):
             require_that(
@@ -358,7 +360,7 @@ class Gptq:
         strength = _STRENGTH[self.propagation] if self.strength is None else self.strength
         w, carried = stack.w, None
         cross = [matrix.drift.cross for matrix in matrices if matrix.drift is not None]
-        if cross and (self.propagation == "qep" or self.sweeps):
+        if cross and (self.propagation == "qep" or self.factors or self.sweeps):
             each = zip(stack.w, matrices, cross, found, strict=True)
             w = np.stack(
                 [corrected(x, own.hessian, d, strength, by.damping) for x, own, d, by in each]
@@ -367,16 +369,13 @@ class Gptq:
             each = zip(stack.order, cross, found, strict=True)
             carried = [carried_over(by.upper, d[np.ix_(o, o)], strength) for o, d, by in each]
         start, uppers = w if carried is None else stack.w, [own.upper for own in found]
-
         loop = stack.dynamic if self.groups == "dynamic" else stack.static
         solve = partial(loop, start, uppers, carried)
         if not (self.factors or self.sweeps):
             return solve()
-        hessians = [
-            damped(matrix.hessian, own.damping).astype(np.float32)
-            for matrix, own in zip(matrices, found, strict=True)
-        ]
-        rounded = stack.searched(w, hessians, self.factors, solve)
+        each = zip(matrices, found, strict=True)
+        hessians = [damped(x.hessian, by.damping).astype(np.float32) for x, by in each]
+        rounded = stack.searched(w, hessians, self.factors, solve) if self.factors else solve()
         for _ in range(self.sweeps):
             rounded = stack.swept(w, rounded, hessians)
         return rounded

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from ..calibrators import Affine
 from ..calibrators._shared import per_block
 from ..tensor import QSpec
 from ..tensor._shared import rounded_to
-from ._columns import BLOCK, Columns, round_columns
+from ._columns import BLOCK, Columns, round_columns, widened
 from ._factor import Order, objective, order_of
 from ._grids import Grids
 from ._matrices import Matrix, stacked
@@ -143,7 +143,7 @@ class Stack:
         def lost(rounded: Array) -> Array:
             return np.stack([objective(*x) for x in zip(w - rounded, hessians, strict=True)])
 
-        labels = self._scales_of_rows()
+        labels = self._scales_of_rows
         best = solve()
         least, factor = lost(best), np.ones(best.shape[:2])
         start = [None if x is None else self.grids.at(x)[0] for x in labels]
@@ -173,7 +173,7 @@ class Stack:
           hessians: the damped Hessian of each.
         """
         found = np.empty_like(rounded)
-        for i, (hessian, own) in enumerate(zip(hessians, self._scales_of_rows(), strict=True)):
+        for i, (hessian, own) in enumerate(zip(hessians, self._scales_of_rows, strict=True)):
             label, values = self.label[i], rounded[i]
             if own is not None:
                 scale, _ = self.grids.at(label)
@@ -184,9 +184,10 @@ class Stack:
             found[i] = swept(w[i], values, *self.grids.at(label), hessian, self.spec)
         return found
 
+    @cached_property
     def _scales_of_rows(self) -> list[Array | None]:
-        """Returns for each matrix the indices of its scales, [rows, groups]; `None` if they are not
-        floats, or belong to several rows or to other matrices too.
+        """For each matrix the indices of its scales, [rows, groups]; `None` if they are not floats,
+        or belong to several rows or to other matrices too.
         """
         found = []
         for label, columns in zip(self.label, self.columns, strict=True):
@@ -213,11 +214,11 @@ class Stack:
         """Runs the loop on whole blocks: columns of zeros are appended."""
         count = w.shape[-1]
         more = -count % size
-        also = None if carried is None else _widened(carried, more)
+        also = None if carried is None else widened(carried, more)
         group = None if affine is None else np.arange(count + more, dtype=np.int32)
         found = _round_each(
             jnp.asarray(np.pad(self._ordered(w), ((0, 0), (0, more), (0, 0)))),
-            jnp.asarray(_widened(upper, more, 1)),  # no copy of it remains on the host
+            jnp.asarray(widened(upper, more, 1)),  # no copy of it remains on the host
             also,
             affine,
             group,
@@ -239,19 +240,6 @@ def _groups(label: Array) -> Array:
     rank = np.empty(len(first), int)
     rank[np.argsort(first)] = np.arange(len(first))
     return rank[group.ravel()]
-
-
-def _widened(each: Sequence[Array], more: int, diagonal: float = 0) -> Array:
-    """Returns matrices as one float32 array with additional rows and columns, which are zero except
-    on the diagonal.
-    """
-    size = len(each[0])
-    wide = np.zeros((len(each), size + more, size + more), np.float32)
-    for to, x in zip(wide, each, strict=True):
-        to[:size, :size] = x
-    own = np.arange(size, size + more)
-    wide[:, own, own] = diagonal
-    return wide
 
 
 @partial(jax.jit, static_argnames=("spec", "size"))

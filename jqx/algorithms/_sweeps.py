@@ -20,7 +20,7 @@ from jax import lax
 
 from ..tensor import QSpec
 from ..tensor._shared import rounded_to
-from ._columns import BLOCK
+from ._columns import BLOCK, widened
 
 Array = np.ndarray
 
@@ -39,7 +39,7 @@ def fitted_scales(w: Array, units: Array, scale: Array, columns: Array, hessian:
     A scale that would change its sign, or by more than a factor of two, stays.
 
     Args:
-      w: the matrix, [rows, columns].
+      w: the matrix, float32 [rows, columns].
       units: its chosen values, in units of their scale, likewise.
       scale: the scales of its rows, [rows, groups].
       columns: for each column the number of its group.
@@ -48,13 +48,13 @@ def fitted_scales(w: Array, units: Array, scale: Array, columns: Array, hessian:
     order = np.argsort(columns, kind="stable")
     starts = np.flatnonzero(np.diff(columns[order], prepend=-1))
     stops = np.append(starts[1:], len(order))
-    h = hessian[np.ix_(order, order)].astype(np.float32)
+    h = hessian[np.ix_(order, order)]
     count = max(_MOST // len(order), 1)
     found = np.empty(scale.shape)
     for start in range(0, len(w), count):
         rows = slice(start, start + count)
-        own = units[rows][:, order].astype(np.float32)
-        target = np.add.reduceat(own * (w[rows][:, order].astype(np.float32) @ h), starts, 1)
+        own = units[rows][:, order]
+        target = np.add.reduceat(own * (w[rows][:, order] @ h), starts, 1)
         products = [
             np.add.reduceat((own[:, i:j] @ h[i:j]) * own, starts, 1)
             for i, j in zip(starts, stops, strict=True)
@@ -93,9 +93,7 @@ def swept(
         None if x is None else np.pad(x.T, ((0, more), (0, 0)), mode="edge")
         for x in (w, rounded, scale, zero_point)
     ]
-    h = np.zeros((count + more, count + more), np.float32)
-    h[:count, :count] = hessian
-    h[range(count, count + more), range(count, count + more)] = 1
+    (h,) = widened([hessian], more, 1)
     return np.asarray(_swept(*wide, h, spec=spec, size=size))[:count].T  # type: ignore[arg-type]
 
 

@@ -405,6 +405,7 @@ def test_a_bar_shows_how_many_matrices_are_done(capsys, monkeypatch):
         ({"groups": "dynamic", "factors": (0.9,)}, "exclude each other"),
         ({"factors": (0.9, 0.0)}, "numbers up to 2"),
         ({"factors": 0.9}, "numbers up to 2"),
+        ({"factors": ("0.9",)}, "numbers up to 2"),
         ({"sweeps": -1}, "a whole number"),
         ({"sweeps": True}, "a whole number"),
         ({"propagation": "qep", "sequential": False}, "exclude each other"),
