@@ -40,20 +40,21 @@ def with_other_rows(
     """
     notes: list[str] = []
     shape = shape_of_tokens(own, first)
-    every = batches = batches if padding is None and shape is None else list(batches)
+    is_read = padding is not None or shape is not None
+    given = every = list(batches) if is_read else []
     if shape is not None:
-        given = shape if isinstance(shape, str) else token_inputs(every, padding, shape)
-        if isinstance(given, str):
-            notes.append(WITHOUT + given)
+        found = shape if isinstance(shape, str) else token_inputs(given, padding, shape)
+        if isinstance(found, str):
+            notes.append(WITHOUT + found)
         else:
             options: Any = {"progress": progress, "slow": required}
-            batches, note = with_own_text(own, given, every, **options)
+            every, note = with_own_text(own, found, given, **options)
             notes.append(note)
-    if padding is not None and batches is every:
-        batches, note = with_varied_rows(plan, every, padding)
+    if padding is not None and every is given:
+        every, note = with_varied_rows(plan, given, padding)
         notes.extend([note] if note else [])
     require_that(
-        not required or batches is not every,
+        not required or len(every) > len(given),
         error=TypeError,
         function="ptq",
         problem="own_text=True, and there is no other text for the function.",
@@ -63,4 +64,4 @@ def with_other_rows(
         "padding",
         mend="leave own_text out, and pass batches of all kinds of inputs.",
     )
-    return batches, notes
+    return every if is_read else batches, notes

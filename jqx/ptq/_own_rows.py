@@ -77,10 +77,25 @@ class OwnRows:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         if self._text is None:
-            options = {"rows": _ROWS, "length": self.first.shape[-1], "progress": self._progress}
+            options = {"rows": _ROWS, "length": self._length(), "progress": self._progress}
             self._text = np.asarray(algorithms.own_text(self._f, self._params, **options))
         for row in self._text:
-            yield row.reshape(self.first.shape)
+            yield row.reshape(*self.first.shape[:-1], -1)
+
+    def _length(self) -> int:
+        """Returns the most tokens of which no logits are NaN, as they are after the last place of a
+        table that is looked up in by `jnp.take`.
+        """
+        arrays, filled = arrays_of(self._params)
+        *lead, most = self.first.shape
+
+        @jax.jit
+        def is_nan(arrays: Any, tokens: Any) -> Any:
+            return jnp.isnan(self._f(filled(arrays), tokens)).any()
+
+        lengths = (x for x in _LENGTHS if x <= most)
+        found = (x for x in lengths if not is_nan(arrays, np.zeros((*lead, x), np.int32)))
+        return next(found, most)
 
 
 def with_own_text(

@@ -106,9 +106,9 @@ def shape_of_tokens(own: Own, inputs: Sequence[Any]) -> tuple[int, ...] | str | 
 
 def is_tokens(x: Any) -> bool:
     """Whether an input is an array of integers, [rows, length] or [length]."""
-    kind = getattr(x, "dtype", None)
-    is_integer = kind is not None and jnp.issubdtype(kind, jnp.integer)
-    return bool(is_integer and kind.itemsize > 1 and x.ndim in (1, 2) and x.shape[-1] > 1)
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
+        return False
+    return bool(x.dtype.itemsize > 1 and x.ndim in (1, 2) and x.shape[-1] > 1)
 
 
 def token_inputs(
