@@ -209,7 +209,7 @@ def decoders(given: Given, count: int) -> dict[str, Callable[[], Decode]]:
 
     def make(policy: jqx.Policy, scanned: bool) -> Decode:
         model = given.model if scanned else smollm2.pretrained(given.file, scanned=False)
-        done = smollm2.quantize(model, policy)
+        done = smollm2.quantize(model, policy, smollm2.NEAREST)
         prompt = given.evaluation[0, :PROMPT].tolist()
         told = done.function, done.params, model.config, prompt
         text = smollm2.generate(*told, context=min(smollm2.CONTEXT, len(prompt) + count))

@@ -122,11 +122,14 @@ class SmolLM(nnx.Module):
         else:
             self.blk = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
 
-    def __call__(self, tokens, cache, start):
+    def __call__(self, tokens, cache=None, start=0):
         """Logits after each of `tokens` (batch, time), which come after `start` cached ones.
 
-        Returns them and the cache with both. Later entries of the cache are ignored.
+        Returns them and the cache with both; without a cache the logits alone. Later entries of the
+        cache are ignored.
         """
+        is_alone = cache is None
+        cache = empty_cache(self.config, tokens.shape[1], len(tokens)) if is_alone else cache
         x = self.token_embd(tokens)
         if self.config.scanned:
 
@@ -138,7 +141,8 @@ class SmolLM(nnx.Module):
         else:
             for i, layer in enumerate(self.blk):
                 x, cache = layer(x, cache, i, start)
-        return self.token_embd.attend(self.output_norm(x)), cache
+        logits = self.token_embd.attend(self.output_norm(x))
+        return logits if is_alone else (logits, cache)
 
 
 def empty_cache(config, length, batch=1):
@@ -275,14 +279,14 @@ def linear(scheme):
     return jqx.Policy({"blk/.*": scheme})
 
 
-NEAREST = jqx.algorithms.nearest()  # all other algorithms need batches
+NEAREST = jqx.algorithms.nearest()
 
 
-def quantize(model, policy, algorithm=NEAREST, batches=None):
-    """Quantizes after training. `batches` are tokens (rows, time)."""
-    batches = batches or [np.zeros((1, CHUNK), np.int32)]
-    calls = [(rows, empty_cache(model.config, rows.shape[1], len(rows)), 0) for rows in batches]
-    return jqx.nnx.ptq(model, policy, algorithm)(calls)
+def quantize(model, policy, algorithm=None, batches=None):
+    """Quantizes after training. `batches` are tokens (rows, time). Without any, the model writes
+    text if something is calibrated, in about a minute. The result takes a cache as well.
+    """
+    return jqx.nnx.ptq(model, policy, algorithm)(batches)
 
 
 def stored_bytes(weights):
@@ -386,7 +390,7 @@ def answer(file, question, scheme, temperature, limit, seed, scanned, spec):
     """Prints the answer of a quantized model token by token, then its speed and memory."""
     model, words = pretrained(file, scanned), tokenizer(file)
     config, before = model.config, sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
-    done = quantize(model, linear(scheme))
+    done = quantize(model, linear(scheme), NEAREST)  # at once; GPTQ takes minutes
     del model
     prompt = words.encode(chat(question)).ids
     key = jax.random.key(seed)

@@ -163,6 +163,22 @@ def test_the_model_is_a_llama_scanned_unrolled_and_with_a_cache(smollm2, small):
 
 
 @pytest.mark.slow
+def test_a_model_is_quantized_without_data_and_takes_a_cache(smollm2, small):
+    model, tokens = smollm2.pretrained(small), jnp.arange(12)[None]
+    done = smollm2.quantize(model, smollm2.linear(jqx.presets.w8a8()))
+    assert done.report.codes.endswith("16 rows of 512 tokens that the function wrote itself")
+    assert len(done.affines) == len(LINEAR)
+    whole = done.function(done.params, tokens)
+    cache, call, found = smollm2.empty_cache(model.config, 16), jax.jit(done.function), []
+    for start, part in ((0, tokens[:, :8]), (8, tokens[:, 8:9]), (9, tokens[:, 9:])):
+        logits, cache = call(done.params, part, cache, start)
+        found.append(np.asarray(logits))
+    np.testing.assert_allclose(
+        np.concatenate(found, 1), whole, rtol=0, atol=np.abs(whole).max() / 20
+    )
+
+
+@pytest.mark.slow
 def test_a_text_continues_as_if_it_were_read_again_for_each_token(smollm2, small):
     model = smollm2.pretrained(small)
     done = smollm2.quantize(model, jqx.Policy([]))
@@ -180,7 +196,9 @@ def test_layers_scanned_and_unrolled_have_equal_codes(smollm2, small):
     """Groups of 48 have a tail, of 16."""
     policy = smollm2.linear("int4:group=48:asymmetric")
     stack, parts = (
-        smollm2.quantize(smollm2.pretrained(small, scanned=way), policy).params["blk"]
+        smollm2.quantize(smollm2.pretrained(small, scanned=way), policy, smollm2.NEAREST).params[
+            "blk"
+        ]
         for way in (True, False)
     )
     for i, name in itertools.product(range(LAYERS), LINEAR):

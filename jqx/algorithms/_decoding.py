@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ class Decoding:
       start: `start(params) -> (values, cache)`, what each step reads in place of the parameters,
         and the cache before the first token.
       step: `step(values, cache, tokens, position) -> (logits, cache)`, tokens [rows] and logits
-        [rows, vocabulary].
+        [rows, vocabulary]; jitted, and the cache is donated.
     """
 
     start: Callable[[Any], tuple[Any, Any]]
@@ -52,13 +51,16 @@ def decoding_of(
       Unable: each step would have to evaluate all positions.
     """
     forms = _forms(name, f, params, rows, length)
-    tokens, logits = _sample(name, forms[0], params, rows, min(_SEEN, length))
+    seen = min(_SEEN, length)
+    takes_few = not isinstance(tokens_of(f, params, rows, seen), str)
+    whole = seen if takes_few else length  # a table of places may have one length
+    tokens, logits = _sample(name, forms[0], params, (rows, whole), seen)
     why = ""
     for each in forms:
         try:
-            steps = partial(_derived, each, params, rows)
-            _check_same(steps(tokens.shape[1]), params, tokens, logits)
-            return steps(length)
+            steps = _derived(each, params, rows, length)
+            _check_same(steps, params, tokens, logits)
+            return steps
         except Unable as error:
             why = why or str(error)
     if not slow:
@@ -95,12 +97,12 @@ class _Form:
 
 
 def tokens_of(f: Logits, params: Any, rows: int, length: int) -> jax.ShapeDtypeStruct | str:
-    """Returns the tokens that a function takes, [rows, length] or [length], and maps to logits; or
-    as text what it does instead.
+    """Returns the tokens that a function maps to logits, [rows, length], [1, length] or [length],
+    or as text what it does instead.
     """
     arrays, filled = arrays_of(params)
     why = []
-    for shape in ((rows, length), (length,)):
+    for shape in dict.fromkeys([(rows, length), (1, length), (length,)]):
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         try:
             found = jax.eval_shape(lambda a, x: f(filled(a), x), arrays, tokens)
@@ -119,9 +121,8 @@ def _forms(name: str, f: Logits, params: Any, rows: int, length: int) -> list[_F
     """Returns the ways in which a function takes rows of tokens."""
     tokens = tokens_of(f, params, rows, length)
     if not isinstance(tokens, str):
-        if len(tokens.shape) == 1:
-            return [_Form(f, (), True)]
-        return [_Form(f, (rows,), False), _Form(f, (1,), True)]
+        one = _Form(f, tokens.shape[:-1] and (1,), True)
+        return [_Form(f, (rows,), False), one] if tokens.shape == (rows, length) else [one]
     raise TypeError(
         message(
             name,
@@ -157,7 +158,7 @@ def _derived(form: _Form, params: Any, rows: int, length: int) -> Decoding:
             logits, cache = run(cache, tokens[:, None])
         return logits.reshape(rows, -1), cache
 
-    return Decoding(start, step)
+    return Decoding(jax.jit(start), jax.jit(step, donate_argnums=1))
 
 
 def _all_positions(form: _Form, rows: int, length: int) -> Decoding:
@@ -171,22 +172,24 @@ def _all_positions(form: _Form, rows: int, length: int) -> Decoding:
         logits = form.all(params, cache)
         return lax.dynamic_index_in_dim(logits, place, 1, keepdims=False), cache
 
-    return Decoding(start, step)
+    return Decoding(start, jax.jit(step, donate_argnums=1))
 
 
-def _sample(name: str, form: _Form, params: Any, rows: int, length: int) -> tuple[Any, Any]:
-    """Returns random tokens, and their logits by the function. Raises if logits depend on later
-    tokens.
+def _sample(
+    name: str, form: _Form, params: Any, shape: tuple[int, int], seen: int
+) -> tuple[Any, Any]:
+    """Returns random tokens, and their logits by the function, at the first positions. Raises if
+    logits depend on later tokens.
     """
-    run = jax.jit(form.all)
-    size = jax.eval_shape(run, params, jax.ShapeDtypeStruct((rows, length), jnp.int32)).shape[-1]
-    tokens = np.random.default_rng(0).integers(0, size, (rows, length)).astype(np.int32)
-    other = tokens.copy()
-    other[:, -1] = np.where(tokens[:, -1] == 0, 1, tokens[:, -1] - 1)
+    run = jax.jit(lambda params, tokens: form.all(params, tokens)[:, :seen])
+    size = jax.eval_shape(run, params, jax.ShapeDtypeStruct(shape, jnp.int32)).shape[-1]
+    tokens = np.random.default_rng(0).integers(0, size, shape).astype(np.int32)
+    other, last = tokens.copy(), tokens[:, seen - 1]
+    other[:, seen - 1] = np.where(last == 0, 1, last - 1)
     logits, changed = (np.asarray(run(params, x), np.float64) for x in (tokens, other))
     a, b = logits[:, :-1], changed[:, :-1]
     if _near(a, b, params):
-        return tokens, logits
+        return tokens[:, :seen], logits
     raise NotCausal(
         message(
             name,
@@ -201,18 +204,12 @@ def _sample(name: str, form: _Form, params: Any, rows: int, length: int) -> tupl
 def _check_same(steps: Decoding, params: Any, tokens: Any, logits: Any) -> None:
     """Raises `Unable` if steps do not have the logits of the function."""
 
-    @jax.jit
-    def stepped(params: Any, tokens: Any) -> Any:
-        values, cache = steps.start(params)
-
-        def body(cache: Any, x: Any) -> Any:
-            place, each = x
-            found, cache = steps.step(values, cache, each, place)
-            return cache, found
-
-        return lax.scan(body, cache, (jnp.arange(len(tokens.T)), tokens.T))[1]
-
-    found = np.asarray(stepped(params, tokens), np.float64).swapaxes(0, 1)
+    values, cache = steps.start(params)
+    each = []
+    for place, now in enumerate(tokens.T):
+        found, cache = steps.step(values, cache, now, np.int32(place))
+        each.append(np.asarray(found, np.float64))
+    found = np.stack(each, 1)
     if not _near(found, logits, params):
         raise Unable("evaluated one position at a time, its logits differ")
 

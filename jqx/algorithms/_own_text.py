@@ -114,27 +114,39 @@ def own_text(
     if cache is None:
         own = decoding_of(_NAME, f, arrays, rows, length)
     else:
-        own = Decoding(lambda arrays: (arrays, jax.tree.map(jnp.array, cache)), f)
+        begin = lambda arrays: (arrays, jax.tree.map(jnp.array, cache))  # noqa: E731
+        own = Decoding(begin, jax.jit(f, donate_argnums=1))
+    key = jax.random.key(0) if key is None else key
+    how = temperature, never, checkpoint, progress
+    return written(own, arrays, start, rows, length, key, *how)
+
+
+def written(
+    own: Decoding,
+    arrays: Any,
+    start: Any,
+    rows: int,
+    length: int,
+    key: jax.Array,
+    temperature: float = 1.0,
+    never: Any = (),
+    checkpoint: Path | None = None,
+    progress: bool = True,
+) -> jax.Array:
+    """Returns the text that steps write; arguments as in `own_text`."""
     size, jaxpr = _vocabulary(own, arrays, rows)
     first, banned = _tokens("start", start, size), _tokens("never", never, size)
-    key = jax.random.key(0) if key is None else key
-    begin = own.start if cache is not None else jax.jit(own.start)
-    values, kept = begin(arrays)
+    values, kept = own.start(arrays)
 
-    def body(values: Any, key: Any, place: Any, state: Any) -> Any:
-        tokens, cache, is_good = state
-        now = lax.dynamic_index_in_dim(tokens, place, 1, keepdims=False)
-        logits, cache = own.step(values, cache, now, place)
+    @partial(jax.jit, donate_argnums=0)
+    def draw(text: Any, logits: Any, key: Any, place: Any) -> Any:
+        tokens, is_good = text
         logits = logits.astype(jnp.float32) / temperature
         is_good &= ~jnp.any(jnp.isnan(logits))
         logits = logits.at[:, banned].set(-jnp.inf)
-        drawn = jax.random.categorical(jax.random.fold_in(key, place), logits)
-        new = drawn.astype(jnp.int32)[:, None]
-        return lax.dynamic_update_slice(tokens, new, (0, place + 1)), cache, is_good
-
-    @partial(jax.jit, donate_argnums=0)
-    def write(state: Any, values: Any, key: Any, place: Any, end: Any) -> Any:
-        return lax.fori_loop(place, end, partial(body, values, key), state)
+        new = jax.random.categorical(jax.random.fold_in(key, place), logits).astype(jnp.int32)
+        tokens = lax.dynamic_update_slice(tokens, new[:, None], (0, place + 1))
+        return (tokens, is_good), new
 
     tokens = jnp.zeros((rows, length), jnp.int32).at[:, 0].set(jnp.asarray(first, jnp.int32))
     state, saved, begun = (tokens, kept, jnp.asarray(True)), None, 0
@@ -143,25 +155,30 @@ def own_text(
         made_of = {"function": str(jaxpr), "parameters": arrays, "options": options}
         saved = _Saved(checkpoint, {name: digest(x) for name, x in made_of.items()})
         begun, state = saved.read(state)
+    tokens, kept, is_good = state
+    now, text, state = tokens[:, begun], (tokens, is_good), None
     with advancing("write", "token", rows * (length - 1), progress) as advance:
         advance(rows * begun)
-        for place in range(begun, length - 1, _CHUNK):
-            end = min(place + _CHUNK, length - 1)
-            state = write(state, values, key, place, end)
+        for begin in range(begun, length - 1, _CHUNK):
+            end = min(begin + _CHUNK, length - 1)
+            for place in map(np.int32, range(begin, end)):
+                logits, kept = own.step(values, kept, now, place)
+                text, now = draw(text, logits, key, place)
+                now.block_until_ready()  # callbacks of many steps at once may use up all threads
             require_that(
-                bool(state[2]),
+                bool(text[1]),
                 error=ValueError,
                 function=_NAME,
                 problem="logits hold a NaN.",
-                given=f"at one of the positions {place} to {end - 1}",
+                given=f"at one of the positions {begin} to {end - 1}",
                 expected="logits without NaN",
                 mend="look for what is not finite in the model, or pass a shorter length=, if the "
                 "model has fewer positions.",
             )
-            advance(rows * (end - place))
+            advance(rows * (end - begin))
             if saved is not None and (end % (_SAVED * _CHUNK) == 0 or end == length - 1):
-                saved.write(end, state)
-    return state[0]
+                saved.write(end, (text[0], kept, text[1]))
+    return text[0]
 
 
 class _Saved:
@@ -188,7 +205,7 @@ class _Saved:
             place, *found = (file[name] for name in file.files)
         pairs = zip(found, leaves, strict=True)
         return int(place), tree.unflatten(
-            [jnp.asarray(x.view(own.dtype).reshape(own.shape)) for x, own in pairs]
+            [jax.device_put(x.view(y.dtype).reshape(y.shape), y.sharding) for x, y in pairs]
         )
 
 

@@ -8,5 +8,6 @@ from ._hadamard import hadamard as hadamard
 from ._hadamard import is_order as is_order
 from ._once import bodies_of as bodies_of
 from ._orthogonal import signs_of as signs_of
+from ._own_text import written as written
 from ._report import not_chosen as not_chosen
 from ._watch import calibrate_stages as calibrate_stages

@@ -7,8 +7,9 @@ from .._checks import require_that
 from ..transforms import Plan
 from ..transforms._shared import kind_of
 from ._hoisted import Own
-from ._own_rows import is_tokens, with_own_text
+from ._own_rows import WITHOUT, with_own_text
 from ._padding import Padding
+from ._token_inputs import shape_of_tokens, token_inputs
 from ._varied import with_varied_rows
 
 
@@ -37,25 +38,30 @@ def with_other_rows(
     Raises:
       TypeError: `required`, and there are no other rows.
     """
-    note, count = "", 0
-    if padding is not None or is_tokens(first):
-        batches = every = list(batches)
-        count = len(every)
-        if padding is not None:
-            batches, note = with_varied_rows(plan, every, padding)
+    notes: list[str] = []
+    shape = shape_of_tokens(own, first)
+    is_read = padding is not None or shape is not None
+    given = every = list(batches) if is_read else []
+    if shape is not None:
+        found = shape if isinstance(shape, str) else token_inputs(given, padding, shape)
+        if isinstance(found, str):
+            notes.append(WITHOUT + found)
         else:
             options: Any = {"progress": progress, "slow": required}
-            batches, note = with_own_text(own, first[0], every, **options)
-        count = len(batches) - count
+            every, note = with_own_text(own, found, given, **options)
+            notes.append(note)
+    if padding is not None and every is given:
+        every, note = with_varied_rows(plan, given, padding)
+        notes.extend([note] if note else [])
     require_that(
-        not required or count,
+        not required or len(every) > len(given),
         error=TypeError,
         function="ptq",
         problem="own_text=True, and there is no other text for the function.",
-        given=lambda: note or f"batches of {', '.join(map(kind_of, first))}",
+        given=lambda: "; ".join(notes) or f"batches of {', '.join(map(kind_of, first))}",
         expected="batches of tokens, integers [rows, length] or [length], and a causal function "
         "f(params, tokens) of the logits of the next token; or rows of tokens with a mask of their "
         "padding",
         mend="leave own_text out, and pass batches of all kinds of inputs.",
     )
-    return batches, [note] if note else []
+    return every if is_read else batches, notes

@@ -1,5 +1,6 @@
 """Text that a function writes itself, as batches of `ptq`: alone, or beside those of the user."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 
 from .._checks import require_that, shown
 from .._errors import message
-from ..tensor._shared import Lazy
 from ..transforms._shared import Unable, arrays_of, placed
 from ._hoisted import Own
 from ._late_folders import algorithms, shared_algorithms
+from ._token_inputs import TokenInputs
 
 _ROWS, _LENGTHS = 16, (512, 256, 128, 64, 32, 16)
+
+WITHOUT = "without text of its own: "
 
 _BETTER_THAN_CHANCE = 0.8
 """A function predicts the next token if it takes at most this part of the nats that a guess among
@@ -47,7 +50,7 @@ class OwnRows:
 
     def __init__(self, own: Own, progress: bool):
         self._params, self._progress = own.params, progress
-        self._f = _of_tokens(own)
+        self._f = lambda params, tokens: own.f(*placed(own.places, params, (tokens,)))
         self._text: np.ndarray | None = None
         why = ""
         for length in _LENGTHS:
@@ -74,97 +77,95 @@ class OwnRows:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         if self._text is None:
-            options = {"rows": _ROWS, "length": self.first.shape[-1], "progress": self._progress}
+            options = {"rows": _ROWS, "length": self._length(), "progress": self._progress}
             self._text = np.asarray(algorithms.own_text(self._f, self._params, **options))
         for row in self._text:
-            yield row.reshape(self.first.shape)
+            yield row.reshape(*self.first.shape[:-1], -1)
+
+    def _length(self) -> int:
+        """Returns the most tokens of which no logits are NaN, as they are after the last place of a
+        table that is looked up in by `jnp.take`.
+        """
+        arrays, filled = arrays_of(self._params)
+        *lead, most = self.first.shape
+
+        @jax.jit
+        def is_nan(arrays: Any, tokens: Any) -> Any:
+            return jnp.isnan(self._f(filled(arrays), tokens)).any()
+
+        lengths = (x for x in _LENGTHS if x <= most)
+        found = (x for x in lengths if not is_nan(arrays, np.zeros((*lead, x), np.int32)))
+        return next(found, most)
 
 
 def with_own_text(
-    own: Own, first: np.ndarray, batches: Sequence[Any], *, progress: bool, slow: bool
+    own: Own, given: TokenInputs, batches: Sequence[Any], *, progress: bool, slow: bool
 ) -> tuple[Sequence[Any], str]:
     """Returns batches of tokens, with rows that the function writes itself between them, and what
-    was done as text, empty if the function does not return logits.
+    was done as text.
 
     The rows have about as many tokens as 16 rows of 512. They come in batches of the shape of the
-    first, or of shorter rows, and begin with the token that all rows of the first batch begin with,
-    or with 0.
+    first, or of shorter rows, and begin with the token that all rows of the batches begin with, or
+    with 0. They have no padding.
 
     Args:
       own: the function and its parameters.
-      first: the first batch that is not empty.
+      given: the tokens of the batches, and what other inputs are beside them.
       batches: the batches of the user.
       progress: whether to show a progress bar.
       slow: whether each token may take an evaluation of all positions.
     """
-    tokens, of_tokens = np.asarray(first), _of_tokens(own)
-    leaves = jax.tree.leaves(own.params, is_leaf=lambda x: isinstance(x, Lazy))
-    if any(isinstance(x, Lazy) for x in leaves):
-        return batches, "without text of its own: parameters are read one at a time"
     arrays, filled = arrays_of(own.params)
-    f = lambda arrays, tokens: of_tokens(filled(arrays), tokens)  # noqa: E731
-    why = _why_not(f, arrays, tokens)
-    if why is not None:
-        return batches, f"without text of its own: {why}" if why else ""
-    given = [np.asarray(x) for x in jax.tree.leaves(batches)]
-    firsts = np.concatenate([x[..., 0].reshape(-1) for x in given])
-    start = int(firsts[0]) if len(firsts) > 1 and len(np.unique(firsts)) == 1 else 0
-    length = min(tokens.shape[-1], _LENGTHS[0])
+
+    def f(arrays: Any, tokens: Any) -> Any:
+        return own.f(*placed(own.places, filled(arrays), given.inputs(tokens)))
+
+    shape = given.tokens[0].shape
+    length = min(shape[-1], _LENGTHS[0])
     count = -(-_ROWS * _LENGTHS[0] // length)
-    rows = min(tokens.size // tokens.shape[-1], count)
+    rows = min(math.prod(shape[:-1]), count)
     form = {"rows": -(-count // rows) * rows, "length": length}
+    if isinstance(shared_algorithms.tokens_of(f, arrays, **form), str):
+        return batches, f"{WITHOUT}it does not take {form['rows']} rows of {length} tokens"
+    why = _why_not(f, arrays, given)
+    if why:
+        return batches, WITHOUT + why
+    name = "algorithms.own_text"
     try:
-        steps = shared_algorithms.decoding_of("algorithms.own_text", f, arrays, **form, slow=slow)
+        steps = shared_algorithms.decoding_of(name, f, arrays, **form, slow=slow)
     except (Unable, shared_algorithms.NotCausal) as error:
-        return batches, f"without text of its own: {str(error).splitlines()[0]}"
-    begun = jax.jit(steps.start)(arrays)
-    options: dict[str, Any] = {**form, "start": start, "progress": progress}
-    text = np.asarray(algorithms.own_text(steps.step, *begun, **options)).astype(tokens.dtype)
-    parts = text.reshape(-1, *(rows for _ in tokens.shape[1:]), length)
+        return batches, WITHOUT + str(error).splitlines()[0].removeprefix(f"jqx.{name}: ")
+    firsts = np.array([x[0] for x in given.rows()])
+    start = int(firsts[0]) if len(firsts) > 1 and len(np.unique(firsts)) == 1 else 0
+    options: dict[str, Any] = {**form, "key": jax.random.key(0), "progress": progress}
+    text = np.asarray(shared_algorithms.written(steps, arrays, start, **options))
+    parts = text.reshape(-1, *(rows for _ in shape[1:]), length)
     note = f"calibrated on {len(firsts)} rows of the batches and on {_described(text)}"
-    return _between(batches, list(parts)), note
+    return _between(batches, [given.batch(x) for x in parts]), note
 
 
-def _of_tokens(own: Own) -> Any:
-    """Returns the function `f(params, tokens)`."""
-    return lambda params, tokens: own.f(*placed(own.places, params, (tokens,)))
-
-
-def is_tokens(inputs: Sequence[Any]) -> bool:
-    """Whether inputs are one array of integers, [rows, length] or [length]."""
-    kind = getattr(inputs[0], "dtype", np.float32) if len(inputs) == 1 else np.float32
-    is_integer = jnp.issubdtype(kind, jnp.integer) and np.dtype(kind).itemsize > 1
-    return bool(is_integer and inputs[0].ndim in (1, 2) and inputs[0].shape[-1] > 1)
-
-
-def _why_not(f: Any, params: Any, tokens: np.ndarray) -> str | None:
-    """Returns why a function does not write text, as text; empty if it is not one of tokens and
-    logits at all, and `None` if it may write some.
-    """
-    logits: Any = jax.eval_shape(f, params, tokens)
-    kind, shape = getattr(logits, "dtype", np.int32), tuple(getattr(logits, "shape", ()))
-    if not jnp.issubdtype(kind, jnp.floating) or not shape or shape[:-1] != tokens.shape:
-        return ""
-    size = shape[-1]
-    if tokens.min() < 0 or tokens.max() >= size:
-        return f"its {size} logits are not those of tokens up to {tokens.max()}"
-
-    one = tokens[:1] if tokens.ndim == 2 else tokens
-    if shared_algorithms.tokens_of(f, params, 1, one.shape[-1]) == jax.ShapeDtypeStruct(
-        one.shape, jnp.int32
-    ):
-        tokens = one  # logits of all rows may take much memory
+def _why_not(f: Any, params: Any, given: TokenInputs) -> str:
+    """Returns why a function does not predict the next tokens, as text; empty if it does."""
+    length = given.tokens[0].shape[-1]
+    row = max(given.rows(), key=len)[:length]
+    takes = shared_algorithms.tokens_of(f, params, 1, length)
+    lead = given.tokens[0].shape[:-1] if isinstance(takes, str) else takes.shape[:-1]
+    tokens = np.broadcast_to(np.resize(row, length), (*lead, length))
+    size = jax.eval_shape(f, params, tokens).shape[-1]
 
     @jax.jit
     def nats(params: Any, tokens: Any) -> Any:
-        found = jax.nn.log_softmax(f(params, tokens)[..., :-1, :].astype(jnp.float32))
-        return -jnp.take_along_axis(found, tokens[..., 1:, None], -1).mean()
+        logits = f(params, tokens).reshape(-1, length, size)[0, : len(row) - 1]
+        found = jax.nn.log_softmax(logits.astype(jnp.float32))
+        new = tokens.reshape(-1, length)[0, 1 : len(row)]
+        return -jnp.take_along_axis(found, new[:, None], 1).mean()
 
+    # What follows the row has no effect, if the function is causal.
     taken, chance = float(nats(params, tokens)), float(np.log(size))
     if taken <= _BETTER_THAN_CHANCE * chance:
-        return None
+        return ""
     return (
-        f"it does not predict the next tokens of the first batch ({taken:.3g} nats a token, and a "
+        f"it does not predict the next tokens of the longest row ({taken:.3g} nats a token, and a "
         f"guess takes {chance:.3g})"
     )
 

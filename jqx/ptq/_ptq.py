@@ -151,9 +151,11 @@ def ptq(
         `calibrate`.
       own_text: whether rows of other text are added to a list of batches of tokens, if something is
         calibrated. If `f` is a causal function of tokens and returns the logits of the next token,
-        it writes the text itself. If it is a function of tokens and a mask of padding, the rows are
-        parts of those in the batches, and random tokens. `None` adds them for the default
-        algorithm, where there are such inputs; `True` does for any algorithm, or raises.
+        it writes the text itself. There may be a mask of padding, which is then all ones, and
+        positions or types of tokens, which continue as in rows without padding. If another function
+        has such a mask, the rows are parts of those in the batches, and random tokens. `None` adds
+        them for the default algorithm, where there are such inputs; `True` does for any algorithm,
+        or raises.
       progress: whether to show a progress bar, as in `calibrate_batches`.
 
     Returns:

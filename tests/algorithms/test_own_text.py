@@ -1,6 +1,7 @@
 """Text that a function writes itself: the same whichever way its steps are evaluated."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -174,7 +175,19 @@ def segments(params, tokens):
     return x @ params["table"].T
 
 
-FUNCTIONS = [scanned, padded, grouped, cached, recurrent, merged]
+def of_one_length(params, tokens):
+    """A table of places for rows of one length, and no others."""
+    x = params["table"][tokens] + params["places"][None]
+    x = layer(x, jax.tree.map(lambda p: p[0], layers_of(params)), causal(LENGTH))
+    return x @ params["table"].T
+
+
+def of_one_batch(params, tokens):
+    """A function of batches of one row."""
+    return scanned(params, tokens + jnp.zeros((1, 1), jnp.int32).reshape(tokens.shape[0], 1))
+
+
+FUNCTIONS = [scanned, padded, grouped, cached, recurrent, merged, of_one_length, of_one_batch]
 OTHERS = [unrolled, convolved, routed, one_row, mapped, segments]
 
 
@@ -189,7 +202,11 @@ def all_positions(f, rows=ROWS):
 
     def step(params, cache, tokens, position):
         cache = lax.dynamic_update_slice(cache, tokens[:, None], (0, position))
-        each = jax.vmap(lambda x: f(params, x)) if f is one_row else lambda x: f(params, x)
+        each = partial(f, params)
+        if f is one_row:
+            each = jax.vmap(each)
+        elif f is of_one_batch:
+            each = jax.vmap(lambda x: f(params, x[None])[0])
         return lax.dynamic_index_in_dim(each(cache), position, 1, keepdims=False), cache
 
     return step, jnp.zeros((rows, LENGTH), jnp.int32)
@@ -404,7 +421,7 @@ REFUSED = {
     "no better than chance": (
         predicting,
         [TOKENS],
-        r"does not predict the next tokens of the first batch \(",
+        r"does not predict the next tokens of the longest row \(",
     ),
     "not causal": (
         lambda p, t: (
@@ -414,6 +431,11 @@ REFUSED = {
         "not causal",
     ),
     "other logits": (lambda p, t: predicting(p, t)[..., :4], [REPEATED], "its 4 logits are not"),
+    "batches of three rows": (
+        lambda p, t: predicting(p, t.reshape(3, LENGTH)),
+        [REPEATED],
+        "it does not take 513 rows of 16 tokens",
+    ),
     "other results": (
         lambda p, t: predicting(p, t).sum(1),
         [REPEATED],

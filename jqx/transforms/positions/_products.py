@@ -36,8 +36,10 @@ def product(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
         ]
     else:
         other = xs[1 - query]
-        values = [own.value, steps.whole(other) if isinstance(other, At) else other]
-        values = values[::-1] if query else values
+        if isinstance(other, At):
+            eqn, other = _in_order(steps, eqn, 1 - query, other)
+            contracted, batch = eqn.params["dimension_numbers"]
+        values = [own.value, other][:: -1 if query else 1]
         free = [
             [i for i in range(jnp.ndim(x)) if i not in (*dims, *shared)]
             for x, dims, shared in zip(values, contracted, batch, strict=True)
@@ -86,6 +88,21 @@ def gathered(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
         raise steps.over(eqn, indices)
     found = _gather(eqn, x, indices.value, sizes)
     return [At(found, batch[indices.axis], indices.product)]
+
+
+def _in_order(steps: Steps, eqn: Eqn, which: int, x: At) -> tuple[Eqn, Any]:
+    """Returns a product, and one of its operands at all positions up to this one, kept in the order
+    of axes that products are computed in. From another one XLA would copy all of it at each
+    position.
+    """
+    contracted, batch = ([*dims] for dims in eqn.params["dimension_numbers"])
+    shared, summed = batch[which], contracted[which]
+    free = [i for i in range(x.value.ndim) if i not in (*shared, *summed)]
+    order = (*shared, *((*summed, *free) if which else (*free, *summed)))
+    batch[which] = tuple(map(order.index, shared))
+    contracted[which] = tuple(map(order.index, summed))
+    params = {**eqn.params, "dimension_numbers": (tuple(contracted), tuple(batch))}
+    return eqn.replace(params=params), steps.whole(x, order)
 
 
 def _role(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> str | None:

@@ -72,7 +72,7 @@ class Steps:
         self._given, self._kept, self._parts = {id(x) for x in given}, kept, parts
         self.new: list[Array] = []
         self.parts: list[Array] = []
-        self._whole: dict[int, tuple[At, Array]] = {}
+        self._whole: dict[tuple[int, tuple[int, ...]], tuple[At, Array]] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr."""
@@ -102,16 +102,20 @@ class Steps:
             return x
         return lax.dynamic_slice_in_dim(x, self.place, 1, axis)
 
-    def whole(self, x: At) -> Array:
-        """Returns a value at all positions up to this one, which is kept, with zeros at others."""
-        if id(x) not in self._whole:
-            shape = list(x.value.shape)
-            shape[x.axis] = self.length
+    def whole(self, x: At, order: tuple[int, ...] | None = None) -> Array:
+        """Returns a value at all positions up to this one, which is kept, with zeros at others, and
+        with its axes in another order, if one is given.
+        """
+        order = tuple(range(x.value.ndim)) if order is None else order
+        if (id(x), order) not in self._whole:
+            value, axis = lax.transpose(x.value, order), order.index(x.axis)
+            shape = list(value.shape)
+            shape[axis] = self.length
             starts: list[Any] = [0] * len(shape)
-            starts[x.axis] = self.place
-            write = partial(lax.dynamic_update_slice, update=x.value, start_indices=starts)
-            self._whole[id(x)] = x, self.keep(jnp.zeros(shape, x.value.dtype), write)
-        return self._whole[id(x)][1]
+            starts[axis] = self.place
+            write = partial(lax.dynamic_update_slice, update=value, start_indices=starts)
+            self._whole[id(x), order] = x, self.keep(jnp.zeros(shape, value.dtype), write)
+        return self._whole[id(x), order][1]
 
     def keep(self, first: Any, change: Callable[[Any], Any]) -> Any:
         """Returns what is kept, changed at this position; before the first one, `first`."""

@@ -41,7 +41,7 @@ class Stepwise:
 
 def stepwise(f: Callable[..., Any], tokens: jax.ShapeDtypeStruct, *args: Any) -> Stepwise:
     """Returns `f(*args, tokens)` one position at a time. Its result, and `tokens`, have the axis of
-    positions last but one, and last.
+    positions last but one, and last. All leaves of `args` are arrays.
 
     Raises:
       Unable: something in `f` is not known to be computed position by position.
@@ -64,6 +64,7 @@ def stepwise(f: Callable[..., Any], tokens: jax.ShapeDtypeStruct, *args: Any) ->
             raise Unable("the result does not have one entry for each token")
         return found.value, steps.new, steps.parts
 
+    @jax.jit  # traced once
     def start(*given: Any) -> Any:
         none = jnp.zeros((*tokens.shape[:-1], 1), tokens.dtype)
         return evaluated(jnp.int32(0), none, arrays_of(given)[0])[1:]
