@@ -30,12 +30,14 @@ class Pairs(Printed):
       pairs: one for each set of weights that are scaled together.
       reasons: why other sites of the plan are in no pair, by name.
       kept: names of sites where an algorithm applies scales of channels without a pair.
+      left: names of sites whose channels an algorithm left as they were.
       folds: which element takes which factor.
     """
 
     pairs: tuple[Pair, ...]
     reasons: Mapping[str, str]
     kept: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
     folds: Folds = dataclasses.field(repr=False, compare=False, kw_only=True)
 
     def __iter__(self) -> Iterator[Pair]:
@@ -46,7 +48,13 @@ class Pairs(Printed):
 
     def __str__(self) -> str:
         rows = [
-            (", ".join(x.after), str(x.channels), " + ".join(x.before) + ", clipped" * x.clipped)
+            (
+                ", ".join(x.after),
+                str(x.channels),
+                " + ".join(x.before)
+                + ", clipped" * x.clipped
+                + ", left" * self.left.issuperset(x.after),
+            )
             for x in self
         ]
         for name, why in self.reasons.items():
@@ -56,10 +64,12 @@ class Pairs(Printed):
         lines = [f"{a:{width}}  {b:>8}  {c}" for a, b, c in (_HEAD, *rows)]
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
-    def keeping(self, keys: Iterable[str]) -> "Pairs":
-        """Returns a copy that lists the sites of these operands as keeping scales."""
+    def keeping(self, keys: Iterable[str], left: Iterable[str]) -> "Pairs":
+        """Returns a copy that lists the sites of these operands as keeping scales, and the sites of
+        these names as left.
+        """
         names = frozenset(key.rsplit(":", 1)[0] for key in keys)
-        return dataclasses.replace(self, kept=names)
+        return dataclasses.replace(self, kept=names, left=frozenset(left))
 
     def without_clips(self) -> "Pairs":
         """Returns a copy without clipped pairs."""
