@@ -147,7 +147,7 @@ class SmoothQuant:
             np.maximum.at(a, x, own)
             np.maximum.at(w, x, scaled.largest_weight(visit))
         together = scaled_together(unpaired.count, numbers)
-        sets = [together[x.max()] for x in numbers]
+        sets = [int(together[x.max()]) for x in numbers]
         steps = [_step(scaled.spec_of_operand(x)) for x in visits]
         is_static = np.zeros(together.max() + 1, bool)
         is_static[[i for i, step in zip(sets, steps, strict=True) if step]] = True

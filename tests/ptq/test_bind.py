@@ -26,7 +26,7 @@ def step(params, token, bias):
 
 def test_it_is_the_function_with_what_is_kept_at_sites():
     """SmoothQuant keeps the scales of `x` at its site, as nothing comes before it."""
-    quantized = jqx.ptq(score, jqx.presets.w8a8(), smooth_quant(), progress=False)(PARAMS, [X])
+    quantized = jqx.ptq(score, jqx.presets.w8a8(), smooth_quant(0.85), progress=False)(PARAMS, [X])
     assert quantized.maps
     bound = quantized.bind(step)
     assert bound.params is quantized.params and bound.plan == quantized.plan
