@@ -114,8 +114,8 @@ def own_text(
     if cache is None:
         own = decoding_of(_NAME, f, arrays, rows, length)
     else:
-        begin = lambda arrays: (arrays, jax.tree.map(jnp.array, cache))  # noqa: E731
-        own = Decoding(begin, jax.jit(f, donate_argnums=1))
+        copied = jax.tree.map(jnp.array, cache)  # each step donates it
+        own = Decoding(lambda arrays: (arrays, copied), jax.jit(f, donate_argnums=1))
     key = jax.random.key(0) if key is None else key
     how = temperature, never, checkpoint, progress
     return written(own, arrays, start, rows, length, key, *how)

@@ -30,6 +30,8 @@ _GPTQ: dict[str, Any] = {
     "ill_conditioned": "round",
     "unsupported": "round",
     "least_inputs": 1,
+    "factors": (0.9, 0.8, 0.7, 0.6),
+    "sweeps": 2,
 }
 
 

@@ -34,6 +34,8 @@ GPTQ = gptq(
     ill_conditioned="round",
     unsupported="round",
     least_inputs=1,
+    factors=(0.9, 0.8, 0.7, 0.6),
+    sweeps=2,
 )
 BITS4 = {"qtype": "int4"}
 MX = jqx.Policy([jqx.Rule(weight="mxfp4", activation="mxfp4:dynamic")])
