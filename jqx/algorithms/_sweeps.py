@@ -55,11 +55,10 @@ def fitted_scales(w: Array, units: Array, scale: Array, columns: Array, hessian:
         rows = slice(start, start + count)
         own = units[rows][:, order]
         target = np.add.reduceat(own * (w[rows][:, order] @ h), starts, 1)
-        products = [
-            np.add.reduceat((own[:, i:j] @ h[i:j]) * own, starts, 1)
-            for i, j in zip(starts, stops, strict=True)
-        ]
-        matrix = np.stack(products, -1).astype(np.float64)
+        matrix = np.empty((len(own), len(starts), len(starts)))
+        for k, (i, j) in enumerate(zip(starts, stops, strict=True)):  # it is symmetric
+            product = np.add.reduceat((own[:, i:j] @ h[i:j, i:]) * own[:, i:], starts[k:] - i, 1)
+            matrix[:, k, k:] = matrix[:, k:, k] = product
         diagonal = np.einsum("ngg->ng", matrix)
         held = _RIDGE * diagonal + np.finfo(np.float32).tiny
         diagonal += held

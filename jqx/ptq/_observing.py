@@ -103,6 +103,8 @@ def note_inputs(choice: Choice, reports: Sequence[Any], few: Mapping[str, str]) 
     for report in reports:
         if isinstance(report, algorithms.AlgorithmReport):
             choice.notes.extend(report.calibration)
+        if isinstance(report, algorithms.Pairs) and report.left:
+            choice.notes.append(f"inputs of {len(report.left)} sites not scaled: no clear gain")
         own, every = shared_algorithms.not_chosen(report)
         found, count = found + own, count + every
     if found:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tensor._shared import Lazy
+from ..tensor._shared import has_lazy
 from ..transforms._shared import arrays_of, inputs_of, placed
 from ._hoisted import Own
 
@@ -48,8 +48,7 @@ def padding_of(own: Own, batches: Iterable[Any]) -> Padding | None:
       own: the function and its parameters.
       batches: the batches to look at.
     """
-    leaves = jax.tree.leaves(own.params, is_leaf=lambda x: isinstance(x, Lazy))
-    if any(isinstance(x, Lazy) for x in leaves):
+    if has_lazy(own.params):
         return None
     tried: set[int] = set()
     for inputs in map(inputs_of, batches):

@@ -16,8 +16,8 @@ from ..calibrators import Affine
 from ..observers._shared import Weight, check_weight
 from ..policy import Policy
 from ..policy._shared import check_policy
-from ..tensor._shared import Lazy, check_read, kept
 from ..tensor._shared import abstract as abstract_leaf
+from ..tensor._shared import check_read, has_lazy, kept
 from ..transforms import (
     Plan,
     affines,
@@ -240,7 +240,7 @@ def ptq(
         plan = planned(*arguments)
         choice = Choice(algorithm)
         if algorithm is None:
-            choice = default_of(plan, effort or "seconds")
+            choice = default_of(plan, effort or "seconds", is_lazy=has_lazy(own.params))
         is_chosen = algorithm is None and choice.reads_batches
         if is_chosen:
             every = list(every)
@@ -308,7 +308,6 @@ def _carried_out(
         batches = list(batches)
     named = named_leaves("ptq", rooted(plan.params, values), plan)
     check_no_learned_scales("ptq", named, plan)
-    is_lazy = any(isinstance(leaf, Lazy) for _, leaf in named)
     reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
     if rewrites or corrections or not reads_leaves:
         check_read("ptq", named)
@@ -328,7 +327,7 @@ def _carried_out(
             few |= chosen.few
     if plan.static_specs() or observers:
         given = mapped.function, plan, values, batches
-        calibrated = shared_algorithms.calibrate_stages if is_lazy else calibrate_batches
+        calibrated = shared_algorithms.calibrate_stages if has_lazy(values) else calibrate_batches
         stats = calibrated(*given, observers=observers, **how.options)
         scales = affines(plan, stats)
     chosen = None

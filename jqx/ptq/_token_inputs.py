@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tensor._shared import Lazy
+from ..tensor._shared import has_lazy
 from ..transforms._shared import arrays_of, inputs_of, is_array, placed
 from ._hoisted import Own
 from ._padding import Padding
@@ -85,8 +85,7 @@ def shape_of_tokens(own: Own, inputs: Sequence[Any]) -> tuple[int, ...] | str | 
       own: the function and its parameters.
       inputs: those of one batch.
     """
-    leaves = jax.tree.leaves(own.params, is_leaf=lambda x: isinstance(x, Lazy))
-    if any(isinstance(x, Lazy) for x in leaves):
+    if has_lazy(own.params):
         is_any = any(map(is_tokens, jax.tree.leaves(inputs)))
         return "parameters are read one at a time" if is_any else None
     arrays, filled = arrays_of((own.params, tuple(inputs)))

@@ -147,6 +147,12 @@ def read(x: Any) -> Any:
     return x.read() if isinstance(x, Lazy) else x
 
 
+def has_lazy(tree: Any) -> bool:
+    """Whether a leaf of a tree is read when it is needed."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Lazy))
+    return any(isinstance(x, Lazy) for x in leaves)
+
+
 def abstract(x: Any) -> Any:
     """Returns the spec of a Lazy; anything else unchanged."""
     return x.spec if isinstance(x, Lazy) else x

@@ -27,6 +27,7 @@ from ._layout import to_int8 as to_int8
 from ._lazy import Lazy as Lazy
 from ._lazy import abstract as abstract
 from ._lazy import check_read as check_read
+from ._lazy import has_lazy as has_lazy
 from ._lazy import of_kinds as of_kinds
 from ._lazy import read as read
 from ._one_of import OneOf as OneOf

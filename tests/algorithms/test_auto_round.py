@@ -223,7 +223,7 @@ def test_rows_that_do_not_count_change_nothing():
 def test_they_follow_what_changes_weights():
     policy = jqx.presets.w8a8(weight={"qtype": "int3"})
     f = lambda p, x: decoder(p, x * 3)  # noqa: E731
-    found = ptq(f, policy, chain(smooth_quant(), auto_round(steps=20)), STACKED)
+    found = ptq(f, policy, chain(smooth_quant(0.85), auto_round(steps=20)), STACKED)
     smoothed, learned = found.details
     assert smoothed.kept and len(learned) == LAYERS + 1
 

@@ -373,6 +373,12 @@ def test_a_checkpoint_needs_sources():
     assert not any(x.source for x in jax.tree.leaves(found.params))
 
 
+def test_the_default_does_not_rotate_what_is_read_when_needed():
+    found = quantized(f, lazily(PARAMS), BATCHES, policy=jqx.presets.w4a8())
+    assert found.report.codes.startswith("gptq(") and len(found.details) == len(NAMES)
+    assert "without rotate(offline='only'): parameters are read one" in found.report.codes
+
+
 def tied(p, x):
     """A table, looked up at the bottom and multiplied by at the top."""
     return whole(p["table"][x] @ p["w"]) @ p["table"].T

@@ -273,7 +273,7 @@ def test_only_weights_without_another_use_are_changed():
     plan = jqx.make_plan(f, jqx.presets.w8a8(), unsupported="dequantize")(params, x)
     given, exact = (f, plan, params, [(x,)]), f(params, x)
     chosen = {
-        "smooth_quant": algorithms.smooth_quant().rewrite(*given, progress=False),
+        "smooth_quant": algorithms.smooth_quant(0.85).rewrite(*given, progress=False),
         "awq": algorithms.awq(steps=4, clip=False).rewrite(*given, progress=False),
         "rotate": algorithms.rotate().rewrite(*given, progress=False),
         "loftq": algorithms.loftq(rank=2).run(*given, progress=False),

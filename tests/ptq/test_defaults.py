@@ -1,5 +1,6 @@
 """Without an algorithm `ptq` takes what measured best for the formats of a plan, and says what."""
 
+import dataclasses
 import json
 
 import jax
@@ -34,9 +35,9 @@ GPTQ = gptq(
     ill_conditioned="round",
     unsupported="round",
     least_inputs=1,
-    factors=(0.9, 0.8, 0.7, 0.6),
-    sweeps=2,
+    sweeps=1,
 )
+WIDE = dataclasses.replace(GPTQ, factors=(0.9, 0.8, 0.7, 0.6))
 BITS4 = {"qtype": "int4"}
 MX = jqx.Policy([jqx.Rule(weight="mxfp4", activation="mxfp4:dynamic")])
 INT3 = jqx.Policy({".*": "int3:group=16"})
@@ -69,9 +70,9 @@ def same(a, b):
         (jqx.presets.fp8(), nearest()),
         (jqx.presets.w4a16(), GPTQ),
         (jqx.presets.nf4(), GPTQ),
-        (jqx.presets.w4a8(), GPTQ),
-        (jqx.presets.w8a8(weight=BITS4), chain(smooth_quant(), GPTQ)),
-        (jqx.presets.w4a4(), chain(rotate(), GPTQ)),
+        (jqx.presets.w4a8(), WIDE),
+        (jqx.presets.w8a8(weight=BITS4), chain(smooth_quant(), WIDE)),
+        (jqx.presets.w4a4(), chain(rotate(), WIDE)),
         (MX, chain(rotate(block=32), GPTQ)),
         (NV, GPTQ),
     ],
@@ -100,7 +101,7 @@ def test_weights_of_few_bits_are_rotated_offline_for_quantized_activations():
     params = {"gain": normal(1, D), "in": normal(D, D), "out": normal(D, 8), **PARAMS}
     found = ptq(jqx.presets.w4a8(), None, residual, params)
     assert found.report.codes.startswith("rotate(offline='only'), gptq(") and not found.maps
-    by_name = chain(rotate(offline="only"), GPTQ)
+    by_name = chain(rotate(offline="only"), WIDE)
     same(found.params, ptq(jqx.presets.w4a8(), by_name, residual, params).params)
     weights_alone = ptq(jqx.presets.w4a16(), None, residual, params)
     assert weights_alone.report.codes.startswith("gptq(")
@@ -109,7 +110,7 @@ def test_weights_of_few_bits_are_rotated_offline_for_quantized_activations():
 @pytest.mark.slow
 def test_more_effort_takes_more():
     minutes, hours = ptq(jqx.presets.w8a16(), effort="minutes"), "hours"
-    same(minutes.params, ptq(jqx.presets.w8a16(), GPTQ).params)
+    same(minutes.params, ptq(jqx.presets.w8a16(), WIDE).params)
     assert minutes.report.codes.endswith("(effort='minutes')")
     params = {"layers": [{"up": PARAMS["up"], "down": PARAMS["down"]}] * 2}
 
@@ -181,7 +182,7 @@ def test_linen_and_nnx_take_an_effort_and_files_keep_the_choice(tmp_path):
     model = nnx.Linear(D, D, use_bias=False, rngs=nnx.Rngs(0))
     model.kernel[...] = w
     found = jqx.nnx.ptq(model, policy, **options)(BATCHES)
-    own = ptq(policy, GPTQ, lambda w, x: x @ w, w)
+    own = ptq(policy, WIDE, lambda w, x: x @ w, w)
     np.testing.assert_array_equal(
         linen.params["params"]["Dense_0"]["kernel"].codes, own.params.codes
     )
