@@ -3,7 +3,7 @@ Both minimize the error of the products.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -176,10 +176,9 @@ class Awq:
             scale = _centred(scale, together)
             scaled.level(scale, largest, read)
             lost = np.zeros(len(best))
-            rounded = self._rounded(scaled, sites, scale)
-            for site, q in zip(sites, rounded, strict=True):
-                where = together[site.numbers.max()]
-                lost[where] += site.lost(q / scale[site.numbers][..., None, :])
+            for i, _, q in scaled.rounded([(x.visit, x.numbers) for x in sites], scale):
+                where = together[sites[i].numbers.max()]
+                lost[where] += sites[i].lost(q / scale[sites[i].numbers][..., None, :])
             if not ratio:
                 before = lost
             better = lost < best
@@ -203,19 +202,6 @@ class Awq:
             for own, ratio, duo, lost, after, is_kept in [*known][1:]
         ]
         return factors, AwqReport(entries)
-
-    def _rounded(self, scaled: Scaled, sites: Sequence["_Site"], scale: Array) -> Iterator[Array]:
-        """Yields the weights of sites, with their channels scaled and then rounded."""
-        leaves = {place: x.copy() for place, x in scaled.weights.items()}
-        for site in sites:
-            leaves[site.visit.place][site.elements] *= scale[site.numbers][..., None, :]
-        rounded = {}
-        for site in sites:
-            place = site.visit.place
-            if place not in rounded:
-                x = jnp.asarray(leaves[place].reshape(site.shape))
-                rounded[place] = np.asarray(quantize_weight(x, site.spec).dequantize()).ravel()
-            yield rounded[place][site.elements]
 
     def _clipped(
         self, scaled: Scaled, sites: Sequence["_Site"], params: Any, factors: Array

@@ -50,6 +50,10 @@ _CHOICES = {
 }
 
 
+def _is_number(x: Any, least: float, most: float) -> bool:
+    return isinstance(x, (int, float)) and least <= x <= most
+
+
 @algorithm("gptq", "pass options by name, such as jqx.algorithms.gptq(order='activation').")
 @dataclasses.dataclass(frozen=True)
 class Gptq:
@@ -172,29 +176,19 @@ class Gptq:
                 if field == "groups"
                 else "pass one of these.",
             )
-        for field, least, most, expected in (
-            ("damping", 1e-12, 1, "a number above 0 and up to 1, or 'ledoit-wolf'"),
-            ("strength", 0, 1, "a number from 0 to 1"),
-            ("least_inputs", 0, 1e9, "a number, 0 or more"),
-        ):
-            value = getattr(self, field)
-            require_that(
-                (value is None and field in ("strength", "least_inputs"))
-                or (value == "ledoit-wolf" and field == "damping")
-                or (isinstance(value, (int, float)) and least <= value <= most),
-                error=ValueError,
-                function=name,
-                problem=f"`{field}` is out of range.",
-                given=f"{field} == {shown(value)}",
-                expected=expected,
-                mend="leave it out: the default is that of the literature.",
-            )
-        numbers = isinstance(self.factors, tuple) and all(
-            isinstance(x, (int, float)) and 0 < x <= 2 for x in self.factors
+        is_damping = self.damping == "ledoit-wolf" or _is_number(self.damping, 1e-12, 1)
+        is_strength = self.strength is None or _is_number(self.strength, 0, 1)
+        is_least = self.least_inputs is None or _is_number(self.least_inputs, 0, 1e9)
+        is_factors = isinstance(self.factors, tuple) and all(
+            _is_number(x, 0, 2) and x > 0 for x in self.factors
         )
-        for field, is_valid, mend in (
-            ("factors", numbers, "(0.9, 0.8), numbers up to 2"),
-            ("sweeps", type(self.sweeps) is int and self.sweeps >= 0, "2, a whole number"),
+        is_sweeps = type(self.sweeps) is int and self.sweeps >= 0
+        for field, is_valid, expected in (
+            ("damping", is_damping, "a number above 0 and up to 1, or 'ledoit-wolf'"),
+            ("strength", is_strength, "a number from 0 to 1"),
+            ("least_inputs", is_least, "a number, 0 or more"),
+            ("factors", is_factors, "factors such as (0.9, 0.8), numbers up to 2"),
+            ("sweeps", is_sweeps, "sweeps such as 2, a whole number"),
         ):
             require_that(
                 is_valid,
@@ -202,7 +196,7 @@ class Gptq:
                 function=name,
                 problem=f"`{field}` is out of range.",
                 given=f"{field} == {shown(getattr(self, field))}",
-                expected=f"{field} such as {mend}",
+                expected=expected,
                 mend="leave it out: the default is that of the literature.",
             )
         if self.calibrator is not None:

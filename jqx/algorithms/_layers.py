@@ -13,7 +13,7 @@ import numpy as np
 from .._checks import require_that, shown
 from .._files import Path
 from ..observers._shared import has_rows
-from ..tensor._shared import Lazy
+from ..tensor._shared import Lazy, has_lazy
 from ..transforms import Plan, Site, calibrate_batches
 from ..transforms._shared import (
     Chosen,
@@ -84,7 +84,7 @@ def layer_by_layer(
     traced = Traced.of(f, plan, params, every, solver.weight, lazy=True, ignores=ignores)
     plan, first, groups, elements = traced.plan, traced.calls[0], traced.groups, traced.elements
     known, digests = None, None
-    is_lazy = any(isinstance(x, Lazy) for x in traced.originals.values())
+    is_lazy = has_lazy(list(traced.originals.values()))
     if checkpoint is not None or is_lazy:
         digests = made_of(plan, solver, traced.calls)
     if checkpoint is not None:

@@ -11,7 +11,7 @@ import jax
 from .. import _compat
 from ..observers import hessian
 from ..tensor import QSpec, QTensor
-from ..tensor._shared import Lazy
+from ..tensor._shared import Lazy, has_lazy
 from ..transforms import Plan
 from ..transforms._shared import bytes_of, in_bytes, quantize_weight
 from ._offload import Where
@@ -56,7 +56,7 @@ def bytes_of_weights(
     """Returns the bytes of parameters, and of what is stored for quantized ones."""
     held, once = 0, [0]
     named = [(leaf, path) for leaf, path in zip(leaves, paths, strict=True) if path is not None]
-    is_lazy = any(isinstance(leaf, Lazy) for leaf, _ in named)
+    is_lazy = has_lazy([leaf for leaf, _ in named])
     for leaf, path in named:
         own, weight = 0, plan.weight_at(path)
         kind = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

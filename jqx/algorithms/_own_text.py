@@ -114,8 +114,10 @@ def own_text(
     if cache is None:
         own = decoding_of(_NAME, f, arrays, rows, length)
     else:
-        copied = jax.tree.map(jnp.array, cache)  # each step donates it
-        own = Decoding(lambda arrays: (arrays, copied), jax.jit(f, donate_argnums=1))
+        own = Decoding(
+            lambda arrays: (arrays, jax.tree.map(jnp.array, cache)),  # steps donate the copy
+            jax.jit(f, donate_argnums=1),
+        )
     key = jax.random.key(0) if key is None else key
     how = temperature, never, checkpoint, progress
     return written(own, arrays, start, rows, length, key, *how)

@@ -4,15 +4,16 @@ channels.
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..observers import Observer
 from ..tensor import QSpec
 from ..transforms import Plan, calibrate_batches
-from ..transforms._shared import OnNonfinite, arguments_of
+from ..transforms._shared import OnNonfinite, arguments_of, quantize_weight
 from ._channels import Visit
 from ._few import Few
 from ._folds import Folds
@@ -140,14 +141,34 @@ class Scaled:
             return x
         return channels_of(x, visit.shape, visit.about)
 
-    def largest_weights(self) -> Array:
-        """Returns the largest weight of each channel, in magnitude, by number."""
-        folds = self.folds
-        return folds.largest((folds.inputs(x), self.largest_weight(x)) for x in self.visits)
-
     def largest_weight(self, visit: Visit) -> Array:
         """Returns the largest weight of each channel of a site, in magnitude."""
         return np.abs(self.weights[visit.place][visit.elements]).max(-2)
+
+    def rounded(
+        self, sites: Sequence[tuple[Visit, Array]], scale: Array
+    ) -> Iterator[tuple[int, Array, Array]]:
+        """Yields weights with scaled channels, and these rounded, [*batch, rows, channels], with
+        the place of their site among those given. One leaf of the parameters at a time is copied.
+
+        Args:
+          sites: visits, and the numbers of their channels.
+          scale: the scales of channels, by number.
+        """
+        by_leaf: dict[int, list[int]] = {}
+        for i, (visit, _) in enumerate(sites):
+            by_leaf.setdefault(visit.place, []).append(i)
+        for leaf, own in by_leaf.items():
+            first, x = sites[own[0]][0], self.weights[leaf].copy()
+            for visit, numbers in (sites[i] for i in own):
+                x[visit.elements] *= scale[numbers][..., None, :]
+            weight = self.folds.weight(first)
+            assert weight is not None
+            whole = jnp.asarray(x.reshape(self.folds.shape(first)))
+            rounded = np.asarray(quantize_weight(whole, weight.spec).dequantize()).ravel()
+            for i in own:
+                elements = sites[i][0].elements
+                yield i, x[elements], rounded[elements]
 
 
 def range_kept(a: Array, scale: Array) -> float:

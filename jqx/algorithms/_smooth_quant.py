@@ -14,7 +14,7 @@ from ..observers import Mean, Observer, absmax
 from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan
-from ..transforms._shared import Chosen, OnNonfinite, quantize_weight
+from ..transforms._shared import Chosen, OnNonfinite
 from ._channels import Visit
 from ._kept import Unpaired
 from ._labels import Array
@@ -166,15 +166,13 @@ class SmoothQuant:
         is_left = np.zeros_like(is_static)
         if self.strength is None:
             sites = [
-                _Site.of(scaled, *each, square)
-                for each in zip(visits, sets, numbers, seen, steps, strict=True)
-                if is_static[each[1]]
+                _Site.of(scaled, visit, own, most, step, square)
+                for visit, own, most, step, i in zip(
+                    visits, numbers, seen, steps, sets, strict=True
+                )
+                if is_static[i]
             ]
-            before, after = (_lost(scaled, sites, x, len(is_left)) for x in (scale**0, scale))
-            part = np.where(before > 0, after / np.where(before > 0, before, 1), 1)
-            of_sets = np.log(np.maximum(part[is_static & (before > 0)], _TINY))
-            if of_sets.sum() >= len(of_sets) * np.log(_CLEAR):
-                is_left = is_static & (part >= _OBVIOUS)
+            is_left = _left(scaled, sites, scale, together, is_static)
             scale = np.where(is_left[together], 1, scale)
         found = {(scaled.folds.name(x), is_left[i]) for x, i in zip(visits, sets, strict=True)}
         left = {name for name, own in found if own and (name, False) not in found}
@@ -193,7 +191,6 @@ class _Site:
 
     Attributes:
       visit: the site.
-      set: the number of the set of channels that its channels are scaled with.
       numbers: numbers of the factors of its channels, [*batch, channels].
       largest: the largest magnitude of each channel of the inputs, likewise.
       squares: their mean squares, likewise; 0 for a matrix that few rows reached.
@@ -203,7 +200,6 @@ class _Site:
     """
 
     visit: Visit
-    set: int
     numbers: Array
     largest: Array
     squares: Array
@@ -215,7 +211,6 @@ class _Site:
         cls,
         scaled: Scaled,
         visit: Visit,
-        own: int,
         numbers: Array,
         largest: Array,
         step: float,
@@ -226,7 +221,7 @@ class _Site:
         squares = scaled.per_channel(visit, mean) / scaled.share(visit)[..., None]
         w = scaled.weights[visit.place][visit.elements]
         weights = np.einsum("...oj,...oj->...j", w, w)
-        return cls(visit, own, numbers, largest, is_known * squares, is_known * weights, step)
+        return cls(visit, numbers, largest, is_known * squares, is_known * weights, step)
 
     def lost(self, rounding: Array, scale: Array) -> float:
         """Returns the mean squared error of the product of a row, summed over its elements.
@@ -250,22 +245,23 @@ def _step(spec: QSpec | None) -> float:
     return 0.0 if spec is None or spec.dynamic else 2 / (format_of(spec.qtype).levels - 1)
 
 
-def _lost(scaled: Scaled, sites: Sequence[_Site], scale: Array, count: int) -> Array:
-    """Returns the error of all products that read a set of channels, by set."""
-    lost, by_place = np.zeros(count), dict[int, list[_Site]]()
-    for site in sites:
-        by_place.setdefault(site.visit.place, []).append(site)
-    for place, own in by_place.items():
-        weight, elements = scaled.folds.weight(own[0].visit), [x.visit.elements for x in own]
-        assert weight is not None
-        whole = scaled.weights[place].copy()
-        for site, where in zip(own, elements, strict=True):
-            whole[where] *= scale[site.numbers][..., None, :]
-        x = jnp.asarray(whole.reshape(scaled.folds.shape(own[0].visit)))
-        rounding = np.asarray(quantize_weight(x, weight.spec).dequantize() - x).ravel()
-        for site, where in zip(own, elements, strict=True):
-            lost[site.set] += site.lost(rounding[where], scale)
-    return lost
+def _left(
+    scaled: Scaled, sites: Sequence[_Site], scale: Array, together: Array, is_static: Array
+) -> Array:
+    """Returns which sets of channels are not scaled, because nothing would clearly be gained."""
+
+    def lost(scale: Array) -> Array:
+        found = np.zeros(len(is_static))
+        for i, w, rounded in scaled.rounded([(x.visit, x.numbers) for x in sites], scale):
+            found[together[sites[i].numbers.max()]] += sites[i].lost(rounded - w, scale)
+        return found
+
+    before, after = lost(np.ones_like(scale)), lost(scale)
+    part = np.where(before > 0, after / np.where(before > 0, before, 1), 1)
+    of_sets = np.log(np.maximum(part[is_static & (before > 0)], _TINY))
+    if of_sets.sum() < len(of_sets) * np.log(_CLEAR):
+        return np.zeros_like(is_static)
+    return is_static & (part >= _OBVIOUS)
 
 
 def _scale(strength: Any, a: Array, w: Array) -> Array:
