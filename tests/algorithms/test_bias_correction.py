@@ -283,7 +283,7 @@ def test_it_is_the_last_of_a_chain():
     policy = jqx.Policy([jqx.Rule(".*", weight="int3", activation="int8")])
     g = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]  # noqa: E731
     params, batches = {"a": normal(D, H), "b": normal(H, 4)}, [positive(32, D)]
-    algorithms = smooth_quant(), gptq(), bias_correction()
+    algorithms = smooth_quant(strength=0.85), gptq(), bias_correction()
     quantized = jqx.ptq(g, policy, chain(*algorithms), progress=False)(params, batches)
     assert len(quantized.details) == 3 and set(quantized.maps) == {
         f"{name}:dot_general:{side}" for name in "ab" for side in ("lhs", "out")

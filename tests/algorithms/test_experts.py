@@ -76,8 +76,8 @@ ALGORITHMS = {
     "bias_correction": (algorithms.bias_correction(), W4),
     "awq": (algorithms.awq(steps=8), W4),
     "awq_static": (algorithms.awq(steps=8), W8A8),
-    "smooth_quant": (algorithms.smooth_quant(), W8A8),
-    "chained": (algorithms.chain(algorithms.smooth_quant(), algorithms.gptq()), W8A8),
+    "smooth_quant": (algorithms.smooth_quant(strength=0.85), W8A8),
+    "chained": (algorithms.chain(algorithms.smooth_quant(strength=0.85), algorithms.gptq()), W8A8),
 }
 EXACT = "gptq", "one_pass", "adaround", "auto_round", "bias_correction"
 """What is left as rounding to nearest leaves it, bit by bit."""

@@ -62,7 +62,7 @@ REWRITES = {
     "smooth_quant": smooth_quant(keep=False),
     "smooth_quant of weights": smooth_quant(strength=0, keep=False),
     "smooth_quant of activations": smooth_quant(strength=1.0, keep=False),
-    "smooth_quant and what is kept": smooth_quant(),
+    "smooth_quant and what is kept": smooth_quant(0.85),
     "equalize": equalize(),
     "awq": awq(clip=False, steps=5, keep=False),
     "awq without duo": awq(clip=False, duo=False, steps=3, keep=False),
@@ -235,7 +235,7 @@ def test_channels_are_scaled_where_the_modelled_error_shrinks():
 def test_rows_of_weight_0_are_left_out():
     is_row = lambda x: jnp.arange(x.shape[0]) < 16  # noqa: E731
     whole, part = ([x[:n] * c for x in BATCHES] for n, c in ((40, 1), (16, 1)))
-    for algorithm in (smooth_quant(), awq(clip=False, steps=3)):
+    for algorithm in (smooth_quant(), smooth_quant(0.85), awq(clip=False, steps=3)):
         weighted = dataclasses.replace(algorithm, weight=is_row)
         plan = plan_of(W8A8)
         a = weighted.rewrite(f, plan, PARAMS, whole, progress=False).params

@@ -174,7 +174,7 @@ def rewritten(algorithm):
 
 WAYS = {
     "factors": folded,
-    "smooth_quant": rewritten(algorithms.smooth_quant()),
+    "smooth_quant": rewritten(algorithms.smooth_quant(strength=0.85)),
     "awq": rewritten(algorithms.awq(clip=False)),
     "equalize": rewritten(algorithms.equalize()),
     "rotate": rewritten(algorithms.rotate()),

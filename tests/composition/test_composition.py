@@ -42,7 +42,7 @@ value in the wrong place, or one scaled twice, is far above them.
 """
 
 TRANSFORMS = {
-    "smooth_quant": algorithms.smooth_quant(),
+    "smooth_quant": algorithms.smooth_quant(strength=0.85),
     "awq": algorithms.awq(clip=False),
     "equalize": algorithms.equalize(),
     "rotate": algorithms.rotate(),

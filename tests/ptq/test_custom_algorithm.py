@@ -190,7 +190,7 @@ def test_fields_of_an_algorithm_are_its_own(mask):
     assert quantized.report.codes.startswith("fields(")
     if hasattr(mask, "shape"):
         assert f"mask={mask.dtype}{list(mask.shape)}" in quantized.report.codes
-    chained = jqx.algorithms.chain(jqx.algorithms.smooth_quant(), Fields(mask))
+    chained = jqx.algorithms.chain(jqx.algorithms.smooth_quant(strength=0.85), Fields(mask))
     assert chained.algorithms[1].mask is mask
     with pytest.raises(ValueError, match="exclude each other"):
         jqx.ptq(f, policy, Fields(mask), effort="hours")

@@ -220,7 +220,7 @@ def test_channels_are_scaled_in_modules():
     """Through the variables of a batch norm too, those that no gradient reaches."""
     module, model = Normed(), NormedModel(nnx.Rngs(0))
     variables = module.init(jax.random.key(0), X)
-    smooth = jqx.algorithms.smooth_quant()
+    smooth = jqx.algorithms.smooth_quant(strength=0.85)
     for name, quantized, exact in (
         (
             "batch_stats/",
@@ -241,7 +241,7 @@ def test_what_is_kept_at_sites_of_modules_is_saved_and_bound(tmp_path):
     module, model = Normed(), NormedModel(nnx.Rngs(0))
     variables = module.init(jax.random.key(0), X)
     of = jqx.algorithms
-    algorithms = of.smooth_quant(), of.rotate(), of.eora(rank=2), of.bias_correction()
+    algorithms = of.smooth_quant(strength=0.85), of.rotate(), of.eora(rank=2), of.bias_correction()
     both = (
         (jqx.linen.ptq(module, W8A8, of.chain(*algorithms), **QUIET)(variables, [X]), module),
         (jqx.nnx.ptq(model, W8A8, of.chain(*algorithms), **QUIET)([X]), model),

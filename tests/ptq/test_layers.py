@@ -186,7 +186,7 @@ POLICIES = {
 ALGORITHMS = {
     "default": None,
     "nearest": nearest(),
-    "smooth_quant": smooth_quant(),
+    "smooth_quant": smooth_quant(strength=0.85),
     "awq": awq(),
     "equalize": equalize(),
     "rotate": rotate(),
@@ -200,7 +200,7 @@ ALGORITHMS = {
     "one pass": gptq(sequential=False),
     "adaround": adaround(steps=5),
     "auto_round": auto_round(steps=3),
-    "chain": chain(smooth_quant(), gptq(), bias_correction()),
+    "chain": chain(smooth_quant(strength=0.85), gptq(), bias_correction()),
     "rotated chain": chain(rotate(), equalize(), adaround(steps=2), eora(rank=2)),
 }
 
