@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import shutil
 import tempfile
 import weakref
 from typing import Any, Literal
@@ -85,8 +86,8 @@ class Offload:
         self._where, self._numbers = where, itertools.count()
 
     @functools.cached_property
-    def _folder(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="jqx-", ignore_cleanup_errors=True)
+    def _folder(self) -> str:
+        return temporary_folder(self)
 
     def kept(self, x: Any) -> Any:
         """Returns a value as it is kept. Random keys stay on the devices."""
@@ -97,7 +98,7 @@ class Offload:
             return x
         sharding = x.sharding if x.committed else None
         if self._where == "disk" and x.nbytes >= _LEAST:
-            path = os.path.join(self._folder.name, f"{next(self._numbers):08}")
+            path = os.path.join(self._folder, f"{next(self._numbers):08}")
             return OnDisk(path, np.asarray(x), sharding)
         return OnHost(np.asarray(x), sharding)
 
@@ -107,3 +108,11 @@ def on_device(x: Any) -> Any:
     if is_counted(x):
         return jax.tree.map(on_device, x)
     return jax.device_put(x.values, x.sharding) if isinstance(x, (OnHost, OnDisk)) else x
+
+
+def temporary_folder(owner: Any) -> str:
+    """Makes a folder that is deleted together with an object, or at exit."""
+    path = tempfile.mkdtemp(prefix="jqx-")
+    # A `TemporaryDirectory` would warn when it is collected.
+    weakref.finalize(owner, shutil.rmtree, path, ignore_errors=True)
+    return path

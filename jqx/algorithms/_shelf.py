@@ -4,7 +4,6 @@ their first codes are chosen.
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from ..tensor import QSpec, QTensor
 from ..tensor._shared import Lazy, read
 from ..transforms._shared import quantize_weight
 from ._grids import Grids, Group
+from ._offload import temporary_folder
 
 Array = np.ndarray
 
@@ -77,10 +77,7 @@ class InFiles:
         spec_of: Callable[[QSpec], QSpec],
         source: str,
     ):
-        self._temporary = None
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="jqx-", ignore_cleanup_errors=True)
-            folder = self._temporary.name
+        folder = temporary_folder(self) if folder is None else folder
         self._folder, self._leaves, self._spec_of, self._source = folder, leaves, spec_of, source
         self._groups = {path: group for group in groups for path in group.sizes}
         self._numbers = {group.path: i for i, group in enumerate(self._groups.values())}

@@ -217,15 +217,15 @@ def write(f, cache=None, **options):
     return np.asarray(own_text(f, PARAMS, cache, **given))
 
 
+@pytest.mark.filterwarnings(r"error:jqx\..*which is slow")
 @pytest.mark.parametrize(
     "f",
     [*FUNCTIONS, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)],
     ids=lambda f: f.__name__,
 )
-def test_text_is_that_of_a_step_that_evaluates_all_positions(f, recwarn):
+def test_text_is_that_of_a_step_that_evaluates_all_positions(f):
     step, cache = all_positions(f)
     text = write(f)
-    assert not [str(x.message) for x in recwarn.list]
     assert text.shape == (ROWS, LENGTH) and np.all(text[:, 0] == 0)
     np.testing.assert_array_equal(text, write(step, cache))
 

@@ -282,7 +282,8 @@ class DecoderModel(nnx.Module):
         return self.out(x)
 
 
-def test_decoders_write_their_own_text(recwarn):
+@pytest.mark.filterwarnings(r"error:jqx\.")
+def test_decoders_write_their_own_text():
     """One position at a time: there is no warning. Logits after the last place are NaN."""
     module, model = Decoder(), DecoderModel(nnx.Rngs(0))
     variables = module.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
@@ -296,4 +297,3 @@ def test_decoders_write_their_own_text(recwarn):
         codes = quantized.report.codes
         assert codes.endswith("calibrated on 16 rows of 32 tokens that the function wrote itself")
         assert len(quantized.affines) == 5
-    assert not recwarn.list
