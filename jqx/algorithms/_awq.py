@@ -4,6 +4,7 @@ Both minimize the error of the products.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -151,10 +152,11 @@ class Awq:
         ]
         factors, report = self._scales(scaled, sites, unpaired.count)
         kept = unpaired.kept(factors)
-        params = scaled.folds.folded(params, factors, kept.of)
+        basis = partial(scaled.folds.folded, factors=factors, kept=kept.of)
+        params = basis(params)
         if self.clip:
             params = self._clipped(scaled, sites, params, factors)
-        return Chosen(params, report, kept.maps(), few=scaled.few.why)
+        return Chosen(params, report, kept.maps(), basis, few=scaled.few.why)
 
     def _scales(
         self, scaled: Scaled, sites: Sequence["_Site"], count: int

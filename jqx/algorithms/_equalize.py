@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,12 +129,13 @@ class Equalize:
             if np.max(np.abs(np.log(factors / before))) < _STILL:
                 break
         factors = at_most_one(folds, factors)
-        params, maps = folds.folded(params, factors), clips_of(folds, factors)
+        basis, maps = partial(folds.folded, factors=factors), clips_of(folds, factors)
+        params = basis(params)
         if absorbs:
             maps = absorbed(scaled, params, factors, maps)
         if folds.count == 1 and not maps:
             scaled.pairs.refuse("algorithms.equalize")
-        return Chosen(params, scaled.pairs, maps)
+        return Chosen(params, scaled.pairs, maps, basis)
 
 
 def _groups(count: int, inputs: list[Array]) -> list[Array]:

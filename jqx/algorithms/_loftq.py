@@ -14,10 +14,10 @@ from ._labels import Array
 from ._low_rank import (
     Compensation,
     CompensationReport,
+    basis_of,
     compensated,
     in_steps,
     narrow,
-    real_of,
     without,
 )
 from ._options import algorithm
@@ -115,9 +115,9 @@ class Loftq:
             maps |= {key: in_steps(each) for key, each in parts.items()}
             name, rank = folds.name(found[0][0]), found[0][1].shape[-1]
             entries.append(Compensation(name, rank, before[place], error))
-        real = real_of(folds, params, (found for _, _, found in best.values()))
+        basis = basis_of(folds, [found for _, _, found in best.values()])
         report = CompensationReport(entries)
-        return Chosen(folds.with_leaves(params, kept), report, maps, real)
+        return Chosen(folds.with_leaves(params, kept), report, maps, basis)
 
 
 loftq = Loftq

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -144,7 +144,7 @@ class Eora:
             else Compensation(x.name, 0, why=why)
             for x in sites
         )
-        return Chosen(codes, report, maps, real_of(folds, params, parts.values()))
+        return Chosen(codes, report, maps, basis_of(folds, [*parts.values()]))
 
     def _solved(self, lost: Array, products: Array) -> tuple[Array, Array, Array]:
         """Returns matrices [*batch, channels, rank] and [*batch, rank, rows] that approximate the
@@ -212,14 +212,20 @@ class _Lost:
         return exact - real
 
 
-def real_of(folds: Folds, params: Any, parts: Iterable[list[tuple[Visit, Array, Array]]]) -> Any:
-    """Returns parameters minus the products that are added at sites."""
-    leaves = folds.leaves(params)
-    for own in parts:
-        for part in own:
-            place = part[0].place
-            leaves[place] = without(leaves[place], [part])
-    return folds.with_leaves(params, leaves)
+def basis_of(
+    folds: Folds, parts: Sequence[list[tuple[Visit, Array, Array]]]
+) -> Callable[[Any], Any]:
+    """Returns a function of parameters that subtracts the products that are added at sites."""
+
+    def basis(params: Any) -> Any:
+        leaves = folds.leaves(params)
+        for own in parts:
+            for part in own:
+                place = part[0].place
+                leaves[place] = without(leaves[place], [part])
+        return folds.with_leaves(params, leaves)
+
+    return basis
 
 
 def without(leaf: Any, parts: list[tuple[Visit, Array, Array]]) -> jnp.ndarray:

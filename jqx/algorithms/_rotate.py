@@ -1,7 +1,8 @@
 """Rotations: mix channels by an orthogonal matrix, which removes outliers."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from ._learned_rotations import Loss, learned
 from ._named import Named
 from ._offline import Offline, found_in, why_at_run_time
 from ._options import algorithm
+from ._orthogonal import Orthogonal
 from ._products import rotated_products
 from ._reads import Read
 from ._rotated_params import RotatedParams, key_of, maps_of
@@ -202,7 +204,7 @@ class Rotate:
         every = every_site(_NAME, f, plan, given)
         own, streams = every.own, Streams(every)
         named = Named(own, streams.names)
-        rotated, rotations = (
+        before, rotations = (
             RotatedParams(named, params),
             Rotations(_NAME, named, self.block, self.seed),
         )
@@ -213,15 +215,15 @@ class Rotate:
         at_run_time = {named.name(x) for x in reads if not found.is_whole(x.inputs)}
         lost = None
         if self.steps:
-            learnable = rotations.learnable(found, rotated, reads, at_run_time)
+            learnable = rotations.learnable(found, before, reads, at_run_time)
             what = f, plan, params, list(batches), [*learnable.values()]
             options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
             factors, lost = learned(_NAME, self, *what, **options)
             rotations = rotations.with_learned(learnable, factors)
-        rotated.offline(found, rotations.of_size)
-        maps: dict[str, Any] = maps_of(found, own, rotations.of_size, rotated.gains)
+        maps: dict[str, Any] = maps_of(found, own, rotations.of_size, before.gains)
         edges = {key_of(own, x): why_at_run_time(found, x) for x in found.edges}
         rows: dict[str, Rotation] = {}
+        matrices: list[tuple[Read, Orthogonal]] = []
         for read in reads:
             if named.name(read) not in at_run_time:
                 row = _offline(named, found, rotations, read)
@@ -231,8 +233,10 @@ class Rotate:
                 row = Rotation(named.name(read), read.channels, (), found.reason(read))
                 rows.setdefault(row.site, row)
                 continue
-            row = _at_run_time(named, rotated, rotations, read)  # in all steps of a scan
-            key = named.key(read)
+            matrix = rotations.of_read(read)  # in all steps of a scan
+            row, key = _at_run_time(named, matrix, read), named.key(read)
+            if matrix is not None:
+                matrices.append((read, matrix))
             if row.factors and key not in maps:  # one for all steps
                 maps[key] = rotations.map_of(read)
             why = found.reason(read) if self.offline and row.factors else row.why
@@ -245,9 +249,10 @@ class Rotate:
                 every_row.append(Rotation(name, count, (count,)))
                 maps |= both
         _check_some(every_row)
-        report = RotationReport(every_row)
-        report.edges, report.gains, report.lost = edges, rotated.folded, lost
-        return Chosen(rotated.params(), report, maps)
+        rotated = partial(_rotated, named, found, rotations.of_size, matrices)
+        report, new = RotationReport(every_row), rotated(params)
+        report.edges, report.gains, report.lost = edges, new.folded, lost
+        return Chosen(new.params(), report, maps, lambda params: rotated(params).params())
 
     def _check_learning(self) -> None:
         """Checks the options of learning."""
@@ -283,15 +288,35 @@ def _offline(named: Named, found: Offline, rotations: Rotations, read: Read) -> 
     return Rotation(named.name(read), read.channels, sizes, offline=True)
 
 
-def _at_run_time(
-    named: Named, rotated: RotatedParams, rotations: Rotations, read: Read
-) -> Rotation:
-    """Rotates the weight of a site, whose operand is rotated at run time."""
-    name, count, matrix = named.name(read), read.channels, rotations.of_read(read)
+def _at_run_time(named: Named, matrix: Orthogonal | None, read: Read) -> Rotation:
+    """Returns the entry of a site whose operand is rotated at run time."""
+    name, count = named.name(read), read.channels
     if matrix is None:
         return Rotation(name, count, (), f"there is no Hadamard matrix of a divisor of {count}")
-    rotated.read(read, matrix)
     return Rotation(name, count, matrix.sizes)
+
+
+def _rotated(
+    named: Named,
+    found: Offline,
+    of_size: Callable[[int], Orthogonal],
+    matrices: Sequence[tuple[Read, Orthogonal]],
+    params: Any,
+) -> RotatedParams:
+    """Returns parameters with rotated channels.
+
+    Args:
+      named: the function.
+      found: what is rotated in weights.
+      of_size: the rotations of these.
+      matrices: the rotations of operands at run time.
+      params: the parameters.
+    """
+    rotated = RotatedParams(named, params)
+    rotated.offline(found, of_size)
+    for read, matrix in matrices:
+        rotated.read(read, matrix)
+    return rotated
 
 
 def _check_some(report: list[Rotation]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -177,9 +178,10 @@ class SmoothQuant:
         found = {(scaled.folds.name(x), is_left[i]) for x, i in zip(visits, sets, strict=True)}
         left = {name for name, own in found if own and (name, False) not in found}
         kept = unpaired.kept(1 / scale)
-        params, maps = scaled.folds.folded(params, 1 / scale, kept.of), kept.maps()
+        basis = partial(scaled.folds.folded, factors=1 / scale, kept=kept.of)
+        maps = kept.maps()
         report = scaled.pairs.keeping(maps, left=left)
-        return Chosen(params, report, maps, few=scaled.few.why)
+        return Chosen(basis(params), report, maps, basis, few=scaled.few.why)
 
 
 smooth_quant = SmoothQuant

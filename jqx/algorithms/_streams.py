@@ -83,6 +83,7 @@ class Streams(Walk):
                 why = "it is a result of the function"
                 self.constraints.stop(self.rotatable(x, "it is returned").labels, why)
         self._find_other_uses()
+        self._used.clear()  # as large as the parameters
 
     def _find_other_uses(self) -> None:
         """Stops rotations that would change a parameter with another use."""

@@ -8,25 +8,37 @@ from typing import Any
 from .._errors import message
 from ..calibrators import Affine
 from ..transforms import Plan, convert, map_channels
-from ..transforms._shared import Maps, with_maps
+from ..transforms._shared import Chosen, Maps, with_maps
+from ._basis import Basis
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """A function with what algorithms do at its sites."""
+    """A function with what algorithms do at its sites, and to its parameters; see `Quantized`."""
 
     f: Callable[..., Any]
     plan: Plan
     maps: Maps = dataclasses.field(default_factory=dict)
+    basis: Basis | None = None
 
     @property
     def function(self) -> Callable[..., Any]:
         """The function with its maps."""
         return map_channels(self.f, self.plan, self.maps) if self.maps else self.f
 
-    def then(self, maps: Maps) -> "Mapped":
-        """Returns the same with maps after those that it has."""
-        return Mapped(self.f, self.plan, with_maps("ptq", self.maps, maps))
+    def then(self, chosen: Chosen, *, rewrites: bool = False) -> "Mapped":
+        """Returns the same after what an algorithm has chosen, or rewritten."""
+        maps, basis = with_maps("ptq", self.maps, chosen.maps), self.basis
+        if chosen.basis is None:
+            basis = None if rewrites else basis
+        elif basis is not None:
+            basis = basis.then(chosen)
+        return dataclasses.replace(self, maps=maps, basis=basis)
+
+    def of_whole(self, whole: "Mapped") -> "Mapped":
+        """Returns the same for a function of whole weights, if this is one of their parts."""
+        basis = None if self.basis is None else self.basis.of_whole(whole.plan)
+        return Mapped(whole.f, whole.plan, self.maps, basis)
 
     def converted(self, scales: Mapping[str, Affine]) -> Callable[..., Any]:
         """Returns the function on integers."""

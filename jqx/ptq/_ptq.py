@@ -53,6 +53,7 @@ from ..transforms._shared import (
     placed,
     rooted,
 )
+from ._basis import Basis
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
 from ._hoisted import Hoist, Own, check_hoist, split_off
 from ._late_folders import shared_algorithms, shared_diagnostics
@@ -260,7 +261,8 @@ def ptq(
             choice = fitted(choice, own.f, plan, arguments, alike)
         choice, counting = weighted(choice, plan, weight or padding)
         how = Observing(counting, ignores, progress)
-        done = _carried_out(choice, Mapped(own.f, plan), own.params, every, how)
+        mapped = Mapped(own.f, plan, basis=Basis())
+        done = _carried_out(choice, mapped, own.params, every, how)
         found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
         if text is not None:
             notes = [text.written or "without data"]
@@ -293,9 +295,10 @@ def _carried_out(
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     if mapped.plan.splits and choice.reads_batches:
         own = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
-        done = _carried_out(choice, Mapped(own.function, own.plan), own.params, batches, how)
-        whole = Mapped(mapped.f, mapped.plan, done.mapped.maps)
+        parts = dataclasses.replace(mapped, f=own.function, plan=own.plan)
+        done = _carried_out(choice, parts, own.params, batches, how)
         values, codes = own.together(done.values), own.together(done.codes)
+        whole = done.mapped.of_whole(mapped)
         return dataclasses.replace(done, values=values, codes=codes, mapped=whole)
     rewrites, rounding, corrections = parts_of(choice.algorithm)
     plan, run = mapped.plan, has(rounding, "run")
@@ -322,7 +325,7 @@ def _carried_out(
         given = mapped.function, plan, values, batches
         chosen = choice.attempt(each, rewrite, each, *given)
         if chosen is not None:
-            values, mapped = chosen.params, mapped.then(chosen.maps)
+            values, mapped = chosen.params, mapped.then(chosen, rewrites=True)
             reports.append(chosen.report)
             few |= chosen.few
     if plan.static_specs() or observers:
@@ -339,16 +342,16 @@ def _carried_out(
     if is_plain:
         return _Done(values, quantize_params(values, plan), scales, mapped, reports)
     chosen = Chosen(values, None) if chosen is None else chosen
-    codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
+    codes, mapped = _checked(plan, chosen.params), mapped.then(chosen)
     reports.append(chosen.report)
     few |= chosen.few
-    real = values if chosen.real is None else chosen.real
+    real = values if chosen.basis is None or not corrections else chosen.basis(values)
     for each in corrections:
         given = mapped.function, plan, real, codes, scales, batches
         chosen = choice.attempt(each, each.correct, *given, **how.of(each.correct))
         if chosen is not None:
-            real = real if chosen.real is None else chosen.real
-            codes, mapped = _checked(plan, chosen.params), mapped.then(chosen.maps)
+            real = real if chosen.basis is None else chosen.basis(real)
+            codes, mapped = _checked(plan, chosen.params), mapped.then(chosen)
             reports.append(chosen.report)
             few |= chosen.few
     note_inputs(choice, reports, few)

@@ -53,6 +53,11 @@ class Quantized(Generic[P, R]):
       details: what the algorithm reports, for instance for each matrix. Files do not store it.
       maps: the channel maps that an algorithm adds at sites. If there are any, the function is
         that of `jqx.map_channels(f, plan, maps)`.
+      basis: a function that returns, for the float parameters, those that the codes stand for, and
+        maps of channels: after `values, maps = basis(params)`, `jqx.map_channels(f, plan, maps)` of
+        the values is the float function. They differ from the parameters if an algorithm has scaled
+        or rotated weights. It holds no copy of parameters. `None` if that is not known: files do
+        not store it, and an algorithm of yours may not tell it (`jqx.algorithms.Chosen.basis`).
       parents: after `hoist=`, the parameters of the function that was split, one tree for each
         position, with `jax.ShapeDtypeStruct` in place of arrays; otherwise `None`.
 
@@ -76,6 +81,7 @@ class Quantized(Generic[P, R]):
     details: Any = None
     maps: Maps = dataclasses.field(default_factory=dict)
     parents: tuple[Any, ...] | None = None
+    basis: Callable[[Any], tuple[Any, Maps]] | None = None
 
     def __call__(self, *batch: P.args, **kwargs: P.kwargs) -> R:
         """Returns the result of the function on its weights and the other arguments."""
@@ -139,6 +145,7 @@ class Quantized(Generic[P, R]):
             details=self.details,
             maps=self.maps,
             parents=self.parents,
+            basis=self.basis,
         )
 
     def __repr__(self) -> str:
@@ -183,7 +190,7 @@ def quantized_of(
     function = mapped.converted(scales)
     parents = mapped.f.parents if isinstance(mapped.f, Hoisted) else None
     given = function, laid_out, plan, scales, _in_memory(found, plan, laid_out), inputs
-    return Quantized(*given, maps=mapped.maps, parents=parents)
+    return Quantized(*given, maps=mapped.maps, parents=parents, basis=mapped.basis)
 
 
 def _in_memory(found: "diagnostics.Report", plan: Plan, params: Any) -> "diagnostics.Report":

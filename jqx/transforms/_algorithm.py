@@ -1,6 +1,6 @@
 """Algorithms: they choose the codes of weights where rounding to nearest is not enough."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ class Algorithm(Protocol):
       instead, so that the algorithm can work on the function itself, for example layer by layer.
     - `rewrite`, with the same arguments as `run`. It returns float parameters that round better,
       for the same function or nearly, and in `Chosen.maps` what is done at its sites. `jqx.ptq`
-      continues with these, and calibrates on them.
+      continues with these, and calibrates on them. `jqx.compare` needs `Chosen.basis` too.
     - `correct(f, plan, params, codes, affines, batches, progress=...)`, which is called when the
       codes of weights and the scales of activations are known. It returns parameters to use instead
       of those with codes, or `Chosen.maps`.
@@ -188,9 +188,10 @@ class Chosen(NamedTuple):
       params: the parameters, as `Algorithm` returns them.
       report: any object; it becomes `jqx.Quantized.details`.
       maps: maps of channels at sites, as `jqx.map_channels` takes them.
-      real: the float parameters with which the function with these maps is the float function, if
-        they are not those that were given. Corrections of codes compare with it. `None`: the given
-        parameters.
+      basis: a function that returns, for the float parameters that were given, those with which
+        the function with these maps is the float function. It should hold no copy of parameters.
+        `jqx.compare` and corrections of codes compare with its result. `None`: `rewrite` does not
+        say; for others it is the function of the given parameters, without these maps.
       few: matrices that were left as rounding to nearest leaves them, because few inputs reached
         them, each with the reason.
     """
@@ -198,7 +199,7 @@ class Chosen(NamedTuple):
     params: Any
     report: Any
     maps: Maps = MappingProxyType({})
-    real: Any = None
+    basis: Callable[[Any], Any] | None = None
     few: Mapping[str, str] = MappingProxyType({})
 
 
