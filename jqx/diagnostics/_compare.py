@@ -8,7 +8,7 @@ through loops and branches like statistics of calibration.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +31,28 @@ from ..transforms._shared import (
     Records,
     Rules,
     Trainable,
-    as_plan,
     check_function,
     codes_of,
     interpret,
     is_quantized,
     params_of,
+    placed,
     quantize_weight,
     real_of,
-    trace_call,
 )
 from ._comparison import Comparison, SiteError
+from ._members import (
+    Entry,
+    Members,
+    QuantizedFunction,
+    as_planned,
+    checked_call,
+    codes_by_path,
+    entries_alone,
+    entries_in,
+    is_quantized_function,
+    params_and_others,
+)
 from ._schemes import scheme_of_site
 
 _MEMBERS = "jqx.compare"
@@ -144,23 +155,14 @@ def _floats(x: Any) -> Any:
     return codes.dequantize() if is_quantized(codes) else codes
 
 
-class _Entry(Protocol):
-    """The fields used of an entry of a report of `jqx.algorithms`, for one matrix."""
-
-    sites: tuple[str, ...]
-    step: tuple[int, ...]
-    before: float
-    after: float
-
-
 @called("compare", "call it in two steps: jqx.compare(f, plan, affines)(params, x).")
 def compare(
     f: Callable[P, Any],
-    plan: Plan | Policy,
+    plan: Plan | Policy | QuantizedFunction,
     affines: GivenAffines = None,
     *,
     weights: Any = None,
-    report: Sequence[_Entry] | None = None,
+    report: Sequence[Entry] | None = None,
 ) -> Callable[P, Comparison]:
     """Returns a function that compares `f` with its quantized form at each site.
 
@@ -171,17 +173,24 @@ def compare(
     both, but take the error of the whole function from `simulate(f, plan, affines,
     backward=jnp.float32)` or `convert`, which are bitwise equal.
 
+    With the result of `ptq`, the float member computes as the quantized function does where an
+    algorithm has scaled or rotated weights: `f` on the values and maps of `quantized.basis`, the
+    same function up to rounding in float. So a site is compared as it computes. What corrects codes
+    (`bias_correction`, `eora`) is in the rounded member; of a site's own error it is no part if it
+    is a shift, because that is added after the site.
+
     Args:
       f: the function that the plan was made for.
-      plan: a `Plan`, or a `Policy` to plan the call with (its parameters are argument 0 then).
+      plan: the result of `jqx.ptq`, whose plan, scales, codes, maps and details are then used; or a
+        `Plan`; or a `Policy` to plan the call with (its parameters are argument 0 then).
       affines: scales from `jqx.affines`, for every static activation and output; `"dynamic"`
         computes them from the values of the call instead. `None` if the plan has no static ones.
       weights: the parameters with the codes to compare, as returned by `jqx.quantize_params` or by
         an algorithm (`Quantized.params`, `Chosen.params`); a tuple if there are several positions.
-        `None` rounds the parameters of the call to nearest. Not those of an algorithm that also
-        scales or rotates weights, such as `smooth_quant`: it changes what sites compute.
-      report: the report of an algorithm on its matrices (`Quantized.details`, `Chosen.report`), for
-        the objective of the weight in each row.
+        `None` rounds the parameters of the call to nearest. The algorithm must choose codes alone.
+        For one that also scales or rotates weights or corrects results, pass the result of `ptq`.
+      report: the report of such an algorithm (`Quantized.details`, `Chosen.report`), for the
+        objective of the weight in each row.
 
     Returns:
       `compared(*args, **kwargs) -> Comparison`, a function of float parameters. It compiles and
@@ -190,7 +199,9 @@ def compare(
     Raises:
       TypeError: if `f` is not a function or `plan` is not a plan.
       ValueError: if the plan was made for another function, `affines` does not fit it, a static
-        activation or output has no scale, or a parameter is quantized already.
+        activation or output has no scale, or a parameter is quantized already; if `affines`,
+        `weights` or `report` is passed with a result of `ptq`, or this has no `basis`, as after
+        `jqx.load`; or if `report` is that of an algorithm which does more than choose codes.
 
     NaN, infinity: a result with a NaN has an SQNR of NaN.
 
@@ -203,29 +214,75 @@ def compare(
       >>> found = jqx.compare(f, policy)(p, x)
       >>> found.worst(1)[0].path
       'b'
+      >>> quantized = jqx.ptq(f, policy, jqx.algorithms.rotate(), progress=False)(p, [x])
+      >>> rotated = jqx.compare(f, quantized)(p, x)
+      >>> rotated.sites[1].local_sqnr > found.sites[1].local_sqnr + 10
+      True
     """
     check_function("compare", f)
-    params = params_of("compare", plan)
+    if is_quantized_function(plan):
+        given = {"affines": affines, "weights": weights, "report": report}
+        own = [name for name, value in given.items() if value is not None]
+        require_that(
+            not own,
+            error=ValueError,
+            function="compare",
+            problem="a quantized function has these arguments already.",
+            given=f"the result of jqx.ptq, and {', '.join(own)}",
+            expected="the result of jqx.ptq alone, or a plan",
+            mend="write jqx.compare(f, quantized).",
+        )
+        return _of_quantized(f, cast(QuantizedFunction, plan))
+    return _of_plan(f, cast("Plan | Policy", plan), affines, weights, report)
 
-    def compared(*args: P.args, **kwargs: P.kwargs) -> Comparison:
-        call = trace_call("compare", f, params, args, kwargs)
-        known = as_plan("compare", plan, call, params)
-        given = known.scales_of("compare", affines)
-        check_not_quantized("compare", call, known)
-        codes = {} if weights is None else codes_by_path(known, weights)
 
-        def both(leaves: Any, given: Any, codes: Any) -> tuple[Sums, Records]:
-            out, records = side_by_side(call, known, leaves, given, codes)
-            return Sums.of_results(out), records
+def _of_plan(
+    f: Callable[..., Any], plan: Plan | Policy, affines: GivenAffines, weights: Any, report: Any
+) -> Callable[..., Comparison]:
+    """Returns `compare` for a plan, or a policy."""
+    params, entries = params_of("compare", plan), entries_alone("compare", report)
 
-        out, records = jax.jit(both)(call.leaves, given, codes)
-        return comparison_of(known, out, records, report or ())
+    def compared(*args: Any, **kwargs: Any) -> Comparison:
+        call, known = checked_call("compare", f, plan, args, kwargs, params)
+        codes = {} if weights is None else codes_by_path("compare", known, weights)
+        return _compared(call, known, affines, Members(None, {}, codes, ()), entries)
 
     return compared
 
 
+def _of_quantized(f: Callable[..., Any], quantized: QuantizedFunction) -> Callable[..., Comparison]:
+    """Returns `compare` for the result of `ptq`."""
+    plan = quantized.plan
+
+    def compared(*args: Any, **kwargs: Any) -> Comparison:
+        own, given = as_planned(f, plan, args, kwargs)
+        call, known = checked_call("compare", own, plan, given, kwargs, plan.parameters)
+        params, others = params_and_others(plan, given)
+        members = Members.of("compare", quantized, params)
+        if members.params is not params or members.maps:
+            given = placed(plan.params, members.params, others)
+            call, known = members.call("compare", own, plan, given, kwargs)
+        return _compared(call, known, quantized.affines, members, entries_in(quantized.details))
+
+    return compared
+
+
+def _compared(
+    call: Call, plan: Plan, affines: GivenAffines, members: Members, entries: Sequence[Entry]
+) -> Comparison:
+    """Returns the comparison of a call, whose arguments are those of the float member."""
+    given = plan.scales_of("compare", affines)
+
+    def both(leaves: Any, given: Any, others: Any) -> tuple[Sums, Records]:
+        out, records = side_by_side(call, plan, leaves, given, others)
+        return Sums.of_results(out), records
+
+    out, records = jax.jit(both)(call.leaves, given, members.others(call))
+    return comparison_of(plan, out, records, entries)
+
+
 def comparison_of(
-    plan: Plan, out: Sums, records: Mapping[str, Sums], report: Sequence[_Entry] = ()
+    plan: Plan, out: Sums, records: Mapping[str, Sums], report: Sequence[Entry] = ()
 ) -> Comparison:
     """Returns the comparison with some sums of the result and of the sites."""
     objectives = _objectives(report)
@@ -238,93 +295,62 @@ def side_by_side(
     plan: Plan,
     leaves: Sequence[jax.Array],
     given: dict[str, Affine],
-    codes: Mapping[str, QTensor],
+    others: Sequence[Any],
 ) -> tuple[list[jax.Array], Records]:
-    """Returns the results of a call, in float and rounded `[2, ...]`, and the sums of its sites."""
+    """Returns the results of a call, in float and rounded `[2, ...]`, and the sums of its sites.
+
+    Args:
+      call: the call.
+      plan: its plan.
+      leaves: its leaves, of the float member.
+      given: scales.
+      others: what the rounded member has in their place; `None` for the same, or for a weight that
+        is rounded to nearest.
+    """
     rules = _Both(plan, given)
-    both = [_pair(x, path, plan, given, codes) for x, path in zip(leaves, call.paths, strict=True)]
+    weights = [plan.weight_at(path) for path in call.paths]
+    pairs = [_pair(*x, given) for x in zip(leaves, others, weights, strict=True)]
 
     def member() -> tuple[list[Any], Records]:
-        out, records = interpret(call.jaxpr, call.consts, both, rules)
+        own = [
+            x if weight is not None or not isinstance(x, Trainable) else rules.dense(None, x)
+            for x, weight in zip(pairs, weights, strict=True)
+        ]
+        out, records = interpret(call.jaxpr, call.consts, own, rules)
         return [rules.dense(None, x) for x in out], records
 
     out, records = jax.vmap(member, axis_name=_MEMBERS, axis_size=2)()
     return out, jax.tree.map(lambda x: x[0], records)
 
 
-def _pair(
-    x: jax.Array,
-    path: str | None,
-    plan: Plan,
-    given: Mapping[str, Affine],
-    codes: Mapping[str, QTensor],
-) -> Any:
-    weight = plan.weight_at(path)
-    if weight is None:
-        return x
-    chosen = codes.get(weight.path)
-    if chosen is None:
-        chosen = quantize_weight(x, weight.spec, given.get(weight.key))
+def _pair(x: jax.Array, other: Any, weight: Weight | None, given: Mapping[str, Affine]) -> Any:
+    """Returns a leaf with what the rounded member has in its place."""
+    if other is None:
+        if weight is None:
+            return x
+        other = quantize_weight(x, weight.spec, given.get(weight.key))
     require_that(
-        chosen.shape == x.shape,
+        other.shape == x.shape,
         error=ValueError,
         function="compare",
         problem="`weights` does not fit the parameters of the call.",
-        given=f"codes of shape {chosen.shape} for {path!r}, which has shape {x.shape}",
+        given=f"shape {other.shape} for {weight and weight.path!r}, which has shape {x.shape}",
         expected="the parameters of the call, quantized",
         mend="pass Quantized.params, or what jqx.quantize_params returned for these parameters.",
     )
-    return Trainable(chosen, x)
+    return Trainable(other, x)
 
 
-def codes_by_path(plan: Plan, weights: Any) -> dict[str, QTensor]:
-    """Returns the codes of each weight of a plan."""
-    found: dict[str, QTensor] = {}
-
-    def keep(weight: Weight, x: Any) -> Any:
-        require_that(
-            isinstance(x, QTensor) and x.qtype == weight.spec.qtype,
-            error=ValueError,
-            function="compare",
-            problem="`weights` do not belong to this plan.",
-            given=f"{x!r} for {weight.path!r}" if is_quantized(x) else f"floats: {weight.path!r}",
-            expected=f"a QTensor of {weight.spec}",
-            mend="pass Quantized.params, or what jqx.quantize_params returned for this plan.",
-        )
-        found[weight.path] = x
-        return x
-
-    plan.map_weights(keep, weights)
-    return found
-
-
-def _objectives(report: Sequence[_Entry]) -> dict[str, list[_Entry]]:
+def _objectives(report: Sequence[Entry]) -> dict[str, list[Entry]]:
     """Returns the entries of a report by the names of sites."""
-    found: dict[str, list[_Entry]] = {}
+    found: dict[str, list[Entry]] = {}
     for entry in report:
         for name in entry.sites:
             found.setdefault(name, []).append(entry)
     return found
 
 
-def check_not_quantized(function: str, call: Call, plan: Plan) -> None:
-    """Checks that the weights of a call are in float."""
-    both = zip(call.paths, call.leaves, strict=True)
-    done = [path for path, x in both if is_quantized(x) and plan.weight_at(path) is not None]
-    require_that(
-        not done,
-        error=ValueError,
-        function=function,
-        problem="a parameter is quantized already, so that its float values are not known.",
-        given=f"QTensors for {', '.join(map(repr, done[:4]))}",
-        expected="float parameters",
-        mend="pass the original parameters, not the result of jqx.quantize_params.",
-    )
-
-
-def _rows(
-    site: Site, sums: Sums, objectives: Mapping[str, Sequence[_Entry]]
-) -> Iterator[SiteError]:
+def _rows(site: Site, sums: Sums, objectives: Mapping[str, Sequence[Entry]]) -> Iterator[SiteError]:
     for layer in np.ndindex(np.shape(sums.seen)):
         row = _error(site.path, site.op, layer, jax.tree.map(lambda x, at=layer: x[at], sums))
         entries = [x for x in objectives.get(site.name, ()) if x.step[: len(layer)] == layer]

@@ -9,22 +9,29 @@ import jax
 from .._calls import called
 from .._checks import require_that
 from .._table import Table, Tabular
-from ..transforms import Plan
 from ..transforms._shared import (
     Batch,
     Records,
     arguments_of,
     arrays_of,
-    as_plan,
     check_batches,
     check_function,
+    inputs_of,
     is_array,
     is_quantized,
+    placed,
     real_of,
-    trace_call,
 )
-from ._compare import Sums, check_not_quantized, codes_by_path, comparison_of, side_by_side
+from ._compare import Sums, comparison_of, side_by_side
 from ._comparison import Comparison, SiteError
+from ._members import (
+    Members,
+    as_planned,
+    checked_call,
+    is_quantized_function,
+    params_and_others,
+    places_of,
+)
 from ._table import finite
 
 _NAME = "diagnostics.held_back"
@@ -59,8 +66,6 @@ class HeldBack(Tabular):
         head = ("path", "op", "error on rows used", "on held-back rows", "ratio")
         note = "error: energy of the difference, relative to that of the float result; of a site: "
         note += "with only this site quantized, on float operands"
-        if not self.used.sites:
-            note = "without sites: the algorithm also changed what they are in float"
         return Table(head, rows, note, texts=2)
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,10 +84,7 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
     held-back rows is much larger, pass more rows, or rows of more kinds, to `jqx.ptq`.
 
     The error of the result is that of `quantized.function`. The errors of sites are those of
-    `jqx.compare`, over all batches. They hold for algorithms that choose codes, such as `gptq`, but
-    not for those that also scale or rotate weights, such as `smooth_quant`: sites then compute
-    something else. They are left out, with a note, if they do not add up: if the codes in the place
-    of the weights of `f` have more than twice the error of the result.
+    `jqx.compare(f, quantized)`, over all batches.
 
     Args:
       f: the float function.
@@ -96,8 +98,8 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
     Raises:
       TypeError: if `f` is not a function, `quantized` is not the result of `jqx.ptq`, or batches
         are not a list.
-      ValueError: if `f` is another function, a parameter is quantized already, or there is no
-        batch.
+      ValueError: if `f` is another function, a parameter is quantized already, there is no batch,
+        or `quantized` has no `basis`, as after `jqx.load`.
 
     Example:
       >>> import jqx, jax
@@ -110,9 +112,8 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
       True
     """
     check_function(_NAME, f)
-    plan: Any = getattr(quantized, "plan", None)
     require_that(
-        isinstance(plan, Plan) and callable(getattr(quantized, "function", None)),
+        is_quantized_function(quantized),
         error=TypeError,
         function=_NAME,
         problem="`quantized` is not a quantized function.",
@@ -122,48 +123,50 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
     )
 
     def measured(params: Any, used: Iterable[Any], others: Iterable[Any]) -> HeldBack:
-        one = _sums_of(f, quantized, params)
-        found = [_summed(plan, one, batches) for batches in (used, others)]
-        result, whole, _ = found[0]
-        is_same = float(whole.noise) <= 2 * float(result.noise) + _ROUNDING * float(result.signal)
-        known = plan if is_same else dataclasses.replace(plan, sites=())
-        return HeldBack(*(comparison_of(known, result, records) for result, _, records in found))
+        compiled: list[Callable[[Any], _All]] = []
+
+        def one(batch: Any) -> _All:
+            if not compiled:
+                compiled.append(_sums_of(f, quantized, params, batch))
+            return compiled[0](batch)
+
+        found = [_summed(one, batches) for batches in (used, others)]
+        return HeldBack(*(comparison_of(quantized.plan, *own) for own in found))
 
     return measured
 
 
-_ROUNDING = 1e-10
-"""The energy of rounding errors in float32, relative to that of a result; about."""
-
-_All = tuple[Sums, Sums, Records]
-"""Sums over the result of the quantized function, over that of the codes in the float function, and
-over the sites of the latter.
-"""
+_All = tuple[Sums, Records]
+"""Sums over the result of the quantized function, and over sites."""
 
 
-def _sums_of(f: Callable[..., Any], quantized: Any, params: Any) -> Callable[[Any], _All]:
-    """Returns a compiled function of a batch that returns its sums."""
+def _sums_of(
+    f: Callable[..., Any], quantized: Any, params: Any, batch: Any
+) -> Callable[[Any], _All]:
+    """Returns a compiled function of a batch that returns its sums. It is checked with a batch."""
     plan = quantized.plan
     scales = plan.scales_of(_NAME, quantized.affines)
-    codes = codes_by_path(plan, quantized.params)
-    (arrays, filled), (own, own_filled) = map(arrays_of, (params, quantized.params))
+    given = placed(places_of(f, plan), params, inputs_of(batch))
+    f, given = as_planned(f, plan, given, {})
+    checked_call(_NAME, f, plan, given, {}, plan.parameters)
+    members = Members.of(_NAME, quantized, params_and_others(plan, given)[0])
+    (arrays, filled), (own, own_filled) = map(arrays_of, (members.params, quantized.params))
 
     @jax.jit
-    def sums(arrays: Any, own: Any, scales: Any, codes: Any, batch: Any) -> _All:
+    def sums(arrays: Any, own: Any, scales: Any, members: Members, batch: Any) -> _All:
         arguments = arguments_of(plan, filled(arrays), batch)
-        call = trace_call(_NAME, f, plan.parameters, arguments, {})
-        known = as_plan(_NAME, plan, call, plan.parameters)
-        check_not_quantized(_NAME, call, known)
-        both, records = side_by_side(call, known, call.leaves, scales, codes)
+        call, known = members.call(_NAME, f, plan, arguments, {})
+        both, records = side_by_side(call, known, call.leaves, scales, members.others(call))
         found = quantized.function(*arguments_of(plan, own_filled(own), batch))
         leaves = filter(is_array, jax.tree.leaves(found, is_leaf=is_quantized))
         pairs = [(x[0], real_of(z)) for x, z in zip(both, leaves, strict=True)]
-        return Sums.of_results(pairs), Sums.of_results(both), records
+        return Sums.of_results(pairs), records
 
-    return lambda batch: sums(arrays, own, scales, codes, Batch(batch))
+    members = members._replace(params=None)
+    return lambda batch: sums(arrays, own, scales, members, Batch(batch))
 
 
-def _summed(plan: Plan, one: Callable[[Any], _All], batches: Iterable[Any]) -> _All:
+def _summed(one: Callable[[Any], _All], batches: Iterable[Any]) -> _All:
     """Returns the sums over batches."""
     check_batches(_NAME, batches)
     total = None

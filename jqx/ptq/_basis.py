@@ -5,8 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..transforms import Plan, dequantize_params
-from ..transforms._shared import Chosen, Maps, Unstacked, with_maps
+import jax.numpy as jnp
+
+from ..transforms import ChannelMap, LowRank, Plan, dequantize_params
+from ..transforms._shared import Chosen, Map, Maps, Unstacked, as_maps, with_maps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +17,8 @@ class Basis:
 
     Attributes:
       steps: what algorithms do to parameters, in order.
-      maps: the maps with which the function of the result is the float function.
+      maps: the maps of the quantized function, with those that correct codes replaced by maps that
+        change nothing.
     """
 
     steps: tuple[Callable[[Any], Any], ...] = ()
@@ -28,11 +31,16 @@ class Basis:
             found = step(found)
         return found, self.maps
 
-    def then(self, chosen: Chosen) -> "Basis":
-        """Returns the same with the basis and the maps of a result after its own."""
-        assert chosen.basis is not None
-        maps = with_maps("ptq", self.maps, chosen.maps)
-        return Basis((*self.steps, chosen.basis), maps)
+    def then(self, chosen: Chosen, *, rewrites: bool) -> "Basis | None":
+        """Returns the basis after what an algorithm has chosen, or rewritten."""
+        if chosen.basis is not None:
+            maps = with_maps("ptq", self.maps, chosen.maps)
+            return Basis((*self.steps, chosen.basis), maps)
+        if rewrites:
+            return None
+        given = as_maps("ptq", chosen.maps).items()
+        maps = {key: tuple(map(_without_effect, own)) for key, own in given}
+        return Basis(self.steps, with_maps("ptq", self.maps, maps))
 
     def of_whole(self, plan: Plan) -> "Basis":
         """Returns the basis of whole weights for one of their parts; the plan splits them."""
@@ -43,3 +51,16 @@ def _in_parts(plan: Plan, step: Callable[[Any], Any], params: Any) -> Any:
     """Returns parameters whose parts are rewritten."""
     own = Unstacked(plan, params)
     return own.together(step(own.params))
+
+
+def _without_effect(x: Map) -> Map:
+    """Returns a map with the same arrays in which they change nothing."""
+    if isinstance(x, LowRank):
+        return LowRank(jnp.zeros_like(x.a), jnp.zeros_like(x.b))
+    factors = (jnp.broadcast_to(jnp.eye(y.shape[-1], dtype=y.dtype), y.shape) for y in x.factors)
+    return ChannelMap(
+        scale=None if x.scale is None else jnp.ones_like(x.scale),
+        factors=tuple(factors),
+        shift=None if x.shift is None else jnp.zeros_like(x.shift),
+        clip=None if x.clip is None else jnp.full_like(x.clip, jnp.inf),
+    )

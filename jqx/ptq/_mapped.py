@@ -28,11 +28,8 @@ class Mapped:
 
     def then(self, chosen: Chosen, *, rewrites: bool = False) -> "Mapped":
         """Returns the same after what an algorithm has chosen, or rewritten."""
-        maps, basis = with_maps("ptq", self.maps, chosen.maps), self.basis
-        if chosen.basis is None:
-            basis = None if rewrites else basis
-        elif basis is not None:
-            basis = basis.then(chosen)
+        basis = None if self.basis is None else self.basis.then(chosen, rewrites=rewrites)
+        maps = with_maps("ptq", self.maps, chosen.maps)
         return dataclasses.replace(self, maps=maps, basis=basis)
 
     def of_whole(self, whole: "Mapped") -> "Mapped":

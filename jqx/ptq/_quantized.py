@@ -54,10 +54,11 @@ class Quantized(Generic[P, R]):
       maps: the channel maps that an algorithm adds at sites. If there are any, the function is
         that of `jqx.map_channels(f, plan, maps)`.
       basis: a function that returns, for the float parameters, those that the codes stand for, and
-        maps of channels: after `values, maps = basis(params)`, `jqx.map_channels(f, plan, maps)` of
-        the values is the float function. They differ from the parameters if an algorithm has scaled
-        or rotated weights. It holds no copy of parameters. `None` if that is not known: files do
-        not store it, and an algorithm of yours may not tell it (`jqx.algorithms.Chosen.basis`).
+        maps: after `values, maps = basis(params)`, `jqx.map_channels(f, plan, maps)` of the values
+        is the float function. The values are other ones if an algorithm scales or rotates weights.
+        The maps are `maps`, without effect where these correct codes. It holds no copy of
+        parameters. `None` if it is not known: files do not store it, and an algorithm of yours may
+        not return it in `jqx.algorithms.Chosen`.
       parents: after `hoist=`, the parameters of the function that was split, one tree for each
         position, with `jax.ShapeDtypeStruct` in place of arrays; otherwise `None`.
 

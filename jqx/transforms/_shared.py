@@ -59,6 +59,7 @@ from ._interpret import view as view
 from ._learned_scales import check_no_learned_scales as check_no_learned_scales
 from ._learned_scales import check_scales_of_weights as check_scales_of_weights
 from ._make_plan import planner as planner
+from ._map_channels import Map as Map
 from ._map_channels import Maps as Maps
 from ._map_channels import as_maps as as_maps
 from ._map_channels import with_maps as with_maps

@@ -1,0 +1,387 @@
+"""`compare` and `held_back` where algorithms rewrite weights, against NumPy: each site is compared
+in the basis in which the quantized function computes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import jqx
+import jqx.linen
+import jqx.nnx
+from jqx.algorithms import (
+    awq,
+    bias_correction,
+    chain,
+    eora,
+    equalize,
+    gptq,
+    loftq,
+    rotate,
+    smooth_quant,
+)
+from jqx.diagnostics import held_back
+
+from ..arrays import on_device
+from .errors import near
+
+RNG = np.random.default_rng(0)
+D, HIDDEN, ROWS = 16, 24, 12
+W8A8 = jqx.presets.w8a8()
+
+
+def normal(*shape):
+    return on_device(np.float32(RNG.normal(size=shape) / shape[0] ** 0.5))
+
+
+def rms_norm(x, gain):
+    core = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+    return core * jnp.broadcast_to(gain, x.shape)
+
+
+def layer(x, w):
+    h = jax.nn.relu(rms_norm(x, w["gain"]) @ w["up"] + jnp.broadcast_to(w["bias"], (ROWS, HIDDEN)))
+    return x + h @ w["down"]
+
+
+def network(params, x):
+    """A residual network; a scan steps over its layers if they are stacked."""
+    layers = params["layers"]
+    if isinstance(layers, dict):
+        x = lax.scan(lambda x, w: (layer(x, w), None), x @ params["in"], layers)[0]
+    else:
+        x = functools.reduce(layer, layers, x @ params["in"])
+    return rms_norm(x, params["gain"]) @ params["head"]
+
+
+def one_layer():
+    """Gains and inputs have large channels, which rotations and scales spread."""
+    return {
+        "gain": jnp.exp(1.5 * normal(1, D)[0]),
+        "up": normal(D, HIDDEN),
+        "bias": jnp.abs(normal(1, HIDDEN)[0]),
+        "down": normal(HIDDEN, D),
+    }
+
+
+LAYERS = [one_layer(), one_layer()]
+PARAMS = {"in": normal(D, D), "layers": LAYERS[:1], "gain": jnp.exp(normal(1, D)[0])}
+PARAMS |= {"head": normal(D, 8)}
+STACKED = PARAMS | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *LAYERS)}
+CHANNELS = jnp.exp(2 * normal(1, D))
+USED, OTHERS = (normal(ROWS, D) * CHANNELS for _ in range(2))
+
+
+def mapped(x, maps, step, operand=None):
+    """A value after the maps of a site, in float64; a result has the operand of its site."""
+    for each in maps:
+        if isinstance(each, jqx.LowRank):
+            x = x + operand @ np.float64(each.a)[step] @ np.float64(each.b)[step]
+            continue
+        scale, shift, clip, *factors = (
+            None if part is None else np.float64(part)[step]
+            for part in (each.scale, each.shift, each.clip, *each.factors)
+        )
+        x = x if scale is None else x * scale
+        if factors:
+            whole = functools.reduce(np.kron, factors)
+            x = (x.reshape(len(x), -1, len(whole)) @ whole).reshape(x.shape)
+        x = x if shift is None else x + shift
+        x = x if clip is None else np.minimum(x, clip)
+    return x
+
+
+def exact(values, maps, x, quantized=None):
+    """The network in float64 with maps at its sites. With a quantized function, also the energies
+    of the error of each site alone, and of its result.
+    """
+    found = []
+    codes = None if quantized is None else jqx.dequantize_params(quantized.params)
+
+    def site(path, x, w, own, step=()):
+        x = mapped(x, maps.get(f"{path}:dot_general:lhs", ()), step)
+        y = x @ np.float64(w)[step]
+        if quantized is not None:
+            scale = np.float64(quantized.affines[f"{path}:dot_general:lhs"].scale)
+            scale = scale[step].reshape(()) if scale.size > 1 else scale.reshape(())
+            rounded = np.clip(np.round(x / scale), -128, 127) * scale
+            found.append((path, step, np.sum((rounded @ np.float64(own)[step] - y) ** 2), y))
+        return mapped(y, maps.get(f"{path}:dot_general:out", ()), step, x)
+
+    def norm(x, gain):
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True)) * np.float64(gain)
+
+    is_stacked = isinstance(values["layers"], dict)
+    own = values if codes is None else codes
+    x = site("in", np.float64(x), values["in"], own["in"])
+    for i in range(2 if is_stacked else len(values["layers"])):
+        at, step = ("layers", (i,)) if is_stacked else (f"layers/{i}", ())
+        w, q = (each["layers"] if is_stacked else each["layers"][i] for each in (values, own))
+        h = site(f"{at}/up", norm(x, np.float64(w["gain"])[step]), w["up"], q["up"], step)
+        h = np.maximum(h + np.float64(w["bias"])[step], 0)
+        x = x + site(f"{at}/down", h, w["down"], q["down"], step)
+    y = site("head", norm(x, values["gain"]), values["head"], own["head"])
+    order = [row[0] for row in found]
+    return y if quantized is None else (y, sorted(found, key=lambda row: order.index(row[0])))
+
+
+def decibels(signal, noise):
+    return 10 * np.log10(np.sum(np.square(signal)) / noise)
+
+
+def close(a, b, layers=3):
+    """Whether two errors in dB are those of one function, in float32 and in float64."""
+    return abs(a - b) < 10 / np.log(10) * near(10 ** (-b / 10), layers, HIDDEN)
+
+
+ALGORITHMS = {
+    "run time": rotate(),
+    "weights alone": rotate(offline="only"),
+    "both": rotate(offline=True),
+    "rounded well": chain(rotate(offline=True), gptq()),
+    "smooth": smooth_quant(0.85),
+    "awq": awq(),
+    "equal": equalize(),
+    "corrected": chain(smooth_quant(0.85), loftq(rank=2), bias_correction()),
+    "compensated": chain(rotate(), bias_correction(), eora(rank=2)),
+}
+QUICK = "rounded well", "smooth", "equal", "compensated"
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        *(pytest.param(x, PARAMS, id=x) for x in QUICK),
+        *(
+            pytest.param(x, PARAMS, id=x, marks=pytest.mark.slow)
+            for x in ALGORITHMS
+            if x not in QUICK
+        ),
+        *(
+            pytest.param(x, STACKED, id=f"{x}, in a scan", marks=pytest.mark.slow)
+            for x in ALGORITHMS
+        ),
+    ],
+)
+def test_sites_are_compared_as_they_compute(name, params):
+    quantized = jqx.ptq(network, W8A8, ALGORITHMS[name], progress=False)(params, [USED])
+    values, maps = quantized.basis(params)
+    found = held_back(network, quantized)(params, [USED], [OTHERS])
+    for comparison, x in ((found.used, USED), (found.held_back, OTHERS)):
+        y, own = exact(values, maps, x, quantized)
+        real = exact(params, {}, x)
+        np.testing.assert_allclose(y, real, rtol=0, atol=2e-6 * np.abs(real).max())
+        want = decibels(real, np.sum((np.float64(quantized(x)) - real) ** 2))
+        assert close(comparison.result.sqnr, want)
+        for row, (path, step, noise, y) in zip(comparison.sites, own, strict=True):
+            assert (row.path, row.layer) == (path, step)
+            assert close(row.local_sqnr, decibels(y, noise)), row
+    assert min(row.local_sqnr for row in found.used.sites) > 30
+    assert found.used.result.sqnr > 25
+
+
+def test_compare_has_the_rows_of_held_back_and_finds_what_a_plan_alone_does_not():
+    quantized = jqx.ptq(network, W8A8, ALGORITHMS["rounded well"], progress=False)(PARAMS, [USED])
+    found = jqx.compare(network, quantized)(PARAMS, USED)
+    used = held_back(network, quantized)(PARAMS, [USED], [OTHERS]).used
+    for row, other in zip((*found.sites, found.result), (*used.sites, used.result), strict=True):
+        assert row.name == other.name
+        assert close(row.sqnr, other.sqnr) and close(row.local_sqnr, other.local_sqnr)
+    entries = {entry.sites[0]: entry for entry in quantized.details[1]}
+    for row in found.sites:
+        entry = entries[f"{row.path}:dot_general"]
+        assert row.objective == entry.after / entry.before
+    plan = quantized.plan, quantized.affines
+    wrong = jqx.compare(network, *plan, weights=quantized.params)(PARAMS, USED)
+    assert wrong.worst(1)[0].local_sqnr < 0 < 30 < found.worst(1)[0].local_sqnr
+
+
+def own(algorithm, f=network, params=PARAMS, **options):
+    return jqx.ptq(f, W8A8, algorithm, progress=False, **options)(params, [USED])
+
+
+def test_a_shift_that_corrects_is_in_the_rounded_member_alone():
+    """It is in the bias of the first site, and at the second."""
+
+    def f(p, x):
+        return jnp.tanh(x @ p["a"] + p["bias"][None]) @ p["b"]
+
+    params = {"a": PARAMS["in"], "bias": PARAMS["gain"], "b": PARAMS["head"]}
+    quantized = jqx.ptq(f, jqx.presets.w4a16(), bias_correction(), progress=False)(params, [USED])
+    assert (quantized.params["bias"] != params["bias"]).any() and quantized.maps
+    found = jqx.compare(f, quantized)(params, USED)
+    p, x = jax.tree.map(np.float64, params), np.float64(USED)
+    real = np.tanh(x @ p["a"] + p["bias"]) @ p["b"]
+    noise = np.sum((np.float64(quantized(USED)) - real) ** 2)
+    assert close(found.result.sqnr, decibels(real, noise))
+    assert found.result.sqnr > found.sites[1].sqnr + 0.1  # the site is before its shift
+    lost = np.float64(quantized.params["a"].dequantize()) - p["a"]
+    assert close(found.sites[0].sqnr, decibels(x @ p["a"], np.sum((x @ lost) ** 2)))
+
+
+def test_functions_that_hoist_has_split_and_bound_functions():
+    def f(params, x, by=None):
+        y = network(params | {"head": params["head"] * params["mask"][None]}, x)
+        return y if by is None else by * y
+
+    params = PARAMS | {"mask": jnp.ones(8).at[3].set(0.0)}
+    quantized = own(smooth_quant(0.85), f, params, hoist=True)
+    found = held_back(f, quantized)(params, [USED], [OTHERS])
+    real = np.float64(f(params, USED))
+    want = decibels(real, np.sum((np.float64(quantized(USED)) - real) ** 2))
+    assert close(found.used.result.sqnr, want) and want > 25
+    g, computed = jqx.hoist(f, "weights")(params, USED)
+    for function, own_params, own_quantized, *more in (
+        (f, params, quantized),
+        (g, computed, quantized),
+        (f, params, quantized.bind(f), 2.0),
+    ):
+        rows = jqx.compare(function, own_quantized)(own_params, USED, *more)
+        assert close(rows.result.sqnr, want)
+        assert all(
+            close(a.local_sqnr, b.local_sqnr)
+            for a, b in zip(rows.sites, found.used.sites, strict=True)
+        )
+
+
+def test_steps_of_a_scan_that_a_policy_selects():
+    policy = jqx.presets.w8a8(r"layers[0]/.*") + jqx.presets.w8a16("layers/.*")
+    policy += jqx.presets.w8a8("in|head")
+    quantize = jqx.ptq(network, policy, smooth_quant(0.85), progress=False)
+    quantized = quantize(STACKED, [USED])
+    found = jqx.compare(network, quantized)(STACKED, USED)
+    real = exact(STACKED, {}, USED)
+    want = decibels(real, np.sum((np.float64(quantized(USED)) - real) ** 2))
+    assert close(found.result.sqnr, want, 4) and found.worst(1)[0].local_sqnr > 30
+
+
+class Algorithm:
+    """Rewrites nothing, and does not say so."""
+
+    def rewrite(self, f, plan, params, batches, *, progress=True):
+        return params
+
+
+@pytest.fixture(scope="module")
+def smooth():
+    return own(smooth_quant(0.85))
+
+
+def loaded(quantized, path):
+    jqx.save(path, quantized)
+    return jqx.load(path).bind(network)
+
+
+@pytest.mark.parametrize(
+    ("call", "facts"),
+    [
+        (
+            lambda q, _: jqx.compare(network, q, q.affines, weights=q.params),
+            (
+                "compare: a quantized function has these",
+                "affines, weights",
+                "compare(f, quantized)",
+            ),
+        ),
+        (
+            lambda q, _: jqx.compare(network, q.plan, q.affines, report=q.details),
+            ("compare: `report` is not that of", "of type Pairs", "compare(f, quantized)"),
+        ),
+        (
+            lambda q, _: jqx.compare(network, q.plan, report=((), own(rotate()).details)),
+            ("compare: `report` is not that of", "of type RotationReport"),
+        ),
+        (
+            lambda q, path: jqx.compare(network, loaded(q, path))(PARAMS, USED),
+            ("compare: it is not known what the algorithm did", "weights=quantized.params"),
+        ),
+        (
+            lambda q, path: held_back(network, loaded(q, path))(PARAMS, [USED], [OTHERS]),
+            ("held_back: it is not known what the algorithm did", "result of jqx.ptq"),
+        ),
+        (
+            lambda q, _: jqx.compare(network, own(Algorithm()))(PARAMS, USED),
+            ("compare: it is not known what the algorithm did", "Chosen.basis"),
+        ),
+        (
+            lambda q, _: jqx.compare(network, q)(q.params, USED),
+            ("compare: a parameter is quantized already", "'head'"),
+        ),
+        (
+            lambda q, _: jqx.compare(lambda p, x: x @ p["in"], q)(PARAMS, USED),
+            ("compare: the plan was made for another function",),
+        ),
+    ],
+)
+def test_errors(call, facts, smooth, tmp_path):
+    with pytest.raises(ValueError, match="to mend: ") as error:
+        call(smooth, str(tmp_path / "model.safetensors"))
+    assert all(fact in str(error.value) for fact in facts), str(error.value)
+
+
+def held_by(x):
+    """The arrays that an object holds, and what it is made of; not the world of its functions."""
+    seen, todo = {}, [x]
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or x is None or isinstance(x, (type, str, bytes, int, float)):
+            continue
+        seen[id(x)] = x
+        if isinstance(x, dict):
+            todo += [*x.keys(), *x.values()]
+        elif isinstance(x, (list, tuple, set, frozenset)):
+            todo += x
+        elif isinstance(x, functools.partial):
+            todo += [x.func, x.args, x.keywords]
+        elif not type(x).__module__.startswith(("jax", "numpy")):
+            cells = getattr(x, "__closure__", None) or ()
+            todo += [cell.cell_contents for cell in cells]
+            todo += [getattr(x, "__self__", None), dict(getattr(x, "__dict__", {}))]
+    return [x for x in seen.values() if isinstance(x, (np.ndarray, jax.Array))]
+
+
+@pytest.mark.parametrize("name", ["both", "smooth", "awq"])
+def test_the_basis_holds_no_copy_of_weights(name):
+    quantized = own(ALGORITHMS[name])
+    sizes = {HIDDEN * D, 8 * D}
+    assert sizes <= {x.size for x in held_by(quantized.params)}
+    arrays = held_by(quantized.basis)
+    assert arrays and not [x.shape for x in arrays if x.size in sizes and x.dtype != np.int32]
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.RMSNorm()(x))
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm, self.head = nnx.RMSNorm(D, rngs=rngs), nnx.Linear(D, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_models_of_flax(kind):
+    algorithm = smooth_quant(0.85)
+    if kind == "linen":
+        module = Linen()
+        f, params = module.apply, module.init(jax.random.key(0), USED)
+        quantized = jqx.linen.ptq(module, W8A8, algorithm, progress=False)(params, [USED])
+    else:
+        graph, params = nnx.split(Nnx())
+        f = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+        quantized = jqx.nnx.ptq(Nnx(), W8A8, algorithm, progress=False)([USED])
+    found, real = jqx.compare(f, quantized)(params, USED), np.float64(f(params, USED))
+    want = decibels(real, np.sum((np.float64(quantized(USED)) - real) ** 2))
+    assert close(found.result.sqnr, want) and close(found.sites[0].local_sqnr, want)
+    assert want > 35
