@@ -29,9 +29,7 @@ _WAYS = {
     ),
     "Results, site by site": (
         "comparison",
-        "comparison = jqx.compare(\n"
-        "    f, quantized.plan, quantized.affines, weights=quantized.params\n"
-        ")(params, *batch)",
+        "comparison = jqx.compare(f, quantized)(params, *batch)",
     ),
     "Sensitivities": (
         "sensitivities",
@@ -132,7 +130,7 @@ def dashboard(
       >>> a, b, x = jax.random.normal(jax.random.key(0), (3, 16, 16))
       >>> params = {"a": a, "b": b}
       >>> quantized = jqx.ptq(f, jqx.presets.w8a16(), progress=False)(params, [x])
-      >>> found = jqx.compare(f, quantized.plan, weights=quantized.params)(params, x)
+      >>> found = jqx.compare(f, quantized)(params, x)
       >>> page = jqx.diagnostics.dashboard(quantized, comparison=found, title="two layers")
       >>> page.missing
       ('Sensitivities', 'What the chip runs', 'Search')

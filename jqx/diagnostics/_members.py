@@ -87,13 +87,14 @@ class Members(NamedTuple):
         floats, maps = basis(params)
         rounded: dict[str, Any] = {**codes_by_path(function, plan, quantized.params)}
         exact, others = (
-            named_leaves(function, rooted(plan.params, x), plan) for x in (floats, quantized.params)
+            dict(named_leaves(function, rooted(plan.params, x), plan))
+            for x in (floats, quantized.params)
         )
-        for (path, x), (_, other) in zip(exact, others, strict=True):
-            if path is None or path in rounded or is_quantized(x) or is_quantized(other):
-                continue
-            if x is not other and not jnp.array_equal(x, other, equal_nan=_is_float(x)):
-                rounded[path] = other
+        for path in (exact.keys() & others.keys()) - rounded.keys() - {None}:
+            x, other = exact[path], others[path]
+            is_known = x is other or is_quantized(x) or is_quantized(other)
+            if not is_known and not jnp.array_equal(x, other, equal_nan=_is_float(x)):
+                rounded[cast(str, path)] = other
         own = map(jax.tree.leaves, (as_maps(function, maps), as_maps(function, quantized.maps)))
         rounded_maps = [None if a is b else b for a, b in zip(*own, strict=True)]
         return cls(floats, as_maps(function, maps), rounded, rounded_maps)

@@ -20,8 +20,7 @@ _AXES = re.compile(r"(per_axis|along) ?\([^)]*\)")
 _STEPS = re.compile(r"\[\d+:\d+\]$")
 
 _MENDS = {
-    "comparison": "pass jqx.compare(f, quantized.plan, quantized.affines, "
-    "weights=quantized.params)(params, *batch).",
+    "comparison": "pass jqx.compare(f, quantized)(params, *batch).",
     "explanation": "pass jqx.explain(f, quantized.params, *batch, plan=quantized.plan).",
     "sensitivities": "pass jqx.diagnostics.sensitivity(f, quantized.plan)(params, *batches), or "
     "what was measured with another plan of the same function and parameters.",

@@ -202,7 +202,7 @@ def test_compare_has_the_rows_of_held_back_and_finds_what_a_plan_alone_does_not(
     assert wrong.worst(1)[0].local_sqnr < 0 < 30 < found.worst(1)[0].local_sqnr
 
 
-def own(algorithm, f=network, params=PARAMS, **options):
+def quantized_by(algorithm, f=network, params=PARAMS, **options):
     return jqx.ptq(f, W8A8, algorithm, progress=False, **options)(params, [USED])
 
 
@@ -231,7 +231,7 @@ def test_functions_that_hoist_has_split_and_bound_functions():
         return y if by is None else by * y
 
     params = PARAMS | {"mask": jnp.ones(8).at[3].set(0.0)}
-    quantized = own(smooth_quant(0.85), f, params, hoist=True)
+    quantized = quantized_by(smooth_quant(0.85), f, params, hoist=True)
     found = held_back(f, quantized)(params, [USED], [OTHERS])
     real = np.float64(f(params, USED))
     want = decibels(real, np.sum((np.float64(quantized(USED)) - real) ** 2))
@@ -270,7 +270,7 @@ class Algorithm:
 
 @pytest.fixture(scope="module")
 def smooth():
-    return own(smooth_quant(0.85))
+    return quantized_by(smooth_quant(0.85))
 
 
 def loaded(quantized, path):
@@ -294,7 +294,7 @@ def loaded(quantized, path):
             ("compare: `report` is not that of", "of type Pairs", "compare(f, quantized)"),
         ),
         (
-            lambda q, _: jqx.compare(network, q.plan, report=((), own(rotate()).details)),
+            lambda q, _: jqx.compare(network, q.plan, report=((), quantized_by(rotate()).details)),
             ("compare: `report` is not that of", "of type RotationReport"),
         ),
         (
@@ -306,7 +306,7 @@ def loaded(quantized, path):
             ("held_back: it is not known what the algorithm did", "result of jqx.ptq"),
         ),
         (
-            lambda q, _: jqx.compare(network, own(Algorithm()))(PARAMS, USED),
+            lambda q, _: jqx.compare(network, quantized_by(Algorithm()))(PARAMS, USED),
             ("compare: it is not known what the algorithm did", "Chosen.basis"),
         ),
         (
@@ -348,7 +348,7 @@ def held_by(x):
 
 @pytest.mark.parametrize("name", ["both", "smooth", "awq"])
 def test_the_basis_holds_no_copy_of_weights(name):
-    quantized = own(ALGORITHMS[name])
+    quantized = quantized_by(ALGORITHMS[name])
     sizes = {HIDDEN * D, 8 * D}
     assert sizes <= {x.size for x in held_by(quantized.params)}
     arrays = held_by(quantized.basis)
@@ -365,9 +365,10 @@ class Nnx(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.norm, self.head = nnx.RMSNorm(D, rngs=rngs), nnx.Linear(D, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs, deterministic=True)
 
     def __call__(self, x):
-        return self.head(self.norm(x))
+        return self.head(self.dropout(self.norm(x)))
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -378,9 +379,12 @@ def test_models_of_flax(kind):
         f, params = module.apply, module.init(jax.random.key(0), USED)
         quantized = jqx.linen.ptq(module, W8A8, algorithm, progress=False)(params, [USED])
     else:
-        graph, params = nnx.split(Nnx())
-        f = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+        graph, streams, params = nnx.split(Nnx(), nnx.RngState, ...)
+        f = lambda state, x: nnx.merge(graph, streams, state)(x)  # noqa: E731
         quantized = jqx.nnx.ptq(Nnx(), W8A8, algorithm, progress=False)([USED])
+        graph, state = nnx.split(Nnx())
+        with pytest.raises(ValueError, match=r"keep streams of random numbers in the function"):
+            jqx.compare(lambda state, x: nnx.merge(graph, state)(x), quantized)(state, USED)
     found, real = jqx.compare(f, quantized)(params, USED), np.float64(f(params, USED))
     want = decibels(real, np.sum((np.float64(quantized(USED)) - real) ** 2))
     assert close(found.result.sqnr, want) and close(found.sites[0].local_sqnr, want)
