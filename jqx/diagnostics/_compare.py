@@ -201,7 +201,8 @@ def compare(
       ValueError: if the plan was made for another function, `affines` does not fit it, a static
         activation or output has no scale, or a parameter is quantized already; if `affines`,
         `weights` or `report` is passed with a result of `ptq`, or this has no `basis`, as after
-        `jqx.load`; or if `report` is that of an algorithm which does more than choose codes.
+        `jqx.load` of rotated weights; or if `report` is that of an algorithm which does more than
+        choose codes.
 
     NaN, infinity: a result with a NaN has an SQNR of NaN.
 

@@ -99,7 +99,7 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
       TypeError: if `f` is not a function, `quantized` is not the result of `jqx.ptq`, or batches
         are not a list.
       ValueError: if `f` is another function, a parameter is quantized already, there is no batch,
-        or `quantized` has no `basis`, as after `jqx.load`.
+        or `quantized` has no `basis`, as after `jqx.load` of rotated weights.
 
     Example:
       >>> import jqx, jax

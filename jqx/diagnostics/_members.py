@@ -77,8 +77,8 @@ class Members(NamedTuple):
             error=ValueError,
             function=function,
             problem="it is not known what the algorithm did to the weights before it chose codes.",
-            given="a Quantized without `basis`: it comes from a file, or an algorithm returned no "
-            "Chosen.basis",
+            given="a Quantized without `basis`: it comes from a file of scaled or rotated weights, "
+            "or of an older jqx, or an algorithm returned no Chosen.basis",
             expected="the result of jqx.ptq",
             mend="compare before saving. If the algorithm only chose codes: jqx.compare(f, "
             "quantized.plan, quantized.affines, weights=quantized.params).",

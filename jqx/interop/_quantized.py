@@ -5,6 +5,8 @@
      "parents": such a tree of the parameters before `hoist`, if it split the function,
      "shapes_of_parents": as "shapes",
      "structured": whether the weights are a tree as the function takes it, or leaves by path,
+     "given": whether the codes stand for the parameters that were given, and not for others that an
+     algorithm made of them; missing if that is not known,
      "maps": whether the tree of the file is {"params": the weights, "maps": of channels, by key}}
 
 Numbers are `{"dtype": ..., "shape": ..., "numbers": ...}`; those of files are exact in JSON.
@@ -28,7 +30,7 @@ from ..calibrators import Affine
 from ..diagnostics import Report
 from ..numerics import format_of
 from ..ptq import Quantized, Unbound
-from ..ptq._shared import leaves_by_path
+from ..ptq._shared import Basis, leaves_by_path
 from ..tensor import QTensor
 from ..tensor._shared import Lazy, Values, check_version, of_kinds, record_from_json, to_json
 from ..transforms import ChannelMap, LowRank, Plan
@@ -80,6 +82,7 @@ class _Contents:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     maps: bool = added(False)
     shapes_of_parents: tuple[tuple[str, tuple[int, ...]], ...] = added(())
+    given: bool = added(False)
 
 
 def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
@@ -110,6 +113,7 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
         shapes=shapes,
         maps=bool(quantized.maps),
         shapes_of_parents=shapes_of_parents,
+        given=isinstance(quantized.basis, Basis) and not quantized.basis.steps,
     )
     data = {
         "version": _VERSION,
@@ -209,7 +213,7 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
         tree = tree["params"]
     params = _unpacked(tree)
     given = params, plan, affines, contents.report, inputs, contents.structured, maps
-    return Unbound(*given, parents)
+    return Unbound(*given, parents, Basis.of_given(maps) if contents.given else None)
 
 
 def _affine(each: _Scale) -> Affine:

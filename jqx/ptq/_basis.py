@@ -31,6 +31,12 @@ class Basis:
             found = step(found)
         return found, self.maps
 
+    @classmethod
+    def of_given(cls, maps: Maps) -> "Basis":
+        """Returns the basis if nothing has rewritten parameters, and all maps correct codes."""
+        each = as_maps("ptq", maps).items()
+        return cls(maps={key: tuple(map(_without_effect, own)) for key, own in each})
+
     def then(self, chosen: Chosen, *, rewrites: bool) -> "Basis | None":
         """Returns the basis after what an algorithm has chosen, or rewritten."""
         if chosen.basis is not None:
@@ -38,9 +44,8 @@ class Basis:
             return Basis((*self.steps, chosen.basis), maps)
         if rewrites:
             return None
-        given = as_maps("ptq", chosen.maps).items()
-        maps = {key: tuple(map(_without_effect, own)) for key, own in given}
-        return Basis(self.steps, with_maps("ptq", self.maps, maps))
+        maps = with_maps("ptq", self.maps, Basis.of_given(chosen.maps).maps)
+        return Basis(self.steps, maps)
 
     def of_whole(self, plan: Plan) -> "Basis":
         """Returns the basis of whole weights for one of their parts; the plan splits them."""

@@ -57,8 +57,8 @@ class Quantized(Generic[P, R]):
         maps: after `values, maps = basis(params)`, `jqx.map_channels(f, plan, maps)` of the values
         is the float function. The values are other ones if an algorithm scales or rotates weights.
         The maps are `maps`, without effect where these correct codes. It holds no copy of
-        parameters. `None` if it is not known: files do not store it, and an algorithm of yours may
-        not return it in `jqx.algorithms.Chosen`.
+        parameters. `None` if it is not known: files have it only if no algorithm has changed what
+        codes stand for, and an algorithm of yours may not return it in `jqx.algorithms.Chosen`.
       parents: after `hoist=`, the parameters of the function that was split, one tree for each
         position, with `jax.ShapeDtypeStruct` in place of arrays; otherwise `None`.
 

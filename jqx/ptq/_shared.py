@@ -1,5 +1,6 @@
 """Names that other folders of jqx import from this one, and that users do not need."""
 
+from ._basis import Basis as Basis
 from ._defaults import Effort as Effort
 from ._defaults import check_effort as check_effort
 from ._hoisted import Hoist as Hoist

@@ -23,6 +23,7 @@ from ..transforms._shared import (
     placed,
     plan_of_function,
 )
+from ._basis import Basis
 from ._hoisted import without_values
 from ._late_folders import diagnostics
 from ._mapped import Mapped, check_whole
@@ -46,6 +47,7 @@ class Unbound:
         lists and tuples of arrays. Of other pytrees they store only the leaves that are arrays.
       maps: channel maps at sites.
       parents: as in `jqx.Quantized`; `None` also if files cannot store their containers.
+      basis: as in `jqx.Quantized`; `None` if an algorithm has changed what codes stand for.
 
     Example:
       >>> import jqx, jax.numpy as jnp, tempfile
@@ -65,6 +67,7 @@ class Unbound:
     structured: bool = True
     maps: Maps = dataclasses.field(default_factory=dict)
     parents: tuple[Any, ...] | None = None
+    basis: Basis | None = None
 
     @called("bind", "pass the function that was quantized: jqx.load(path).bind(f).")
     def bind(
@@ -125,7 +128,7 @@ class Unbound:
             check_operations("bind", plan.operations, call.jaxpr, strict=check is not None)
         elif check is not None:
             check_operations("bind", "", None, strict=True)
-        mapped = Mapped(f, plan, self.maps)
+        mapped = Mapped(f, plan, self.maps, self.basis)
         found = quantized_of(mapped, self.affines, params, self.report, self.inputs, meant)
         return found if parents is None else dataclasses.replace(found, parents=parents)
 

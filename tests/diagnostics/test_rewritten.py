@@ -2,6 +2,7 @@
 in the basis in which the quantized function computes.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -259,6 +260,17 @@ def test_steps_of_a_scan_that_a_policy_selects():
     real = exact(STACKED, {}, USED)
     want = decibels(real, np.sum((np.float64(quantized(USED)) - real) ** 2))
     assert close(found.result.sqnr, want, 4) and found.worst(1)[0].local_sqnr > 30
+
+
+def test_a_file_holds_that_codes_stand_for_the_given_weights(tmp_path):
+    quantized = quantized_by(chain(gptq(), bias_correction()))
+    assert quantized.maps
+    again = loaded(quantized, str(tmp_path / "model.safetensors"))
+    rows = [jqx.compare(network, x)(PARAMS, USED) for x in (quantized, again)]
+    objectives = [row.objective for row in rows[0].sites]
+    assert None not in objectives and {row.objective for row in rows[1].sites} == {None}
+    plain = [dataclasses.replace(row, objective=None) for row in rows[0].sites]
+    assert (tuple(plain), rows[0].result) == (rows[1].sites, rows[1].result)
 
 
 class Algorithm:
