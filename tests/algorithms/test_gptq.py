@@ -266,8 +266,12 @@ def test_propagation_loses_less(propagation):
     plan = plan_of(scanned, "int3:group=16")
     plain = gptq().run(scanned, plan, PARAMS, BATCHES, progress=False)
     more = gptq(propagation=propagation).run(scanned, plan, PARAMS, BATCHES, progress=False)
-    assert lost(scanned, plan, more.params) < lost(scanned, plan, plain.params)
-    assert all(0 <= entry.after <= entry.before for entry in more.report)
+    searched = gptq(propagation=propagation, factors=(0.9, 0.8), sweeps=1)
+    most = searched.run(scanned, plan, PARAMS, BATCHES, progress=False)
+    losses = [lost(scanned, plan, x.params) for x in (most, more, plain)]
+    assert losses == sorted(losses) and losses[0] < losses[1] < losses[2]
+    for chosen in (more, most):
+        assert all(0 <= entry.after <= entry.before for entry in chosen.report)
 
 
 @dataclasses.dataclass(frozen=True)
