@@ -175,9 +175,9 @@ def compare(
 
     With the result of `ptq`, the float member computes as the quantized function does where an
     algorithm has scaled or rotated weights: `f` on the values and maps of `quantized.basis`, the
-    same function up to rounding in float. So a site is compared as it computes. What corrects codes
-    (`bias_correction`, `eora`) is in the rounded member; of a site's own error it is no part if it
-    is a shift, because that is added after the site.
+    same function up to rounding in float. So a site is compared as it computes. The rounded member
+    has what corrects codes too (`bias_correction`, `eora`). A shift is added after its site, so it
+    is no part of the site's own error.
 
     Args:
       f: the function that the plan was made for.
