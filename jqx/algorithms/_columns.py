@@ -19,8 +19,10 @@ from ..calibrators import Affine
 from ..tensor import QSpec
 from ..tensor._shared import rounded_to
 
-BLOCK = 128
-"""Columns of a block: corrected one by one. All later columns are corrected by one product."""
+BLOCK = 32
+"""Columns of a block: corrected one by one. All later columns are corrected by one product. On CPU,
+the loop takes half as long as with blocks of 128.
+"""
 
 
 class Columns(NamedTuple):
