@@ -1,0 +1,30 @@
+"""What jqx does today, so that a change of its inside shows what it changes outside.
+
+For small functions (`functions.py`), each preset and each algorithm, `recorded/` holds what the
+public API gives: private modules may move, be renamed or rewritten, and nothing here changes.
+
+- `digests.json`: digests of plans, of weights rounded to nearest, of sums of integers, and of the
+  contractions and kernels of converted functions. These must be equal. `forms.json.gz` holds what
+  they are digests of, so that a test can print the lines that differ.
+- `<algorithm>.npz`: codes that an algorithm chose, and some values of scales, float parameters and
+  results, which may differ as rounding does; `comparisons.py` says by how much.
+
+Texts, private names, the source of a plan's signature and the order of equations are in no digest.
+
+The default run takes each function with one preset, and each algorithm with one function. Before a
+change is merged:
+
+    pytest tests/characterisation -m "not sweep"         # all plans, codes and programs: a minute
+    pytest tests/characterisation -m "sweep or not sweep"  # all algorithms too: some 15 minutes
+
+A change that is meant to alter any of it records it anew, in the same commit:
+
+    python -m tests.characterisation.record              # all, with the jax of the last record
+    python -m tests.characterisation.record gptq awq     # exact forms, and these algorithms
+
+The message of that commit says for each kind that has changed (plans, codes, programs, sums, and
+which algorithms) what is other than before, in which functions and presets, and why it is better:
+`git diff --stat tests/characterisation/recorded` and the printed lines of the failing tests say
+which. A commit that changes nothing on purpose leaves `recorded/` alone. Converted programs are
+recorded with one version of jax, which `digests.json` names: tests of them are skipped with others.
+"""
