@@ -69,6 +69,7 @@ def quantized(name: str, policy: str, algorithm: str) -> jqx.Quantized | str:
 def forget() -> None:
     """Drops all quantized functions and their programs."""
     quantized.cache_clear()
+    planned.cache_clear()
     traced.cache_clear()
     jax.clear_caches()
 
@@ -80,16 +81,38 @@ def traced(name: str, policy: str, algorithm: str) -> Any:
     return jax.jit(own.function).trace(own.params, *MODELS[name]().batches[1])
 
 
-def exact(name: str, policy: str) -> dict[str, Any]:
-    """Forms of the plan, and of the weights rounded to nearest."""
+@functools.cache
+def planned(name: str, policy: str) -> jqx.Plan:
+    """The plan of a function. Nothing is computed for it."""
+    model = MODELS[name]()
+    plan = jqx.make_plan(model.function, policies(name)[policy], names=model.names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of integers that a policy matches
+        return plan(model.params, *model.batches[0])
+
+
+def plan_of(name: str, policy: str) -> Any:
+    """The form of a plan."""
+    return plan_form(planned(name, policy))
+
+
+def codes_of(name: str, policy: str) -> Any:
+    """The form of the weights rounded to nearest."""
     own = quantized(name, policy, "nearest")
-    if isinstance(own, str):
-        return {"error": own}
-    return {"plan": plan_form(own.plan), "codes": codes_form(own.params)}
+    return own if isinstance(own, str) else codes_form(own.params)
 
 
-def kernels(name: str, policy: str, algorithm: str) -> Any:
-    """The form of the converted function."""
+def kernels_of(name: str, policy: str, algorithm: str) -> Any:
+    """The form of the converted function. If scales of activations need no batches and no algorithm
+    changes it, it is traced on shapes alone.
+    """
+    model = MODELS[name]()
+    if algorithm == "nearest" and not planned(name, policy).static_specs():
+        plan = planned(name, policy)
+        codes = jqx.quantize_params(jax.eval_shape(lambda: model.params), plan)
+        return kernels_form(
+            jax.make_jaxpr(jqx.convert(model.function, plan))(codes, *model.batches[1])
+        )
     own = quantized(name, policy, algorithm)
     return own if isinstance(own, str) else kernels_form(traced(name, policy, algorithm).jaxpr)
 

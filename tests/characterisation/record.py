@@ -11,7 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from .cases import ALGORITHMS, PRESETS, Learned, cases, exact, forget, kernels, learned
+from .cases import (
+    ALGORITHMS,
+    PRESETS,
+    Learned,
+    cases,
+    codes_of,
+    forget,
+    kernels_of,
+    learned,
+    plan_of,
+)
 from .forms import digest
 from .products import product_sums
 from .wide import TARGETS, WIDE, wide_form
@@ -94,8 +104,8 @@ def main(algorithms: list[str]) -> None:
         STORE.digests.clear()
     FOLDER.mkdir(exist_ok=True)
     for name, policy in cases():
-        for kind, form in exact(name, policy).items():
-            STORE.add(f"{name}/{policy}: {kind}", form)
+        STORE.add(f"{name}/{policy}: plan", plan_of(name, policy))
+        STORE.add(f"{name}/{policy}: codes", codes_of(name, policy))
     for kind in WIDE:
         for preset in PRESETS:
             for target in TARGETS:
@@ -105,7 +115,7 @@ def main(algorithms: list[str]) -> None:
     for algorithm in algorithms:
         found = {}
         for name, policy in cases():
-            form = kernels(name, policy, algorithm)
+            form = kernels_of(name, policy, algorithm)
             STORE.add(f"{name}/{policy}/{algorithm}: kernels", form)
             each = learned(name, policy, algorithm)
             if each is not None:

@@ -3,7 +3,17 @@
 import jax
 import pytest
 
-from .cases import ALGORITHMS, PRESETS, cases, exact, forget, kernels, learned, policies
+from .cases import (
+    ALGORITHMS,
+    PRESETS,
+    cases,
+    codes_of,
+    forget,
+    kernels_of,
+    learned,
+    plan_of,
+    policies,
+)
 from .comparisons import check_form, check_learned
 from .functions import MODELS
 from .products import product_sums
@@ -19,21 +29,23 @@ same_jax = pytest.mark.skipif(
 
 QUICK = {
     "mlp": "bias_correction",
-    "fused_attention": "default",
+    "tied": "default",
+    "several_axes": "awq",
     "conv2d": "equalize",
     "scanned": "gptq",
-    "branches": "auto_round",
-    "loop": "adaround",
-    "mapped_experts": "awq",
-    "residual": "smooth_quant",
+    "branches": "adaround",
+    "loop": "auto_round",
+    "updated": "smooth_quant",
+    "nnx_module": "nearest",
     "decoder": "rotate",
 }
-"""A function for each algorithm on which it is quick; the others are rounded to nearest."""
+"""For each algorithm a function on which it is quick."""
 
-CHOSEN = {
-    (name, PRESETS[i % len(PRESETS)]): QUICK.get(name, "nearest") for i, name in enumerate(MODELS)
-}
-"""Each function once, each preset at least twice, each algorithm once: what runs by default."""
+_DYNAMIC = [preset for preset in PRESETS if preset not in ("w8a8", "fp8")]
+
+CHOSEN = {name: _DYNAMIC[i % len(_DYNAMIC)] for i, name in enumerate(MODELS)}
+CHOSEN |= {"conv2d": "w8a8", "nnx_module": "fp8"}
+"""Each function with one preset: what runs by default. Static scales need a calibration."""
 
 WIDE_CASES = [(kind, preset, target) for kind in WIDE for preset in PRESETS for target in TARGETS]
 
@@ -49,22 +61,29 @@ def _forgets():
     forget()
 
 
-@pytest.mark.parametrize(("name", "policy"), slow_unless(cases(), CHOSEN))
-def test_plans_and_rounded_codes(name, policy):
-    for kind, form in exact(name, policy).items():
-        key = f"{name}/{policy}: {kind}"
-        check_form(key, STORE.form(key), form)
+@pytest.mark.parametrize(("name", "policy"), slow_unless(cases(), CHOSEN.items()))
+def test_plans(name, policy):
+    key = f"{name}/{policy}: plan"
+    check_form(key, STORE.form(key), plan_of(name, policy))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), slow_unless(cases(), [(name, CHOSEN[name]) for name in QUICK])
+)
+def test_weights_rounded_to_nearest(name, policy):
+    key = f"{name}/{policy}: codes"
+    check_form(key, STORE.form(key), codes_of(name, policy))
 
 
 @same_jax
-@pytest.mark.parametrize(("name", "policy"), slow_unless(cases(), CHOSEN))
+@pytest.mark.parametrize(("name", "policy"), slow_unless(cases(), CHOSEN.items()))
 def test_contractions_and_kernels_of_converted_functions(name, policy):
     check_kernels(name, policy, "nearest")
 
 
 def check_kernels(name, policy, algorithm):
     key = f"{name}/{policy}/{algorithm}: kernels"
-    check_form(key, STORE.form(key), kernels(name, policy, algorithm))
+    check_form(key, STORE.form(key), kernels_of(name, policy, algorithm))
 
 
 @same_jax
@@ -81,10 +100,10 @@ def test_sums_of_integers():
         check_form(name, STORE.form(f"{name}: integers"), sums)
 
 
-def test_what_an_algorithm_chooses_for_each_function():
-    assert set(CHOSEN.values()) == set(ALGORITHMS)
-    assert {policy for _, policy in CHOSEN} == set(PRESETS)
-    check_chosen((name, policy, algorithm) for (name, policy), algorithm in CHOSEN.items())
+def test_what_each_algorithm_chooses_for_one_function():
+    assert set(QUICK.values()) == set(ALGORITHMS)
+    assert set(CHOSEN.values()) == set(PRESETS)
+    check_chosen((name, CHOSEN[name], algorithm) for name, algorithm in QUICK.items())
 
 
 def check_chosen(chosen):
