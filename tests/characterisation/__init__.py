@@ -25,8 +25,9 @@ A change that is meant to alter any of it records it anew, in the same commit:
 The message of that commit says for each kind that has changed (plans, codes, programs, sums, and
 which algorithms) what is other than before, in which functions and presets, and why it is better:
 `git diff --stat tests/characterisation/recorded` and the printed lines of the failing tests say
-which. A commit that changes nothing on purpose leaves `recorded/` alone. Converted programs are
-recorded with one version of jax, which `digests.json` names: tests of them are skipped with others.
+which. A commit that changes nothing on purpose leaves `recorded/` alone. Programs are recorded
+with one version of jax, which `digests.json` names. With others, tests of them are skipped, and the
+sweep: the steps of adaround can make more of a rounding than the tolerance allows.
 
 What these tests reach of each folder, in branches and statements (coverage 7.17 with `--branch`,
 Python 3.11, jax 0.10.2; all but the sweeps, and those of w8a8), so what they can protect:

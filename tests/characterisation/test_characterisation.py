@@ -24,7 +24,7 @@ IS_SAME_JAX = STORE.jax == jax.__version__
 
 same_jax = pytest.mark.skipif(
     not IS_SAME_JAX,
-    reason=f"converted programs are recorded with jax {STORE.jax}, and this is {jax.__version__}",
+    reason=f"recorded with jax {STORE.jax}, and this is {jax.__version__}",
 )
 
 QUICK = {
@@ -121,6 +121,7 @@ def check_chosen(chosen):
         check_kernels(name, policy, algorithm)
 
 
+@same_jax
 @pytest.mark.sweep
 @pytest.mark.parametrize("policy", [*PRESETS, "steps", "tables"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
