@@ -228,6 +228,10 @@ def _broadcast(x: Array, eqn: Eqn, loops: int) -> Array:
     return np.broadcast_to(x.reshape(*lead, *own), (*lead, *shape))
 
 
+def _reshaped(x: Array, eqn: Eqn, loops: int) -> Array:
+    return x.reshape((*x.shape[:loops], *eqn.outvars[0].aval.shape))
+
+
 def _taken_by(eqn: Eqn) -> tuple[slice, ...]:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (None,) * len(starts)
@@ -245,8 +249,8 @@ def _apart(slices: Sequence[Eqn]) -> bool:
 _VIEWS = {
     "slice": lambda x, eqn, loops: x[(slice(None),) * loops + _taken_by(eqn)],
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda x, eqn, loops: x.reshape(*x.shape[:loops], *eqn.outvars[0].aval.shape),
-    "squeeze": lambda x, eqn, loops: x.reshape(*x.shape[:loops], *eqn.outvars[0].aval.shape),
+    "reshape": _reshaped,
+    "squeeze": _reshaped,
     "transpose": lambda x, eqn, loops: x.transpose(
         *range(loops), *(loops + axis for axis in eqn.params["permutation"])
     ),

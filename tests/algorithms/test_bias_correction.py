@@ -241,13 +241,14 @@ def test_biases_take_shifts():
 
 
 def test_a_bias_with_another_use_takes_nothing():
-    names = ("twice", "result", "half", "shared", "own", "number")
+    names = ("twice", "result", "half", "shared", "own", "number", "one")
     params = {name: normal(D, D) for name in names}
     params["shared"], params["own"] = normal(2, D, D) / 9, normal(D, D) / 9
     biases = {name: normal(D) for name in names}
     biases |= {
         "half": biases["half"].astype(jnp.bfloat16),
         "number": normal(1),
+        "one": normal(3),
         "own": normal(2, D),
     }
     policy = jqx.Policy({"0/.*": "int3"})
@@ -260,7 +261,7 @@ def test_a_bias_with_another_use_takes_nothing():
         x = x @ w["half"] + b["half"].astype(jnp.float32)[None]
         x = lax.scan(lambda x, w: (x @ w + b["shared"][None], 0), x, w["shared"])[0]
         x = lax.scan(lambda x, b: (x @ w["own"] + b[None], 0), x, b["own"])[0]
-        return x @ w["number"] + b["number"][None]
+        return x @ w["number"] + b["number"][None] + x @ w["one"] + b["one"][2]
 
     given = (params, biases)
     found = jqx.ptq(g, policy, bias_correction(), progress=False)(given, BATCHES[:1])
