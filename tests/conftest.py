@@ -102,7 +102,7 @@ OPTIMIZED = (
 """Folders and files whose tests hold the bits of a result, those of another process too, or the
 distance of two programs."""
 
-FEW = 16
+FEW = 32
 """One in so many cases of tests with many cases is in the default run, besides the first."""
 
 SETTLED = ("calibrators", "conformance", "contractions", "gradients", "numerics", "ops", "tensor")
@@ -132,9 +132,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves the first case of a test marked `many`, and about one in sixteen of the others, to the
-    default run; so of tests in `SETTLED` folders. An eighth of the rest are slow tests, of
-    number formats half. The others are there with `--every`, and where tests are asked for by name.
+    """Leaves the first case of a test marked `many`, and about one in 32 of the others, to the
+    default run; so of tests in `SETTLED` folders. An eighth of the rest are slow tests, of number
+    formats a quarter. The others are there with `--every`, and where tests are asked for by name.
     A hash chooses: a stride may skip a whole parameter. Of a parameter that the marker names, each
     value has a first case.
     Files that take minutes come first, or the other process would wait for the last of them.
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config, items):
             turn, place = divmod(zlib.crc32(case.encode()), FEW)
             if cases[kind] and place:
                 item.add_marker(pytest.mark.slow)
-                if turn % (2 if "numerics" in item.path.parts else 8) and not every:
+                if turn % (4 if "numerics" in item.path.parts else 8) and not every:
                     left.append(item)
             cases[kind] += 1
     if left:
