@@ -309,7 +309,8 @@ def side_by_side(
     """
     rules = _Both(plan, given)
     weights = [plan.weight_at(path) for path in call.paths]
-    pairs = [_pair(*x, given) for x in zip(leaves, others, weights, strict=True)]
+    each = zip(leaves, others, call.paths, weights, strict=True)
+    pairs = [_pair(*x, given) for x in each]
 
     def member() -> tuple[list[Any], Records]:
         own = [
@@ -323,7 +324,9 @@ def side_by_side(
     return out, jax.tree.map(lambda x: x[0], records)
 
 
-def _pair(x: jax.Array, other: Any, weight: Weight | None, given: Mapping[str, Affine]) -> Any:
+def _pair(
+    x: jax.Array, other: Any, path: str | None, weight: Weight | None, given: Mapping[str, Affine]
+) -> Any:
     """Returns a leaf with what the rounded member has in its place."""
     if other is None:
         if weight is None:
@@ -334,7 +337,7 @@ def _pair(x: jax.Array, other: Any, weight: Weight | None, given: Mapping[str, A
         error=ValueError,
         function="compare",
         problem="`weights` does not fit the parameters of the call.",
-        given=f"shape {other.shape} for {weight and weight.path!r}, which has shape {x.shape}",
+        given=f"shape {other.shape} for {path!r}, which has shape {x.shape}",
         expected="the parameters of the call, quantized",
         mend="pass Quantized.params, or what jqx.quantize_params returned for these parameters.",
     )

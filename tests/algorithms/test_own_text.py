@@ -217,7 +217,7 @@ def write(f, cache=None, **options):
     return np.asarray(own_text(f, PARAMS, cache, **given))
 
 
-@pytest.mark.filterwarnings(r"error:jqx\..*which is slow")
+@pytest.mark.filterwarnings(r"error:jqx\.")
 @pytest.mark.parametrize(
     "f",
     [*FUNCTIONS, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)],

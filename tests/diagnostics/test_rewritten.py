@@ -154,6 +154,12 @@ ALGORITHMS = {
 }
 QUICK = "rounded well", "smooth", "equal"
 
+ROUNDED = 2 * 4 * 4 * 2.0**-24
+"""How far the exact results of rewritten values may be from those of the given ones, relative to
+the largest: a path has four products, each of up to four factors that are rounded to float32 (a
+weight, a gain, two of a map), and the terms of a result add up to about twice the largest in size.
+"""
+
 
 @pytest.mark.parametrize(
     ("name", "params"),
@@ -177,7 +183,7 @@ def test_sites_are_compared_as_they_compute(name, params):
     for comparison, x in ((found.used, USED), (found.held_back, OTHERS)):
         y, own = exact(values, maps, x, quantized)
         real = exact(params, {}, x)
-        np.testing.assert_allclose(y, real, rtol=0, atol=2e-6 * np.abs(real).max())
+        np.testing.assert_allclose(y, real, rtol=0, atol=ROUNDED * np.abs(real).max())
         want = decibels(real, np.sum((np.float64(quantized(x)) - real) ** 2))
         assert close(comparison.result.sqnr, want)
         for row, (path, step, noise, y) in zip(comparison.sites, own, strict=True):
