@@ -9,13 +9,13 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ._errors import message
+from ._errors import fail
 
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 def called(
-    function: str, mend: str = "", instead: Callable[[str], str | None] | None = None
+    function: str, fix: str = "", instead: Callable[[str], str | None] | None = None
 ) -> Callable[[_Called], _Called]:
     """Returns a decorator for a public function or class with this name.
 
@@ -23,7 +23,7 @@ def called(
 
     Args:
       function: its public name, without `jqx.`.
-      mend: the most likely intention of a call that does not fit.
+      fix: the most likely intention of a call that does not fit.
       instead: what to write in the place of an argument that does not exist, by its name; `None`
         if there is no such advice.
     """
@@ -31,24 +31,24 @@ def called(
     def decorate(f: Any) -> Any:
         signature = inspect.signature(f)
         if isinstance(f, type):
-            f.__init__ = _checked(f.__init__, signature, 1, function, mend, instead)
+            f.__init__ = _checked(f.__init__, signature, 1, function, fix, instead)
             return f
         own = next(iter(signature.parameters), "") in ("cls", "self")
         if own:
             _, *rest = signature.parameters.values()
             signature = signature.replace(parameters=rest)
-        return _checked(f, signature, int(own), function, mend, instead)
+        return _checked(f, signature, int(own), function, fix, instead)
 
     return decorate
 
 
 def _checked(
-    f: Any, signature: inspect.Signature, own: int, function: str, mend: str, instead: Any
+    f: Any, signature: inspect.Signature, own: int, function: str, fix: str, instead: Any
 ) -> Any:
     """Returns `f`, which rejects calls that do not fit; its first `own` arguments do not count."""
 
     def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        _check_call(function, signature, args[own:], kwargs, mend, instead)
+        _check_call(function, signature, args[own:], kwargs, fix, instead)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -67,7 +67,7 @@ def _check_call(
     signature: inspect.Signature,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    mend: str,
+    fix: str,
     instead: Callable[[str], str | None] | None,
 ) -> None:
     """Raises if arguments do not fit a signature."""
@@ -83,17 +83,16 @@ def _check_call(
     close = [(name, difflib.get_close_matches(name, names, n=1)) for name in unknown]
     meant = [f"{name}= is called {found[0]}=" for name, found in close if found]
     if advice or meant:
-        mend = advice[0] if advice else f"{', '.join(meant)}."
+        fix = advice[0] if advice else f"{', '.join(meant)}."
     given = [f"{len(args)} arguments by position"] if args or not kwargs else []
     given += [f"{name}=" for name in kwargs]
-    raise TypeError(
-        message(
-            function,
-            problem,
-            given=", ".join(given),
-            expected=f"{function}({', '.join(map(_shown, signature.parameters.values()))})",
-            mend=mend or "pass these arguments, by name.",
-        )
+    raise fail(
+        function,
+        problem,
+        given=", ".join(given),
+        expected=f"{function}({', '.join(map(_shown, signature.parameters.values()))})",
+        fix=fix or "pass these arguments, by name.",
+        error=TypeError,
     ) from None
 
 

@@ -5,7 +5,7 @@ exist, with our message.
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax.errors import InconclusiveDimensionOperation
 from jax.typing import ArrayLike, DTypeLike
 
-from ._errors import message
+from ._errors import fail
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -27,7 +27,7 @@ def require(
     problem: str,
     given: str,
     expected: str,
-    mend: str,
+    fix: str,
 ) -> None:
     """Runs an assertion of chex and raises `error` with a four-part message if it fails. The
     assertion is given by name, so that chex is imported only on first use and `import jqx` is fast.
@@ -35,31 +35,13 @@ def require(
     try:
         getattr(importlib.import_module("chex"), assertion)(*args)
     except AssertionError:
-        text = message(function, problem, given=given, expected=expected, mend=mend)
-        raise error(text) from None
-
-
-def require_that(
-    condition: object,
-    *,
-    error: type[Exception],
-    function: str,
-    problem: str,
-    **parts: str | Callable[[], str],
-) -> None:
-    """Does the same for a condition that no chex assertion states. A check that runs at every site
-    should call it only if the condition fails, since otherwise it formats its message each time.
-
-    A part that formats objects of users, or whole arrays, is a function without arguments, which is
-    called only if the condition fails: their text may be slow, or raise.
-    """
-    if not condition:
-        texts = {name: text() if callable(text) else text for name, text in parts.items()}
-        raise error(message(function, problem, **texts))
+        raise fail(
+            function, problem, given=given, expected=expected, fix=fix, error=error
+        ) from None
 
 
 def check_instance(
-    function: str, argument: str, value: Any, kind: type | tuple[type, ...], *, mend: str
+    function: str, argument: str, value: Any, kind: type | tuple[type, ...], *, fix: str
 ) -> None:
     """Checks that `value` is an instance of a class, or of one of several."""
     if isinstance(value, kind):
@@ -68,30 +50,29 @@ def check_instance(
     names = " or ".join(map(_with_article, kinds))
     plain = isinstance(value, (str, int, float, type(None)))
     kind_of = f"an object of type {type(value).__name__}"
-    text = message(
+    raise fail(
         function,
         f"`{argument}` is not {names}.",
         given=f"{argument} == {shown(value)}" if plain else kind_of,
         expected=names,
-        mend=mend,
+        fix=fix,
+        error=TypeError,
     )
-    raise TypeError(text)
 
 
-def check_pattern(function: str, argument: str, pattern: Any, *, mend: str = "") -> re.Pattern[str]:
+def check_pattern(function: str, argument: str, pattern: Any, *, fix: str = "") -> re.Pattern[str]:
     """Returns a compiled regular expression, after checking that it is valid."""
-    check_instance(function, argument, pattern, str, mend=mend or "pass a regular expression.")
+    check_instance(function, argument, pattern, str, fix=fix or "pass a regular expression.")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError) as error:
-        text = message(
+        raise fail(
             function,
             f"`{argument}` is not a regular expression.",
             given=f"{pattern!r}: {error}",
             expected="a pattern that Python's re accepts",
-            mend="escape special characters with a backslash; re.escape(path) matches one path.",
-        )
-        raise ValueError(text) from None
+            fix="escape special characters with a backslash; re.escape(path) matches one path.",
+        ) from None
 
 
 def shown(value: Any, limit: int = 200) -> str:
@@ -127,14 +108,14 @@ def as_dtype(function: str, argument: str, dtype: Any) -> jnp.dtype:
         found = None
     # NumPy reads None as float64, and "i4" as an int32: a user of jqx means neither.
     if found is None or dtype is None or (isinstance(dtype, str) and dtype != found.name):
-        text = message(
+        raise fail(
             function,
             f"`{argument}` is not a dtype.",
             given=f"{argument} = {shown(dtype)}",
             expected="a JAX dtype, such as jnp.int8",
-            mend="pass the dtype object itself.",
+            fix="pass the dtype object itself.",
+            error=TypeError,
         )
-        raise TypeError(text)
     return found
 
 
@@ -154,14 +135,14 @@ def check_real(function: str, what: str, dtype: DTypeLike, *, given: str = "") -
     """Checks that a dtype is floating point."""
     name = name_of(dtype)
     if not is_real(dtype):
-        text = message(
+        raise fail(
             function,
             f"{what} ({name}) must be a floating point number.",
             given=given + name,
             expected=f"one of {', '.join(FLOATS)}",
-            mend="use one of these dtypes, such as jnp.float32.",
+            fix="use one of these dtypes, such as jnp.float32.",
+            error=TypeError,
         )
-        raise TypeError(text)
 
 
 def as_array(function: str, argument: str, x: Any) -> jax.Array:
@@ -169,14 +150,14 @@ def as_array(function: str, argument: str, x: Any) -> jax.Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError):
-        text = message(
+        raise fail(
             function,
             f"`{argument}` is not an array.",
             given=f"an object of type {type(x).__name__}",
             expected="an array or a number",
-            mend=f"pass {argument} as a jax.Array.",
-        )
-        raise TypeError(text) from None
+            fix=f"pass {argument} as a jax.Array.",
+            error=TypeError,
+        ) from None
 
 
 def as_integers(function: str, argument: str, x: Any) -> jax.Array:
@@ -217,30 +198,30 @@ def as_like(function: str, argument: str, x: Any, dtype: DTypeLike) -> jax.Array
 
 def check_integer(function: str, argument: str, value: Any) -> int:
     """Returns `value` as a Python integer, after checking that it is an integer and not a bool."""
-    require_that(
-        isinstance(value, (int, np.integer)) and not isinstance(value, bool),
-        error=TypeError,
-        function=function,
-        problem=f"`{argument}` must be an integer.",
-        given=f"an object of type {type(value).__name__}",
-        expected="a static Python integer",
-        mend=f"pass a number, such as {argument}=1.",
-    )
+    if not (isinstance(value, (int, np.integer)) and not isinstance(value, bool)):
+        raise fail(
+            function,
+            f"`{argument}` must be an integer.",
+            given=f"an object of type {type(value).__name__}",
+            expected="a static Python integer",
+            fix=f"pass a number, such as {argument}=1.",
+            error=TypeError,
+        )
     return int(value)
 
 
 def check_flags(function: str, **flags: Any) -> None:
     """Checks that options are bools."""
     for name, value in flags.items():
-        require_that(
-            isinstance(value, bool),
-            error=TypeError,
-            function=function,
-            problem=f"`{name}` is not a bool.",
-            given=f"{name} == {shown(value)}",
-            expected="True or False",
-            mend="pass one of these.",
-        )
+        if not isinstance(value, bool):
+            raise fail(
+                function,
+                f"`{name}` is not a bool.",
+                given=f"{name} == {shown(value)}",
+                expected="True or False",
+                fix="pass one of these.",
+                error=TypeError,
+            )
 
 
 def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: str) -> None:
@@ -255,7 +236,7 @@ def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: s
         f"({name_of(dtype)}).",
         given=f"{argument}.dtype == {x.dtype.name}",
         expected=f"{argument}.dtype == {name_of(dtype)}",
-        mend=f"convert it: {argument}.astype(jnp.{name_of(dtype)}).",
+        fix=f"convert it: {argument}.astype(jnp.{name_of(dtype)}).",
     )
 
 
@@ -275,23 +256,22 @@ def normalize_axes(
     axes = tuple(axes) if isinstance(axes, (Sequence, set, frozenset)) else (axes,)
     for axis in axes:
         if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-            text = message(
+            raise fail(
                 function,
                 f"`{argument}` must hold integers.",
                 given=f"an object of type {type(axis).__name__}"
                 if hasattr(axis, "dtype")
                 else f"{argument} == {given!r}",
                 expected="an integer or a sequence of integers",
-                mend=f"pass axis numbers, such as {argument}=(0,).",
+                fix=f"pass axis numbers, such as {argument}=(0,).",
+                error=TypeError,
             )
-            raise TypeError(text)
         if not -rank <= axis < rank:
-            text = message(
+            raise fail(
                 function,
                 f"Quantization axis ({axis}) must be less than input shape rank ({rank}).",
                 given=f"{argument} == {given!r}, rank {rank}",
                 expected=f"every axis in [{-rank}, {rank - 1}]" if rank else "no axes for rank 0",
-                mend="choose an axis that the input has.",
+                fix="choose an axis that the input has.",
             )
-            raise ValueError(text)
     return tuple(sorted({int(axis) % rank for axis in axes}))

@@ -1,5 +1,5 @@
-"""The message in four parts of errors and warnings: the problem, what was given, what was expected,
-and the fix.
+"""The message of errors and warnings, in up to four parts: the problem, what was given, what is
+expected, and the fix.
 """
 
 import contextlib
@@ -12,17 +12,33 @@ _NOT_THE_USER = ("jqx", "jax", "flax", "contextlib", "functools")
 """Modules whose frames are between a warning and the line of the user."""
 
 
-def message(function: str, problem: str, *, given: str, expected: str, mend: str) -> str:
-    """Returns the text of an error that `jqx.<function>` raises.
+def message(
+    function: str, problem: str, *, given: str = "", expected: str = "", fix: str = ""
+) -> str:
+    """Returns the text of an error that `jqx.<function>` raises, or of a warning: what is wrong
+    with which argument, what was given, what is expected, and how to fix it. Parts that another
+    part already says are left out.
 
     Shapes, dtypes and paths belong in it, but never array contents or traced values.
     """
-    return (
-        f"jqx.{function}: {problem}\n"
-        f"  given:    {given}\n"
-        f"  expected: {expected}\n"
-        f"  to mend:  {mend}"
-    )
+    parts = {"given:   ": given, "expected:": expected, "fix:     ": fix}
+    lines = [f"  {label} {text}" for label, text in parts.items() if text]
+    return "\n".join([f"jqx.{function}: {problem}", *lines])
+
+
+def fail(
+    function: str,
+    problem: str,
+    *,
+    given: str = "",
+    expected: str = "",
+    fix: str = "",
+    error: type[Exception] = ValueError,
+) -> Exception:
+    """Returns the error to raise, with the text of `message`. Write `raise fail(...)` below the
+    `if` that finds the problem, so that the text is made only then.
+    """
+    return error(message(function, problem, given=given, expected=expected, fix=fix))
 
 
 def some(names: Iterable[str], most: int = 4) -> str:
@@ -38,14 +54,12 @@ def nesting(function: str) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        text = message(
+        raise fail(
             function,
-            "containers are nested too deeply.",
-            given="more nested containers than Python's stack holds",
+            "containers are nested more deeply than Python's stack.",
             expected=f"a few hundred at most (the recursion limit is {sys.getrecursionlimit()})",
-            mend="keep the tree flatter, or raise the limit with sys.setrecursionlimit.",
-        )
-        raise ValueError(text) from None
+            fix="keep the tree flatter, or raise the limit with sys.setrecursionlimit.",
+        ) from None
 
 
 def warn(text: str) -> None:

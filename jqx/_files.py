@@ -14,8 +14,8 @@ from io import BufferedReader
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ._checks import require_that, shown
-from ._errors import message
+from ._checks import shown
+from ._errors import fail, message
 
 Path = str | os.PathLike[str]
 
@@ -31,24 +31,23 @@ _KINDS = {
 def as_path(function: str, path: Any) -> str:
     """Returns a path as a string, after checking it."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    require_that(
-        isinstance(text, str),
-        error=TypeError,
-        function=function,
-        problem="`path` is not a path.",
-        given=f"an object of type {type(path).__name__}",
-        expected="a string, or a pathlib.Path",
-        mend="pass the name of a file.",
-    )
-    require_that(
-        text and "\0" not in text,
-        error=ValueError,
-        function=function,
-        problem="`path` is not the name of a file.",
-        given=f"path == {shown(text)}",
-        expected="a name without zero characters",
-        mend="pass the name of a file.",
-    )
+    if not isinstance(text, str):
+        raise fail(
+            function,
+            "`path` is not a path.",
+            given=f"an object of type {type(path).__name__}",
+            expected="a string, or a pathlib.Path",
+            fix="pass the name of a file.",
+            error=TypeError,
+        )
+    if not (text and "\0" not in text):
+        raise fail(
+            function,
+            "`path` is not the name of a file.",
+            given=f"path == {shown(text)}",
+            expected="a name without zero characters",
+            fix="pass the name of a file.",
+        )
     return str(text)
 
 
@@ -81,15 +80,15 @@ class Replacement:
         self._target = pathlib.Path(os.path.realpath(self.path))
         self._part = new_part(self._target)
         folder = self._target.parent
-        require_that(
-            folder.is_dir(),
-            error=FileNotFoundError,
-            function=function,
-            problem=f"{self.path!r} cannot be written.",
-            given=f"there is no folder {str(folder)!r}",
-            expected="an existing folder",
-            mend="create it first, for example with os.makedirs.",
-        )
+        if not folder.is_dir():
+            raise fail(
+                function,
+                f"{self.path!r} cannot be written.",
+                given=f"there is no folder {str(folder)!r}",
+                expected="an existing folder",
+                fix="create it first, for example with os.makedirs.",
+                error=FileNotFoundError,
+            )
 
     def __enter__(self) -> "Replacement":
         mode = 0o666 if self._old is None else 0o600  # minus the umask
@@ -225,14 +224,13 @@ def _check_regular(function: str, path: str, status: os.stat_result) -> None:
 
 
 def _refuse_kind(function: str, path: str, kind: str, error: type[OSError]) -> NoReturn:
-    raise error(
-        message(
-            function,
-            f"{path!r} is not a file.",
-            given=kind,
-            expected="a regular file",
-            mend="pass the name of a file.",
-        )
+    raise fail(
+        function,
+        f"{path!r} is not a file.",
+        given=kind,
+        expected="a regular file",
+        fix="pass the name of a file.",
+        error=error,
     )
 
 
@@ -249,7 +247,7 @@ def naming_file(function: str, path: str, problem: str, expected: str) -> Iterat
             f"{path!r} {problem}.",
             given=error.strerror or str(error),
             expected=expected,
-            mend="check its name and permissions.",
+            fix="check its name and permissions.",
         )
         named = type(error)(text)
         named.errno = error.errno

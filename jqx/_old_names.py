@@ -33,13 +33,13 @@ def _find(module: str, names: Mapping[str, str], stacklevel: int, internal: bool
     if name in names:
         parts = names[name].split(".")[1:]
         value = functools.reduce(getattr, parts, sys.modules["jqx"])
-        mend = f"use {names[name]}"
+        fix = f"use {names[name]}"
     else:
         value = None if name.startswith("__") or not internal else _internal(module, name)
-        mend = "it is internal to jqx"
+        fix = "it is internal to jqx"
     if value is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}{_near(module, name)}")
-    text = f"{module}.{name} will be removed in the next release: {mend}."
+    text = f"{module}.{name} will be removed in the next release: {fix}."
     warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
     return value
 

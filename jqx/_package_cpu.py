@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ._checks import require_that
+from ._errors import fail
 
 NAME = "jqx_cpu"
 FAST = ("AVX-512 VNNI", "AVX-512 BF16", "AMX")
@@ -42,15 +42,15 @@ def has_bfloats() -> bool:
 def check_version() -> None:
     """Raises an ImportError if the package has another version than jqx."""
     jqx, package = importlib.import_module("jqx"), importlib.import_module(NAME)
-    require_that(
-        package.__version__ == jqx.__version__,
-        error=ImportError,
-        function="pack_for",
-        problem="the packages jqx and jqx-cpu have different versions.",
-        given=f"jqx {jqx.__version__} and jqx-cpu {package.__version__}",
-        expected="the same version",
-        mend="build both from one repository, pip install ./cpu, or uninstall jqx-cpu.",
-    )
+    if package.__version__ != jqx.__version__:
+        raise fail(
+            "pack_for",
+            "the packages jqx and jqx-cpu have different versions.",
+            given=f"jqx {jqx.__version__} and jqx-cpu {package.__version__}",
+            expected="the same version",
+            fix="build both from one repository, pip install ./cpu, or uninstall jqx-cpu.",
+            error=ImportError,
+        )
 
 
 def handlers() -> tuple[str, ...]:

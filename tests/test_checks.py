@@ -1,40 +1,22 @@
-"""Checks cost next to nothing where they hold: no message is written, nothing else is called."""
-
-import sys
+"""Messages of errors, and that none is written where nothing is wrong."""
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jqx
-from jqx import _checks
+from jqx import _errors
 
 
-def calls_of(f):
-    """How many Python functions a call enters."""
-    entered = []
-    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_name))
-    try:
-        f()
-    finally:
-        sys.setprofile(None)
-    return entered
+def test_a_message_has_only_the_parts_that_it_is_given():
+    parts = {"given": "g", "expected": "e", "fix": "m."}
+    whole = str(_errors.fail("f", "p.", **parts))
+    assert whole == "jqx.f: p.\n  given:    g\n  expected: e\n  fix:      m."
+    assert str(_errors.fail("f", "p.", fix="m.")) == "jqx.f: p.\n  fix:      m."
 
 
-PARTS = {"error": ValueError, "function": "f", "problem": "p.", "given": "g", "expected": "e"}
-
-
-def test_a_condition_that_holds_enters_no_other_function():
-    entered = calls_of(lambda: _checks.require_that(True, mend="m.", **PARTS))
-    assert entered == ["<lambda>", "require_that"]
-
-
-def test_a_failed_condition_is_an_error_in_four_parts():
-    with pytest.raises(ValueError) as caught:
-        _checks.require_that(False, mend="m.", **PARTS)
-    expected = "jqx.f: p.\n  given:    g\n  expected: e\n  to mend:  m."
-    assert str(caught.value) == expected
-    assert caught.value.__cause__ is None
+def test_an_error_is_a_value_error_unless_another_class_is_named():
+    assert type(_errors.fail("f", "p.")) is ValueError
+    assert type(_errors.fail("f", "p.", error=TypeError)) is TypeError
 
 
 def test_conversions_trace_without_the_text_of_a_tensor(monkeypatch):

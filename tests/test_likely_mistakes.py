@@ -14,7 +14,7 @@ import pytest
 
 import jqx
 
-PARTS = r"jqx\.[\w., ()]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+PARTS = r"jqx\.[\w., ()]+: .+\n(  given:    .+\n)?(  expected: .+\n)?  fix:      .+"
 
 
 def f(params, x):
@@ -568,7 +568,7 @@ def test_a_weight_without_a_quantized_form_is_an_error_whose_mends_work(name):
         mistake()
     text = str(refusal.value)
     assert re.fullmatch(PARTS, text), text
-    assert text.partition("to mend:  ")[2] == mend
+    assert text.partition("fix:      ")[2] == mend
     for follow in mends:
         follow()
 
@@ -642,7 +642,7 @@ def test_parameters_of_integers_are_named(function):
             return jqx.make_plan(f, policy)(p, x)
         return jqx.ptq(f, policy, jqx.algorithms.nearest(), progress=False)(p, [x]).plan
 
-    with pytest.warns(UserWarning, match=r"(?s)parameters of integers.*'up' of int32.*to mend:"):
+    with pytest.warns(UserWarning, match=r"(?s)parameters of integers.*'up' of int32.*fix:"):
         plan = call(jqx.presets.w8a16())
     assert [weight.path for weight in plan.weights] == ["down"]
     with warnings.catch_warnings():

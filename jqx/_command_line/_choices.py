@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import presets
-from .._checks import normalize_axes, require_that
+from .._checks import normalize_axes
+from .._errors import fail
 from ..interop import Archive
 from ..numerics import format_of
 from ..tensor import QSpec, QTensor
@@ -90,15 +91,14 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
         quantized already, a spec does not fit, or a layout is passed without use.
     """
     rules = [parse_rule(text) for text in args.rule]
-    require_that(
-        args.layout is None or args.policy is not None or rules,
-        error=ValueError,
-        function="quantize",
-        problem="`--layout` has no use.",
-        given=f"--layout {args.layout}, neither a policy nor rules",
-        expected="a policy or rules, to which it applies",
-        mend="pass --policy or --rule too, or leave it out.",
-    )
+    if args.layout is not None and args.policy is None and not rules:
+        raise fail(
+            "quantize",
+            "`--layout` has no use.",
+            given=f"--layout {args.layout}, neither a policy nor rules",
+            expected="a policy or rules, to which it applies",
+            fix="pass --policy or --rule too, or leave it out.",
+        )
     policy = None if args.policy is None else getattr(presets, args.policy)().rules[0].weight
     tables = _tables(args)
     choices: dict[str, Choice] = {}
@@ -129,15 +129,14 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
 
 def _tables(args: argparse.Namespace) -> Scheme:
     """Returns the scheme of lookup tables."""
-    require_that(
-        args.tables is None or args.policy is not None,
-        error=ValueError,
-        function="quantize",
-        problem="`--tables` has no use without a policy.",
-        given=f"--tables {args.tables}",
-        expected="a policy, since the option is for its tables",
-        mend="pass --policy, or --rule 'regex=scheme' for the tables.",
-    )
+    if args.tables is not None and args.policy is None:
+        raise fail(
+            "quantize",
+            "`--tables` has no use without a policy.",
+            given=f"--tables {args.tables}",
+            expected="a policy, since the option is for its tables",
+            fix="pass --policy, or --rule 'regex=scheme' for the tables.",
+        )
     return parse_scheme(args.tables or "float")
 
 
@@ -163,15 +162,14 @@ def quantize_finite(x: Any, path: str, spec: QSpec) -> QTensor:
         f"no scale above {least:.3g}": np.any(x) and scale.max() <= least,
     }
     found = [text for text, holds in wrong.items() if holds]
-    require_that(
-        not found,
-        error=ValueError,
-        function="quantize",
-        problem=f"the tensor {path!r} cannot be quantized.",
-        given=f"{x.dtype.name}{list(x.shape)} with {', '.join(found[:1])}",
-        expected=f"finite numbers whose scales {kind.dtype.name} can hold",
-        mend="check the tensor, or leave it in float: --rule 'name=float'.",
-    )
+    if found:
+        raise fail(
+            "quantize",
+            f"the tensor {path!r} cannot be quantized.",
+            given=f"{x.dtype.name}{list(x.shape)} with {', '.join(found[:1])}",
+            expected=f"finite numbers whose scales {kind.dtype.name} can hold",
+            fix="check the tensor, or leave it in float: --rule 'name=float'.",
+        )
     return q
 
 
@@ -195,30 +193,29 @@ def _check_left(path: str, found: FileRule | None, policy: str | None) -> None:
     if found is None and policy is None:
         return
     given = f"--policy {policy}" if found is None else f"the rule {found.text!r}"
-    require_that(
-        found is not None and found.scheme.spec is None,
-        error=ValueError,
-        function="quantize",
-        problem=f"the tensor {path!r} is quantized already.",
-        given=given,
-        expected="float tensors",
-        mend="start from the float file; or leave such tensors unchanged, with a rule before all "
-        "others such as --rule '.*mlp.*=float'.",
-    )
+    if not (found is not None and found.scheme.spec is None):
+        raise fail(
+            "quantize",
+            f"the tensor {path!r} is quantized already.",
+            given=given,
+            expected="float tensors",
+            fix="start from the float file; or leave such tensors unchanged, with a rule before "
+            "all "
+            "others such as --rule '.*mlp.*=float'.",
+        )
 
 
 def _chosen(path: str, leaf: Any, scheme: Scheme, why: str, layout: str | None) -> Choice:
     if scheme.spec is None:
         return Choice(None, why)
-    require_that(
-        leaf.dtype != jnp.float64 or jax.config.read("jax_enable_x64"),
-        error=ValueError,
-        function="quantize",
-        problem=f"the tensor {path!r} is float64, which JAX would cut to float32.",
-        given="float64, and no 64-bit numbers in JAX",
-        expected="float32, bfloat16 or float16",
-        mend="set JAX_ENABLE_X64=1 in the environment, or keep it with a rule '...=float'.",
-    )
+    if leaf.dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise fail(
+            "quantize",
+            f"the tensor {path!r} is float64, which JAX would cut to float32.",
+            given="float64, and no 64-bit numbers in JAX",
+            expected="float32, bfloat16 or float16",
+            fix="set JAX_ENABLE_X64=1 in the environment, or keep it with a rule '...=float'.",
+        )
     spec = scheme.spec
     try:
         spec = spec.resolve(leaf.ndim, _kept_axes(path, leaf.ndim, scheme.contract, layout))
@@ -244,12 +241,11 @@ def _kept_axes(
 
 def _check_used(rules: list[FileRule], used: set[FileRule | None]) -> None:
     for rule in rules:
-        require_that(
-            rule in used,
-            error=ValueError,
-            function="quantize",
-            problem=f"the rule {rule.text!r} matches nothing.",
-            given="no tensor with such a name, or only ones that an earlier rule matches",
-            expected="a regular expression that matches whole names of float tensors",
-            mend="see the names with: python -m jqx quantize IN OUT --policy w8a16 --dry-run.",
-        )
+        if rule not in used:
+            raise fail(
+                "quantize",
+                f"the rule {rule.text!r} matches nothing.",
+                given="no tensor with such a name, or only ones that an earlier rule matches",
+                expected="a regular expression that matches whole names of float tensors",
+                fix="see the names with: python -m jqx quantize IN OUT --policy w8a16 --dry-run.",
+            )

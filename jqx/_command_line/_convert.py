@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from .._checks import require_that
+from .._errors import fail
 from ..calibrators import Rounded
 from ..interop import Archive, save_leaves, write
 from ..interop._shared import GGUF, TARGETS, TOKENIZERS, Leaf, read_json
@@ -101,28 +101,26 @@ def _arguments(args: argparse.Namespace, archive: Archive) -> dict[str, Any]:
 
 def _check_unused(args: argparse.Namespace, *names: str) -> None:
     for name in names:
-        require_that(
-            getattr(args, name) is None,
-            error=ValueError,
-            function="convert",
-            problem=f"`--{name}` has no use for {args.format}.",
-            given=f"--{name} {getattr(args, name)}",
-            expected="nothing: this format has no such data",
-            mend="leave it out.",
-        )
+        if getattr(args, name) is not None:
+            raise fail(
+                "convert",
+                f"`--{name}` has no use for {args.format}.",
+                given=f"--{name} {getattr(args, name)}",
+                expected="nothing: this format has no such data",
+                fix="leave it out.",
+            )
 
 
 def _check_names(named: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
     """Checks that each tensor keeps a unique name."""
-    require_that(
-        len(named) == len(specs),
-        error=ValueError,
-        function="convert",
-        problem="two tensors have the same name.",
-        given='paths that differ only in "/" and "."',
-        expected='a unique name for each, with "." in place of "/"',
-        mend="rename one of them, with jqx.interop.tree and named.",
-    )
+    if len(named) != len(specs):
+        raise fail(
+            "convert",
+            "two tensors have the same name.",
+            given='paths that differ only in "/" and "."',
+            expected='a unique name for each, with "." in place of "/"',
+            fix="rename one of them, with jqx.interop.tree and named.",
+        )
 
 
 def _show(args: argparse.Namespace, archive: Archive, specs: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 from typing import Any
 
-from .._checks import require_that
+from .._errors import fail
 from ..diagnostics._shared import finite
 from ..tensor import QTensor
 
@@ -36,12 +36,12 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 def check_absent(function: str, path: str, force: bool) -> None:
     """Checks that no file or checkpoint folder is replaced without `--force`."""
     is_model = os.path.isdir(path) and function == "convert"
-    require_that(
-        force or not (os.path.isfile(path) or is_model),
-        error=FileExistsError,
-        function=function,
-        problem=f"{path!r} exists already.",
-        given="no --force",
-        expected="a new name",
-        mend="choose another name, or pass --force.",
-    )
+    if not force and (os.path.isfile(path) or is_model):
+        raise fail(
+            function,
+            f"{path!r} exists already.",
+            given="no --force",
+            expected="a new name",
+            fix="choose another name, or pass --force.",
+            error=FileExistsError,
+        )

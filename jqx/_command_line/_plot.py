@@ -12,8 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from .._files import Replacement
 from ..diagnostics import Report
 from ..diagnostics._shared import measure, scheme_of, short_scheme
@@ -51,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
             for path, choice in choose(archive, args).items()
             if _matches(args.tensor, path) and _is_drawn(archive.spec(path))
         }
-        require_that(
-            chosen,
-            error=ValueError,
-            function="plot",
-            problem="there is nothing to draw.",
-            given=f"--tensor {args.tensor!r}",
-            expected="a regular expression that matches whole names of float tensors or QTensors",
-            mend="leave --tensor out.",
-        )
+        if not chosen:
+            raise fail(
+                "plot",
+                "there is nothing to draw.",
+                given=f"--tensor {args.tensor!r}",
+                expected="a regular expression that matches whole names of float tensors or "
+                "QTensors",
+                fix="leave --tensor out.",
+            )
         figure, drawn = _KINDS[args.kind](plots, archive, chosen)
         _save(figure, args.out)
     if args.json:
@@ -80,15 +79,14 @@ def _save(figure: Any, path: str) -> None:
 
 def _plots() -> Any:
     """Returns the module that draws. It needs matplotlib, which jqx itself does not."""
-    require_that(
-        importlib.util.find_spec("matplotlib") is not None,
-        error=ValueError,
-        function="plot",
-        problem="matplotlib is not installed.",
-        given="no package of that name",
-        expected="matplotlib, of the extra `examples`",
-        mend='pip install "jqx[examples]".',
-    )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise fail(
+            "plot",
+            "matplotlib is not installed.",
+            given="no package of that name",
+            expected="matplotlib, of the extra `examples`",
+            fix='pip install "jqx[examples]".',
+        )
     return importlib.import_module("..diagnostics.plots", __package__)
 
 
@@ -96,14 +94,13 @@ def _matches(pattern: str, path: str) -> bool:
     try:
         return re.fullmatch(pattern, path) is not None
     except (re.error, OverflowError) as error:
-        text = message(
+        raise fail(
             "plot",
             f"`--tensor` is not a valid regular expression: {error}.",
             given=repr(pattern),
             expected="a pattern that Python's re accepts",
-            mend="escape special characters with a backslash.",
-        )
-        raise ValueError(text) from None
+            fix="escape special characters with a backslash.",
+        ) from None
 
 
 def _is_drawn(leaf: Any) -> bool:
@@ -133,15 +130,14 @@ def _ranges(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tuple
 
 def _sqnr(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tuple[Any, list[str]]:
     drawn = {path: choice.spec for path, choice in chosen.items() if choice.spec is not None}
-    require_that(
-        drawn,
-        error=ValueError,
-        function="plot",
-        problem="no float tensor is quantized, so there is no noise.",
-        given=f"{len(chosen)} tensors",
-        expected="a float file, and a policy or rules",
-        mend="pass --policy, or --rule 'regex=scheme'.",
-    )
+    if not drawn:
+        raise fail(
+            "plot",
+            "no float tensor is quantized, so there is no noise.",
+            given=f"{len(chosen)} tensors",
+            expected="a float file, and a policy or rules",
+            fix="pass --policy, or --rule 'regex=scheme'.",
+        )
     weights = []
     for path in with_bar("plot", "tensor", drawn):
         x: Any = archive.read(path)
@@ -156,15 +152,14 @@ def _histogram(plots: Any, archive: Archive, chosen: Mapping[str, Choice]) -> tu
         for path, choice in chosen.items()
         if choice.spec is not None or isinstance(archive.spec(path), QTensor)
     }
-    require_that(
-        len(drawn) == 1,
-        error=ValueError,
-        function="plot",
-        problem="a histogram shows one quantized tensor.",
-        given=f"{len(drawn)} tensors: {', '.join(list(drawn)[:4]) or 'none'}",
-        expected="one tensor that is quantized, or that a policy or rules quantize",
-        mend="narrow --tensor, or pass --policy or --rule.",
-    )
+    if len(drawn) != 1:
+        raise fail(
+            "plot",
+            "a histogram shows one quantized tensor.",
+            given=f"{len(drawn)} tensors: {', '.join(list(drawn)[:4]) or 'none'}",
+            expected="one tensor that is quantized, or that a policy or rules quantize",
+            fix="narrow --tensor, or pass --policy or --rule.",
+        )
     ((path, spec),) = drawn.items()
     q: Any = archive.read(path)
     x = q.dequantize() if spec is None else q

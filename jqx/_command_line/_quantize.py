@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from .._checks import require_that
+from .._errors import fail
 from .._table import Table
 from ..diagnostics._shared import scheme_of
 from ..interop import Archive, Lazy
@@ -53,15 +53,14 @@ def run(args: argparse.Namespace) -> int:
     check_absent("quantize", args.output, args.force or args.dry_run)
     with Archive(args.input) as archive:
         choices = choose(archive, args)
-        require_that(
-            any(choice.spec for choice in choices.values()),
-            error=ValueError,
-            function="quantize",
-            problem="nothing would be quantized.",
-            given=f"{len(choices)} tensors, policy {args.policy}, {len(args.rule)} rules",
-            expected="a policy, for tensors with names of weights, or a rule",
-            mend="pass --policy, or --rule 'regex=scheme' for other names.",
-        )
+        if not any(choice.spec for choice in choices.values()):
+            raise fail(
+                "quantize",
+                "nothing would be quantized.",
+                given=f"{len(choices)} tensors, policy {args.policy}, {len(args.rule)} rules",
+                expected="a policy, for tensors with names of weights, or a rule",
+                fix="pass --policy, or --rule 'regex=scheme' for other names.",
+            )
         specs = {path: made(archive.spec, path, choices[path]) for path in archive.paths}
         if not args.dry_run:
             tree = archive.map(lambda path: _leaf(archive, path, choices[path].spec))

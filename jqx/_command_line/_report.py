@@ -5,7 +5,7 @@ import dataclasses
 import math
 from typing import Any
 
-from .._checks import require_that
+from .._errors import fail
 from ..diagnostics import Report, WeightError
 from ..diagnostics._shared import measure
 from ..interop import Archive
@@ -41,15 +41,14 @@ def run(args: argparse.Namespace) -> int:
         found = {path: _measured(archive, path, choices[path]) for path in paths}
         specs = [archive.spec(path) for path in found if found[path] is None]
     weights = tuple(weight for weight in found.values() if weight is not None)
-    require_that(
-        weights,
-        error=ValueError,
-        function="report",
-        problem="there is nothing to report.",
-        given=f"{len(found)} tensors, none of them quantized",
-        expected="quantized tensors, or a policy or rules to try",
-        mend="pass --policy, or --rule 'regex=scheme'.",
-    )
+    if not weights:
+        raise fail(
+            "report",
+            "there is nothing to report.",
+            given=f"{len(found)} tensors, none of them quantized",
+            expected="quantized tensors, or a policy or rules to try",
+            fix="pass --policy, or --rule 'regex=scheme'.",
+        )
     kept = sum(spec.size * spec.dtype.itemsize for spec in specs)
     report = Report(weights, kept, sites=len(weights), skipped=len(specs), macs=math.nan)
     if args.json:

@@ -41,5 +41,5 @@ def parse_rule(text: str) -> FileRule:
 
 
 def _wrong(problem: str, given: str, expected: str) -> ValueError:
-    mend = "see the table of schemes in the documentation, docs/guides/policies.md."
-    return ValueError(message("scheme", problem, given=given, expected=expected, mend=mend))
+    fix = "see the table of schemes in the documentation, docs/guides/policies.md."
+    return ValueError(message("scheme", problem, given=given, expected=expected, fix=fix))

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_instance, check_integer, require_that, shown
-from .._errors import message
+from .._checks import check_instance, check_integer, shown
+from .._errors import fail
 from .._files import Path, as_path
 from ..calibrators import Calibrator
 from ..numerics import format_of
@@ -117,28 +117,26 @@ class AdaRound:
             ("strength", 0, 1),
         ):
             value = getattr(self, field)
-            require_that(
-                isinstance(value, (int, float)) and least <= value <= most,
-                error=ValueError,
-                function=name,
-                problem=f"`{field}` is out of range.",
-                given=f"{field} == {shown(value)}",
-                expected=f"a number from {least:g} to {most:g}",
-                mend="leave it out for the default.",
-            )
+            if not (isinstance(value, (int, float)) and least <= value <= most):
+                raise fail(
+                    name,
+                    f"`{field}` is out of range.",
+                    given=f"{field} == {shown(value)}",
+                    expected=f"a number from {least:g} to {most:g}",
+                    fix="leave it out for the default.",
+                )
         for field, choices in (("propagation", ("none", "qep")), ("unsupported", _WHAT)):
-            require_that(
-                getattr(self, field) in choices,
-                error=ValueError,
-                function=name,
-                problem=f"`{field}` is unknown.",
-                given=f"{field} == {shown(getattr(self, field))}",
-                expected=f"one of {', '.join(map(repr, choices))}",
-                mend="pass one of these.",
-            )
+            if getattr(self, field) not in choices:
+                raise fail(
+                    name,
+                    f"`{field}` is unknown.",
+                    given=f"{field} == {shown(getattr(self, field))}",
+                    expected=f"one of {', '.join(map(repr, choices))}",
+                    fix="pass one of these.",
+                )
         if self.calibrator is not None:
-            mend = "pass for example jqx.calibrators.mse."
-            check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
+            fix = "pass for example jqx.calibrators.mse."
+            check_instance(name, "calibrator", self.calibrator, Calibrator, fix=fix)
         if self.checkpoint is not None:
             as_path(name, self.checkpoint)
         check_weight(name, self.weight)
@@ -226,15 +224,13 @@ def _check(matrix: Matrix) -> None:
     bad = int(np.sum(~np.isfinite(matrix.hessian)))
     if not bad:
         return
-    raise ValueError(
-        message(
-            "algorithms.adaround",
-            f"the inputs of {matrix.name} are not finite.",
-            given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of their "
-            "products are not finite",
-            expected="inputs without NaN and infinities",
-            mend="calibrate on other batches.",
-        )
+    raise fail(
+        "algorithms.adaround",
+        f"the inputs of {matrix.name} are not finite.",
+        given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of their "
+        "products are not finite",
+        expected="inputs without NaN and infinities",
+        fix="calibrate on other batches.",
     )
 
 

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._checks import check_instance, check_integer, check_pattern, require_that, shown
+from .._checks import check_instance, check_integer, check_pattern, shown
+from .._errors import fail
 from ..calibrators import Calibrator
 from ..observers._shared import check_weight
 from ..tensor import QSpec
@@ -84,21 +85,20 @@ class AutoRound:
             ("steps", self.steps >= 1, "1 or more"),
             ("learning_rate", rate is None or is_rate, "a number above 0 and up to 1"),
         ):
-            require_that(
-                fits,
-                error=ValueError,
-                function=name,
-                problem=f"`{field}` is out of range.",
-                given=f"{field} == {shown(getattr(self, field))}",
-                expected=expected,
-                mend="leave it out for the default.",
-            )
+            if not fits:
+                raise fail(
+                    name,
+                    f"`{field}` is out of range.",
+                    given=f"{field} == {shown(getattr(self, field))}",
+                    expected=expected,
+                    fix="leave it out for the default.",
+                )
         if self.blocks is not None:
-            mend = "pass a pattern such as r'layers_[0-9]+'."
-            check_pattern(name, "blocks", self.blocks, mend=mend)
+            fix = "pass a pattern such as r'layers_[0-9]+'."
+            check_pattern(name, "blocks", self.blocks, fix=fix)
         if self.calibrator is not None:
-            mend = "pass for example jqx.calibrators.mse."
-            check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
+            fix = "pass for example jqx.calibrators.mse."
+            check_instance(name, "calibrator", self.calibrator, Calibrator, fix=fix)
         check_weight(name, self.weight)
         check_offload(name, self.offload)
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_flags, require_that, shown
+from .._checks import check_flags, shown
+from .._errors import fail
 from .._table import Printed
 from ..observers import absmax, hessian, mean_abs
 from ..observers._shared import check_weight
@@ -116,15 +117,16 @@ class Awq:
 
     def __post_init__(self) -> None:
         name = "algorithms.awq"
-        require_that(
-            isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 1,
-            error=ValueError,
-            function=name,
-            problem="`steps` is out of range.",
-            given=f"steps == {shown(self.steps)}",
-            expected="an integer from 2",
-            mend="leave it out: the default is 20, as in the paper.",
-        )
+        if not (
+            isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 1
+        ):
+            raise fail(
+                name,
+                "`steps` is out of range.",
+                given=f"steps == {shown(self.steps)}",
+                expected="an integer from 2",
+                fix="leave it out: the default is 20, as in the paper.",
+            )
         check_flags(name, duo=self.duo, clip=self.clip, keep=self.keep)
         check_weight(name, self.weight)
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._checks import require_that
 from .._compat import Eqn
+from .._errors import fail
 from .._table import Printed
 from ..calibrators import Affine
 from ..observers import Mean, ObservedSite
@@ -136,15 +136,14 @@ class BiasCorrection:
     ) -> Chosen:
         """Returns the same codes, biases that include shifts, and the shifts to add at sites."""
         sites = [site for site in plan.sites if _is_corrected(site)]
-        require_that(
-            sites,
-            error=ValueError,
-            function="algorithms.bias_correction",
-            problem="the plan quantizes no contraction with a weight.",
-            given=f"{len(plan.sites)} sites",
-            expected="a site of a weight and an activation",
-            mend="leave this algorithm out.",
-        )
+        if not sites:
+            raise fail(
+                "algorithms.bias_correction",
+                "the plan quantizes no contraction with a weight.",
+                given=f"{len(plan.sites)} sites",
+                expected="a site of a weight and an activation",
+                fix="leave this algorithm out.",
+            )
         batches, means = list(batches), _Means(_bare(plan), self.weight, on_nonfinite)
         operands = dataclasses.replace(plan, weights=())  # weights are dequantized codes already
         quantized = lambda g: simulate(g, operands, affines)  # noqa: E731

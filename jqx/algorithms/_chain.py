@@ -1,10 +1,10 @@
 """Several algorithms, run one after another."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 from ..transforms._shared import has
 
 
@@ -36,28 +36,28 @@ class Chain:
         name = "algorithms.chain"
         for i, algorithm in enumerate(algorithms):
             is_one = callable(algorithm) or has(algorithm, "run") or _kind(algorithm) != 1
-            require_that(
-                is_one and not isinstance(algorithm, (type, Chain)),
-                error=TypeError,
-                function=name,
-                problem=f"argument {i} is not an algorithm.",
-                given=partial(shown, algorithm),
-                expected="algorithms, such as jqx.algorithms.awq()",
-                mend="call the class; pass the algorithms of an inner chain directly.",
-            )
+            if not is_one or isinstance(algorithm, (type, Chain)):
+                raise fail(
+                    name,
+                    f"argument {i} is not an algorithm.",
+                    given=shown(algorithm),
+                    expected="algorithms, such as jqx.algorithms.awq()",
+                    fix="call the class; pass the algorithms of an inner chain directly.",
+                    error=TypeError,
+                )
         kinds = list(map(_kind, algorithms))
         fits = kinds == sorted(kinds) and kinds.count(1) < 2
-        require_that(
-            algorithms and fits,
-            error=ValueError,
-            function=name,
-            problem="the algorithms are in the wrong order." if algorithms else "there is none.",
-            given=", ".join(type(x).__name__ for x in algorithms) or "no argument",
-            expected="algorithms that change weights, then at most one that chooses codes, then "
-            "those that correct the remaining error",
-            mend="put them in that order, such as chain(smooth_quant(), gptq(), "
-            "bias_correction()).",
-        )
+        if not algorithms or not fits:
+            raise fail(
+                name,
+                "the algorithms are in the wrong order." if algorithms else "there is none.",
+                given=", ".join(type(x).__name__ for x in algorithms) or "no argument",
+                expected="algorithms that change weights, then at most one that chooses codes, "
+                "then "
+                "those that correct the remaining error",
+                fix="put them in that order, such as chain(smooth_quant(), gptq(), "
+                "bias_correction()).",
+            )
         object.__setattr__(self, "algorithms", algorithms)
 
 

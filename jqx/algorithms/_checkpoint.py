@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from .._files import Path, Replacement, as_path
 from ..gradients import ste
 from ..tensor import QSpec
@@ -58,16 +58,15 @@ class Checkpoint:
             self._write(os.path.join(self._folder, NAME), text.encode())
         known = self._known()
         differ = [name for name in made_of if known.get(name) != made_of[name]]
-        require_that(
-            not differ,
-            error=ValueError,
-            function=self._function,
-            problem="the checkpoint belongs to another run.",
-            given=f"{self._folder!r}, made with other {', '.join(differ)}",
-            expected="results of a run with the same function, plan, options, parameters and "
-            "batches",
-            mend="pass another folder, or delete this one to start again.",
-        )
+        if differ:
+            raise fail(
+                self._function,
+                "the checkpoint belongs to another run.",
+                given=f"{self._folder!r}, made with other {', '.join(differ)}",
+                expected="results of a run with the same function, plan, options, parameters and "
+                "batches",
+                fix="pass another folder, or delete this one to start again.",
+            )
 
     @property
     def folder(self) -> str:
@@ -81,15 +80,14 @@ class Checkpoint:
                 known = json.load(file)
         except (OSError, ValueError):
             pass
-        require_that(
-            isinstance(known, dict),
-            error=ValueError,
-            function=self._function,
-            problem="`checkpoint` is not a checkpoint folder.",
-            given=f"{self._folder!r}, which has no readable {NAME}",
-            expected="a folder that is empty, does not exist yet, or is of an interrupted run",
-            mend="pass another folder.",
-        )
+        if not isinstance(known, dict):
+            raise fail(
+                self._function,
+                "`checkpoint` is not a checkpoint folder.",
+                given=f"{self._folder!r}, which has no readable {NAME}",
+                expected="a folder that is empty, does not exist yet, or is of an interrupted run",
+                fix="pass another folder.",
+            )
         assert known is not None
         return known
 
@@ -108,15 +106,14 @@ class Checkpoint:
             found, zero_point, given = None, None, str(error)
         else:
             given = f"matrices of {found['places'].shape}"
-        require_that(
-            found is not None and np.array_equal(found["places"], places),
-            error=ValueError,
-            function=self._function,
-            problem="a file of the checkpoint is not what this run wrote.",
-            given=f"{path!r}: {given}",
-            expected=f"matrices of {places.shape}",
-            mend="delete that file and those with higher numbers.",
-        )
+        if not (found is not None and np.array_equal(found["places"], places)):
+            raise fail(
+                self._function,
+                "a file of the checkpoint is not what this run wrote.",
+                given=f"{path!r}: {given}",
+                expected=f"matrices of {places.shape}",
+                fix="delete that file and those with higher numbers.",
+            )
         assert found is not None
         label = _labels(grids, places)
         grids.codes[places] = found["codes"].view(grids.codes.dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._errors import message, warn
+from .._errors import fail, message, warn
 from ..transforms._shared import Unable, arrays_of, stepwise
 
 _SEEN = 8
@@ -71,7 +71,7 @@ def decoding_of(
             "the function is evaluated for all positions at each token, which is slow.",
             given=why,
             expected="a function whose jaxpr can be evaluated one position at a time",
-            mend="pass a step function with its cache: own_text(step, params, cache, ...).",
+            fix="pass a step function with its cache: own_text(step, params, cache, ...).",
         )
     )
     return _all_positions(forms[0], rows, length)
@@ -123,16 +123,15 @@ def _forms(name: str, f: Logits, params: Any, rows: int, length: int) -> list[_F
     if not isinstance(tokens, str):
         one = _Form(f, tokens.shape[:-1] and (1,), True)
         return [_Form(f, (rows,), False), one] if tokens.shape == (rows, length) else [one]
-    raise TypeError(
-        message(
-            name,
-            "the function does not map tokens to logits.",
-            given=tokens,
-            expected=f"float logits [{rows}, {length}, vocabulary], or [{length}, vocabulary] for "
-            "one row",
-            mend="pass lambda params, tokens: ..., which returns the logits alone, or a step "
-            "function with its cache; other functions need batches of their own inputs.",
-        )
+    raise fail(
+        name,
+        "the function does not map tokens to logits.",
+        given=tokens,
+        expected=f"float logits [{rows}, {length}, vocabulary], or [{length}, vocabulary] for "
+        "one row",
+        fix="pass lambda params, tokens: ..., which returns the logits alone, or a step "
+        "function with its cache; other functions need batches of their own inputs.",
+        error=TypeError,
     )
 
 
@@ -190,14 +189,13 @@ def _sample(
     a, b = logits[:, :-1], changed[:, :-1]
     if _near(a, b, params):
         return tokens[:, :seen], logits
-    raise NotCausal(
-        message(
-            name,
-            "the function is not causal: logits depend on later tokens.",
-            given=f"with another last token, earlier logits change by {np.abs(a - b).max():.3g}",
-            expected="logits for each token that depend on this token and those before it",
-            mend="pass batches of your own inputs, if this is not a model that writes text.",
-        )
+    raise fail(
+        name,
+        "the function is not causal: logits depend on later tokens.",
+        given=f"with another last token, earlier logits change by {np.abs(a - b).max():.3g}",
+        expected="logits for each token that depend on this token and those before it",
+        fix="pass batches of your own inputs, if this is not a model that writes text.",
+        error=NotCausal,
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import check_flags, require_that, shown
+from .._checks import check_flags, shown
+from .._errors import fail
 from ..transforms import Plan
 from ..transforms._shared import Chosen, OnNonfinite
 from ._absorb import Least, absorbed
@@ -74,15 +75,16 @@ class Equalize:
     absorb: bool = True
 
     def __post_init__(self) -> None:
-        require_that(
-            isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 0,
-            error=ValueError,
-            function="algorithms.equalize",
-            problem="`steps` is not a positive integer.",
-            given=f"steps == {shown(self.steps)}",
-            expected="1 or more",
-            mend="leave it out: it stops when nothing changes.",
-        )
+        if not (
+            isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 0
+        ):
+            raise fail(
+                "algorithms.equalize",
+                "`steps` is not a positive integer.",
+                given=f"steps == {shown(self.steps)}",
+                expected="1 or more",
+                fix="leave it out: it stops when nothing changes.",
+            )
         check_flags("algorithms.equalize", absorb=self.absorb)
 
     def rewrite(

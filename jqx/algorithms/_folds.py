@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from ..transforms import Plan
 from ._channels import Follower, Visit
 from ._labels import FIXED, Array, narrowed
@@ -176,15 +176,14 @@ class Folds(Named):
         """Returns factors by number from the divisors of operands, after checking these."""
         keys = {self.key(visit): visit.site for visit in self.visits}
         unknown = sorted(set(scales) - set(keys))
-        require_that(
-            not unknown,
-            error=ValueError,
-            function=function,
-            problem="`scales` has keys of operands that cannot be scaled or do not exist.",
-            given=", ".join(map(repr, unknown[:4])),
-            expected=f"some of {', '.join(map(repr, list(keys)[:4]))}",
-            mend="print jqx.algorithms.find_pairs(f, plan)(params, x): it shows the reasons.",
-        )
+        if unknown:
+            raise fail(
+                function,
+                "`scales` has keys of operands that cannot be scaled or do not exist.",
+                given=", ".join(map(repr, unknown[:4])),
+                expected=f"some of {', '.join(map(repr, list(keys)[:4]))}",
+                fix="print jqx.algorithms.find_pairs(f, plan)(params, x): it shows the reasons.",
+            )
         found, given_by = np.ones(self.count), [""] * self.count
         for visit in self.visits:
             key = self.key(visit)
@@ -192,38 +191,38 @@ class Folds(Named):
                 continue
             own = np.asarray(scales[key], np.float64)
             shape = (*(loop.length for loop in visit.site.loops), *visit.inputs.shape)
-            require_that(
-                own.shape == shape and bool(np.all((own > 0) & np.isfinite(own))),
-                error=ValueError,
-                function=function,
-                problem=f"`scales[{key!r}]` does not fit.",
-                given=f"shape {own.shape}, from {own.min(initial=np.inf):.4g} to "
-                f"{own.max(initial=-np.inf):.4g}",
-                expected=f"positive numbers of shape {shape}, as jqx.observers.absmax has channels",
-                mend="pass the divisor of each channel of that operand, 1 for no change.",
-            )
+            if not (own.shape == shape and bool(np.all((own > 0) & np.isfinite(own)))):
+                raise fail(
+                    function,
+                    f"`scales[{key!r}]` does not fit.",
+                    given=f"shape {own.shape}, from {own.min(initial=np.inf):.4g} to "
+                    f"{own.max(initial=-np.inf):.4g}",
+                    expected=f"positive numbers of shape {shape}, as jqx.observers.absmax has "
+                    f"channels",
+                    fix="pass the divisor of each channel of that operand, 1 for no change.",
+                )
             numbers, by = self.inputs(visit), 1 / own[visit.steps]
-            require_that(
-                bool(np.all(by[numbers == 0] == 1)),
-                error=ValueError,
-                function=function,
-                problem=f"not all channels of {self.name(visit)} can be scaled.",
-                given=f"{int(np.sum((numbers == 0) & (by != 1)))} channels with a scale, of "
-                f"{numbers.size}, at step {visit.steps}: {self.why(visit)}",
-                expected="1 where a channel cannot be scaled",
-                mend="set the scales of these channels to 1.",
-            )
+            if not bool(np.all(by[numbers == 0] == 1)):
+                raise fail(
+                    function,
+                    f"not all channels of {self.name(visit)} can be scaled.",
+                    given=f"{int(np.sum((numbers == 0) & (by != 1)))} channels with a scale, of "
+                    f"{numbers.size}, at step {visit.steps}: {self.why(visit)}",
+                    expected="1 where a channel cannot be scaled",
+                    fix="set the scales of these channels to 1.",
+                )
             for number, factor in zip(numbers.ravel().tolist(), by.ravel().tolist(), strict=True):
                 known = given_by[number]
-                require_that(
-                    number == 0 or not known or abs(found[number] / factor - 1) < 1e-6,
-                    error=ValueError,
-                    function=function,
-                    problem="`scales` contradict each other.",
-                    given=f"{1 / found[number]:.6g} of {known!r} and {1 / factor:.6g} of {key!r}",
-                    expected="one scale for a channel that several sites read, or that is repeated",
-                    mend="use one scale for all of them, for example the largest.",
-                )
+                if number != 0 and known and not abs(found[number] / factor - 1) < 1e-6:
+                    raise fail(
+                        function,
+                        "`scales` contradict each other.",
+                        given=f"{1 / found[number]:.6g} of {known!r} and {1 / factor:.6g} of "
+                        f"{key!r}",
+                        expected="one scale for a channel that several sites read, or that is "
+                        "repeated",
+                        fix="use one scale for all of them, for example the largest.",
+                    )
                 if number:
                     found[number], given_by[number] = factor, key
         return found

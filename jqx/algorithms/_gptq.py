@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from .._checks import check_instance, require_that, shown
-from .._errors import message
+from .._checks import check_instance, shown
+from .._errors import fail
 from .._files import Path, as_path
 from ..calibrators import Calibrator
 from ..observers._shared import check_weight
@@ -165,17 +165,16 @@ class Gptq:
         name = "algorithms.gptq"
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
-            require_that(
-                (value is None or isinstance(value, str)) and value in choices,
-                error=ValueError,
-                function=name,
-                problem=f"`{field}` is unknown.",
-                given=f"{field} == {shown(value)}",
-                expected=f"one of {', '.join(map(repr, choices))}",
-                mend="the policy sets the size of groups: the scheme 'int4:group=32'."
-                if field == "groups"
-                else "pass one of these.",
-            )
+            if not ((value is None or isinstance(value, str)) and value in choices):
+                raise fail(
+                    name,
+                    f"`{field}` is unknown.",
+                    given=f"{field} == {shown(value)}",
+                    expected=f"one of {', '.join(map(repr, choices))}",
+                    fix="the policy sets the size of groups: the scheme 'int4:group=32'."
+                    if field == "groups"
+                    else "pass one of these.",
+                )
         is_damping = self.damping == "ledoit-wolf" or _is_number(self.damping, 1e-12, 1)
         is_strength = self.strength is None or _is_number(self.strength, 0, 1)
         is_least = self.least_inputs is None or _is_number(self.least_inputs, 0, 1e9)
@@ -190,18 +189,17 @@ class Gptq:
             ("factors", is_factors, "factors such as (0.9, 0.8), numbers up to 2"),
             ("sweeps", is_sweeps, "sweeps such as 2, a whole number"),
         ):
-            require_that(
-                is_valid,
-                error=ValueError,
-                function=name,
-                problem=f"`{field}` is out of range.",
-                given=f"{field} == {shown(getattr(self, field))}",
-                expected=expected,
-                mend="leave it out: the default is that of the literature.",
-            )
+            if not is_valid:
+                raise fail(
+                    name,
+                    f"`{field}` is out of range.",
+                    given=f"{field} == {shown(getattr(self, field))}",
+                    expected=expected,
+                    fix="leave it out: the default is that of the literature.",
+                )
         if self.calibrator is not None:
-            mend = "pass for example jqx.calibrators.mse."
-            check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
+            fix = "pass for example jqx.calibrators.mse."
+            check_instance(name, "calibrator", self.calibrator, Calibrator, fix=fix)
         if self.checkpoint is not None:
             as_path(name, self.checkpoint)
         check_weight(name, self.weight)
@@ -215,16 +213,16 @@ class Gptq:
         )
         for clash, first, second in both:
             values = (f"{field}={getattr(self, field)!r}" for field in (first, second))
-            require_that(
-                not clash,
-                error=ValueError,
-                function=name,
-                problem=f"`{first}` and `{second}` exclude each other.",
-                given=" and ".join(values),
-                expected="groups that stay together; inputs that are compared, or kept, layer by "
-                "layer",
-                mend="leave one of them out.",
-            )
+            if clash:
+                raise fail(
+                    name,
+                    f"`{first}` and `{second}` exclude each other.",
+                    given=" and ".join(values),
+                    expected="groups that stay together; inputs that are compared, or kept, layer "
+                    "by "
+                    "layer",
+                    fix="leave one of them out.",
+                )
 
     @property
     def observers(self) -> Mapping[str, Any]:
@@ -378,15 +376,13 @@ class Gptq:
         if self.ill_conditioned == "round":
             return
         bad = int(np.sum(~np.isfinite(matrix.hessian)))
-        raise ValueError(
-            message(
-                "algorithms.gptq",
-                f"the Hessian of {matrix.name} is not positive definite, however it is damped.",
-                given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of "
-                "their products are not finite",
-                expected="inputs without NaN and infinities",
-                mend="calibrate on other batches, or pass ill_conditioned='round'.",
-            )
+        raise fail(
+            "algorithms.gptq",
+            f"the Hessian of {matrix.name} is not positive definite, however it is damped.",
+            given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of "
+            "their products are not finite",
+            expected="inputs without NaN and infinities",
+            fix="calibrate on other batches, or pass ill_conditioned='round'.",
         )
 
 

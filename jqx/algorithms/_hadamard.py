@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from ._labels import Array
 
 _MOST = 64
@@ -30,15 +30,14 @@ def hadamard(n: int) -> Array:
     Source: Sylvester 1867; Paley 1933; Goethals and Seidel 1967.
     """
     found = _made(n)
-    require_that(
-        found is not None,
-        error=ValueError,
-        function="algorithms.rotate",
-        problem="no Hadamard matrix of that size is available.",
-        given=f"{n}",
-        expected="1, 2, or a multiple of 4 such as 12, 20, 28, 36 times a power of two",
-        mend="rotate blocks of channels: block=64.",
-    )
+    if found is None:
+        raise fail(
+            "algorithms.rotate",
+            "no Hadamard matrix of that size is available.",
+            given=f"{n}",
+            expected="1, 2, or a multiple of 4 such as 12, 20, 28, 36 times a power of two",
+            fix="rotate blocks of channels: block=64.",
+        )
     assert found is not None
     return found
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 from .._files import Path
 from ..observers._shared import has_rows
 from ..tensor._shared import Lazy, has_lazy
@@ -171,15 +172,15 @@ def _check_known(function: str, traced: Traced) -> None:
     """Raises if a checkpoint could not identify the parameters."""
     for path, place in traced.places.items():
         leaf = traced.originals[place]
-        require_that(
-            not isinstance(leaf, Lazy) or leaf.source,
-            error=ValueError,
-            function=function,
-            problem="the checkpoint cannot identify these parameters.",
-            given=f"the leaf {path!r}, {shown(leaf)}, without a source",
-            expected="leaves whose `source` identifies their values, such as those of archive.lazy",
-            mend="give it a source, or leave `checkpoint` out.",
-        )
+        if isinstance(leaf, Lazy) and not leaf.source:
+            raise fail(
+                function,
+                "the checkpoint cannot identify these parameters.",
+                given=f"the leaf {path!r}, {shown(leaf)}, without a source",
+                expected="leaves whose `source` identifies their values, such as those of "
+                "archive.lazy",
+                fix="give it a source, or leave `checkpoint` out.",
+            )
 
 
 def _shelf(

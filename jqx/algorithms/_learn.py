@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail, message
 from ..tensor import QSpec
 from ..transforms import Plan, Site
 from ..transforms._shared import (
@@ -96,15 +95,14 @@ def learned(
     plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)
     sites = [site for site in plan.sites if site.address in bodies]
     labels = labels_of(sites, bodies, options.blocks)
-    require_that(
-        options.blocks is None or any(label != here for here, label in labels.items()),
-        error=ValueError,
-        function=_FUNCTION,
-        problem="`blocks` matches nothing.",
-        given=f"blocks == {options.blocks!r}; paths such as {[x.path for x in sites[:3]]}",
-        expected="a pattern that matches in paths of weights",
-        mend="print the plan: it shows all paths.",
-    )
+    if options.blocks is not None and not any(label != here for here, label in labels.items()):
+        raise fail(
+            _FUNCTION,
+            "`blocks` matches nothing.",
+            given=f"blocks == {options.blocks!r}; paths such as {[x.path for x in sites[:3]]}",
+            expected="a pattern that matches in paths of weights",
+            fix="print the plan: it shows all paths.",
+        )
     own = apart(plan, traced.groups, traced.elements, labels) & {*labels}
     walk = _Learning(options, traced, own, few)
     scopes = traced.scopes(lambda site: site.address in own, labels)
@@ -315,7 +313,7 @@ class _Learning(Walk):
             "a block cannot be differentiated.",
             given=f"{self._name(block)}: {error}",
             expected="no loop of unknown length in a block",
-            mend="use smaller blocks, such as blocks='.*', where each weight is a block.",
+            fix="use smaller blocks, such as blocks='.*', where each weight is a block.",
         )
 
     def _not_finite(self, block: _Block, lost: float, batch: int | None) -> ValueError:
@@ -325,7 +323,7 @@ class _Learning(Walk):
             f"the loss of {self._name(block)} is not finite.",
             given=f"a loss of {lost} on {where}",
             expected="finite results, also with rounded weights",
-            mend="leave such batches out, or pass on_nonfinite='ignore', which leaves out rows "
+            fix="leave such batches out, or pass on_nonfinite='ignore', which leaves out rows "
             "that are not finite.",
         )
         return ValueError(text)

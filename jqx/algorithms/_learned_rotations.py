@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
-from .._errors import message, some, warn
+from .._errors import fail, message, some, warn
 from ..tensor import QSpec
 from ..tensor._shared import fake_quantize_as, fit
 from ..transforms import ChannelMap, Plan, map_channels
@@ -140,15 +139,15 @@ def learned(
       on_nonfinite: as in `calibrate_batches`; a batch that is not finite even without such rows is
         left out.
     """
-    require_that(
-        rotations,
-        error=Inapplicable,
-        function=function,
-        problem="`steps` has nothing to learn.",
-        given=f"steps == {options.steps}, and a plan that rounds no operand after a rotation",
-        expected="a plan that quantizes activations that are rotated",
-        mend="leave `steps` out.",
-    )
+    if not rotations:
+        raise fail(
+            function,
+            "`steps` has nothing to learn.",
+            given=f"steps == {options.steps}, and a plan that rounds no operand after a rotation",
+            expected="a plan that quantizes activations that are rotated",
+            fix="leave `steps` out.",
+            error=Inapplicable,
+        )
     loss, ignores = options.loss or relative_error, check_mode(function, on_nonfinite)
     batches = [Batch(x) for x in batches]
 
@@ -205,7 +204,7 @@ def learned(
             "the loss of rounding after rotations is not finite.",
             given=f"a loss of {lost}, or its gradient, on {where}",
             expected="finite results, and a finite loss of them",
-            mend="learn from other batches, or pass loss=.",
+            fix="learn from other batches, or pass loss=.",
         )
 
     look_at_batches(function, f, plan, params, batches, on_nonfinite)
@@ -248,15 +247,14 @@ def _without_spoilt(
     for i in range(len(batches)):
         leaves = map(np.asarray, jax.tree.leaves(judge(i)))
         (kept if all(np.isfinite(x).all() for x in leaves) else spoilt).append(i)
-    require_that(
-        kept,
-        error=ValueError,
-        function=function,
-        problem="no batch has a finite loss.",
-        given=f"{len(batches)} batches",
-        expected="finite results on one batch or more",
-        mend="find where the NaN or infinities come from.",
-    )
+    if not kept:
+        raise fail(
+            function,
+            "no batch has a finite loss.",
+            given=f"{len(batches)} batches",
+            expected="finite results on one batch or more",
+            fix="find where the NaN or infinities come from.",
+        )
     if spoilt:
         warn(
             message(
@@ -264,7 +262,7 @@ def _without_spoilt(
                 "batches with a loss or a gradient that is not finite were left out.",
                 given=f"batches {some(map(str, spoilt))}",
                 expected="finite results, also with rounded activations",
-                mend="nothing, if the other batches are enough.",
+                fix="nothing, if the other batches are enough.",
             )
         )
     return [batches[i] for i in kept]

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import check_integer, require_that
+from .._checks import check_integer
+from .._errors import fail
 from ..transforms import Plan, dequantize_params, quantize_params
 from ..transforms._shared import Chosen
 from ._channels import Visit
@@ -65,15 +66,14 @@ class Loftq:
 
     def __post_init__(self) -> None:
         for field in ("rank", "rounds"):
-            require_that(
-                check_integer(_NAME, field, getattr(self, field)) > 0,
-                error=ValueError,
-                function=_NAME,
-                problem=f"`{field}` is not positive.",
-                given=f"{field} == {getattr(self, field)}",
-                expected="1 or more",
-                mend="leave it out for the default.",
-            )
+            if not check_integer(_NAME, field, getattr(self, field)) > 0:
+                raise fail(
+                    _NAME,
+                    f"`{field}` is not positive.",
+                    given=f"{field} == {getattr(self, field)}",
+                    expected="1 or more",
+                    fix="leave it out for the default.",
+                )
 
     def run(
         self,

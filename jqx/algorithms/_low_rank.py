@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_integer, require_that
+from .._checks import check_integer
+from .._errors import fail
 from .._table import Printed
 from ..calibrators import Affine
 from ..observers import hessian
@@ -95,15 +96,14 @@ class Eora:
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        require_that(
-            check_integer(_NAME, "rank", self.rank) > 0,
-            error=ValueError,
-            function=_NAME,
-            problem="`rank` is not positive.",
-            given=f"rank == {self.rank}",
-            expected="1 or more",
-            mend="leave it out: the default is 32, as in the paper for 4 bits.",
-        )
+        if not check_integer(_NAME, "rank", self.rank) > 0:
+            raise fail(
+                _NAME,
+                "`rank` is not positive.",
+                given=f"rank == {self.rank}",
+                expected="1 or more",
+                fix="leave it out: the default is 32, as in the paper for 4 bits.",
+            )
         check_weight(_NAME, self.weight)
 
     def correct(
@@ -185,15 +185,14 @@ def compensated(
     folds = find_pairs(f, plan)(*arguments_of(plan, params, batch)).folds
     visits = [x for x in folds.visits if folds.weight(x) is not None]
     own = [x for x in visits if x.site.op == "dot_general"]
-    require_that(
-        own,
-        error=ValueError,
-        function=function,
-        problem="no site can have a compensation.",
-        given=", ".join(x.name for x in folds.sites[:4]) or "no site with a weight",
-        expected="a product of an activation and a quantized weight with no other use",
-        mend="leave this algorithm out.",
-    )
+    if not own:
+        raise fail(
+            function,
+            "no site can have a compensation.",
+            given=", ".join(x.name for x in folds.sites[:4]) or "no site with a weight",
+            expected="a product of an activation and a quantized weight with no other use",
+            fix="leave this algorithm out.",
+        )
     return folds, own
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .._errors import message
+from .._errors import fail, message
 from ..observers import Hessian, ObservedSite, hessian, places
 from ..observers._shared import Weight, has_rows
 from ..transforms import Plan, Site
@@ -242,7 +242,7 @@ def _refusal(function: str, site: Site) -> NotImplementedError:
             expected="a product of an activation and a weight whose elements can be located, not "
             "inside a shard_map; statistics of jqx.observers.hessian and "
             "jqx.observers.places",
-            mend="pass the statistics of calibrate_batches(..., observers=algorithm.observers); "
+            fix="pass the statistics of calibrate_batches(..., observers=algorithm.observers); "
             "replace a shard_map by jit over sharded arrays while codes are chosen; or add a "
             "rule that leaves that site in float.",
         )
@@ -256,12 +256,11 @@ def _check_apart(function: str, path: str, matrices: list[Matrix]) -> None:
     elements = np.concatenate([matrix.places.ravel() for matrix in matrices])
     if np.bincount(elements).max() == 1:
         return
-    raise NotImplementedError(
-        message(
-            function,
-            f"sites multiply by the weight {path!r} in different ways.",
-            given=", ".join(matrix.name for matrix in matrices[:4]),
-            expected="sites that contract the same axes of it, or have no element in common",
-            mend="add a rule that leaves it in float.",
-        )
+    raise fail(
+        function,
+        f"sites multiply by the weight {path!r} in different ways.",
+        given=", ".join(matrix.name for matrix in matrices[:4]),
+        expected="sites that contract the same axes of it, or have no element in common",
+        fix="add a rule that leaves it in float.",
+        error=NotImplementedError,
     )

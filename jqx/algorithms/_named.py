@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from ..transforms import Plan, Site, Weight
 from ..transforms._shared import Unstacked, is_array
 
@@ -59,16 +59,16 @@ class Named:
         """Returns the leaves of parameters by index, as in `Visit.place`."""
         apart = Unstacked(self.plan, params).params
         leaves = [x for tree in self._trees(apart) for x in jax.tree.leaves(tree) if is_array(x)]
-        require_that(
-            len(leaves) == len(self._places),
-            error=ValueError,
-            function="Quantized.basis",
-            problem="the parameters do not have the leaves of those that were quantized.",
-            given=f"{len(leaves)} arrays",
-            expected=f"{len(self._places)} arrays, as quantized.params has",
-            mend="pass the same parameters as to ptq. For nnx, keep streams of random numbers in "
-            "the function: graph, streams, params = nnx.split(model, nnx.RngState, ...).",
-        )
+        if len(leaves) != len(self._places):
+            raise fail(
+                "Quantized.basis",
+                "the parameters do not have the leaves of those that were quantized.",
+                given=f"{len(leaves)} arrays",
+                expected=f"{len(self._places)} arrays, as quantized.params has",
+                fix="pass the same parameters as to ptq. For nnx, keep streams of random numbers "
+                "in "
+                "the function: graph, streams, params = nnx.split(model, nnx.RngState, ...).",
+            )
         return dict(zip(self._places, leaves, strict=True))
 
     def _trees(self, params: Any) -> list[Any]:

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 from ..transforms._shared import is_counted
 
 Where = bool | Literal["disk"]
@@ -64,15 +65,14 @@ def _remove(path: str) -> None:
 
 def check_offload(function: str, where: Any) -> None:
     """Raises if `offload` has no such value."""
-    require_that(
-        isinstance(where, bool) or where == "disk",
-        error=ValueError,
-        function=function,
-        problem="`offload` is unknown.",
-        given=f"offload == {shown(where)}",
-        expected="False, True or 'disk'",
-        mend="pass False to keep values on the devices, True for the host, 'disk' for files.",
-    )
+    if not isinstance(where, bool) and where != "disk":
+        raise fail(
+            function,
+            "`offload` is unknown.",
+            given=f"offload == {shown(where)}",
+            expected="False, True or 'disk'",
+            fix="pass False to keep values on the devices, True for the host, 'disk' for files.",
+        )
 
 
 class Offload:

@@ -25,7 +25,7 @@ _INSTEAD = {
 }
 
 
-def algorithm(name: str, mend: str) -> Callable[[Any], Any]:
+def algorithm(name: str, fix: str) -> Callable[[Any], Any]:
     """Returns the decorator of a public algorithm, as `called` does."""
 
     def decorate(kind: Any) -> Any:
@@ -37,6 +37,6 @@ def algorithm(name: str, mend: str) -> Callable[[Any], Any]:
             is_other = text is not None and text.startswith("write ") and field not in own
             return None if is_other else text
 
-        return called(f"algorithms.{name}", mend, instead)(kind)
+        return called(f"algorithms.{name}", fix, instead)(kind)
 
     return decorate

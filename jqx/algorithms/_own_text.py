@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from .._calls import called
-from .._checks import check_integer, require_that, shown
+from .._checks import check_integer, shown
+from .._errors import fail
 from .._files import Path, Replacement
 from ..transforms._shared import advancing, arrays_of, check_concrete, check_function
 from ._checkpoint import Checkpoint, digest
@@ -91,24 +92,22 @@ def own_text(
     check_function(_NAME, step)
     check_concrete(_NAME, params, (cache,))
     for name, value, least in (("rows", rows, 1), ("length", length, 2)):
-        require_that(
-            check_integer(_NAME, name, value) >= least,
-            error=ValueError,
-            function=_NAME,
-            problem=f"`{name}` is too small.",
-            given=f"{name} == {value}",
-            expected=f"{least} or more",
-            mend="16 rows of 512 tokens are enough for models of a hundred million weights.",
+        if not check_integer(_NAME, name, value) >= least:
+            raise fail(
+                _NAME,
+                f"`{name}` is too small.",
+                given=f"{name} == {value}",
+                expected=f"{least} or more",
+                fix="16 rows of 512 tokens are enough for models of a hundred million weights.",
+            )
+    if not (isinstance(temperature, (int, float)) and 0 < temperature < np.inf):
+        raise fail(
+            _NAME,
+            "`temperature` is not a positive number.",
+            given=f"temperature == {shown(temperature)}",
+            expected="a number above zero; 1.0 draws from the distribution of the model",
+            fix="leave it out for 1.0.",
         )
-    require_that(
-        isinstance(temperature, (int, float)) and 0 < temperature < np.inf,
-        error=ValueError,
-        function=_NAME,
-        problem="`temperature` is not a positive number.",
-        given=f"temperature == {shown(temperature)}",
-        expected="a number above zero; 1.0 draws from the distribution of the model",
-        mend="leave it out for 1.0.",
-    )
     arrays, filled = arrays_of(params)
     f = lambda arrays, *args: step(filled(arrays), *args)  # noqa: E731
     if cache is None:
@@ -167,16 +166,16 @@ def written(
                 logits, kept = own.step(values, kept, now, place)
                 text, now = draw(text, logits, key, place)
                 now.block_until_ready()  # callbacks of many steps at once may use up all threads
-            require_that(
-                bool(text[1]),
-                error=ValueError,
-                function=_NAME,
-                problem="logits hold a NaN.",
-                given=f"at one of the positions {begin} to {end - 1}",
-                expected="logits without NaN",
-                mend="look for what is not finite in the model, or pass a shorter length=, if the "
-                "model has fewer positions.",
-            )
+            if not bool(text[1]):
+                raise fail(
+                    _NAME,
+                    "logits hold a NaN.",
+                    given=f"at one of the positions {begin} to {end - 1}",
+                    expected="logits without NaN",
+                    fix="look for what is not finite in the model, or pass a shorter length=, if "
+                    "the "
+                    "model has fewer positions.",
+                )
             advance(rows * (end - begin))
             if saved is not None and (end % (_SAVED * _CHUNK) == 0 or end == length - 1):
                 saved.write(end, (text[0], kept, text[1]))
@@ -223,15 +222,15 @@ def _vocabulary(own: Decoding, arrays: Any, rows: int) -> tuple[int, Any]:
     is_pair = isinstance(found, (tuple, list)) and len(found) == 2
     shape = getattr(found[0], "shape", None) if is_pair else None
     is_same = is_pair and jax.tree.map(_kind, found[1]) == jax.tree.map(_kind, before)
-    require_that(
-        shape is not None and len(shape) == 2 and shape[0] == rows and is_same,
-        error=TypeError,
-        function=_NAME,
-        problem="`step` does not return logits, and the cache as it was given.",
-        given=lambda: f"{jax.tree.map(_kind, found)}, for a cache {jax.tree.map(_kind, before)}",
-        expected=f"(logits [{rows}, vocabulary], cache)",
-        mend="let it take the tokens [rows] of one position, and return the logits of the next.",
-    )
+    if not (shape is not None and len(shape) == 2 and shape[0] == rows and is_same):
+        raise fail(
+            _NAME,
+            "`step` does not return logits, and the cache as it was given.",
+            given=f"{jax.tree.map(_kind, found)}, for a cache {jax.tree.map(_kind, before)}",
+            expected=f"(logits [{rows}, vocabulary], cache)",
+            fix="let it take the tokens [rows] of one position, and return the logits of the next.",
+            error=TypeError,
+        )
     assert shape is not None
     return int(shape[1]), jaxpr
 
@@ -243,13 +242,12 @@ def _kind(x: Any) -> str:
 def _tokens(name: str, given: Any, size: int) -> np.ndarray:
     """Returns tokens as integers, after checking that the vocabulary has them."""
     found = np.asarray(given, np.int64 if np.size(given) == 0 else None)
-    require_that(
-        np.issubdtype(found.dtype, np.integer) and np.all((found >= 0) & (found < size)),
-        error=ValueError,
-        function=_NAME,
-        problem=f"`{name}` is not a token.",
-        given=f"{name} == {shown(given)}",
-        expected=f"integers from 0 to {size - 1}",
-        mend="pass numbers of tokens, not their text.",
-    )
+    if not (np.issubdtype(found.dtype, np.integer) and np.all((found >= 0) & (found < size))):
+        raise fail(
+            _NAME,
+            f"`{name}` is not a token.",
+            given=f"{name} == {shown(given)}",
+            expected=f"integers from 0 to {size - 1}",
+            fix="pass numbers of tokens, not their text.",
+        )
     return found

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .._calls import called
-from .._checks import check_instance, require_that
-from .._errors import message
+from .._checks import check_instance
+from .._errors import fail
 from .._table import Printed
 from ..transforms import ChannelMap, Plan
 from ..transforms._shared import Inapplicable, check_function
@@ -78,16 +78,15 @@ class Pairs(Printed):
 
     def refuse(self, function: str) -> NoReturn:
         """Raises an error that says why there is nothing to scale."""
-        raise Inapplicable(
-            message(
-                function,
-                "no weight of the plan has channels that can be scaled.",
-                given="; ".join(f"{name}: {why}" for name, why in [*self.reasons.items()][:4]),
-                expected="a site after a norm, or after another weight and operations that commute "
-                "scales",
-                mend="leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) "
-                "lists all sites.",
-            )
+        raise fail(
+            function,
+            "no weight of the plan has channels that can be scaled.",
+            given="; ".join(f"{name}: {why}" for name, why in [*self.reasons.items()][:4]),
+            expected="a site after a norm, or after another weight and operations that commute "
+            "scales",
+            fix="leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) "
+            "lists all sites.",
+            error=Inapplicable,
         )
 
     def fold(self, params: Any, scales: Mapping[str, Any]) -> Any:
@@ -106,16 +105,15 @@ class Pairs(Printed):
         """
         factors = self.folds.factors("algorithms.find_pairs", scales)
         clips = clips_of(self.folds, factors)
-        require_that(
-            not clips,
-            error=ValueError,
-            function="algorithms.find_pairs",
-            problem="parameters alone cannot take `scales`: a constant clips some channels.",
-            given=f"scales other than 1 of channels of {', '.join(sorted(clips)[:4])}",
-            expected="scales of pairs that are not clipped",
-            mend="call params, maps = pairs.fold_with_maps(params, scales), and "
-            "jqx.map_channels(f, plan, maps)(params, x).",
-        )
+        if clips:
+            raise fail(
+                "algorithms.find_pairs",
+                "parameters alone cannot take `scales`: a constant clips some channels.",
+                given=f"scales other than 1 of channels of {', '.join(sorted(clips)[:4])}",
+                expected="scales of pairs that are not clipped",
+                fix="call params, maps = pairs.fold_with_maps(params, scales), and "
+                "jqx.map_channels(f, plan, maps)(params, x).",
+            )
         return self.folds.folded(params, factors)
 
     def fold_with_maps(
@@ -137,15 +135,14 @@ class Pairs(Printed):
         """
         factors = self.folds.factors("algorithms.find_pairs", scales)
         least = 1 / np.max(factors, where=self.folds.is_clipped, initial=1.0)
-        require_that(
-            least == 1,
-            error=ValueError,
-            function="algorithms.find_pairs",
-            problem="a clipped channel is divided by less than 1.",
-            given=f"{least:.6g}",
-            expected="1 or more: the clip of the function stays, and would be too tight",
-            mend="multiply all scales of the pair by one number.",
-        )
+        if least != 1:
+            raise fail(
+                "algorithms.find_pairs",
+                "a clipped channel is divided by less than 1.",
+                given=f"{least:.6g}",
+                expected="1 or more: the clip of the function stays, and would be too tight",
+                fix="multiply all scales of the pair by one number.",
+            )
         return self.folds.folded(params, factors), clips_of(self.folds, factors)
 
 
@@ -203,7 +200,7 @@ def find_pairs(f: Callable[..., Any], plan: Plan) -> Callable[..., Pairs]:
     """
     name = "algorithms.find_pairs"
     check_function(name, f)
-    check_instance(name, "plan", plan, Plan, mend="call jqx.make_plan(f, policy)(params, x) first.")
+    check_instance(name, "plan", plan, Plan, fix="call jqx.make_plan(f, policy)(params, x) first.")
 
     def found(*args: Any) -> Pairs:
         own, *rest = every_site(name, f, plan, args)

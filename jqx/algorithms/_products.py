@@ -6,7 +6,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from ..transforms import ChannelMap, Plan, Site
 from ..transforms._shared import contractions, observed_parts
 from ._every import Every
@@ -28,17 +28,16 @@ def rotated_products(
     sites = [x for x in every.own.sites if re.fullmatch(pattern, x.name)]
     fits = [x for x in sites if _is_product(x)]
     wrong = [x.name for x in sites if x not in fits]
-    require_that(
-        fits and not wrong,
-        error=ValueError,
-        function=function,
-        problem="`products` matches no product of two activations."
-        if not fits
-        else "`products` also matches other sites.",
-        given=f"products == {pattern!r}, which matches {', '.join(wrong[:4]) or 'no site'}",
-        expected=f"names of such sites of the plan: {_some(every.own)}",
-        mend="add a rule for them to the policy, without weight=, or match other names.",
-    )
+    if not (fits and not wrong):
+        raise fail(
+            function,
+            "`products` matches no product of two activations."
+            if not fits
+            else "`products` also matches other sites.",
+            given=f"products == {pattern!r}, which matches {', '.join(wrong[:4]) or 'no site'}",
+            expected=f"names of such sites of the plan: {_some(every.own)}",
+            fix="add a rule for them to the policy, without weight=, or match other names.",
+        )
     items, found = {item.address: item for item in contractions(every.call)}, {}
     for site in fits:
         lhs, rhs, *_ = observed_parts(site, items[site.address])

@@ -6,7 +6,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from .._checks import check_flags, check_integer, check_pattern, require_that, shown
+from .._checks import check_flags, check_integer, check_pattern, shown
+from .._errors import fail
 from .._table import Printed
 from ..transforms import Plan
 from ..transforms._shared import Chosen, Inapplicable, OnNonfinite, arguments_of
@@ -171,22 +172,21 @@ class Rotate:
         self._check_learning()
         check_integer(_NAME, "seed", self.seed)
         if self.products is not None:
-            mend = "pass for example products='.*scores:dot_general'."
-            check_pattern(_NAME, "products", self.products, mend=mend)
+            fix = "pass for example products='.*scores:dot_general'."
+            check_pattern(_NAME, "products", self.products, fix=fix)
         if self.offline != "only":
             check_flags(_NAME, offline=self.offline)
         if self.block is None:
             return
         block = check_integer(_NAME, "block", self.block)
-        require_that(
-            block > 1 and factors_of(block),
-            error=ValueError,
-            function=_NAME,
-            problem="there is no Hadamard matrix of size `block`.",
-            given=f"block == {block}",
-            expected="2, or a multiple of 4 such as 12, 16, 20, 32, 64 or 128",
-            mend="leave it out to use the largest possible size.",
-        )
+        if not (block > 1 and factors_of(block)):
+            raise fail(
+                _NAME,
+                "there is no Hadamard matrix of size `block`.",
+                given=f"block == {block}",
+                expected="2, or a multiple of 4 such as 12, 16, 20, 32, 64 or 128",
+                fix="leave it out to use the largest possible size.",
+            )
 
     def rewrite(
         self,
@@ -263,15 +263,15 @@ class Rotate:
             ("learning_rate", is_number and 0 < rate <= 1, ValueError, "above 0, up to 1"),
             ("loss", self.loss is None or callable(self.loss), TypeError, "a function, or None"),
         ):
-            require_that(
-                fits,
-                error=error,
-                function=_NAME,
-                problem=f"`{name}` is not valid.",
-                given=f"{name} == {shown(getattr(self, name))}",
-                expected=expected,
-                mend="leave it out for the default.",
-            )
+            if not fits:
+                raise fail(
+                    _NAME,
+                    f"`{name}` is not valid.",
+                    given=f"{name} == {shown(getattr(self, name))}",
+                    expected=expected,
+                    fix="leave it out for the default.",
+                    error=error,
+                )
 
     def _fits(self, size: int) -> bool:
         """Whether blocks of so many channels can be rotated in weights."""
@@ -319,12 +319,12 @@ def _rotated(
 
 
 def _check_some(report: list[Rotation]) -> None:
-    require_that(
-        any(x.factors for x in report),
-        error=Inapplicable,
-        function=_NAME,
-        problem="no site can be rotated.",
-        given="; ".join(f"{x.site}: {x.why}" for x in report[:4]) or "no site with a weight",
-        expected="a contraction with a weight of its own, of an even number of channels",
-        mend="leave this algorithm out.",
-    )
+    if not any(x.factors for x in report):
+        raise fail(
+            _NAME,
+            "no site can be rotated.",
+            given="; ".join(f"{x.site}: {x.why}" for x in report[:4]) or "no site with a weight",
+            expected="a contraction with a weight of its own, of an even number of channels",
+            fix="leave this algorithm out.",
+            error=Inapplicable,
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from ..transforms import ChannelMap
 from ..transforms._shared import Inapplicable
 from ._hadamard import factors_of, largest_block
@@ -146,15 +146,15 @@ class Rotations:
         if self.block is None:
             block = largest_block(count)
             return factors_of(block) if block > 1 else ()
-        require_that(
-            count % self.block == 0,
-            error=Inapplicable,
-            function=self.function,
-            problem="`block` does not divide the channels of a site.",
-            given=f"block == {self.block}, and {count} channels at {name!r}",
-            expected="a divisor of the number of channels",
-            mend="leave `block` out, pass a smaller one, or leave that site in float.",
-        )
+        if count % self.block != 0:
+            raise fail(
+                self.function,
+                "`block` does not divide the channels of a site.",
+                given=f"block == {self.block}, and {count} channels at {name!r}",
+                expected="a divisor of the number of channels",
+                fix="leave `block` out, pass a smaller one, or leave that site in float.",
+                error=Inapplicable,
+            )
         return factors_of(self.block)
 
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_flags, require_that, shown
+from .._checks import check_flags, shown
+from .._errors import fail
 from ..numerics import format_of
 from ..observers import Mean, Observer, absmax
 from ..observers._shared import check_weight
@@ -112,16 +113,16 @@ class SmoothQuant:
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        require_that(
-            self.strength is None
-            or (isinstance(self.strength, (int, float)) and 0 <= self.strength <= 1),
-            error=ValueError,
-            function="algorithms.smooth_quant",
-            problem="`strength` is out of range.",
-            given=f"strength == {shown(self.strength)}",
-            expected="a number from 0 to 1",
-            mend="leave it out: the default depends on the plan.",
-        )
+        if self.strength is not None and not (
+            isinstance(self.strength, (int, float)) and 0 <= self.strength <= 1
+        ):
+            raise fail(
+                "algorithms.smooth_quant",
+                "`strength` is out of range.",
+                given=f"strength == {shown(self.strength)}",
+                expected="a number from 0 to 1",
+                fix="leave it out: the default depends on the plan.",
+            )
         check_flags("algorithms.smooth_quant", keep=self.keep)
         check_weight("algorithms.smooth_quant", self.weight)
 

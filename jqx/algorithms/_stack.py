@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from ..calibrators import Affine
 from ..calibrators._shared import per_block
 from ..tensor import QSpec
@@ -100,22 +100,23 @@ class Stack:
         ranks = np.unique(self.label)
         apart = len(ranks) == len(w) * rows * len(starts)
         own = np.bincount(self.label.ravel(), minlength=len(self.grids.sizes))
-        require_that(
+        if not (
             self.grids.is_plain
             and apart
             and len(starts) == runs.max() + 1
             and bool(np.all(sizes[:-1] == size))
             and bool(np.all(first == first[0]))
-            and bool(np.all(own[ranks] == self.grids.sizes[ranks])),
-            error=ValueError,
-            function="algorithms.gptq",
-            problem="scales of this granularity cannot be computed during the loop.",
-            given=f"{self.spec} of {rows} rows, {len(starts)} groups of "
-            f"{sorted({*sizes.tolist()})} columns",
-            expected="groups of one size, with a separate scale for each row, in float or a "
-            "power of two",
-            mend="pass groups='static'.",
-        )
+            and bool(np.all(own[ranks] == self.grids.sizes[ranks]))
+        ):
+            raise fail(
+                "algorithms.gptq",
+                "scales of this granularity cannot be computed during the loop.",
+                given=f"{self.spec} of {rows} rows, {len(starts)} groups of "
+                f"{sorted({*sizes.tolist()})} columns",
+                expected="groups of one size, with a separate scale for each row, in float or a "
+                "power of two",
+                fix="pass groups='static'.",
+            )
         by_row = per_block({0: size, 1: 1})
         spec = dataclasses.replace(self.spec, granularity=by_row, stacked=())
         rounded, affine = self._run(w, upper, carried, size, None, spec)

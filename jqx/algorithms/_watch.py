@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._checks import require_that
+from .._errors import fail
 from ..observers import Observer
 from ..observers._shared import Weight
 from ..transforms import Plan, dequantize_params
@@ -84,18 +84,18 @@ def calibrate_stages(
     entries = entries_of("ptq", plan, first.jaxpr, contractions(first), checked, weight)
     scans = scans_around(plan, first.jaxpr)
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
-    require_that(
-        not beyond,
-        error=NotImplementedError,
-        function="ptq",
-        problem="the inputs of a site cannot be observed between stages, and its parameters are "
-        "lazy.",
-        given=f"{[site.name for site in beyond[:4]]}, inside of a while loop or a shard_map, with "
-        "a static scale, or a weight that is used more than once",
-        expected="sites in the function itself, or inside scans, branches or called functions",
-        mend="read the parameters, jax.tree.map(lambda x: x.read(), params), give these sites "
-        "dynamic scales, or add a rule that leaves such a weight in float.",
-    )
+    if beyond:
+        raise fail(
+            "ptq",
+            "the inputs of a site cannot be observed between stages, and its parameters are lazy.",
+            given=f"{[site.name for site in beyond[:4]]}, inside of a while loop or a shard_map, "
+            f"with "
+            "a static scale, or a weight that is used more than once",
+            expected="sites in the function itself, or inside scans, branches or called functions",
+            fix="read the parameters, jax.tree.map(lambda x: x.read(), params), give these sites "
+            "dynamic scales, or add a rule that leaves such a weight in float.",
+            error=NotImplementedError,
+        )
     needed = any(x.part.place < 0 for x in entries.recorded.values())
     scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
     bar = progress_bar("calibrate", "site", total=len(entries.recorded)) if progress else None

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._checks import as_real, require_that
+from .._checks import as_real
+from .._errors import fail
 from ..numerics import Block, Integer, format_of
 from ..tensor import QTensor
 from ..tensor._shared import check_dtypes, refine
@@ -53,15 +54,14 @@ def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
     if not isinstance(x, QTensor):
         return Cached(as_real(function, argument, x))
     check_dtypes(function, x, f" of `{argument}`")
-    require_that(
-        x.offset is None and x.order is None,
-        error=ValueError,
-        function=function,
-        problem=f"`{argument}` have a float offset or a permuted axis.",
-        given=repr(x),
-        expected="codes with a scale, and zero points",
-        mend=f"pass {argument}.dequantize().",
-    )
+    if not (x.offset is None and x.order is None):
+        raise fail(
+            function,
+            f"`{argument}` have a float offset or a permuted axis.",
+            given=repr(x),
+            expected="codes with a scale, and zero points",
+            fix=f"pass {argument}.dequantize().",
+        )
     form = format_of(x.qtype)
     is_number = isinstance(form, Integer) or jnp.issubdtype(x.values.dtype, jnp.floating)
     is_number = is_number and not isinstance(form, Block)

@@ -10,7 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._calls import called
-from .._checks import as_count, as_integers, as_real, check_integer, require_that, shown
+from .._checks import as_count, as_integers, as_real, check_integer, shown
+from .._errors import fail
 from ..tensor import QTensor
 from ..tensor._shared import kernel_of
 from ._cached import Cached, cached
@@ -81,15 +82,14 @@ def decode_attention(
     lengths = _checked(q, own.codes, other.codes, as_integers(name, "lengths", lengths))
     scale = _scale_of(scale, q.shape[2])
     if window is not None:
-        require_that(
-            check_integer(name, "window", window) > 0,
-            error=ValueError,
-            function=name,
-            problem="`window` is not positive.",
-            given=f"window == {window}",
-            expected="1 or more",
-            mend="pass how many of the last tokens are attended to.",
-        )
+        if not check_integer(name, "window", window) > 0:
+            raise fail(
+                name,
+                "`window` is not positive.",
+                given=f"window == {window}",
+                expected="1 or more",
+                fix="pass how many of the last tokens are attended to.",
+            )
         window = int(window)
     if 0 in own.codes.shape or 0 in other.codes.shape:
         return jnp.zeros((*q.shape[:2], other.codes.shape[3]), q.dtype)
@@ -127,48 +127,46 @@ def _checked(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Arra
     name = "decode_attention"
     fits = q.ndim == 3 and keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3]
     fits = fits and (q.shape[0], q.shape[2]) == (keys.shape[0], keys.shape[3])
-    require_that(
-        fits and keys.shape[2] > 0 and q.shape[1] % keys.shape[2] == 0,
-        error=ValueError,
-        function=name,
-        problem="`q`, `keys` and `values` do not fit each other.",
-        given=f"shapes {q.shape}, {keys.shape} and {values.shape}",
-        expected="[batch, heads, width], [batch, length, kv_heads, width] and [batch, length, "
-        "kv_heads, value_width], heads a multiple of kv_heads",
-        mend="pass one query for each sequence, and the axes of the cache in this order.",
-    )
-    require_that(
-        jnp.issubdtype(lengths.dtype, jnp.integer),
-        error=TypeError,
-        function=name,
-        problem="`lengths` are not integers.",
-        given=f"lengths.dtype == {lengths.dtype.name}",
-        expected="integers, such as int32",
-        mend="pass the number of tokens of each sequence.",
-    )
-    require_that(
-        lengths.shape == q.shape[:1],
-        error=ValueError,
-        function=name,
-        problem="`lengths` do not fit the batch.",
-        given=f"shape {lengths.shape} for a batch of {q.shape[0]}",
-        expected=f"shape {q.shape[:1]}",
-        mend="pass one length for each sequence: jnp.full(batch, length).",
-    )
+    if not (fits and keys.shape[2] > 0 and q.shape[1] % keys.shape[2] == 0):
+        raise fail(
+            name,
+            "`q`, `keys` and `values` do not fit each other.",
+            given=f"shapes {q.shape}, {keys.shape} and {values.shape}",
+            expected="[batch, heads, width], [batch, length, kv_heads, width] and [batch, length, "
+            "kv_heads, value_width], heads a multiple of kv_heads",
+            fix="pass one query for each sequence, and the axes of the cache in this order.",
+        )
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise fail(
+            name,
+            "`lengths` are not integers.",
+            given=f"lengths.dtype == {lengths.dtype.name}",
+            expected="integers, such as int32",
+            fix="pass the number of tokens of each sequence.",
+            error=TypeError,
+        )
+    if lengths.shape != q.shape[:1]:
+        raise fail(
+            name,
+            "`lengths` do not fit the batch.",
+            given=f"shape {lengths.shape} for a batch of {q.shape[0]}",
+            expected=f"shape {q.shape[:1]}",
+            fix="pass one length for each sequence: jnp.full(batch, length).",
+        )
     return lengths
 
 
 def _scale_of(scale: Any, width: int) -> float:
     number = isinstance(scale, (int, float, np.integer, np.floating))
-    require_that(
-        scale is None or (number and not isinstance(scale, bool)),
-        error=TypeError,
-        function="decode_attention",
-        problem="`scale` is not a number.",
-        given=f"scale == {shown(scale)}",
-        expected="a Python number, or None",
-        mend="multiply q by the array, and pass scale=1.",
-    )
+    if scale is not None and not (number and not isinstance(scale, bool)):
+        raise fail(
+            "decode_attention",
+            "`scale` is not a number.",
+            given=f"scale == {shown(scale)}",
+            expected="a Python number, or None",
+            fix="multiply q by the array, and pass scale=1.",
+            error=TypeError,
+        )
     return max(width, 1) ** -0.5 if scale is None else float(scale)
 
 

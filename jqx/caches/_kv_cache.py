@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._calls import called
-from .._checks import as_dtype, as_real, check_integer, check_real, require_that, shown
-from .._errors import message
+from .._checks import as_dtype, as_real, check_integer, check_real, shown
+from .._errors import fail
 from .._html import pairs_html
 from ._groups import Groups
 
@@ -101,15 +101,14 @@ class KVCache:
         name = "KVCache.empty"
         sizes = {"batch": batch, "length": length, "heads": heads, "width": width}
         for field, value in sizes.items():
-            require_that(
-                check_integer(name, field, value) > 0,
-                error=ValueError,
-                function=name,
-                problem=f"`{field}` is not positive.",
-                given=f"{field} == {value}",
-                expected="1 or more",
-                mend="pass the sizes of the keys.",
-            )
+            if not check_integer(name, field, value) > 0:
+                raise fail(
+                    name,
+                    f"`{field}` is not positive.",
+                    given=f"{field} == {value}",
+                    expected="1 or more",
+                    fix="pass the sizes of the keys.",
+                )
         check_format(name, "format", format)
         dtype = as_dtype(name, "dtype", dtype)
         check_real(name, "`dtype`", dtype)
@@ -119,25 +118,23 @@ class KVCache:
             keys, values = (_Scaled.empty(name, shape, x) for x in scales or (1, 1))
             none = jnp.zeros((2, batch, 0, heads, width), dtype)
             return cls(keys, values, none, none, count, format, length)
-        require_that(
-            scales is None,
-            error=ValueError,
-            function=name,
-            problem="this format does not use `scales`.",
-            given=f"format == {format!r}",
-            expected="scales for 'fp8' only: other formats have scales of groups",
-            mend="leave scales out.",
-        )
+        if scales is not None:
+            raise fail(
+                name,
+                "this format does not use `scales`.",
+                given=f"format == {format!r}",
+                expected="scales for 'fp8' only: other formats have scales of groups",
+                fix="leave scales out.",
+            )
         bits, own = _BITS[format], min(width, _GROUP)
-        require_that(
-            width % own == 0 and own * bits % 8 == 0,
-            error=ValueError,
-            function=name,
-            problem="`width` is not a multiple of the group size.",
-            given=f"width == {width}",
-            expected=f"a multiple of {_GROUP}, or less: a multiple of {8 // bits}",
-            mend="pad the heads with zeros, or use format='fp8'.",
-        )
+        if not (width % own == 0 and own * bits % 8 == 0):
+            raise fail(
+                name,
+                "`width` is not a multiple of the group size.",
+                given=f"width == {width}",
+                expected=f"a multiple of {_GROUP}, or less: a multiple of {8 // bits}",
+                fix="pad the heads with zeros, or use format='fp8'.",
+            )
         groups = -(-length // _GROUP)
         keys = Groups.zeros((batch, groups, heads, width, _GROUP), bits)
         values = Groups.zeros((batch, groups, _GROUP, heads, width // own, own), bits)
@@ -163,25 +160,23 @@ class KVCache:
         for field, x in (("keys", keys), ("values", values)):
             shape = x.shape
             fits = len(shape) == 4 and (shape[0], *shape[2:]) == (batch, heads, width)
-            require_that(
-                fits and shape == keys.shape,
-                error=ValueError,
-                function=name,
-                problem=f"`{field}` does not fit the cache.",
-                given=f"shape {shape}",
-                expected=f"[{batch}, tokens, {heads}, {width}], the same for both",
-                mend="pass the keys and values of new tokens, not of all tokens.",
-            )
+            if not (fits and shape == keys.shape):
+                raise fail(
+                    name,
+                    f"`{field}` does not fit the cache.",
+                    given=f"shape {shape}",
+                    expected=f"[{batch}, tokens, {heads}, {width}], the same for both",
+                    fix="pass the keys and values of new tokens, not of all tokens.",
+                )
         count = keys.shape[1]
         if _compat.is_concrete(self.length) and int(self.length) + count > self.capacity:
-            text = message(
+            raise fail(
                 name,
                 "the cache is full.",
                 given=f"{int(self.length)} tokens, and {count} new ones",
                 expected=f"{self.capacity} at most",
-                mend="make a longer cache: KVCache.empty(length=...).",
+                fix="make a longer cache: KVCache.empty(length=...).",
             )
-            raise ValueError(text)
         if count == 0:
             return self
         new = jnp.stack([x.astype(self.tail.dtype) for x in (keys, values)])
@@ -287,15 +282,16 @@ class KVCache:
         queries = as_real("KVCache.attend", "queries", queries)
         shape = queries.shape
         batch, _, heads, width = self.tail.shape[1:]
-        require_that(
-            len(shape) == 4 and (shape[0], shape[3]) == (batch, width) and shape[2] % heads == 0,
-            error=ValueError,
-            function="KVCache.attend",
-            problem="`queries` do not fit the cache.",
-            given=f"shape {shape}",
-            expected=f"[{batch}, tokens, a multiple of {heads}, {width}]",
-            mend="pass the queries of the tokens that were appended last.",
-        )
+        if not (
+            len(shape) == 4 and (shape[0], shape[3]) == (batch, width) and shape[2] % heads == 0
+        ):
+            raise fail(
+                "KVCache.attend",
+                "`queries` do not fit the cache.",
+                given=f"shape {shape}",
+                expected=f"[{batch}, tokens, a multiple of {heads}, {width}]",
+                fix="pass the queries of the tokens that were appended last.",
+            )
         places = self.length - shape[1] + jnp.arange(shape[1], dtype=jnp.int32)
         seen = jnp.arange(self.capacity, dtype=jnp.int32)[None] <= places[:, None]
         each = queries.astype(jnp.float32)
@@ -337,15 +333,14 @@ class KVCache:
 
 def check_format(function: str, argument: str, format: Any) -> None:
     """Checks the name of a cache format."""
-    require_that(
-        isinstance(format, str) and format in _FORMATS,
-        error=ValueError,
-        function=function,
-        problem=f"`{argument}` is unknown.",
-        given=f"{argument} == {shown(format)}",
-        expected=f"one of {', '.join(map(repr, _FORMATS))}",
-        mend="pass one of these.",
-    )
+    if not (isinstance(format, str) and format in _FORMATS):
+        raise fail(
+            function,
+            f"`{argument}` is unknown.",
+            given=f"{argument} == {shown(format)}",
+            expected=f"one of {', '.join(map(repr, _FORMATS))}",
+            fix="pass one of these.",
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -359,26 +354,25 @@ class _Scaled:
     @classmethod
     def empty(cls, name: str, shape: tuple[int, ...], scale: Any) -> "_Scaled":
         own = jnp.asarray(scale, jnp.float32)
-        require_that(
-            own.shape in ((), (1,), (shape[2],)),
-            error=ValueError,
-            function=name,
-            problem="`scales` do not fit the heads.",
-            given=f"a scale of shape {own.shape}",
-            expected=f"a number, or an array of shape (1,) or ({shape[2]},)",
-            mend="pass one scale for each head of keys, and one for each head of values.",
-        )
+        if own.shape not in ((), (1,), (shape[2],)):
+            raise fail(
+                name,
+                "`scales` do not fit the heads.",
+                given=f"a scale of shape {own.shape}",
+                expected=f"a number, or an array of shape (1,) or ({shape[2]},)",
+                fix="pass one scale for each head of keys, and one for each head of values.",
+            )
         known = np.asarray(own) if _compat.is_concrete(own) else np.ones(1)
-        require_that(
-            ((known > 0) & np.isfinite(known)).all(),
-            error=ValueError,
-            function=name,
-            problem="`scales` are not scales.",
-            given=shown(known.reshape(-1).tolist()),
-            expected="finite numbers above 0",
-            mend="take them from calibration, or leave them out: a checkpoint with other scales is "
-            "damaged.",
-        )
+        if not ((known > 0) & np.isfinite(known)).all():
+            raise fail(
+                name,
+                "`scales` are not scales.",
+                given=shown(known.reshape(-1).tolist()),
+                expected="finite numbers above 0",
+                fix="take them from calibration, or leave them out: a checkpoint with other "
+                "scales is "
+                "damaged.",
+            )
         own = jnp.broadcast_to(own, (shape[2],)).reshape(1, 1, -1, 1)
         return cls(jnp.zeros(shape, jnp.float8_e4m3fn), own)
 

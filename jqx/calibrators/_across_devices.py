@@ -7,7 +7,8 @@ import jax
 from jax import lax
 
 from .. import _compat
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ._absmax import absmax
 from ._around import Around
 from ._calibrator import Affinity, Calibrator
@@ -50,17 +51,17 @@ class AcrossDevices(Around):
 
     def __post_init__(self) -> None:
         name = "calibrators.AcrossDevices"
-        mend = "pass one of jqx.calibrators, such as absmax."
-        check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
-        require_that(
-            bool(self._names) and all(isinstance(x, str) for x in self._names),
-            error=TypeError,
-            function=name,
-            problem="`axis_name` names no mesh axis.",
-            given=f"axis_name == {self.axis_name!r}",
-            expected="a string, or a tuple of strings",
-            mend='pass for example "model".',
-        )
+        fix = "pass one of jqx.calibrators, such as absmax."
+        check_instance(name, "calibrator", self.calibrator, Calibrator, fix=fix)
+        if not (bool(self._names) and all(isinstance(x, str) for x in self._names)):
+            raise fail(
+                name,
+                "`axis_name` names no mesh axis.",
+                given=f"axis_name == {self.axis_name!r}",
+                expected="a string, or a tuple of strings",
+                fix='pass for example "model".',
+                error=TypeError,
+            )
 
     def __str__(self) -> str:
         return f"{self.calibrator} across {' and '.join(self._names)}"
@@ -74,15 +75,14 @@ class AcrossDevices(Around):
         own = self.calibrator.observe(x, spec)
         around = jax.sharding.get_abstract_mesh()
         manual = _compat.manual_axes()
-        require_that(
-            not manual or {*self._names} <= {*around.axis_names},
-            error=ValueError,
-            function="calibrators.AcrossDevices",
-            problem="the mesh of the enclosing shard_map has no such axis.",
-            given=f"axis_name == {self.axis_name!r}",
-            expected=f"one of {', '.join(map(repr, around.axis_names))}",
-            mend="name the axis along which the array is partitioned.",
-        )
+        if manual and not {*self._names} <= {*around.axis_names}:
+            raise fail(
+                "calibrators.AcrossDevices",
+                "the mesh of the enclosing shard_map has no such axis.",
+                given=f"axis_name == {self.axis_name!r}",
+                expected=f"one of {', '.join(map(repr, around.axis_names))}",
+                fix="name the axis along which the array is partitioned.",
+            )
         names = tuple(name for name in self._names if name in manual)
         if not names:
             return own

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_instance, check_integer, require_that, shown
+from .._checks import check_instance, check_integer, shown
+from .._errors import fail
 from ._arguments import check_count
 from ._calibrator import (
     Affine,
@@ -72,15 +73,14 @@ class Delayed(Calibrator):
         name = "calibrators.Delayed"
         object.__setattr__(self, "length", check_count(name, "length", self.length, 1))
         object.__setattr__(self, "margin", check_integer(name, "margin", self.margin))
-        require_that(
-            -126 <= self.margin <= 127,
-            error=ValueError,
-            function=name,
-            problem="`margin` is out of range.",
-            given=f"margin == {shown(self.margin)}",
-            expected="-126 to 127: 2**margin is a float32",
-            mend="choose margin from that range, such as 0 or 1.",
-        )
+        if not -126 <= self.margin <= 127:
+            raise fail(
+                name,
+                "`margin` is out of range.",
+                given=f"margin == {shown(self.margin)}",
+                expected="-126 to 127: 2**margin is a float32",
+                fix="choose margin from that range, such as 0 or 1.",
+            )
 
     def empty(self, shape: Sequence[int]) -> DelayedStats:
         """Returns a history of zeros."""
@@ -141,7 +141,7 @@ def advance(stats: Any) -> Any:
         "stats",
         stats,
         DelayedStats,
-        mend="pass what `observe` of a Delayed returns, or a dict of such statistics.",
+        fix="pass what `observe` of a Delayed returns, or a dict of such statistics.",
     )
     return _advanced(stats)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import require_that
+from .._errors import fail
 from ._arguments import check_number
 from ._calibrator import (
     Affine,
@@ -58,15 +58,14 @@ class Fixed(Calibrator):
                 "calibrators.fixed", field, getattr(self, field), lambda _: True, "of any size"
             )
             object.__setattr__(self, field, value)
-        require_that(
-            self.low < self.high,
-            error=ValueError,
-            function="calibrators.fixed",
-            problem="the range is empty.",
-            given=f"low == {self.low}, high == {self.high}",
-            expected="low < high",
-            mend="swap them, or widen the range.",
-        )
+        if not self.low < self.high:
+            raise fail(
+                "calibrators.fixed",
+                "the range is empty.",
+                given=f"low == {self.low}, high == {self.high}",
+                expected="low < high",
+                fix="swap them, or widen the range.",
+            )
 
     def empty(self, shape: Sequence[int]) -> FixedStats:
         """Returns counts of 0."""

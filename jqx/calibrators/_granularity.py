@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, NoReturn, Protocol
 
 from .._calls import called
-from .._checks import check_instance, normalize_axes, require_that, shown
-from .._errors import message
+from .._checks import check_instance, normalize_axes, shown
+from .._errors import fail
 from ._arguments import check_group_size, check_integers, check_size_known, check_tail
 from ._groups import Groups
 
@@ -102,15 +102,14 @@ class PerBlock(_ByGroups):
     def __post_init__(self) -> None:
         pairs = self.sizes if isinstance(self.sizes, tuple) else (self.sizes,)
         found = tuple(check_integers("per_block", "sizes", pair, count=2) for pair in pairs)
-        require_that(
-            found and all(1 <= size < 2**31 for _, size in found),
-            error=ValueError,
-            function="per_block",
-            problem="there are no blocks." if not found else "a block has no elements.",
-            given=f"sizes == {shown(dict(found))}",
-            expected="a size of 1 or more for one axis or more",
-            mend="pass for example {0: 32}, or use jqx.per_tensor().",
-        )
+        if not (found and all(1 <= size < 2**31 for _, size in found)):
+            raise fail(
+                "per_block",
+                "there are no blocks." if not found else "a block has no elements.",
+                given=f"sizes == {shown(dict(found))}",
+                expected="a size of 1 or more for one axis or more",
+                fix="pass for example {0: 32}, or use jqx.per_tensor().",
+            )
         object.__setattr__(self, "sizes", found)
         check_tail("per_block", self.tail)
 
@@ -124,15 +123,14 @@ class PerBlock(_ByGroups):
     def groups(self, shape: Sequence[int]) -> Groups:
         """Returns the blocks; raises if a size does not divide its axis and there is no tail."""
         sizes = dict(self.resolve(len(shape), ()).sizes)
-        require_that(
-            len(sizes) == len(self.sizes),
-            error=ValueError,
-            function="per_block",
-            problem="an axis is named twice.",
-            given=f"{self} for shape {tuple(shape)}",
-            expected="each axis once",
-            mend="name each axis once, counted from the front or from the end.",
-        )
+        if len(sizes) != len(self.sizes):
+            raise fail(
+                "per_block",
+                "an axis is named twice.",
+                given=f"{self} for shape {tuple(shape)}",
+                expected="each axis once",
+                fix="name each axis once, counted from the front or from the end.",
+            )
         for axis, size in sizes.items():
             check_size_known("per_block", self, shape, axis, size)
         found = tuple(min(sizes.get(i, n), n) for i, n in enumerate(shape))
@@ -178,15 +176,14 @@ class PerRun(_ByGroups):
                 continue
             _check_divides("per_group", str(self), shape, axis, rest, self.tail)
             sizes[axis], rest = min(rest, n), 1
-        require_that(
-            rest == 1 or self.tail,
-            error=ValueError,
-            function="per_group",
-            problem=f"axes {self.axes} hold fewer than {self.size} elements.",
-            given=f"{self} for shape {tuple(shape)}",
-            expected=f"{self.size} elements or more, or tail=True",
-            mend="use a smaller group, or pass tail=True.",
-        )
+        if rest != 1 and not self.tail:
+            raise fail(
+                "per_group",
+                f"axes {self.axes} hold fewer than {self.size} elements.",
+                given=f"{self} for shape {tuple(shape)}",
+                expected=f"{self.size} elements or more, or tail=True",
+                fix="use a smaller group, or pass tail=True.",
+            )
         return Groups(tuple(shape), tuple(sizes))
 
     def __str__(self) -> str:
@@ -196,15 +193,14 @@ class PerRun(_ByGroups):
 def _check_divides(
     function: str, name: str, shape: Sequence[int], axis: int, size: int, tail: bool
 ) -> None:
-    require_that(
-        tail or shape[axis] % size == 0,
-        error=ValueError,
-        function=function,
-        problem=f"blocks of {size} do not divide axis {axis}.",
-        given=f"{name} for shape {tuple(shape)}",
-        expected=f"a size that divides {shape[axis]}, or tail=True",
-        mend="pass tail=True for a smaller last block, or another size.",
-    )
+    if not tail and shape[axis] % size != 0:
+        raise fail(
+            function,
+            f"blocks of {size} do not divide axis {axis}.",
+            given=f"{name} for shape {tuple(shape)}",
+            expected=f"a size that divides {shape[axis]}, or tail=True",
+            fix="pass tail=True for a smaller last block, or another size.",
+        )
 
 
 class _Relative:
@@ -219,15 +215,13 @@ class _Relative:
     def scale_shape(self, shape: Sequence[int]) -> NoReturn:
         """Raises, because there is no contraction here."""
         name = str(self) if "(" in str(self) else f"{self}()"
-        raise ValueError(
-            message(
-                name.partition("(")[0],
-                f"{name} is relative to a contraction and has no meaning outside of one.",
-                given=f"an array of shape {tuple(shape)} and no contraction",
-                expected="an absolute granularity",
-                mend="name the axes that have their own scales: jqx.per_axis(...), or blocks along "
-                "axes: jqx.per_block({axis: size}).",
-            )
+        raise fail(
+            name.partition("(")[0],
+            f"{name} is relative to a contraction and has no meaning outside of one.",
+            given=f"an array of shape {tuple(shape)} and no contraction",
+            expected="an absolute granularity",
+            fix="name the axes that have their own scales: jqx.per_axis(...), or blocks along "
+            "axes: jqx.per_block({axis: size}).",
         )
 
 
@@ -238,8 +232,8 @@ class PerKeptAxis(_Relative):
     name: str
 
     def __post_init__(self) -> None:
-        mend = "pass for example 'per_channel'."
-        check_instance("per_channel", "name", self.name, str, mend=mend)
+        fix = "pass for example 'per_channel'."
+        check_instance("per_channel", "name", self.name, str, fix=fix)
 
     def resolve(self, rank: int, kept: Sequence[int]) -> PerAxis:
         """Returns `per_axis` of the kept axes, or `per_tensor` if there are none."""
@@ -308,15 +302,14 @@ def per_axis(*axes: int) -> Granularity:
       >>> jqx.per_axis(-1).scale_shape((3, 4))
       (1, 4)
     """
-    require_that(
-        axes,
-        error=ValueError,
-        function="per_axis",
-        problem="no axis given.",
-        given="per_axis()",
-        expected="one axis or more",
-        mend="pass the axes that have their own scales, or use jqx.per_tensor().",
-    )
+    if not axes:
+        raise fail(
+            "per_axis",
+            "no axis given.",
+            given="per_axis()",
+            expected="one axis or more",
+            fix="pass the axes that have their own scales, or use jqx.per_tensor().",
+        )
     return PerAxis(axes)
 
 
@@ -356,7 +349,7 @@ def per_block(sizes: Mapping[int, int], tail: bool = False) -> Granularity:
       >>> jqx.per_block({0: 32}, tail=True).scale_shape((100, 3))
       (4, 1)
     """
-    check_instance("per_block", "sizes", sizes, Mapping, mend="pass a dict such as {0: 32}.")
+    check_instance("per_block", "sizes", sizes, Mapping, fix="pass a dict such as {0: 32}.")
     return PerBlock(tuple(sizes.items()), tail)
 
 

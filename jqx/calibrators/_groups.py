@@ -14,7 +14,7 @@ from jax import export, lax
 from .. import _package_cpu
 from .._checks import is_at_least
 from .._compat_kernels import alone_or_in_parts
-from .._errors import message
+from .._errors import fail
 
 LARGE = 2**14
 """The least number of elements of an array for which a kernel is called."""
@@ -73,14 +73,13 @@ class Groups:
             if n != m * b and m > 1
         }
         if len({(n, m) for n, m, _ in known}) < len(known):
-            text = message(
+            raise fail(
                 "QTensor",
                 "two axes of the same length have equally many blocks of different sizes.",
                 given=f"shape {self.shape}, block sizes {self.sizes}",
                 expected="block sizes that can be told apart by length and number of blocks",
-                mend="use one block size for both axes.",
+                fix="use one block size for both axes.",
             )
-            raise ValueError(text)
         return tuple(sorted(known))
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import require_that
+from .._errors import fail
 from ._arguments import check_number
 from ._calibrator import saturating_add
 
@@ -52,15 +52,16 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
         "calibrators.moving_average", "decay", decay, lambda v: 0 < v < 1, "above 0 and below 1"
     )
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        require_that(
-            set(old) == set(new),
-            error=TypeError,
-            function="calibrators.moving_average",
-            problem="`old` and `new` do not have the same entries.",
-            given=f"entries that differ: {', '.join(sorted(map(str, set(old) ^ set(new)))[:4])}",
-            expected="statistics of one plan",
-            mend="calibrate both with the same plan.",
-        )
+        if set(old) != set(new):
+            raise fail(
+                "calibrators.moving_average",
+                "`old` and `new` do not have the same entries.",
+                given=f"entries that differ: "
+                f"{', '.join(sorted(map(str, set(old) ^ set(new)))[:4])}",
+                expected="statistics of one plan",
+                fix="calibrate both with the same plan.",
+                error=TypeError,
+            )
         return {k: _mixed(old[k], new[k], decay) for k in old if not _is_a_sum(k, old[k])}
     return _mixed(old, new, decay)
 
@@ -93,32 +94,31 @@ def _mix(
 
 def _check_alike(old: Any, new: Any) -> None:
     fields = getattr(old, "_fields", ())
-    require_that(
-        type(old) is type(new) and set(_COUNTS) <= set(fields),
-        error=TypeError,
-        function="calibrators.moving_average",
-        problem="`old` and `new` are not statistics of one calibrator.",
-        given=f"objects of type {type(old).__name__} and {type(new).__name__}",
-        expected="NamedTuples of one type with the fields nans and observed, or dicts of them",
-        mend="pass what `observe` or `jqx.calibrate` returns.",
-    )
+    if not (type(old) is type(new) and set(_COUNTS) <= set(fields)):
+        raise fail(
+            "calibrators.moving_average",
+            "`old` and `new` are not statistics of one calibrator.",
+            given=f"objects of type {type(old).__name__} and {type(new).__name__}",
+            expected="NamedTuples of one type with the fields nans and observed, or dicts of them",
+            fix="pass what `observe` or `jqx.calibrate` returns.",
+            error=TypeError,
+        )
     for name in fields:
         a, b = getattr(old, name), getattr(new, name)
-        require_that(
-            name in _COUNTS or jnp.issubdtype(a.dtype, jnp.floating),
-            error=TypeError,
-            function="calibrators.moving_average",
-            problem=f"{type(old).__name__}.{name} has no average.",
-            given=f"{name}.dtype == {a.dtype.name}",
-            expected="statistics of floats, such as those of minmax",
-            mend="merge them with the calibrator instead.",
-        )
-        require_that(
-            a.shape == b.shape,
-            error=ValueError,
-            function="calibrators.moving_average",
-            problem="`old` and `new` do not have the same shapes.",
-            given=f"{name}.shape == {a.shape} and {b.shape}",
-            expected="statistics of one scale shape",
-            mend="observe both with the same granularity.",
-        )
+        if name not in _COUNTS and not jnp.issubdtype(a.dtype, jnp.floating):
+            raise fail(
+                "calibrators.moving_average",
+                f"{type(old).__name__}.{name} has no average.",
+                given=f"{name}.dtype == {a.dtype.name}",
+                expected="statistics of floats, such as those of minmax",
+                fix="merge them with the calibrator instead.",
+                error=TypeError,
+            )
+        if a.shape != b.shape:
+            raise fail(
+                "calibrators.moving_average",
+                "`old` and `new` do not have the same shapes.",
+                given=f"{name}.shape == {a.shape} and {b.shape}",
+                expected="statistics of one scale shape",
+                fix="observe both with the same granularity.",
+            )

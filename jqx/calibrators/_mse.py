@@ -70,8 +70,8 @@ class Mse(FromHistogram):
         object.__setattr__(self, "least", least)
         norm = check_number(name, "norm", self.norm, lambda v: 1 <= v <= 16, "from 1 to 16")
         object.__setattr__(self, "norm", norm)
-        mend = "pass signed=True or signed=False."
-        check_instance(name, "signed", self.signed, bool, mend=mend)
+        fix = "pass signed=True or signed=False."
+        check_instance(name, "signed", self.signed, bool, fix=fix)
 
     def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
         """Returns the scale and zero point of least expected error under the histogram."""

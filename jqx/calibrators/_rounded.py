@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, check_instance, require_that
+from .._checks import as_dtype, check_instance
+from .._errors import fail
 from ..numerics import Block, format_of
 from ._absmax import absmax
 from ._around import Around
@@ -45,19 +46,18 @@ class Rounded(Around):
     dtype: DTypeLike = jnp.float16
 
     def __post_init__(self) -> None:
-        mend = "pass one of jqx.calibrators, such as absmax."
+        fix = "pass one of jqx.calibrators, such as absmax."
         name = "calibrators.Rounded"
-        check_instance(name, "calibrator", self.calibrator, Calibrator, mend=mend)
+        check_instance(name, "calibrator", self.calibrator, Calibrator, fix=fix)
         object.__setattr__(self, "dtype", as_dtype(name, "dtype", self.dtype))
-        require_that(
-            self.dtype in _KINDS,
-            error=ValueError,
-            function=name,
-            problem="`dtype` is not a 16-bit float.",
-            given=f"dtype == {self.dtype}",
-            expected="float16 or bfloat16",
-            mend="pass jnp.float16, which GPTQ, AWQ and GGUF use.",
-        )
+        if self.dtype not in _KINDS:
+            raise fail(
+                name,
+                "`dtype` is not a 16-bit float.",
+                given=f"dtype == {self.dtype}",
+                expected="float16 or bfloat16",
+                fix="pass jnp.float16, which GPTQ, AWQ and GGUF use.",
+            )
 
     def __str__(self) -> str:
         return f"{self.calibrator} in {jnp.dtype(self.dtype).name}"
@@ -72,15 +72,14 @@ class Rounded(Around):
 
     def _rounded(self, found: Affine, spec: Affinity) -> Affine:
         form = format_of(spec.qtype)
-        require_that(
-            not isinstance(form, Block),
-            error=ValueError,
-            function="calibrators.Rounded",
-            problem="the format has its own format of scales.",
-            given=f"qtype {form.name}",
-            expected="integers, floats or codebooks",
-            mend="use the inner calibrator itself.",
-        )
+        if isinstance(form, Block):
+            raise fail(
+                "calibrators.Rounded",
+                "the format has its own format of scales.",
+                given=f"qtype {form.name}",
+                expected="integers, floats or codebooks",
+                fix="use the inner calibrator itself.",
+            )
         return found._replace(scale=_nearest(found.scale, jnp.dtype(self.dtype)))
 
 

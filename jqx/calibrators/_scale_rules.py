@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from ..numerics import Block, format_of
 from ..numerics._shared import E8M0
 from ._absmax import AbsMax, AbsMaxStats
@@ -78,15 +78,14 @@ def _up(largest: jax.Array, spec: Affinity) -> Affine:
 def _either(points: Points, spec: Affinity) -> Affine:
     form = format_of(spec.qtype)
     fits = isinstance(form, Block) and form.scale_qtype != E8M0 and form.elements.high == 6
-    require_that(
-        fits,
-        error=ValueError,
-        function="calibrators.four_over_six",
-        problem="the format has other elements or scales.",
-        given=f"qtype {form.name}",
-        expected="a block format like jqx.numerics.nvfp4",
-        mend="use another calibrator for it, such as jqx.calibrators.mse.",
-    )
+    if not fits:
+        raise fail(
+            "calibrators.four_over_six",
+            "the format has other elements or scales.",
+            given=f"qtype {form.name}",
+            expected="a block format like jqx.numerics.nvfp4",
+            fix="use another calibrator for it, such as jqx.calibrators.mse.",
+        )
     return searched(points, spec, np.array([1.5], np.float32), jnp.square)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import require_that
+from .._errors import fail
 from ..calibrators import Groups
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
@@ -49,16 +49,15 @@ def _ordered_as(x: Any, q: Any, dimensions: Dimensions) -> Any:
     batch = dict(zip(dimensions.lhs_batch, dimensions.rhs_batch, strict=True))
     own = {i for i, n in enumerate(order.shape) if n != 1 and i != axis}
     plain = not isinstance(x, QTensor) or (x.order is None and not own)
-    require_that(
-        axis in pairs and own <= {*batch} and plain,
-        error=ValueError,
-        function="dot_general",
-        problem=f"axis {axis - q.ndim} of an operand is permuted, and cannot be contracted so.",
-        given=f"{q!r}, contracted axes {tuple(pairs)}, batch axes {tuple(batch)}",
-        expected="a permuted axis that is contracted with an axis that is not permuted, and "
-        "several orders only along batch axes",
-        mend="contract q.dequantize(), or the other axis.",
-    )
+    if not (axis in pairs and own <= {*batch} and plain):
+        raise fail(
+            "dot_general",
+            f"axis {axis - q.ndim} of an operand is permuted, and cannot be contracted so.",
+            given=f"{q!r}, contracted axes {tuple(pairs)}, batch axes {tuple(batch)}",
+            expected="a permuted axis that is contracted with an axis that is not permuted, and "
+            "several orders only along batch axes",
+            fix="contract q.dequantize(), or the other axis.",
+        )
     target = {i: pairs[i] if i == axis else batch[i] for i in (*own, axis)}
     stored, wanted = sorted(target), sorted(target, key=target.__getitem__)
     places = order.reshape([order.shape[i] for i in stored])
@@ -105,12 +104,11 @@ def of_offset(x: Any, q: QTensor, dimensions: Dimensions) -> jax.Array:
 def check_bare(function: str, *operands: Any, what: str = "") -> None:
     """Checks that operands have neither an offset nor a permuted axis."""
     for q in operands:
-        require_that(
-            not isinstance(q, QTensor) or (q.offset is None and q.order is None),
-            error=ValueError,
-            function=function,
-            problem=f"an operand has a float offset, or a permuted axis{what}.",
-            given=repr(q),
-            expected="codes with a scale, and optional zero points",
-            mend="pass q.dequantize().",
-        )
+        if isinstance(q, QTensor) and not (q.offset is None and q.order is None):
+            raise fail(
+                function,
+                f"an operand has a float offset, or a permuted axis{what}.",
+                given=repr(q),
+                expected="codes with a scale, and optional zero points",
+                fix="pass q.dequantize().",
+            )

@@ -14,7 +14,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._calls import called
-from .._checks import as_real, require_that
+from .._checks import as_real
+from .._errors import fail
 from ..calibrators import Affine, Groups, absmax, minmax
 from ..calibrators._shared import per_block, per_tensor
 from ..numerics import Integer, format_of
@@ -149,15 +150,15 @@ def dynamic_update_slice(
     """
     function = "dynamic_update_slice"
     if not isinstance(operand, QTensor):
-        require_that(
-            not isinstance(update, QTensor),
-            error=TypeError,
-            function=function,
-            problem="a QTensor cannot be written to an array.",
-            given=f"update {update!r}",
-            expected="an array, or a QTensor as operand",
-            mend="pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec).",
-        )
+        if isinstance(update, QTensor):
+            raise fail(
+                function,
+                "a QTensor cannot be written to an array.",
+                given=f"update {update!r}",
+                expected="an array, or a QTensor as operand",
+                fix="pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec).",
+                error=TypeError,
+            )
         return lax.dynamic_update_slice(jnp.asarray(operand), jnp.asarray(update), start_indices)
     check_bare(function, operand, update)
     update = update if isinstance(update, QTensor) else as_real(function, "update", update)
@@ -176,15 +177,14 @@ def _check_blocks(q: QTensor, window: Window) -> None:
         blocked = 1 < b < n and window.sizes[axis] != n
         start = window.starts[axis]
         known = f"{start}" if isinstance(start, int) else "known only at run time"
-        require_that(
-            not blocked or is_on_blocks(window, axis, n, b),
-            error=ValueError,
-            function="dynamic_update_slice",
-            problem=f"the slice may cut a block along axis {axis}.",
-            given=f"size {window.sizes[axis]}, start {known}, blocks of {b}",
-            expected="a Python integer as start, and whole blocks",
-            mend=f"give the blocks their own axis: q.reshape(..., {n // b}, {b}, ...).",
-        )
+        if blocked and not is_on_blocks(window, axis, n, b):
+            raise fail(
+                "dynamic_update_slice",
+                f"the slice may cut a block along axis {axis}.",
+                given=f"size {window.sizes[axis]}, start {known}, blocks of {b}",
+                expected="a Python integer as start, and whole blocks",
+                fix=f"give the blocks their own axis: q.reshape(..., {n // b}, {b}, ...).",
+            )
 
 
 def _shared_axes(q: QTensor, window: Window) -> list[int]:
@@ -235,28 +235,26 @@ def _matched(q: QTensor, update: QTensor, window: Window) -> QTensor:
     _check_format(q, update)
     shared = _shared_axes(q, window)
     nested = isinstance(q.scale, QTensor)
-    require_that(
-        not shared and not nested,
-        error=ValueError,
-        function="dynamic_update_slice",
-        problem="scales of `operand` are shared with elements that are not overwritten"
-        + (f", along axes {shared}." if shared else ": they are quantized, with one scale."),
-        given=f"update {update!r} for operand {q!r}",
-        expected="an array, to be quantized with the scale of operand",
-        mend="pass the array itself, or update.dequantize().",
-    )
+    if not (not shared and not nested):
+        raise fail(
+            "dynamic_update_slice",
+            "scales of `operand` are shared with elements that are not overwritten"
+            + (f", along axes {shared}." if shared else ": they are quantized, with one scale."),
+            given=f"update {update!r} for operand {q!r}",
+            expected="an array, to be quantized with the scale of operand",
+            fix="pass the array itself, or update.dequantize().",
+        )
     target = groups_in(q.groups, window)
     for axis, (n, b) in enumerate(zip(target.shape, target.sizes, strict=True)):
         own = update.groups.sizes[axis]
-        require_that(
-            own == b or (b > 0 and own > b and (own % b == 0 or own == n)),
-            error=ValueError,
-            function="dynamic_update_slice",
-            problem=f"`operand` has fewer scales than `update` along axis {axis}.",
-            given=f"update {update!r} for operand {q!r}",
-            expected=f"scales shared by {b} elements along axis {axis}, or by a multiple",
-            mend="quantize update with the granularity of operand, or pass the array itself.",
-        )
+        if own != b and not (b > 0 and own > b and (own % b == 0 or own == n)):
+            raise fail(
+                "dynamic_update_slice",
+                f"`operand` has fewer scales than `update` along axis {axis}.",
+                given=f"update {update!r} for operand {q!r}",
+                expected=f"scales shared by {b} elements along axis {axis}, or by a multiple",
+                fix="quantize update with the granularity of operand, or pass the array itself.",
+            )
         update = update if own == b else refine(update, axis, b)
     zero_point: Any = update.zero_point
     if q.zero_point is not None and zero_point is None:
@@ -272,15 +270,15 @@ def _check_format(q: QTensor, update: QTensor) -> None:
     def kinds(x: QTensor) -> tuple[Any, ...]:
         return x.qtype, x.dtype, x.scale.dtype, getattr(x.scale, "qtype", None)
 
-    require_that(
-        kinds(q) == kinds(update),
-        error=TypeError,
-        function="dynamic_update_slice",
-        problem="`operand` and `update` have different formats.",
-        given=f"update {update!r} for operand {q!r}",
-        expected="one qtype, one dtype and one dtype of scales",
-        mend="quantize update to the format of operand, or pass update.dequantize().",
-    )
+    if kinds(q) != kinds(update):
+        raise fail(
+            "dynamic_update_slice",
+            "`operand` and `update` have different formats.",
+            given=f"update {update!r} for operand {q!r}",
+            expected="one qtype, one dtype and one dtype of scales",
+            fix="quantize update to the format of operand, or pass update.dequantize().",
+            error=TypeError,
+        )
 
 
 def check_zero_points(q: QTensor, new: Any, old: Any) -> None:
@@ -288,15 +286,14 @@ def check_zero_points(q: QTensor, new: Any, old: Any) -> None:
     fits = new is None or (
         old is not None and all(m in (1, n) for m, n in zip(new.shape, old.shape, strict=True))
     )
-    require_that(
-        fits,
-        error=ValueError,
-        function="dynamic_update_slice",
-        problem="`operand` has no place for the zero points.",
-        given=f"zero points of shape {() if new is None else new.shape} for operand {q!r}",
-        expected="a symmetric update" if old is None else "a zero point for each scale",
-        mend="start from jqx.QTensor.zeros(shape, spec) with the spec of update.",
-    )
+    if not fits:
+        raise fail(
+            "dynamic_update_slice",
+            "`operand` has no place for the zero points.",
+            given=f"zero points of shape {() if new is None else new.shape} for operand {q!r}",
+            expected="a symmetric update" if old is None else "a zero point for each scale",
+            fix="start from jqx.QTensor.zeros(shape, spec) with the spec of update.",
+        )
 
 
 def _written(q: QTensor, update: QTensor, window: Window) -> QTensor:

@@ -11,7 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, as_real, check_real, require_that
+from .._checks import as_dtype, as_real, check_real
+from .._errors import fail
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ._bare import check_bare
@@ -262,15 +263,14 @@ def _as_dot(left: Any, right: QTensor, window: Window, dtype: Any) -> jax.Array:
 
 def _check_lengths(axes: int, **arguments: Sequence[Any] | None) -> None:
     for argument, entries in arguments.items():
-        require_that(
-            entries is None or len(entries) == axes,
-            error=ValueError,
-            function=NAME,
-            problem=f"`{argument}` does not have one entry for each spatial axis.",
-            given=f"{argument} of length {len(entries or ())}, {axes} spatial axes",
-            expected=f"{axes} entries",
-            mend="pass one entry for each spatial axis.",
-        )
+        if entries is not None and len(entries) != axes:
+            raise fail(
+                NAME,
+                f"`{argument}` does not have one entry for each spatial axis.",
+                given=f"{argument} of length {len(entries or ())}, {axes} spatial axes",
+                expected=f"{axes} entries",
+                fix="pass one entry for each spatial axis.",
+            )
 
 
 def _checked(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, Any]:
@@ -301,30 +301,32 @@ def _check_scale(name: str, x: QTensor, summed: tuple[int, ...], each_feature: b
     """Checks that the scale of an integer operand can leave the sum."""
     features, *taps = summed
     fits = can_leave_sum(x.groups, (features,)) or each_feature
-    require_that(
-        fits and shares_scale(x, taps),
-        error=ValueError,
-        function=NAME,
-        problem=f"the scale of `{name}` varies along an axis that is summed.",
-        given=f"{name}.shape == {x.shape}, scale {x.scale.shape}, summed axes {summed}",
-        expected=f"a scale of size 1 along axes {tuple(taps)}, of size 1 or of blocks along axis "
-        f"{features}",
-        mend="quantize a kernel with per_axis of its output features, an image with per_tensor() "
-        "or per_axis of its batch.",
-    )
+    if not (fits and shares_scale(x, taps)):
+        raise fail(
+            NAME,
+            f"the scale of `{name}` varies along an axis that is summed.",
+            given=f"{name}.shape == {x.shape}, scale {x.scale.shape}, summed axes {summed}",
+            expected=f"a scale of size 1 along axes {tuple(taps)}, of size 1 or of blocks along "
+            f"axis "
+            f"{features}",
+            fix="quantize a kernel with per_axis of its output features, an image with "
+            "per_tensor() "
+            "or per_axis of its batch.",
+        )
 
 
 def _check_blocks(left: QTensor, right: QTensor, window: Window) -> None:
     grouped = window.groups > 1 or window.batch_groups > 1
     shared = left.scale.shape[window.features] == right.scale.shape[window.inputs] == 1
     batch = left.scale.shape[window.batch] == 1
-    require_that(
-        not grouped
-        or ((shared or window.is_depthwise(left)) and (window.batch_groups == 1 or batch)),
-        error=ValueError,
-        function=NAME,
-        problem="a scale varies along features or a batch that are in groups.",
-        given=f"feature_group_count={window.groups}, batch_group_count={window.batch_groups}",
-        expected="scales shared along the input features, and along a batch in groups",
-        mend="quantize the kernel with per_axis of its output features and the image per_tensor().",
-    )
+    if grouped and not (
+        (shared or window.is_depthwise(left)) and (window.batch_groups == 1 or batch)
+    ):
+        raise fail(
+            NAME,
+            "a scale varies along features or a batch that are in groups.",
+            given=f"feature_group_count={window.groups}, batch_group_count={window.batch_groups}",
+            expected="scales shared along the input features, and along a batch in groups",
+            fix="quantize the kernel with per_axis of its output features and the image "
+            "per_tensor().",
+        )

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import called
 from .._checks import as_dtype, as_real, check_real, is_at_least
-from .._errors import message
+from .._errors import fail
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ..tensor._shared import check_dtypes, kernel_of
@@ -275,15 +275,14 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
         return
     if not can_leave_sum(operand.groups, contracting):
         kept = [str(axis) for axis in range(operand.ndim) if axis not in contracting]
-        text = message(
+        raise fail(
             "dot_general",
             f"the scale of `{name}` varies along a contracted axis, so it cannot leave the sum.",
             given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
             f"contracted axes {contracting}",
             expected=f"a scale of size 1, or of blocks, along axes {contracting}",
-            mend="contract it with an array by jqx.einsum, which multiplies such a scale into the "
+            fix="contract it with an array by jqx.einsum, which multiplies such a scale into the "
             f"array; or quantize with jqx.per_axis({', '.join(kept)})."
             if kept
             else "quantize with jqx.per_tensor().",
         )
-        raise ValueError(text)

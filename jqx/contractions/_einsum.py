@@ -13,8 +13,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, as_real, check_real, is_at_least, require_that
-from .._errors import message
+from .._checks import as_dtype, as_real, check_real, is_at_least
+from .._errors import fail
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ..tensor._shared import refine
@@ -207,19 +207,21 @@ def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence
         if len(terms) == 1 and pairs == [(0,)]:  # jax.numpy.einsum_path of one operand
             return []
         left = range(len(terms), 1, -1)
-        require_that(
+        if not (
             len(pairs) == len(left)
             and all(
                 len(pair) == 2 and pair[0] != pair[1] and all(i in range(n) for i in pair)
                 for pair, n in zip(pairs, left, strict=True)
-            ),
-            error=ValueError,
-            function="einsum",
-            problem="`optimize` is not an order of contraction.",
-            given=f"optimize == {optimize!r} for {len(terms)} operands",
-            expected=f"{len(left)} pairs of positions in a list that gets shorter by one each time",
-            mend="pass the first result of jax.numpy.einsum_path, or leave optimize out.",
-        )
+            )
+        ):
+            raise fail(
+                "einsum",
+                "`optimize` is not an order of contraction.",
+                given=f"optimize == {optimize!r} for {len(terms)} operands",
+                expected=f"{len(left)} pairs of positions in a list that gets shorter by one each "
+                f"time",
+                fix="pass the first result of jax.numpy.einsum_path, or leave optimize out.",
+            )
         return pairs
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
@@ -230,14 +232,13 @@ def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence
     try:
         return _path(labels, shapes, tuple(number[label] for label in output), optimize)
     except (KeyError, TypeError):
-        text = message(
+        raise fail(
             "einsum",
             "`optimize` is not an order of contraction.",
             given=f"optimize == {optimize!r}",
             expected="a name that jax.numpy.einsum_path accepts, a bool, or a list of pairs",
-            mend="pass for example optimize='greedy', or leave it out.",
-        )
-        raise ValueError(text) from None
+            fix="pass for example optimize='greedy', or leave it out.",
+        ) from None
 
 
 @functools.cache

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from jax import export
 
 from .. import _package_cpu
-from .._checks import require_that
 from .._compat_kernels import IN_EXPORTS
+from .._errors import fail
 
 
 @contextlib.contextmanager
@@ -42,16 +42,16 @@ def kernels_in_exports() -> Iterator[list[export.DisabledSafetyCheck]]:
       >>> written(jnp.ones((1, 256)), w).platforms  # doctest: +SKIP
       ('cpu',)
     """
-    require_that(
-        _package_cpu.is_installed(),
-        error=ImportError,
-        function="kernels_in_exports",
-        problem="the package jqx-cpu is not installed, or not used on this processor.",
-        given="no kernels to call",
-        expected=f"the package, on a processor with {' or '.join(_package_cpu.FAST)}",
-        mend="install it with pip install ./cpu; select its instructions, such as with "
-        "JQX_CPU_KERNELS=AVX2; or export without it: that form runs everywhere.",
-    )
+    if not _package_cpu.is_installed():
+        raise fail(
+            "kernels_in_exports",
+            "the package jqx-cpu is not installed, or not used on this processor.",
+            given="no kernels to call",
+            expected=f"the package, on a processor with {' or '.join(_package_cpu.FAST)}",
+            fix="install it with pip install ./cpu; select its instructions, such as with "
+            "JQX_CPU_KERNELS=AVX2; or export without it: that form runs everywhere.",
+            error=ImportError,
+        )
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in _package_cpu.handlers()]
     with IN_EXPORTS(True):
         yield checks

@@ -9,8 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from ..tensor import QTensor
 from ._dot_general import Operand, as_operand, dot_general
 from ._output import Asked, Output
@@ -78,15 +77,14 @@ def matmul(
     if not isinstance(left, QTensor) and not isinstance(right, QTensor) and output is None:
         return jnp.matmul(left, right, **options)
     options["output"] = output
-    require_that(
-        left.ndim >= 1 and right.ndim >= 1,
-        error=ValueError,
-        function="matmul",
-        problem="an operand has no axis to contract.",
-        given=f"lhs.shape == {left.shape}, rhs.shape == {right.shape}",
-        expected="operands of one axis or more",
-        mend="give it an axis, or multiply by the scalar before quantizing.",
-    )
+    if not (left.ndim >= 1 and right.ndim >= 1):
+        raise fail(
+            "matmul",
+            "an operand has no axis to contract.",
+            given=f"lhs.shape == {left.shape}, rhs.shape == {right.shape}",
+            expected="operands of one axis or more",
+            fix="give it an axis, or multiply by the scalar before quantizing.",
+        )
     if right.ndim <= 2:
         return dot_general(left, right, (((left.ndim - 1,), (0,)), ((), ())), **options)
     if left.ndim > 1:
@@ -101,14 +99,13 @@ def _broadcast_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, 
     try:
         return np.broadcast_shapes(lhs[:-2], rhs[:-2])
     except ValueError:
-        text = message(
+        raise fail(
             "matmul",
             "the leading axes do not broadcast.",
             given=f"lhs.shape == {lhs}, rhs.shape == {rhs}",
             expected="leading axes that are equal or 1, aligned right",
-            mend="reshape an operand, or contract with jqx.dot_general.",
-        )
-        raise ValueError(text) from None
+            fix="reshape an operand, or contract with jqx.dot_general.",
+        ) from None
 
 
 def _broadcast_leading(x: Any, batch: tuple[int, ...]) -> Any:

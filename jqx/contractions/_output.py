@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from .._checks import is_at_least, require_that
+from .._checks import is_at_least
+from .._errors import fail
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
 from ._bare import check_bare
@@ -35,31 +36,31 @@ def check_requantized(
 ) -> None:
     """Checks that each result of a contraction is one int32 sum, so that it can be requantized."""
     check_bare(function, lhs, rhs, what=", which int32 sums cannot have")
-    require_that(
-        is_byte(lhs) and is_byte(rhs),
-        error=TypeError,
-        function=function,
-        problem="`output` requantizes int32 sums, but these operands do not have int32 sums.",
-        given=" and ".join(repr(x) if isinstance(x, QTensor) else "an array" for x in (lhs, rhs)),
-        expected="two QTensors of integer formats of 8 bits or fewer",
-        mend="quantize both, or pass a QSpec as output.",
-    )
+    if not (is_byte(lhs) and is_byte(rhs)):
+        raise fail(
+            function,
+            "`output` requantizes int32 sums, but these operands do not have int32 sums.",
+            given=" and ".join(
+                repr(x) if isinstance(x, QTensor) else "an array" for x in (lhs, rhs)
+            ),
+            expected="two QTensors of integer formats of 8 bits or fewer",
+            fix="quantize both, or pass a QSpec as output.",
+            error=TypeError,
+        )
     shared = all(shares_scale(q, axes) for q, axes in zip((lhs, rhs), summed, strict=True))
-    require_that(
-        shared and not is_at_least(products, longest(lhs, rhs) + 1),
-        error=ValueError,
-        function=function,
-        problem="a result does not fit in one int32 sum.",
-        given=f"scales {lhs.scale.shape} and {rhs.scale.shape}, {products} products",
-        expected=f"no blocks along summed axes, and at most {longest(lhs, rhs)} products",
-        mend="quantize without blocks along them, or pass a QSpec as output.",
-    )
-    require_that(
-        dtype is None,
-        error=ValueError,
-        function=function,
-        problem="`preferred_element_type` has no effect on a requantized result.",
-        given=f"preferred_element_type == {dtype}",
-        expected="None with output=Requantization",
-        mend="leave it out; Requantization has the dtype of the real result.",
-    )
+    if not (shared and not is_at_least(products, longest(lhs, rhs) + 1)):
+        raise fail(
+            function,
+            "a result does not fit in one int32 sum.",
+            given=f"scales {lhs.scale.shape} and {rhs.scale.shape}, {products} products",
+            expected=f"no blocks along summed axes, and at most {longest(lhs, rhs)} products",
+            fix="quantize without blocks along them, or pass a QSpec as output.",
+        )
+    if dtype is not None:
+        raise fail(
+            function,
+            "`preferred_element_type` has no effect on a requantized result.",
+            given=f"preferred_element_type == {dtype}",
+            expected="None with output=Requantization",
+            fix="leave it out; Requantization has the dtype of the real result.",
+        )

@@ -8,7 +8,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, as_integers, as_real, check_real, name_of, require_that
+from .._checks import as_dtype, as_integers, as_real, check_real, name_of
+from .._errors import fail
 from ..tensor import QTensor
 from ._dot_general import Operand, as_operand
 from ._how._blocks import can_leave_sum
@@ -103,70 +104,65 @@ def ragged_dot(
 
 
 def _check_offset(group_offset: Any) -> None:
-    require_that(
-        group_offset is None,
-        error=NotImplementedError,
-        function="ragged_dot",
-        problem="`group_offset` is not supported.",
-        given="a group_offset",
-        expected="group_offset=None",
-        mend="pass only the matrices, sizes and rows of the groups to compute.",
-    )
+    if group_offset is not None:
+        raise fail(
+            "ragged_dot",
+            "`group_offset` is not supported.",
+            given="a group_offset",
+            expected="group_offset=None",
+            fix="pass only the matrices, sizes and rows of the groups to compute.",
+            error=NotImplementedError,
+        )
 
 
 def _check_shapes(lhs: Any, rhs: Any, sizes: jax.Array) -> None:
     given = (
         f"lhs.shape == {lhs.shape}, rhs.shape == {rhs.shape}, group_sizes.shape == {sizes.shape}"
     )
-    require_that(
-        (lhs.ndim, rhs.ndim, sizes.ndim) == (2, 3, 1),
-        error=ValueError,
-        function="ragged_dot",
-        problem="an operand has the wrong rank.",
-        given=given,
-        expected="lhs (m, k), rhs (g, k, n), group_sizes (g,)",
-        mend="reshape it, or map over batch axes with jax.vmap.",
-    )
-    require_that(
-        lhs.shape[1] == rhs.shape[1],
-        error=ValueError,
-        function="ragged_dot",
-        problem="the contracted axes have different sizes.",
-        given=given,
-        expected=f"lhs.shape[1] == rhs.shape[1], that is {lhs.shape[1]} == {rhs.shape[1]}",
-        mend="give rhs its axes in the order (g, k, n).",
-    )
-    require_that(
-        sizes.shape[0] == rhs.shape[0],
-        error=ValueError,
-        function="ragged_dot",
-        problem="the numbers of group sizes and matrices differ.",
-        given=given,
-        expected=f"group_sizes.shape == ({rhs.shape[0]},)",
-        mend="pass one size for each matrix of rhs, 0 for a group without rows.",
-    )
-    require_that(
-        jnp.issubdtype(sizes.dtype, jnp.integer),
-        error=TypeError,
-        function="ragged_dot",
-        problem="`group_sizes` are not integers.",
-        given=f"group_sizes.dtype == {name_of(sizes.dtype)}",
-        expected="an integer dtype",
-        mend="convert them: group_sizes.astype(jnp.int32).",
-    )
+    if (lhs.ndim, rhs.ndim, sizes.ndim) != (2, 3, 1):
+        raise fail(
+            "ragged_dot",
+            "an operand has the wrong rank.",
+            given=given,
+            expected="lhs (m, k), rhs (g, k, n), group_sizes (g,)",
+            fix="reshape it, or map over batch axes with jax.vmap.",
+        )
+    if lhs.shape[1] != rhs.shape[1]:
+        raise fail(
+            "ragged_dot",
+            "the contracted axes have different sizes.",
+            given=given,
+            expected=f"lhs.shape[1] == rhs.shape[1], that is {lhs.shape[1]} == {rhs.shape[1]}",
+            fix="give rhs its axes in the order (g, k, n).",
+        )
+    if sizes.shape[0] != rhs.shape[0]:
+        raise fail(
+            "ragged_dot",
+            "the numbers of group sizes and matrices differ.",
+            given=given,
+            expected=f"group_sizes.shape == ({rhs.shape[0]},)",
+            fix="pass one size for each matrix of rhs, 0 for a group without rows.",
+        )
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise fail(
+            "ragged_dot",
+            "`group_sizes` are not integers.",
+            given=f"group_sizes.dtype == {name_of(sizes.dtype)}",
+            expected="an integer dtype",
+            fix="convert them: group_sizes.astype(jnp.int32).",
+            error=TypeError,
+        )
 
 
 def _check_operand(name: str, operand: Any) -> None:
     if not isinstance(operand, QTensor):
         as_real("ragged_dot", name, operand)
         return
-    require_that(
-        can_leave_sum(operand.groups, (1,)),
-        error=ValueError,
-        function="ragged_dot",
-        problem=f"the scale of `{name}` varies along the contracted axis, so it cannot leave the "
-        "sum.",
-        given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}",
-        expected="a scale of size 1, or of blocks, along axis 1",
-        mend="quantize with per_axis of the other axes, or with per_block({..., 1: size}).",
-    )
+    if not can_leave_sum(operand.groups, (1,)):
+        raise fail(
+            "ragged_dot",
+            f"the scale of `{name}` varies along the contracted axis, so it cannot leave the sum.",
+            given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}",
+            expected="a scale of size 1, or of blocks, along axis 1",
+            fix="quantize with per_axis of the other axes, or with per_block({..., 1: size}).",
+        )

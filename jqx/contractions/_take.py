@@ -11,7 +11,8 @@ from jax import export
 from jax.typing import ArrayLike
 
 from .._calls import called
-from .._checks import as_integers, as_signed, name_of, normalize_axes, require_that
+from .._checks import as_integers, as_signed, name_of, normalize_axes
+from .._errors import fail
 from ..calibrators import Groups
 from ..tensor import QTensor
 from ..tensor._shared import check_kept
@@ -150,42 +151,40 @@ def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, ja
 
 
 def _check_mode(mode: str | None, fill_value: float | None) -> None:
-    require_that(
-        mode in MODES,
-        error=ValueError,
-        function="take",
-        problem="`mode` is unknown.",
-        given=f"mode == {mode!r}",
-        expected=f"one of {', '.join(map(repr, MODES))}",
-        mend="pass one of these.",
-    )
-    require_that(
-        fill_value is None or mode in (None, "fill"),
-        error=ValueError,
-        function="take",
-        problem="`fill_value` has no effect.",
-        given=f"fill_value with mode == {mode!r}",
-        expected="a fill_value only with mode='fill'",
-        mend="drop one of the two.",
-    )
+    if mode not in MODES:
+        raise fail(
+            "take",
+            "`mode` is unknown.",
+            given=f"mode == {mode!r}",
+            expected=f"one of {', '.join(map(repr, MODES))}",
+            fix="pass one of these.",
+        )
+    if fill_value is not None and mode not in (None, "fill"):
+        raise fail(
+            "take",
+            "`fill_value` has no effect.",
+            given=f"fill_value with mode == {mode!r}",
+            expected="a fill_value only with mode='fill'",
+            fix="drop one of the two.",
+        )
 
 
 def _check_indices(indices: jax.Array, n: int, q: QTensor) -> None:
-    require_that(
-        jnp.issubdtype(indices.dtype, jnp.integer),
-        error=TypeError,
-        function="take",
-        problem="`indices` are not integers.",
-        given=f"indices.dtype == {name_of(indices.dtype)}",
-        expected="an integer dtype",
-        mend="convert them: indices.astype(jnp.int32).",
-    )
-    require_that(
-        n > 0 or indices.size == 0,
-        error=IndexError,
-        function="take",
-        problem="there is nothing to take from.",
-        given=f"shape {q.shape}, and indices of shape {indices.shape}",
-        expected="an axis of length 1 or more",
-        mend="take from another axis, or pass no indices.",
-    )
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise fail(
+            "take",
+            "`indices` are not integers.",
+            given=f"indices.dtype == {name_of(indices.dtype)}",
+            expected="an integer dtype",
+            fix="convert them: indices.astype(jnp.int32).",
+            error=TypeError,
+        )
+    if not n > 0 and indices.size != 0:
+        raise fail(
+            "take",
+            "there is nothing to take from.",
+            given=f"shape {q.shape}, and indices of shape {indices.shape}",
+            expected="an axis of length 1 or more",
+            fix="take from another axis, or pass no indices.",
+            error=IndexError,
+        )

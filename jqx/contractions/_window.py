@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import as_integers, as_signed, require_that
+from .._checks import as_integers, as_signed
+from .._errors import fail
 from ..calibrators import Affine, Groups
 from ..tensor import QTensor
 from ..tensor._shared import check_dtypes, check_kept
@@ -27,30 +28,30 @@ def window_of(function: str, q: QTensor, starts: Any, sizes: Sequence[int]) -> W
     check_dtypes(function, q)
     starts = tuple(starts) if isinstance(starts, Sequence) or np.ndim(starts) == 1 else (starts,)
     sizes = tuple(map(int, sizes))
-    require_that(
+    if not (
         len(starts) == len(sizes) == q.ndim
-        and all(0 <= size <= n for size, n in zip(sizes, q.shape, strict=True)),
-        error=ValueError,
-        function=function,
-        problem="the slice does not fit.",
-        given=f"{len(starts)} starts, and sizes {sizes}, for shape {q.shape}",
-        expected=f"{q.ndim} starts and {q.ndim} sizes, each at most the size of its axis",
-        mend="pass a start and a size for every axis.",
-    )
+        and all(0 <= size <= n for size, n in zip(sizes, q.shape, strict=True))
+    ):
+        raise fail(
+            function,
+            "the slice does not fit.",
+            given=f"{len(starts)} starts, and sizes {sizes}, for shape {q.shape}",
+            expected=f"{q.ndim} starts and {q.ndim} sizes, each at most the size of its axis",
+            fix="pass a start and a size for every axis.",
+        )
     found = [
         _clamped(function, start, n, size)
         for start, n, size in zip(starts, q.shape, sizes, strict=True)
     ]
     depth = 0 if q.layout is None else q.layout.depth
-    require_that(
-        sizes[q.ndim - depth :] == q.shape[q.ndim - depth :],
-        error=ValueError,
-        function=function,
-        problem=f"the slice cuts an axis along which the codes are {q.layout}.",
-        given=f"sizes {sizes} for {q!r}",
-        expected=f"the whole of axes {list(range(-depth, 0))}",
-        mend="call q.unpack() first.",
-    )
+    if sizes[q.ndim - depth :] != q.shape[q.ndim - depth :]:
+        raise fail(
+            function,
+            f"the slice cuts an axis along which the codes are {q.layout}.",
+            given=f"sizes {sizes} for {q!r}",
+            expected=f"the whole of axes {list(range(-depth, 0))}",
+            fix="call q.unpack() first.",
+        )
     return Window(tuple(found), sizes)
 
 
@@ -78,15 +79,15 @@ def _clamped(function: str, start: Any, n: int, size: int) -> Any:
     if isinstance(start, (int, np.integer)) and not isinstance(start, bool):
         return min(max(int(start) + n if start < 0 else int(start), 0), n - size)
     start = as_integers(function, "start_indices", start)
-    require_that(
-        start.shape == () and jnp.issubdtype(start.dtype, jnp.integer),
-        error=TypeError,
-        function=function,
-        problem="a start is not an integer.",
-        given=f"a start of shape {start.shape} and dtype {start.dtype.name}",
-        expected="an integer for each axis",
-        mend="pass a tuple of integers or of integer scalars.",
-    )
+    if not (start.shape == () and jnp.issubdtype(start.dtype, jnp.integer)):
+        raise fail(
+            function,
+            "a start is not an integer.",
+            given=f"a start of shape {start.shape} and dtype {start.dtype.name}",
+            expected="an integer for each axis",
+            fix="pass a tuple of integers or of integer scalars.",
+            error=TypeError,
+        )
     if size == n:
         return 0
     start = as_signed(start, n)

@@ -17,8 +17,8 @@ from jax import lax
 
 from .. import _compat
 from .._calls import called
-from .._checks import require_that
 from .._compat import Eqn
+from .._errors import fail
 from .._signatures import P
 from ..calibrators import Affine
 from ..policy import Policy
@@ -223,15 +223,14 @@ def compare(
     if is_quantized_function(plan):
         given = {"affines": affines, "weights": weights, "report": report}
         own = [name for name, value in given.items() if value is not None]
-        require_that(
-            not own,
-            error=ValueError,
-            function="compare",
-            problem="a quantized function has these arguments already.",
-            given=f"the result of jqx.ptq, and {', '.join(own)}",
-            expected="the result of jqx.ptq alone, or a plan",
-            mend="write jqx.compare(f, quantized).",
-        )
+        if own:
+            raise fail(
+                "compare",
+                "a quantized function has these arguments already.",
+                given=f"the result of jqx.ptq, and {', '.join(own)}",
+                expected="the result of jqx.ptq alone, or a plan",
+                fix="write jqx.compare(f, quantized).",
+            )
         return _of_quantized(f, cast(QuantizedFunction, plan))
     return _of_plan(f, cast("Plan | Policy", plan), affines, weights, report)
 
@@ -332,15 +331,14 @@ def _pair(
         if weight is None:
             return x
         other = quantize_weight(x, weight.spec, given.get(weight.key))
-    require_that(
-        other.shape == x.shape,
-        error=ValueError,
-        function="compare",
-        problem="`weights` does not fit the parameters of the call.",
-        given=f"shape {other.shape} for {path!r}, which has shape {x.shape}",
-        expected="the parameters of the call, quantized",
-        mend="pass Quantized.params, or what jqx.quantize_params returned for these parameters.",
-    )
+    if other.shape != x.shape:
+        raise fail(
+            "compare",
+            "`weights` does not fit the parameters of the call.",
+            given=f"shape {other.shape} for {path!r}, which has shape {x.shape}",
+            expected="the parameters of the call, quantized",
+            fix="pass Quantized.params, or what jqx.quantize_params returned for these parameters.",
+        )
     return Trainable(other, x)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._calls import called
-from .._checks import check_instance, require_that
-from .._errors import message
+from .._checks import check_instance
+from .._errors import fail
 from .._files import Path, Replacement
 from ..transforms import Plan
 from . import _dashboard_sections as sections
@@ -143,9 +143,9 @@ def dashboard(
         ("assignment", assignment, Assignment),
     ):
         if value is not None:
-            mend = f"{next(how for own, how in _WAYS.values() if own == name)}."
-            check_instance("diagnostics.dashboard", name, value, kind, mend=mend)
-    check_instance("diagnostics.dashboard", "title", title, str, mend='pass title="a name".')
+            fix = f"{next(how for own, how in _WAYS.values() if own == name)}."
+            check_instance("diagnostics.dashboard", name, value, kind, fix=fix)
+    check_instance("diagnostics.dashboard", "title", title, str, fix='pass title="a name".')
     given = {
         "report": known,
         "comparison": comparison,
@@ -177,15 +177,14 @@ def dashboard(
 def _known(model: Any, params: Any) -> tuple[Plan | None, Report | None]:
     """Returns the plan and the report of a model."""
     is_plan = isinstance(model, Plan)
-    require_that(
-        params is None or is_plan,
-        error=ValueError,
-        function="diagnostics.dashboard",
-        problem="`params` is passed without a plan.",
-        given=f"an object of type {type(model).__name__}, and params",
-        expected="params only with a Plan: anything else has a report",
-        mend="leave params out.",
-    )
+    if params is not None and not is_plan:
+        raise fail(
+            "diagnostics.dashboard",
+            "`params` is passed without a plan.",
+            given=f"an object of type {type(model).__name__}, and params",
+            expected="params only with a Plan: anything else has a report",
+            fix="leave params out.",
+        )
     if isinstance(model, Plan):
         return model, None if params is None else report(model, params)
     if isinstance(model, Report):
@@ -193,15 +192,14 @@ def _known(model: Any, params: Any) -> tuple[Plan | None, Report | None]:
     plan, known = getattr(model, "plan", None), getattr(model, "report", None)
     if isinstance(plan, Plan) and isinstance(known, Report):
         return plan, known
-    raise TypeError(
-        message(
-            "diagnostics.dashboard",
-            "`model` is not a quantized model.",
-            given=f"an object of type {type(model).__name__}",
-            expected="the result of jqx.ptq, a Report, or a Plan",
-            mend="pass quantized = jqx.ptq(f, policy)(params, batches), or "
-            "jqx.make_plan(f, policy)(params, *batch) and params.",
-        )
+    raise fail(
+        "diagnostics.dashboard",
+        "`model` is not a quantized model.",
+        given=f"an object of type {type(model).__name__}",
+        expected="the result of jqx.ptq, a Report, or a Plan",
+        fix="pass quantized = jqx.ptq(f, policy)(params, batches), or "
+        "jqx.make_plan(f, policy)(params, *batch) and params.",
+        error=TypeError,
     )
 
 

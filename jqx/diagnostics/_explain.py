@@ -8,7 +8,7 @@ import jax
 from jax.tree_util import keystr
 
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from .._table import Table, Tabular
 from ..policy import Policy
 from ..tensor import QTensor, pack_for
@@ -172,15 +172,14 @@ def explain(
       'left in float: no rule matches'
     """
     if plan is None:
-        require_that(
-            affines is None,
-            error=ValueError,
-            function="explain",
-            problem="`affines` has no use without a plan.",
-            given="affines, and plan == None",
-            expected="the plan that these scales belong to",
-            mend="pass plan=, or only the converted function.",
-        )
+        if affines is not None:
+            raise fail(
+                "explain",
+                "`affines` has no use without a plan.",
+                given="affines, and plan == None",
+                expected="the plan that these scales belong to",
+                fix="pass plan=, or only the converted function.",
+            )
         low = lowering(f, *args, target=target)
         return _without_plan(low, _plain(args, target))
     check_plan("explain", plan, order="explain(f, *args, plan=plan)", policies=True)

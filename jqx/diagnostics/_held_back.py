@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from .._table import Table, Tabular
 from ..transforms._shared import (
     Batch,
@@ -112,15 +112,15 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
       True
     """
     check_function(_NAME, f)
-    require_that(
-        is_quantized_function(quantized),
-        error=TypeError,
-        function=_NAME,
-        problem="`quantized` is not a quantized function.",
-        given=f"an object of type {type(quantized).__name__}",
-        expected="the result of jqx.ptq",
-        mend="pass quantized = jqx.ptq(f, policy)(params, batches).",
-    )
+    if not is_quantized_function(quantized):
+        raise fail(
+            _NAME,
+            "`quantized` is not a quantized function.",
+            given=f"an object of type {type(quantized).__name__}",
+            expected="the result of jqx.ptq",
+            fix="pass quantized = jqx.ptq(f, policy)(params, batches).",
+            error=TypeError,
+        )
 
     def measured(params: Any, used: Iterable[Any], others: Iterable[Any]) -> HeldBack:
         compiled: list[Callable[[Any], _All]] = []
@@ -173,15 +173,14 @@ def _summed(one: Callable[[Any], _All], batches: Iterable[Any]) -> _All:
     for batch in batches:
         found = one(batch)
         total = found if total is None else _merged(total, found)
-    require_that(
-        total is not None,
-        error=ValueError,
-        function=_NAME,
-        problem="there is no batch.",
-        given="an empty list of batches, or an exhausted generator",
-        expected="one batch or more that were used, and one or more that were held back",
-        mend="pass lists: held_back(f, quantized)(params, used, others).",
-    )
+    if total is None:
+        raise fail(
+            _NAME,
+            "there is no batch.",
+            given="an empty list of batches, or an exhausted generator",
+            expected="one batch or more that were used, and one or more that were held back",
+            fix="pass lists: held_back(f, quantized)(params, used, others).",
+        )
     assert total is not None
     return total
 

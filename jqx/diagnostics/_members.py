@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import jax
 import jax.numpy as jnp
 
-from .._checks import require_that
+from .._errors import fail
 from ..calibrators import Affine
 from ..tensor import QTensor
 from ..transforms import Plan, Weight, hoist, map_channels
@@ -72,17 +72,17 @@ class Members(NamedTuple):
     def of(cls, function: str, quantized: QuantizedFunction, params: Any) -> "Members":
         """Returns the members for a quantized function and its float parameters."""
         plan, basis = quantized.plan, quantized.basis
-        require_that(
-            basis is not None,
-            error=ValueError,
-            function=function,
-            problem="it is not known what the algorithm did to the weights before it chose codes.",
-            given="a Quantized without `basis`: it comes from a file of scaled or rotated weights, "
-            "or of an older jqx, or an algorithm returned no Chosen.basis",
-            expected="the result of jqx.ptq",
-            mend="compare before saving. If the algorithm only chose codes: jqx.compare(f, "
-            "quantized.plan, quantized.affines, weights=quantized.params).",
-        )
+        if basis is None:
+            raise fail(
+                function,
+                "it is not known what the algorithm did to the weights before it chose codes.",
+                given="a Quantized without `basis`: it comes from a file of scaled or rotated "
+                "weights, "
+                "or of an older jqx, or an algorithm returned no Chosen.basis",
+                expected="the result of jqx.ptq",
+                fix="compare before saving. If the algorithm only chose codes: jqx.compare(f, "
+                "quantized.plan, quantized.affines, weights=quantized.params).",
+            )
         assert basis is not None
         floats, maps = basis(params)
         rounded: dict[str, Any] = {**codes_by_path(function, plan, quantized.params)}
@@ -137,15 +137,14 @@ def checked_call(
     known = as_plan(function, plan, call, weights)
     both = zip(call.paths, call.leaves, strict=True)
     done = [path for path, x in both if is_quantized(x) and known.weight_at(path) is not None]
-    require_that(
-        not done,
-        error=ValueError,
-        function=function,
-        problem="a parameter is quantized already, so that its float values are not known.",
-        given=f"QTensors for {', '.join(map(repr, done[:4]))}",
-        expected="float parameters",
-        mend="pass the original parameters, not the result of jqx.quantize_params.",
-    )
+    if done:
+        raise fail(
+            function,
+            "a parameter is quantized already, so that its float values are not known.",
+            given=f"QTensors for {', '.join(map(repr, done[:4]))}",
+            expected="float parameters",
+            fix="pass the original parameters, not the result of jqx.quantize_params.",
+        )
     return call, known
 
 
@@ -189,15 +188,16 @@ def codes_by_path(function: str, plan: Plan, weights: Any) -> dict[str, QTensor]
     found: dict[str, QTensor] = {}
 
     def keep(weight: Weight, x: Any) -> Any:
-        require_that(
-            isinstance(x, QTensor) and x.qtype == weight.spec.qtype,
-            error=ValueError,
-            function=function,
-            problem="`weights` do not belong to this plan.",
-            given=f"{x!r} for {weight.path!r}" if is_quantized(x) else f"floats: {weight.path!r}",
-            expected=f"a QTensor of {weight.spec}",
-            mend="pass Quantized.params, or what jqx.quantize_params returned for this plan.",
-        )
+        if not (isinstance(x, QTensor) and x.qtype == weight.spec.qtype):
+            raise fail(
+                function,
+                "`weights` do not belong to this plan.",
+                given=f"{x!r} for {weight.path!r}"
+                if is_quantized(x)
+                else f"floats: {weight.path!r}",
+                expected=f"a QTensor of {weight.spec}",
+                fix="pass Quantized.params, or what jqx.quantize_params returned for this plan.",
+            )
         found[weight.path] = x
         return x
 
@@ -225,16 +225,16 @@ def entries_alone(function: str, report: Any) -> list[Entry]:
     others = [
         x for x in _reports(report) if not isinstance(x, Iterable) or not all(map(_is_entry, x))
     ]
-    require_that(
-        not others,
-        error=ValueError,
-        function=function,
-        problem="`report` is not that of an algorithm which only chooses codes.",
-        given=f"a report of type {type(others[0]).__name__}" if others else "",
-        expected="the objectives of codes, as from jqx.algorithms.gptq() alone: other algorithms "
-        "change what sites compute in float, which a plan does not tell",
-        mend="pass the result of jqx.ptq in place of the plan: jqx.compare(f, quantized).",
-    )
+    if others:
+        raise fail(
+            function,
+            "`report` is not that of an algorithm which only chooses codes.",
+            given=f"a report of type {type(others[0]).__name__}" if others else "",
+            expected="the objectives of codes, as from jqx.algorithms.gptq() alone: other "
+            "algorithms "
+            "change what sites compute in float, which a plan does not tell",
+            fix="pass the result of jqx.ptq in place of the plan: jqx.compare(f, quantized).",
+        )
     return entries_in(report)
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import require_that
-from .._errors import some
+from .._errors import fail, some
 
 Metric = Callable[[Any, Any], Any]
 
@@ -43,13 +42,12 @@ def _error_of_channels(quantized: Any, plain: Any) -> jax.Array:
 def check_floats(caller: str, result: Any) -> None:
     """Checks that `relative_error` can compare results."""
     kinds = [jnp.result_type(y).name for y in jax.tree.leaves(result)]
-    require_that(
-        any(jnp.issubdtype(kind, jnp.floating) for kind in kinds),
-        error=ValueError,
-        function=caller,
-        problem="the result of `f` has no floats, so the default metric cannot compare it.",
-        given=f"results of {some(dict.fromkeys(kinds))}",
-        expected="floats, such as the logits of a class or of a token",
-        mend="return what the integers are chosen by, or pass "
-        "metric=lambda y, exact: jnp.mean(y != exact).",
-    )
+    if not any(jnp.issubdtype(kind, jnp.floating) for kind in kinds):
+        raise fail(
+            caller,
+            "the result of `f` has no floats, so the default metric cannot compare it.",
+            given=f"results of {some(dict.fromkeys(kinds))}",
+            expected="floats, such as the logits of a class or of a token",
+            fix="return what the integers are chosen by, or pass "
+            "metric=lambda y, exact: jnp.mean(y != exact).",
+        )

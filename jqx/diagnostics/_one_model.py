@@ -174,5 +174,5 @@ def _all(schemes: Iterable[str]) -> str:
 
 def _error(name: str, problem: str, given: str, expected: str) -> ValueError:
     return ValueError(
-        message("diagnostics.dashboard", problem, given=given, expected=expected, mend=_MENDS[name])
+        message("diagnostics.dashboard", problem, given=given, expected=expected, fix=_MENDS[name])
     )

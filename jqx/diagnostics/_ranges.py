@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._checks import require_that
+from .._errors import fail
 from .._table import Table, Tabular
 from ..calibrators import Affine
 from ..policy import Policy
@@ -142,15 +142,15 @@ def ranges(
     """
     check_function("diagnostics.ranges", f)
     params = params_of("diagnostics.ranges", plan)
-    require_that(
-        bounds is None or isinstance(bounds, Mapping),
-        error=TypeError,
-        function="diagnostics.ranges",
-        problem="`bounds` is not a mapping.",
-        given=f"an object of type {type(bounds).__name__}",
-        expected="positions or names of arguments, and the ranges of their elements",
-        mend="pass for example bounds={1: (0.0, 1.0)}.",
-    )
+    if bounds is not None and not isinstance(bounds, Mapping):
+        raise fail(
+            "diagnostics.ranges",
+            "`bounds` is not a mapping.",
+            given=f"an object of type {type(bounds).__name__}",
+            expected="positions or names of arguments, and the ranges of their elements",
+            fix="pass for example bounds={1: (0.0, 1.0)}.",
+            error=TypeError,
+        )
 
     def found(*args: Any, **kwargs: Any) -> Ranges:
         call = trace_call("diagnostics.ranges", f, params, args, kwargs)
@@ -183,15 +183,15 @@ def _leaves(
     rest = [name for name in named if name not in positions]
     for name in bounds:
         what = "an argument of weights" if name in named else "no argument"
-        require_that(
-            name in rest,
-            error=ValueError,
-            function="diagnostics.ranges",
-            problem=f"`bounds` names {what}.",
-            given=f"bounds[{name!r}]",
-            expected=f"one of {', '.join(map(repr, rest)) or 'no arguments'}: weights are known",
-            mend="count positions from 0, as in f(*args); pass the names of keyword arguments.",
-        )
+        if name not in rest:
+            raise fail(
+                "diagnostics.ranges",
+                f"`bounds` names {what}.",
+                given=f"bounds[{name!r}]",
+                expected=f"one of {', '.join(map(repr, rest)) or 'no arguments'}: weights are "
+                f"known",
+                fix="count positions from 0, as in f(*args); pass the names of keyword arguments.",
+            )
     pairs = {name: iter(_pairs(name, bounds[name], named[name])) for name in bounds}
 
     def known(keys: Any, x: Any, path: str | None) -> Interval:
@@ -208,15 +208,14 @@ def _parameter(x: Any, path: str | None, plan: Plan, given: Mapping[str, Affine]
     arrays = jax.tree.leaves(x)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays):
         return anything(x)
-    require_that(
-        all(map(_compat.is_concrete, arrays)),
-        error=ValueError,
-        function="diagnostics.ranges",
-        problem=f"the parameter {path!r} is traced, so that its values are not known.",
-        given="a call under jax.jit, or another transformation",
-        expected="arrays, or jax.ShapeDtypeStructs for weights that may be anything",
-        mend="call it outside jax.jit.",
-    )
+    if not all(map(_compat.is_concrete, arrays)):
+        raise fail(
+            "diagnostics.ranges",
+            f"the parameter {path!r} is traced, so that its values are not known.",
+            given="a call under jax.jit, or another transformation",
+            expected="arrays, or jax.ShapeDtypeStructs for weights that may be anything",
+            fix="call it outside jax.jit.",
+        )
     weight = plan.weight_at(path)
     q = x if is_quantized(x) else None
     if weight is not None and q is None:
@@ -242,15 +241,15 @@ def _pairs(name: int | str, bounds: Any, argument: Any) -> list[Bound]:
     pairs = jax.tree.leaves(whole, is_leaf=_is_pair)
     fits = len(pairs) == len(leaves) and all(map(_is_pair, pairs))
     pairs = [pair for pair, x in zip(pairs, leaves, strict=False) if is_array(x)]
-    require_that(
-        fits and pairs and all(low <= high for low, high in pairs),
-        error=ValueError,
-        function="diagnostics.ranges",
-        problem=f"`bounds` does not fit the argument {name!r}.",
-        given=f"bounds[{name!r}], and {len(leaves)} leaves, {sum(map(is_array, leaves))} arrays",
-        expected="a pair (low, high) with low <= high, or a pytree of them for its arrays",
-        mend=f"pass for example bounds={{{name!r}: (0.0, 1.0)}}.",
-    )
+    if not (fits and pairs and all(low <= high for low, high in pairs)):
+        raise fail(
+            "diagnostics.ranges",
+            f"`bounds` does not fit the argument {name!r}.",
+            given=f"bounds[{name!r}], and {len(leaves)} leaves, {sum(map(is_array, leaves))} "
+            f"arrays",
+            expected="a pair (low, high) with low <= high, or a pytree of them for its arrays",
+            fix=f"pass for example bounds={{{name!r}: (0.0, 1.0)}}.",
+        )
     return pairs
 
 
@@ -259,13 +258,12 @@ def _bounded(name: int | str, x: Any, pair: Bound) -> Interval:
     if not is_integer(x.dtype):
         return flushed(low, high, x.dtype)
     least, largest = limits(x.dtype)
-    require_that(
-        least <= low and high <= largest,
-        error=ValueError,
-        function="diagnostics.ranges",
-        problem=f"`bounds` of the argument {name!r} exceed its dtype.",
-        given=f"{pair} for {x.dtype}",
-        expected=f"at least {least} and at most {largest}",
-        mend="pass bounds that the dtype holds.",
-    )
+    if not (least <= low and high <= largest):
+        raise fail(
+            "diagnostics.ranges",
+            f"`bounds` of the argument {name!r} exceed its dtype.",
+            given=f"{pair} for {x.dtype}",
+            expected=f"at least {least} and at most {largest}",
+            fix="pass bounds that the dtype holds.",
+        )
     return Interval(math.ceil(pair[0]), math.floor(pair[1]))

@@ -9,7 +9,7 @@ import jax
 
 from .._added import added
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from .._table import Table, Tabular
 from ..calibrators import Affine
 from ..tensor._shared import read
@@ -153,15 +153,14 @@ def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
     """Returns the effect of quantization on the weights; `quantize` returns the quantized ones."""
     leaves = _named(plan, params)
     abstract = [path for path, x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
-    require_that(
-        not abstract,
-        error=ValueError,
-        function="report",
-        problem="the parameters have no values.",
-        given=f"only shapes for {', '.join(map(repr, abstract[:4]))}",
-        expected="float arrays",
-        mend="pass the parameters, or print the plan, which needs no values.",
-    )
+    if abstract:
+        raise fail(
+            "report",
+            "the parameters have no values.",
+            given=f"only shapes for {', '.join(map(repr, abstract[:4]))}",
+            expected="float arrays",
+            fix="pass the parameters, or print the plan, which needs no values.",
+        )
     given, quantized = dict(leaves), dict(_named(plan, quantize()))
 
     def measured(path: str) -> WeightError:

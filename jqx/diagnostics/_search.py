@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ..policy import Policy
 from ..policy._shared import check_policy
 from ..transforms import Plan
@@ -93,31 +94,29 @@ def search(
         policies=True,
     )
     check_instance(
-        "diagnostics.search", "candidates", candidates, Mapping, mend="pass {name: policy}."
+        "diagnostics.search", "candidates", candidates, Mapping, fix="pass {name: policy}."
     )
     for policy in candidates.values():
         check_policy("diagnostics.search", policy, "a candidate")
-    mend = "pass Bytes(n), Bits(mean) or Error(limit) of jqx.diagnostics."
-    check_instance("diagnostics.search", "budget", budget, (Bytes, Bits, Error), mend=mend)
-    require_that(
-        candidates and FLOAT not in candidates,
-        error=ValueError,
-        function="diagnostics.search",
-        problem="the names of `candidates` are invalid.",
-        given=f"names {', '.join(map(repr, candidates)) or '(none)'}",
-        expected=f"one or more, none of them {FLOAT!r}, which is always included",
-        mend='name them by their formats, such as {"int8": jqx.presets.w8a16()}.',
-    )
+    fix = "pass Bytes(n), Bits(mean) or Error(limit) of jqx.diagnostics."
+    check_instance("diagnostics.search", "budget", budget, (Bytes, Bits, Error), fix=fix)
+    if not (candidates and FLOAT not in candidates):
+        raise fail(
+            "diagnostics.search",
+            "the names of `candidates` are invalid.",
+            given=f"names {', '.join(map(repr, candidates)) or '(none)'}",
+            expected=f"one or more, none of them {FLOAT!r}, which is always included",
+            fix='name them by their formats, such as {"int8": jqx.presets.w8a16()}.',
+        )
 
-    require_that(
-        not steps or isinstance(plan, Policy),
-        error=ValueError,
-        function="diagnostics.search",
-        problem="the scans of a finished plan cannot be split.",
-        given="steps=True and a Plan",
-        expected="a policy, to plan each call with",
-        mend="pass the policy instead of the plan.",
-    )
+    if steps and not isinstance(plan, Policy):
+        raise fail(
+            "diagnostics.search",
+            "the scans of a finished plan cannot be split.",
+            given="steps=True and a Plan",
+            expected="a policy, to plan each call with",
+            fix="pass the policy instead of the plan.",
+        )
 
     def searched(params: Any, *batches: Any) -> Assignment:
         base = plan
@@ -129,15 +128,14 @@ def search(
         plans = [_restricted(way, base) for way in known]
         sweep = Sweep("diagnostics.search", f, plans, metric, params, batches, progress)
         units = [unit for unit in sweep.units if sweep.paths(unit)]
-        require_that(
-            units,
-            error=ValueError,
-            function="diagnostics.search",
-            problem="there is no weight to search for.",
-            given="a plan without quantized weights",
-            expected="one or more",
-            mend="print the plan: it shows why each contraction stays in float.",
-        )
+        if not units:
+            raise fail(
+                "diagnostics.search",
+                "there is no weight to search for.",
+                given="a plan without quantized weights",
+                expected="one or more",
+                fix="print the plan: it shows why each contraction stays in float.",
+            )
         sizes = {unit: _sizes(sweep, unit) for unit in units}
         found = _Problem(sweep, units, sizes, [FLOAT, *candidates], budget)
         count = len(candidates) * (len(units) + 1) if additive else None
@@ -231,15 +229,14 @@ class _Problem:
         bytes, and its measured metric. Those of the front with the best predictions are measured.
         """
         met = [point for point in (*front, *uniform) if self._is_met(point)]
-        require_that(
-            met,
-            error=ValueError,
-            function="diagnostics.search",
-            problem="no assignment meets the budget.",
-            given=f"{type(self.budget).__name__}({self.budget.limit:g}): {self._given()}",
-            expected=self._least(front),
-            mend="raise the budget, or add a candidate with fewer bits.",
-        )
+        if not met:
+            raise fail(
+                "diagnostics.search",
+                "no assignment meets the budget.",
+                given=f"{type(self.budget).__name__}({self.budget.limit:g}): {self._given()}",
+                expected=self._least(front),
+                fix="raise the budget, or add a candidate with fewer bits.",
+            )
         if self.most < math.inf:
             likely = sorted(met, key=lambda point: (point.error, point.bytes))[:_MEASURED]
             each = dict.fromkeys([*likely, *(point for point in uniform if point in met)])

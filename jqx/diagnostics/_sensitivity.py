@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import require_that
+from .._errors import fail
 from .._table import Table, Tabular
 from ..policy import Policy
 from ..transforms import Plan
@@ -133,15 +133,14 @@ def sensitivity(
     """
     check_function("diagnostics.sensitivity", f)
     params_of("diagnostics.sensitivity", plan)
-    require_that(
-        estimate in ESTIMATES,
-        error=ValueError,
-        function="diagnostics.sensitivity",
-        problem="`estimate` is unknown.",
-        given=f"estimate == {estimate!r}",
-        expected=f"one of {', '.join(map(repr, ESTIMATES))}",
-        mend="use the default 'one_at_a_time', which measures.",
-    )
+    if estimate not in ESTIMATES:
+        raise fail(
+            "diagnostics.sensitivity",
+            "`estimate` is unknown.",
+            given=f"estimate == {estimate!r}",
+            expected=f"one of {', '.join(map(repr, ESTIMATES))}",
+            fix="use the default 'one_at_a_time', which measures.",
+        )
 
     def ranked(params: Any, *batches: Any) -> Sensitivities:
         known = plan if isinstance(plan, Plan) else plan_of_batches(f, plan, params, batches)
@@ -198,15 +197,16 @@ def _of_weights(
             gradient = jax.jit(jax.grad(loss))
             # From one program: results of two programs would differ by rounding.
             own = gradient(weights, sweep.pairs()[0][0], None)
-            require_that(
-                any(bool((g != 0).any()) for g in own.values()),
-                error=ValueError,
-                function="diagnostics.sensitivity",
-                problem="the metric has no gradient at the float weights.",
-                given="a gradient of 0, such as that of a distance from the float result itself",
-                expected="a loss, such as one with labels",
-                mend="let f return its loss, with metric=lambda loss, _: loss; or use 'hessian'.",
-            )
+            if not any(bool((g != 0).any()) for g in own.values()):
+                raise fail(
+                    "diagnostics.sensitivity",
+                    "the metric has no gradient at the float weights.",
+                    given="a gradient of 0, such as that of a distance from the float result "
+                    "itself",
+                    expected="a loss, such as one with labels",
+                    fix="let f return its loss, with metric=lambda loss, _: loss; or use "
+                    "'hessian'.",
+                )
             found = [*_advanced(sweep, (gradient(weights, *pair) for pair in sweep.pairs()))]
             of_path = {
                 path: sum(jnp.sum((tree[path] * e) ** 2) for tree in found) / len(found)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
-from .._checks import require_that
 from .._compat import Eqn
+from .._errors import fail
 from ..calibrators import Affine
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
@@ -259,25 +259,23 @@ class Sweep:
 
 def _check(caller: str, params: Any, batches: Sequence[Any]) -> None:
     """Checks that there are batches, and that parameters are in float."""
-    require_that(
-        batches,
-        error=ValueError,
-        function=caller,
-        problem="there is no batch.",
-        given="only parameters",
-        expected="one batch or more: a tuple of the other arguments, or a single one",
-        mend=f"call it as jqx.{caller}(...)(params, batch, ...).",
-    )
+    if not batches:
+        raise fail(
+            caller,
+            "there is no batch.",
+            given="only parameters",
+            expected="one batch or more: a tuple of the other arguments, or a single one",
+            fix=f"call it as jqx.{caller}(...)(params, batch, ...).",
+        )
     quantized = [x for x in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(x)]
-    require_that(
-        not quantized,
-        error=ValueError,
-        function=caller,
-        problem="a parameter is quantized already.",
-        given=f"{quantized[0]!r}" if quantized else "",
-        expected="float parameters",
-        mend="pass the original parameters, not the result of jqx.quantize_params.",
-    )
+    if quantized:
+        raise fail(
+            caller,
+            "a parameter is quantized already.",
+            given=f"{quantized[0]!r}" if quantized else "",
+            expected="float parameters",
+            fix="pass the original parameters, not the result of jqx.quantize_params.",
+        )
 
 
 def _ways(plans: Sequence[Plan]) -> dict[tuple[int, ...], list[Site | None]]:

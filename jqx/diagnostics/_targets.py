@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from ..transforms._shared import is_array
 
 
@@ -64,25 +63,24 @@ TARGETS = {
 
 def target_of(function: str, target: str) -> Target:
     """Returns a target by name, after checking that its compiler is installed."""
-    require_that(
-        target in TARGETS,
-        error=ValueError,
-        function=function,
-        problem="`target` is unknown.",
-        given=f"target == {target!r}",
-        expected=f"one of {', '.join(map(repr, TARGETS))}",
-        mend="pass one of these.",
-    )
+    if target not in TARGETS:
+        raise fail(
+            function,
+            "`target` is unknown.",
+            given=f"target == {target!r}",
+            expected=f"one of {', '.join(map(repr, TARGETS))}",
+            fix="pass one of these.",
+        )
     found = TARGETS[target]
-    require_that(
-        not found.modules or any(map(_is_installed, found.modules)),
-        error=ImportError,
-        function=function,
-        problem=f"the compiler for {target!r} is not installed.",
-        given=f"no module {' or '.join(found.modules)}",
-        expected=f"the packages of the extra {found.extra!r} of jqx; no accelerator is needed",
-        mend=f'pip install "jqx[{found.extra}]".',
-    )
+    if found.modules and not any(map(_is_installed, found.modules)):
+        raise fail(
+            function,
+            f"the compiler for {target!r} is not installed.",
+            given=f"no module {' or '.join(found.modules)}",
+            expected=f"the packages of the extra {found.extra!r} of jqx; no accelerator is needed",
+            fix=f'pip install "jqx[{found.extra}]".',
+            error=ImportError,
+        )
     return found
 
 
@@ -150,14 +148,13 @@ def _device(function: str, target: str) -> Any:
                 topology=known.topology,
             )[0]
     except (RuntimeError, NotImplementedError) as error:
-        raise RuntimeError(
-            message(
-                function,
-                f"the compiler for {target!r} cannot be loaded.",
-                given=" ".join(str(error).split())[:200],
-                expected=f"the release that fits jax {jax.__version__}",
-                mend=f'install it with pip install "jqx[{known.extra}]", which has it.',
-            )
+        raise fail(
+            function,
+            f"the compiler for {target!r} cannot be loaded.",
+            given=" ".join(str(error).split())[:200],
+            expected=f"the release that fits jax {jax.__version__}",
+            fix=f'install it with pip install "jqx[{known.extra}]", which has it.',
+            error=RuntimeError,
         ) from error
 
 

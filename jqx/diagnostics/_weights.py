@@ -16,7 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._added import added
-from .._checks import as_real, check_instance, require_that
+from .._checks import as_real, check_instance
+from .._errors import fail
 from ..numerics import QType, format_of
 from ..numerics._shared import RoundMode
 from ..tensor import QTensor
@@ -88,16 +89,15 @@ def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
       ('int8 per_axis(0)', 24.0, 1, inf)
     """
     x = as_real("report", "x", x)
-    check_instance("report", "q", q, QTensor, mend="pass QTensor.quantize(x, spec).")
-    require_that(
-        x.shape == q.shape,
-        error=ValueError,
-        function="report",
-        problem="`x` and `q` have different shapes.",
-        given=f"x.shape == {x.shape}, q.shape == {q.shape}",
-        expected="equal shapes",
-        mend="pass the array that q was made from.",
-    )
+    check_instance("report", "q", q, QTensor, fix="pass QTensor.quantize(x, spec).")
+    if x.shape != q.shape:
+        raise fail(
+            "report",
+            "`x` and `q` have different shapes.",
+            given=f"x.shape == {x.shape}, q.shape == {q.shape}",
+            expected="equal shapes",
+            fix="pass the array that q was made from.",
+        )
     clipped, dead = _count(x, q, *limits_of(format_of(q.qtype)))
     values = np.asarray(x)
     return WeightError(

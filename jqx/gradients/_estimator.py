@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from .._checks import require_that
+from .._errors import fail
 
 
 class GradientEstimator(Hashable, Protocol):
@@ -72,24 +72,23 @@ def check_estimator(function: str, gradient: Any, *, uniform: bool = True) -> No
     """
     rule = callable(getattr(gradient, "bwd", None))
     surrogate = callable(getattr(gradient, "surrogate", None))
-    require_that(
-        (rule or surrogate) and not isinstance(gradient, type) and _is_hashable(gradient),
-        error=TypeError,
-        function=function,
-        problem="`gradient` is not a gradient estimator.",
-        given=f"an object of type {type(gradient).__name__}",
-        expected="a hashable value with a method bwd(x, low, high, levels, cotangent)",
-        mend="pass a value of jqx.gradients, such as jqx.gradients.ste, or your own.",
-    )
-    require_that(
-        uniform or not (surrogate or getattr(gradient, "uniform_only", False)),
-        error=ValueError,
-        function=function,
-        problem="the gradient estimator is only for evenly spaced levels.",
-        given=f"gradient {gradient} for a format whose numbers are not evenly spaced",
-        expected="an integer format, or an estimator such as ste",
-        mend="pass gradient=jqx.gradients.ste, or an integer qtype.",
-    )
+    if not ((rule or surrogate) and not isinstance(gradient, type) and _is_hashable(gradient)):
+        raise fail(
+            function,
+            "`gradient` is not a gradient estimator.",
+            given=f"an object of type {type(gradient).__name__}",
+            expected="a hashable value with a method bwd(x, low, high, levels, cotangent)",
+            fix="pass a value of jqx.gradients, such as jqx.gradients.ste, or your own.",
+            error=TypeError,
+        )
+    if not uniform and (surrogate or getattr(gradient, "uniform_only", False)):
+        raise fail(
+            function,
+            "the gradient estimator is only for evenly spaced levels.",
+            given=f"gradient {gradient} for a format whose numbers are not evenly spaced",
+            expected="an integer format, or an estimator such as ste",
+            fix="pass gradient=jqx.gradients.ste, or an integer qtype.",
+        )
 
 
 @functools.lru_cache
@@ -103,16 +102,14 @@ def check_key(function: str, gradient: Gradient, key: Any) -> None:
     needed = draws(gradient)
     if needed == (key is not None):  # nearly always true: skips formatting the message below
         return
-    require_that(
-        False,
-        error=ValueError,
-        function=function,
-        problem="the gradient estimator draws random numbers, but no key is given."
+    raise fail(
+        function,
+        "the gradient estimator draws random numbers, but no key is given."
         if needed
         else "`key` is not used: the gradient estimator draws no random numbers.",
         given=f"gradient {gradient}, key {'not given' if key is None else 'given'}",
         expected="a key from jax.random.key(...)" if needed else "key=None",
-        mend="pass key=jax.random.key(0), a new one for each step." if needed else "drop key.",
+        fix="pass key=jax.random.key(0), a new one for each step." if needed else "drop key.",
     )
 
 

@@ -22,7 +22,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ._grid import rounding_error
 from ._ste import ste
 
@@ -39,17 +40,16 @@ class ElementwiseGradientScaling:
     uniform_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        mend = "pass a small number, such as delta=1e-3."
-        check_instance(type(self).__name__, "delta", self.delta, (int, float), mend=mend)
-        require_that(
-            0 <= self.delta < math.inf,
-            error=ValueError,
-            function=type(self).__name__,
-            problem="`delta` is not a finite number of 0 or more.",
-            given=f"delta == {self.delta}",
-            expected="0 <= delta",
-            mend=mend,
-        )
+        fix = "pass a small number, such as delta=1e-3."
+        check_instance(type(self).__name__, "delta", self.delta, (int, float), fix=fix)
+        if not 0 <= self.delta < math.inf:
+            raise fail(
+                type(self).__name__,
+                "`delta` is not a finite number of 0 or more.",
+                given=f"delta == {self.delta}",
+                expected="0 <= delta",
+                fix=fix,
+            )
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from .._added import added
-from .._checks import check_instance, check_integer, require_that
+from .._checks import check_instance, check_integer
+from .._errors import fail
 from ._grid import grid, rounding_error
 from ._ste import ste
 
@@ -50,30 +51,28 @@ class LearnedStep:
             "gradient_scale",
             self.gradient_scale,
             bool,
-            mend="pass gradient_scale=True or gradient_scale=False.",
+            fix="pass gradient_scale=True or gradient_scale=False.",
         )
         if self.elements is None:
             return
         number = check_integer(type(self).__name__, "elements", self.elements)
         object.__setattr__(self, "elements", number)
-        require_that(
-            self.elements >= 1,
-            error=ValueError,
-            function=type(self).__name__,
-            problem="`elements` must be 1 or more.",
-            given=f"elements == {self.elements}",
-            expected="a number of elements, or None",
-            mend="pass the number of elements of the whole batch that share a scale, or None.",
-        )
-        require_that(
-            self.gradient_scale,
-            error=ValueError,
-            function=type(self).__name__,
-            problem="`elements` has no effect.",
-            given=f"elements == {self.elements} and gradient_scale=False",
-            expected="elements=None, because only the gradient scale reads it",
-            mend="leave out elements, or gradient_scale=False.",
-        )
+        if not self.elements >= 1:
+            raise fail(
+                type(self).__name__,
+                "`elements` must be 1 or more.",
+                given=f"elements == {self.elements}",
+                expected="a number of elements, or None",
+                fix="pass the number of elements of the whole batch that share a scale, or None.",
+            )
+        if not self.gradient_scale:
+            raise fail(
+                type(self).__name__,
+                "`elements` has no effect.",
+                given=f"elements == {self.elements} and gradient_scale=False",
+                expected="elements=None, because only the gradient scale reads it",
+                fix="leave out elements, or gradient_scale=False.",
+            )
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array

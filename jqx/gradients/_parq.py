@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._checks import as_like, as_real, check_instance, require_that
+from .._checks import as_like, as_real, check_instance
+from .._errors import fail
 from ..numerics._shared import compute_dtype, divide
 from ._grid import grid
 from ._ste import clamp, straight_through
@@ -76,19 +77,16 @@ class Parq:
     needs_key: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        mend = "pass a number that falls from 1 to 0 in training, such as inverse_slope=0.5."
-        check_instance(
-            "gradients.parq", "inverse_slope", self.inverse_slope, (int, float), mend=mend
-        )
-        require_that(
-            0 <= self.inverse_slope <= 1,
-            error=ValueError,
-            function="gradients.parq",
-            problem="`inverse_slope` is out of range.",
-            given=f"inverse_slope == {self.inverse_slope}",
-            expected="0 <= inverse_slope <= 1",
-            mend=mend,
-        )
+        fix = "pass a number that falls from 1 to 0 in training, such as inverse_slope=0.5."
+        check_instance("gradients.parq", "inverse_slope", self.inverse_slope, (int, float), fix=fix)
+        if not 0 <= self.inverse_slope <= 1:
+            raise fail(
+                "gradients.parq",
+                "`inverse_slope` is out of range.",
+                given=f"inverse_slope == {self.inverse_slope}",
+                expected="0 <= inverse_slope <= 1",
+                fix=fix,
+            )
 
     def surrogate(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None

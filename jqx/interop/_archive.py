@@ -12,8 +12,8 @@ from jax import dtypes
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, check_instance, check_real, require_that, shown
-from .._errors import nesting
+from .._checks import as_dtype, check_instance, check_real, shown
+from .._errors import fail, nesting
 from .._files import Path
 from ..tensor import QTensor
 from ..tensor._shared import NONE, Lazy, Values, check_codes, check_values, check_version
@@ -85,7 +85,7 @@ class Archive:
         check_values("load", values)
         real = _real(dtype)
         if config is not None:
-            check_instance("load", "config", config, Mapping, mend="pass the result of json.load.")
+            check_instance("load", "config", config, Mapping, fix="pass the result of json.load.")
         self._reader = open_source(path, config)
         files = getattr(self._reader, "files", [self._reader.path])
         self._source = f"{' '.join(map(files_of, files))} {config} {real}"
@@ -156,29 +156,27 @@ class Archive:
         return leaf
 
     def _leaf(self, path: str) -> Leaf:
-        require_that(
-            path in self,
-            error=ValueError,
-            function="interop.Archive",
-            problem=f"there is no leaf {shown(path)}.",
-            given=f"a file of {len(self.paths)} leaves: {', '.join(self.paths[:5])}, ...",
-            expected="one of archive.paths",
-            mend="choose a path from archive.paths.",
-        )
+        if path not in self:
+            raise fail(
+                "interop.Archive",
+                f"there is no leaf {shown(path)}.",
+                given=f"a file of {len(self.paths)} leaves: {', '.join(self.paths[:5])}, ...",
+                expected="one of archive.paths",
+                fix="choose a path from archive.paths.",
+            )
         return self._leaves[path]
 
     def _parse(self, text: str | None, values: Values, dtype: np.dtype | None) -> tuple[str, Any]:
         if text is None:
             return read_leaves(self._reader, dtype)
-        require_that(
-            dtype is None,
-            error=ValueError,
-            function="load",
-            problem="`dtype` has no use.",
-            given=f"dtype == {dtype}, and a file that jqx.save wrote",
-            expected="dtype=None: the file stores each real dtype",
-            mend="leave it out; q.astype(dtype) of a QTensor changes it.",
-        )
+        if dtype is not None:
+            raise fail(
+                "load",
+                "`dtype` has no use.",
+                given=f"dtype == {dtype}, and a file that jqx.save wrote",
+                expected="dtype=None: the file stores each real dtype",
+                fix="leave it out; q.astype(dtype) of a QTensor changes it.",
+            )
         with nesting("load"):
             try:
                 data = json.loads(text)
@@ -193,56 +191,52 @@ class Archive:
 
         def take(name: str, dtype: np.dtype) -> Any:
             spec = self._spec(name, dtype)
-            require_that(
-                name in unused,
-                error=ValueError,
-                function="load",
-                problem=f"the tensor {name!r} has two places in the tree.",
-                given="the same name for two arrays",
-                expected="a tensor for each array",
-                mend="write the file again with jqx.save.",
-            )
+            if name not in unused:
+                raise fail(
+                    "load",
+                    f"the tensor {name!r} has two places in the tree.",
+                    given="the same name for two arrays",
+                    expected="a tensor for each array",
+                    fix="write the file again with jqx.save.",
+                )
             unused.remove(name)
             return spec
 
         def add(leaf: Leaf) -> None:
-            require_that(
-                leaf.path not in leaves,
-                error=ValueError,
-                function="load",
-                problem=f"the path {leaf.path!r} has two places in the tree.",
-                given="the same path for two leaves",
-                expected="a path for each leaf",
-                mend="write the file again with jqx.save.",
-            )
+            if leaf.path in leaves:
+                raise fail(
+                    "load",
+                    f"the path {leaf.path!r} has two places in the tree.",
+                    given="the same path for two leaves",
+                    expected="a path for each leaf",
+                    fix="write the file again with jqx.save.",
+                )
             leaf.make(take)
             unused.difference_update(leaf.consumed)
             leaves[leaf.path] = leaf
 
         with nesting("load"):
             map_stored(add, self._tree)
-        require_that(
-            not unused,
-            error=ValueError,
-            function="load",
-            problem=f"the tensor {min(unused, default='')!r} has no place in the tree.",
-            given=f"{len(unused)} tensors that are not in the tree",
-            expected="none",
-            mend="write the file again with jqx.save.",
-        )
+        if unused:
+            raise fail(
+                "load",
+                f"the tensor {min(unused, default='')!r} has no place in the tree.",
+                given=f"{len(unused)} tensors that are not in the tree",
+                expected="none",
+                fix="write the file again with jqx.save.",
+            )
         return leaves
 
     def _spec(self, name: str, dtype: np.dtype) -> jax.ShapeDtypeStruct:
         entries = self._reader.entries
-        require_that(
-            name in entries,
-            error=ValueError,
-            function="load",
-            problem=f"the tensor {name!r} is missing.",
-            given=f"a file of {len(entries)} tensors: {', '.join(islice(entries, 5))}, ...",
-            expected=f"a tensor {name!r}",
-            mend="write the file again: tensors of its tree were removed.",
-        )
+        if name not in entries:
+            raise fail(
+                "load",
+                f"the tensor {name!r} is missing.",
+                given=f"a file of {len(entries)} tensors: {', '.join(islice(entries, 5))}, ...",
+                expected=f"a tensor {name!r}",
+                fix="write the file again: tensors of its tree were removed.",
+            )
         self._reader.check_dtype(name, dtype)
         return jax.ShapeDtypeStruct(shape_of(entries[name], dtype), dtype)
 

@@ -173,7 +173,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
             name,
             expected="matrices of integers of 4 bits, outputs a multiple of 8, equal groups, "
             "inputs in order",
-            mend="quantize it like that, leave it in float, or write GPTQ or compressed-tensors.",
+            fix="quantize it like that, leave it in float, or write GPTQ or compressed-tensors.",
         )
     rows, columns = leaf.shape
     count = leaf.groups.scale_shape[1]
@@ -207,7 +207,7 @@ def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str
                 f"groups of {own.group} of {own.inputs} inputs",
                 "AWQ",
                 expected=f"groups of {group}, as in other layers",
-                mend="quantize all layers with the same groups, or write GPTQ or "
+                fix="quantize all layers with the same groups, or write GPTQ or "
                 "compressed-tensors.",
             )
     names = [name.removesuffix(".weight") for name in floats]

@@ -254,7 +254,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
             leaf,
             "bitsandbytes",
             expected="matrices of nf4, float32 scales in blocks of 32, 64, 128 or so along rows",
-            mend="quantize it with jqx.QSpec('nf4', jqx.per_block({0: 1, 1: 64})), or leave it in "
+            fix="quantize it with jqx.QSpec('nf4', jqx.per_block({0: 1, 1: 64})), or leave it in "
             "float.",
         )
     dtype = np.dtype(leaf.dtype).name

@@ -6,8 +6,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from .._files import Path, as_path, open_regular
 
 _ALIGNED = 64
@@ -68,25 +67,23 @@ class Bytes:
         return np.asarray(raw)
 
     def _check_open(self, name: str) -> None:
-        require_that(
-            not self._file.closed,
-            error=ValueError,
-            function="load",
-            problem=f"{self.path!r} is closed.",
-            given=f"the tensor {name!r} of a closed file",
-            expected="an open file",
-            mend="read inside the `with` block.",
-        )
+        if self._file.closed:
+            raise fail(
+                "load",
+                f"{self.path!r} is closed.",
+                given=f"the tensor {name!r} of a closed file",
+                expected="an open file",
+                fix="read inside the `with` block.",
+            )
 
     def _refuse_shorter(self, name: str, stop: int) -> NoReturn:
-        raise OSError(
-            message(
-                "load",
-                f"{self.path!r} has become shorter while it was open.",
-                given=f"{self.size} bytes",
-                expected=f"{stop} bytes, up to the tensor {name!r}",
-                mend="copy or download it again, and put a new file in its place only as a whole.",
-            )
+        raise fail(
+            "load",
+            f"{self.path!r} has become shorter while it was open.",
+            given=f"{self.size} bytes",
+            expected=f"{stop} bytes, up to the tensor {name!r}",
+            fix="copy or download it again, and put a new file in its place only as a whole.",
+            error=OSError,
         )
 
 

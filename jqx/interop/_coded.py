@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from ..calibrators import Groups
 from ..numerics import format_of
 from ..numerics._shared import packed_length
@@ -104,15 +103,13 @@ def abstract(shape: Sequence[int], dtype: Any) -> Any:
 
 def refuse(source: Source, name: str, problem: str, *, given: str, expected: str) -> NoReturn:
     """Raises an error: a tensor of a checkpoint contradicts its config or the other tensors."""
-    raise ValueError(
-        message(
-            "interop.read",
-            f"the tensor {name!r} of {source.path!r} {problem}",
-            given=given,
-            expected=expected,
-            mend="the file or its config is damaged or has another format: download it again, or "
-            "correct its config.",
-        )
+    raise fail(
+        "interop.read",
+        f"the tensor {name!r} of {source.path!r} {problem}",
+        given=given,
+        expected=expected,
+        fix="the file or its config is damaged or has another format: download it again, or "
+        "correct its config.",
     )
 
 
@@ -128,16 +125,16 @@ def checked(
       dtypes: the allowed dtypes.
       why: the reason for the expected shape.
     """
-    require_that(
-        name in source.entries,
-        error=ValueError,
-        function="interop.read",
-        problem=f"the tensor {name!r} is missing.",
-        given=f"{source.path!r}, of {len(source.entries)} tensors, others of the same layer among "
-        "them",
-        expected=f"a tensor {name!r}",
-        mend="download the checkpoint again; if this is a part of it, read the whole folder.",
-    )
+    if name not in source.entries:
+        raise fail(
+            "interop.read",
+            f"the tensor {name!r} is missing.",
+            given=f"{source.path!r}, of {len(source.entries)} tensors, others of the same layer "
+            f"among "
+            "them",
+            expected=f"a tensor {name!r}",
+            fix="download the checkpoint again; if this is a part of it, read the whole folder.",
+        )
     entry, dtype = source.entries[name], source.dtype(name)
     known = {jnp.dtype(each) for each in dtypes}
     if dtype not in known or (shape is not None and tuple(shape) != entry.shape):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .._errors import message
+from .._errors import fail
 from ..calibrators._shared import per_tensor, per_token
 from ..numerics import Integer, format_of, nvfp4
 from ..tensor import QSpec
@@ -122,13 +122,11 @@ def _inputs(spec: QSpec) -> dict[str, Any]:
         return _arguments(form.bits, kind, "tensor", **more)
     if known and isinstance(size, int) and spec.dynamic:
         return _arguments(form.bits, kind, "group", size, **more)
-    raise ValueError(
-        message(
-            "interop.write",
-            f"{NAME} does not support these activations.",
-            given=str(spec),
-            expected="integers or float8_e4m3fn with one scale a tensor, a token (dynamic) or a "
-            "group (dynamic); or dynamic nvfp4",
-            mend='pass for example activation="int8:token:dynamic".',
-        )
+    raise fail(
+        "interop.write",
+        f"{NAME} does not support these activations.",
+        given=str(spec),
+        expected="integers or float8_e4m3fn with one scale a tensor, a token (dynamic) or a "
+        "group (dynamic); or dynamic nvfp4",
+        fix='pass for example activation="int8:token:dynamic".',
     )

@@ -73,8 +73,8 @@ def _check_plain(path: str, leaf: QTensor) -> None:
         )
 
 
-def _refuse(path: str, leaf: QTensor, expected: str, mend: str) -> NoReturn:
-    refuse_leaf(path, leaf, NAME, expected=expected, mend=f"{mend}, or leave it in float.")
+def _refuse(path: str, leaf: QTensor, expected: str, fix: str) -> NoReturn:
+    refuse_leaf(path, leaf, NAME, expected=expected, fix=f"{fix}, or leave it in float.")
 
 
 def _integers(

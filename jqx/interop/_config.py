@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from .._checks import require_that, shown
-from .._errors import message
+from .._checks import shown
+from .._errors import fail
 from .._files import open_regular
 
 _MOST_BYTES = 64_000_000
@@ -86,15 +86,12 @@ class Config:
         self._refuse(f"{key} == {shown(self.data.get(key))}", expected, self.where)
 
     def _refuse(self, given: str, expected: str, where: str) -> NoReturn:
-        raise ValueError(
-            message(
-                "interop.read",
-                f"{where} has a value that jqx does not support.",
-                given=given,
-                expected=expected,
-                mend="correct the config, or convert the checkpoint with the library that wrote "
-                "it.",
-            )
+        raise fail(
+            "interop.read",
+            f"{where} has a value that jqx does not support.",
+            given=given,
+            expected=expected,
+            fix="correct the config, or convert the checkpoint with the library that wrote it.",
         )
 
 
@@ -109,25 +106,22 @@ def read_json(path: str) -> Any:
         size = os.fstat(file.fileno()).st_size  # `read` allocates its argument at once
         text = file.read(min(size, _MOST_BYTES) + 1)
     try:
-        require_that(
-            len(text) <= _MOST_BYTES,
-            error=ValueError,
-            function="interop.read",
-            problem=f"{path!r} is too long.",
-            given=f"more than {_MOST_BYTES:,} bytes",
-            expected="a config, or an index of tensors",
-            mend="check the file.",
-        )
+        if not len(text) <= _MOST_BYTES:
+            raise fail(
+                "interop.read",
+                f"{path!r} is too long.",
+                given=f"more than {_MOST_BYTES:,} bytes",
+                expected="a config, or an index of tensors",
+                fix="check the file.",
+            )
         return json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(
-            message(
-                "interop.read",
-                f"{path!r} is not JSON that can be read.",
-                given=str(error) or type(error).__name__,
-                expected="a JSON object",
-                mend="copy or download it again.",
-            )
+        raise fail(
+            "interop.read",
+            f"{path!r} is not JSON that can be read.",
+            given=str(error) or type(error).__name__,
+            expected="a JSON object",
+            fix="copy or download it again.",
         ) from None
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import message
+from .._errors import fail
 from ..numerics import Integer, format_of
 from ..tensor import QTensor
 from ._bits import unpack
@@ -31,16 +31,14 @@ class Encoded(NamedTuple):
     layer: Any
 
 
-def refuse_leaf(path: str, leaf: Any, format: str, *, expected: str, mend: str) -> NoReturn:
+def refuse_leaf(path: str, leaf: Any, format: str, *, expected: str, fix: str) -> NoReturn:
     """Raises an error: a format cannot hold a tensor."""
-    raise ValueError(
-        message(
-            "interop.write",
-            f"{format} cannot hold the tensor {path!r}.",
-            given=repr(leaf),
-            expected=expected,
-            mend=mend,
-        )
+    raise fail(
+        "interop.write",
+        f"{format} cannot hold the tensor {path!r}.",
+        given=repr(leaf),
+        expected=expected,
+        fix=fix,
     )
 
 
@@ -76,7 +74,7 @@ def check_names_in_float(
                 format,
                 expected="layers in float whose names are not parts of those of quantized ones: "
                 "loaders skip layers whose names have such a part",
-                mend=f"quantize {part!r} too, or write GPTQ or compressed-tensors.",
+                fix=f"quantize {part!r} too, or write GPTQ or compressed-tensors.",
             )
 
 
@@ -88,10 +86,10 @@ def module_of(path: str, leaf: Any, format: str) -> str:
             leaf,
             format,
             expected="quantized tensors that are named <module>.weight",
-            mend="name it like that with jqx.interop.named(params, names), or leave it in float.",
+            fix="name it like that with jqx.interop.named(params, names), or leave it in float.",
         )
     if 0 in leaf.shape:
-        refuse_leaf(path, leaf, format, expected="weights", mend="leave it in float.")
+        refuse_leaf(path, leaf, format, expected="weights", fix="leave it in float.")
     return path.removesuffix(".weight")
 
 
@@ -111,7 +109,7 @@ def as_numpy(path: str, leaf: Any, format: str) -> Any:
             leaf if isinstance(leaf, QTensor) else f"{leaf.dtype.name}{list(leaf.shape)}: {wrong}",
             format,
             expected=f"finite numbers, and scales that keep the codes: it has {wrong}",
-            mend="check the weight or the statistics that it comes from for NaN, infinity and "
+            fix="check the weight or the statistics that it comes from for NaN, infinity and "
             "zeros; jqx.save keeps it as it is.",
         )
     return leaf
@@ -219,7 +217,7 @@ def check_no_offset(path: str, leaf: QTensor, format: str) -> None:
             leaf,
             format,
             expected="no float minimum in addition to the scale",
-            mend="write it as MLX, or as GGUF; or quantize it again with integer zero points.",
+            fix="write it as MLX, or as GGUF; or quantize it again with integer zero points.",
         )
 
 
@@ -238,7 +236,7 @@ def exact_halves(path: str, q: QTensor, format: str) -> np.ndarray:
             q,
             format,
             expected="scales that float16 holds exactly",
-            mend="quantize it with scales of float16: calibrator=jqx.calibrators.Rounded().",
+            fix="quantize it with scales of float16: calibrator=jqx.calibrators.Rounded().",
         )
     return halves
 
@@ -276,7 +274,7 @@ def minimums_of(
             q,
             format,
             expected=f"minimums (-zero point * scale) that {dtype.name} holds exactly",
-            mend="quantize it with a float minimum or without zero points, or write "
+            fix="quantize it with a float minimum or without zero points, or write "
             "compressed-tensors.",
         )
     return kept

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 from . import (
     _auto_round,
     _awq,
@@ -126,15 +127,14 @@ def read_leaves(source: Source, dtype: np.dtype | None) -> tuple[str, Any]:
 
 
 def _check_alone(source: Source, leaves: Mapping[str, Any], leaf: CodedLeaf | StoredArray) -> None:
-    require_that(
-        leaves.get(leaf.path, leaf) is leaf,
-        error=ValueError,
-        function="interop.read",
-        problem=f"the weight {shown(leaf.path)} of {source.path!r} exists twice.",
-        given="a float tensor and a quantized one with the same name",
-        expected="one of them",
-        mend="download the checkpoint again.",
-    )
+    if leaves.get(leaf.path, leaf) is not leaf:
+        raise fail(
+            "interop.read",
+            f"the weight {shown(leaf.path)} of {source.path!r} exists twice.",
+            given="a float tensor and a quantized one with the same name",
+            expected="one of them",
+            fix="download the checkpoint again.",
+        )
 
 
 def format_of_source(source: Source) -> Format | None:
@@ -172,30 +172,28 @@ def _has_mlx(source: Source) -> bool:
 def _marked(source: Source) -> Format | None:
     """Returns the format of files whose config names none; it must not need a config."""
     foreign = next((name for name in source.entries if name.endswith(_TORCHAO)), None)
-    require_that(
-        foreign is None,
-        error=ValueError,
-        function="interop.read",
-        problem=f"{source.path!r} is in the format of torchao, which jqx does not read.",
-        given=f"the tensor {shown(foreign)}",
-        expected=f"one of {', '.join(form.name for form in FORMATS)}: {_UNREAD['torchao']}",
-        mend="save the float weights, or quantize with llm-compressor (compressed-tensors).",
-    )
+    if foreign is not None:
+        raise fail(
+            "interop.read",
+            f"{source.path!r} is in the format of torchao, which jqx does not read.",
+            given=f"the tensor {shown(foreign)}",
+            expected=f"one of {', '.join(form.name for form in FORMATS)}: {_UNREAD['torchao']}",
+            fix="save the float weights, or quantize with llm-compressor (compressed-tensors).",
+        )
     for form in FORMATS:
         name = next((name for name in source.entries if name.endswith(form.marks)), None)
         if name is not None and form.alone:
             return form
-        require_that(
-            name is None,
-            error=ValueError,
-            function="interop.read",
-            problem=f"{source.path!r} is quantized, but has no config that says how.",
-            given=f"the tensor {shown(name)}, as in {form.name}, and "
-            + ("a config without quantization_config" if source.config else "no config"),
-            expected="a folder whose config.json has a quantization_config, or config=",
-            mend="pass config=json.load(...) of its config.json or quantize_config.json, or the "
-            "folder if it has one model; config={} reads the tensors as plain arrays.",
-        )
+        if name is not None:
+            raise fail(
+                "interop.read",
+                f"{source.path!r} is quantized, but has no config that says how.",
+                given=f"the tensor {shown(name)}, as in {form.name}, and "
+                + ("a config without quantization_config" if source.config else "no config"),
+                expected="a folder whose config.json has a quantization_config, or config=",
+                fix="pass config=json.load(...) of its config.json or quantize_config.json, or the "
+                "folder if it has one model; config={} reads the tensors as plain arrays.",
+            )
     return None
 
 
@@ -210,23 +208,23 @@ def _check_left(source: Source, form: Format, used: Mapping[str, Any]) -> None:
     """Checks that there are quantized tensors, and that none of the format is left over."""
     left = (name for name in source.entries if name not in used)
     name = next((n for n in left if n.endswith(form.marks) or _are_codes(source, n)), None)
-    require_that(
-        name is None,
-        error=ValueError,
-        function="interop.read",
-        problem=f"the tensor {shown(name)} of {source.path!r} does not belong to a layer.",
-        given=f"a tensor of {form.name} that lacks the others of its layer, or a layer that the "
-        "config leaves in float",
-        expected="whole layers, as in the config",
-        mend="download the checkpoint again; if this is a part of it, read the whole folder.",
-    )
-    require_that(
-        used or form.plain(source),
-        error=ValueError,
-        function="interop.read",
-        problem=f"{source.path!r} is not quantized as its config says.",
-        given=f"no tensor of {form.name} among {len(source.entries)}",
-        expected=f"tensors of {form.name}",
-        mend="drop quantization_config from its config, or pass config={} to read the tensors as "
-        "plain arrays.",
-    )
+    if name is not None:
+        raise fail(
+            "interop.read",
+            f"the tensor {shown(name)} of {source.path!r} does not belong to a layer.",
+            given=f"a tensor of {form.name} that lacks the others of its layer, or a layer that "
+            f"the "
+            "config leaves in float",
+            expected="whole layers, as in the config",
+            fix="download the checkpoint again; if this is a part of it, read the whole folder.",
+        )
+    if not used and not form.plain(source):
+        raise fail(
+            "interop.read",
+            f"{source.path!r} is not quantized as its config says.",
+            given=f"no tensor of {form.name} among {len(source.entries)}",
+            expected=f"tensors of {form.name}",
+            fix="drop quantization_config from its config, or pass config={} to read the tensors "
+            "as "
+            "plain arrays.",
+        )

@@ -125,7 +125,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
             leaf,
             name,
             expected="float8_e4m3fn with float32 scales in blocks of its last two axes",
-            mend="quantize it with jqx.per_block({0: 128, 1: 128}, tail=True), leave it in float, "
+            fix="quantize it with jqx.per_block({0: 128, 1: 128}, tail=True), leave it in float, "
             "or write compressed-tensors.",
         )
     weight, scale, entries = path, f"{module}.weight_scale_inv", leaf.groups.scale_shape
@@ -155,7 +155,7 @@ def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str
                 own,
                 "fp8",
                 expected=f"blocks of {sizes}, as in other layers",
-                mend="quantize all layers with the same blocks.",
+                fix="quantize all layers with the same blocks.",
             )
     check_names_in_float(layers, floats, "fp8")
     return {

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._calls import called
-from .._checks import check_instance, require_that, shown
+from .._checks import check_instance, shown
+from .._errors import fail
 from ..calibrators import Groups
 from ..tensor import QTensor
 from ._bits import pack
@@ -52,8 +53,8 @@ def from_gemma(params: Any) -> Any:
       Array([[ 3.5 , -0.75],
              [ 1.  ,  0.25]], dtype=float32)
     """
-    mend = "pass what orbax.checkpoint restores: nested dicts of arrays."
-    check_instance("interop.from_gemma", "params", params, Mapping, mend=mend)
+    fix = "pass what orbax.checkpoint restores: nested dicts of arrays."
+    check_instance("interop.from_gemma", "params", params, Mapping, fix=fix)
     found, count = _replaced(params, _coded)
     _require(
         count > 0,
@@ -152,13 +153,12 @@ def _coded(path: tuple[str, ...], kernel: Any, scale: Any) -> QTensor:
     return q.pack() if qtype == _KINDS[0] else q
 
 
-def _require(holds: bool, path: tuple[str, ...], given: str, expected: str, mend: str) -> None:
-    require_that(
-        holds,
-        error=ValueError,
-        function="interop.from_gemma",
-        problem=f"the tree is not one of gemma{' at ' + '/'.join(path) if path else ''}.",
-        given=given,
-        expected=expected,
-        mend=f"{mend}.",
-    )
+def _require(holds: bool, path: tuple[str, ...], given: str, expected: str, fix: str) -> None:
+    if not holds:
+        raise fail(
+            "interop.from_gemma",
+            f"the tree is not one of gemma{' at ' + '/'.join(path) if path else ''}.",
+            given=given,
+            expected=expected,
+            fix=f"{fix}.",
+        )

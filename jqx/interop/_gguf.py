@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .._calls import called
-from .._errors import message, nesting
+from .._errors import fail, nesting
 from .._files import Path, as_path, open_regular
 from ._gguf_blocks import FORMATS, GgufBlocks, blocks_of, dequantized, name_of
 from ._gguf_header import Entry
@@ -58,15 +58,13 @@ class GgufTensor:
         return blocks_of(form, self._raw.view(form.fields).reshape(*rows, row // form.size))
 
     def _refuse(self) -> NoReturn:
-        raise ValueError(
-            message(
-                "interop.read_gguf",
-                f"the tensor {self.name!r} has a type that jqx does not read.",
-                given=self.format,
-                expected=f"one of {', '.join(known.name for known in FORMATS.values())}",
-                mend="convert the file with llama-quantize of llama.cpp (--allow-requantize), for "
-                "example to Q8_0 or F16; the other tensors of this file can be read.",
-            )
+        raise fail(
+            "interop.read_gguf",
+            f"the tensor {self.name!r} has a type that jqx does not read.",
+            given=self.format,
+            expected=f"one of {', '.join(known.name for known in FORMATS.values())}",
+            fix="convert the file with llama-quantize of llama.cpp (--allow-requantize), for "
+            "example to Q8_0 or F16; the other tensors of this file can be read.",
         )
 
 

@@ -50,7 +50,7 @@ def encode(path: str, leaf: Any) -> GgufEntry:
             leaf,
             _NAME,
             expected=f"names of at most {_MOST_OF_NAME} bytes, and at most {_MOST_AXES} axes",
-            mend="name it as llama.cpp does, such as blk.0.attn_q.weight; merge or split its axes.",
+            fix="name it as llama.cpp does, such as blk.0.attn_q.weight; merge or split its axes.",
         )
     name, make = _coded(path, leaf) if isinstance(leaf, QTensor) else _plain(path, leaf)
     return GgufEntry(NUMBER_OF[name], tuple(leaf.shape), make)
@@ -65,7 +65,7 @@ def _plain(path: str, leaf: Any) -> tuple[str, Callable[[Any], np.ndarray]]:
             leaf,
             _NAME,
             expected=f"numbers of {', '.join(kinds.values())}",
-            mend="convert it, for example to float32.",
+            fix="convert it, for example to float32.",
         )
     return kinds[dtype], lambda x: np.ascontiguousarray(x)
 
@@ -87,7 +87,7 @@ def _coded(path: str, leaf: QTensor) -> tuple[str, Callable[[QTensor], np.ndarra
         _NAME,
         expected="int4, 4 bits with a minimum, int8, or mxfp4; in whole groups of 32 or of a "
         "multiple, along the last axis; in order",
-        mend="quantize it like that (other row lengths do not fit blocks), leave it in float, "
+        fix="quantize it like that (other row lengths do not fit blocks), leave it in float, "
         "or write compressed-tensors.",
     )
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 from ._gguf_blocks import FORMATS, name_of
 
 _FUNCTION = "interop.read_gguf"
@@ -89,18 +90,17 @@ def check(
     holds: object,
     given: str,
     expected: str,
-    mend: str = "copy or download it again; the program that wrote it may be at fault.",
+    fix: str = "copy or download it again; the program that wrote it may be at fault.",
 ) -> None:
     """Checks a condition of the format."""
-    require_that(
-        holds,
-        error=ValueError,
-        function=_FUNCTION,
-        problem=f"{path!r} is not a GGUF file that can be read.",
-        given=given,
-        expected=expected,
-        mend=mend,
-    )
+    if not holds:
+        raise fail(
+            _FUNCTION,
+            f"{path!r} is not a GGUF file that can be read.",
+            given=given,
+            expected=expected,
+            fix=fix,
+        )
 
 
 class _Cursor:

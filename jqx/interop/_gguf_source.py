@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from .._errors import message
+from .._errors import fail
 from .._files import Path, as_path
 from ._bytes import Bytes
 from ._gguf_blocks import FORMATS, name_of
@@ -91,13 +91,11 @@ class GgufSource:
         return raw.view(self.dtype(name)).reshape(self.entries[name].shape)
 
     def _refuse(self, name: str) -> NoReturn:
-        raise ValueError(
-            message(
-                "interop.read",
-                f"the tensor {name!r} of {self.path!r} has a type that jqx does not read.",
-                given=self.entries[name].dtype,
-                expected=f"one of {', '.join(form.name for form in FORMATS.values())}",
-                mend="convert the file with llama-quantize of llama.cpp (--allow-requantize), for "
-                "example to Q4_K; jqx.interop.read_gguf reads the other tensors of this file.",
-            )
+        raise fail(
+            "interop.read",
+            f"the tensor {name!r} of {self.path!r} has a type that jqx does not read.",
+            given=self.entries[name].dtype,
+            expected=f"one of {', '.join(form.name for form in FORMATS.values())}",
+            fix="convert the file with llama-quantize of llama.cpp (--allow-requantize), for "
+            "example to Q4_K; jqx.interop.read_gguf reads the other tensors of this file.",
         )

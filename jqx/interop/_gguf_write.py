@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import check_instance, require_that, shown
-from .._errors import message
+from .._checks import check_instance, shown
+from .._errors import fail
 from .._files import Path, Replacement, as_path
 from ..transforms._shared import with_bar
 from ._encoded import as_numpy
@@ -46,15 +46,15 @@ def write_gguf(
     _check_metadata(metadata)
     assert metadata is not None
     target = as_path("interop.write", path)
-    require_that(
-        overwrite or not os.path.lexists(target),
-        error=FileExistsError,
-        function="interop.write",
-        problem=f"{target!r} exists already.",
-        given="overwrite=False",
-        expected="no file of that name",
-        mend="choose another name, or pass overwrite=True.",
-    )
+    if not overwrite and os.path.lexists(target):
+        raise fail(
+            "interop.write",
+            f"{target!r} exists already.",
+            given="overwrite=False",
+            expected="no file of that name",
+            fix="choose another name, or pass overwrite=True.",
+            error=FileExistsError,
+        )
     alignment = int(metadata.get(_ALIGNMENT, 32))
     entries = {name: encode(name, leaf.spec) for name, leaf in leaves.items()}
     places, stop = {}, 0
@@ -76,29 +76,27 @@ def write_gguf(
 
 
 def _check_metadata(metadata: Any) -> None:
-    mend = "pass metadata={'general.architecture': 'llama', ...}, such as read_gguf(...).metadata."
-    check_instance("interop.write", "metadata", metadata, Mapping, mend=mend)
+    fix = "pass metadata={'general.architecture': 'llama', ...}, such as read_gguf(...).metadata."
+    check_instance("interop.write", "metadata", metadata, Mapping, fix=fix)
     known = metadata.get(_ARCHITECTURE)
-    require_that(
-        isinstance(known, str) and known,
-        error=ValueError,
-        function="interop.write",
-        problem="`metadata` does not say which model a GGUF file has.",
-        given=f"{_ARCHITECTURE} == {shown(known)}",
-        expected="the name of the architecture in llama.cpp",
-        mend=mend,
-    )
+    if not (isinstance(known, str) and known):
+        raise fail(
+            "interop.write",
+            "`metadata` does not say which model a GGUF file has.",
+            given=f"{_ARCHITECTURE} == {shown(known)}",
+            expected="the name of the architecture in llama.cpp",
+            fix=fix,
+        )
     alignment = metadata.get(_ALIGNMENT, 32)
     fits = isinstance(alignment, (int, np.integer)) and not isinstance(alignment, bool)
-    require_that(
-        fits and 8 <= alignment <= 2**16 and alignment & (alignment - 1) == 0,
-        error=ValueError,
-        function="interop.write",
-        problem=f"{_ALIGNMENT!r} is not an alignment.",
-        given=shown(alignment),
-        expected="a power of two from 8 to 65536",
-        mend="leave it out: tensors are aligned to 32 bytes.",
-    )
+    if not (fits and 8 <= alignment <= 2**16 and alignment & (alignment - 1) == 0):
+        raise fail(
+            "interop.write",
+            f"{_ALIGNMENT!r} is not an alignment.",
+            given=shown(alignment),
+            expected="a power of two from 8 to 65536",
+            fix="leave it out: tensors are aligned to 32 bytes.",
+        )
 
 
 def _header(
@@ -106,7 +104,7 @@ def _header(
 ) -> bytes:
     parts = [MAGIC, struct.pack("<IQQ", 3, len(entries), len(metadata))]
     for key, value in metadata.items():
-        check_instance("interop.write", "metadata", key, str, mend="use strings as keys.")
+        check_instance("interop.write", "metadata", key, str, fix="use strings as keys.")
         kind, raw = _value(key, value)
         parts += [_text(key), struct.pack("<I", kind), raw]
     for name, entry in entries.items():
@@ -120,14 +118,12 @@ def _text(text: str) -> bytes:
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            message(
-                "interop.write",
-                "a name or a string of `metadata` is not text.",
-                given=f"{text!r}: {error}",
-                expected="strings that UTF-8 can encode: no lone surrogates",
-                mend="correct the string.",
-            )
+        raise fail(
+            "interop.write",
+            "a name or a string of `metadata` is not text.",
+            given=f"{text!r}: {error}",
+            expected="strings that UTF-8 can encode: no lone surrogates",
+            fix="correct the string.",
         ) from None
     return struct.pack("<Q", len(raw)) + raw
 
@@ -141,15 +137,15 @@ def _value(key: str, value: Any) -> tuple[int, bytes]:
         return _ARRAY, struct.pack("<IQ", _STRING, len(value)) + texts
     array = value if isinstance(value, (np.ndarray, np.generic)) else _as_numbers(value)
     fits = array is not None and array.ndim < 2 and array.dtype.name in _TYPES
-    require_that(
-        fits,
-        error=TypeError,
-        function="interop.write",
-        problem=f"the value of {shown(key)} in `metadata` has no type in GGUF files.",
-        given=f"an object of type {type(value).__name__}",
-        expected="strings, numbers, booleans; lists or one-dimensional arrays of them",
-        mend="leave it out, or convert it.",
-    )
+    if not fits:
+        raise fail(
+            "interop.write",
+            f"the value of {shown(key)} in `metadata` has no type in GGUF files.",
+            given=f"an object of type {type(value).__name__}",
+            expected="strings, numbers, booleans; lists or one-dimensional arrays of them",
+            fix="leave it out, or convert it.",
+            error=TypeError,
+        )
     assert array is not None
     kind, raw = _TYPES[array.dtype.name], array.astype(array.dtype.newbyteorder("<")).tobytes()
     return (kind, raw) if array.ndim == 0 else (_ARRAY, struct.pack("<IQ", kind, array.size) + raw)

@@ -228,7 +228,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
             leaf,
             name,
             expected=f"matrices of integers of {', '.join(map(str, _BITS))} bits",
-            mend="quantize it like that, or leave it in float.",
+            fix="quantize it like that, or leave it in float.",
         )
     check_no_offset(path, leaf, name)
     rows, columns = leaf.shape
@@ -238,7 +238,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
             leaf,
             name,
             expected="whole words: inputs and outputs a multiple of 32",
-            mend="leave it in float, or write compressed-tensors.",
+            fix="leave it in float, or write compressed-tensors.",
         )
     size, count = leaf.groups.sizes[1], leaf.groups.scale_shape[1]
     sym = leaf.zero_point is None and form.signed

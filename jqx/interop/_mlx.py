@@ -152,7 +152,7 @@ def encode(path: str, leaf: QTensor) -> Encoded:
         "MLX",
         expected=f"integers of {', '.join(map(str, _BITS))} bits in groups of "
         f"{', '.join(map(str, _GROUPS))}, mxfp4, mxfp8 or nvfp4; inputs in order",
-        mend="quantize it like that, leave it in float, or write compressed-tensors.",
+        fix="quantize it like that, leave it in float, or write compressed-tensors.",
     )
 
 
@@ -206,7 +206,7 @@ def _floats(path: str, module: str, leaf: QTensor, layer: LayerConfig) -> Encode
                     q,
                     "MLX",
                     expected="nvfp4 whose scales have the factor 1",
-                    mend="quantize it to mxfp4, or write compressed-tensors.",
+                    fix="quantize it to mxfp4, or write compressed-tensors.",
                 )
             scale = scale.values
         codes = codes_of(q) if layer.bits == 8 else to_stream(codes_of(q), layer.bits)

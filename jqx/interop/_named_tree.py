@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from .._calls import called
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ..tensor import QTensor
 from ._archive import Archive, as_jax
 from ._names import Name, as_names
@@ -61,8 +62,8 @@ def tree(
       ...     jqx.interop.tree(archive, names)["up"].shape
       (4, 2, 3)
     """
-    mend = "pass an open archive: with jqx.interop.read(path) as archive."
-    check_instance("interop.tree", "archive", archive, Archive, mend=mend)
+    fix = "pass an open archive: with jqx.interop.read(path) as archive."
+    check_instance("interop.tree", "archive", archive, Archive, fix=fix)
     rules = as_names(names)
     places = _places(archive, rules)
     shapes = {path: _spec(archive, place) for path, place in places.items()}
@@ -113,15 +114,14 @@ def named(params: Any, names: Rules) -> dict[str, Any]:
         _require_rule(rule is not None, f"the leaf {path!r}", "interop.named")
         assert rule is not None
         used.add(rule.source)
-        require_that(
-            len(leaf.shape) >= len(rule.stacked),
-            error=ValueError,
-            function="interop.named",
-            problem=f"the leaf {path!r} does not have the axes that its rule stacks.",
-            given=f"shape {tuple(leaf.shape)}",
-            expected=f"an axis for each of {', '.join(rule.stacked)}",
-            mend=f"correct the rule: {rule!r}.",
-        )
+        if not len(leaf.shape) >= len(rule.stacked):
+            raise fail(
+                "interop.named",
+                f"the leaf {path!r} does not have the axes that its rule stacks.",
+                given=f"shape {tuple(leaf.shape)}",
+                expected=f"an axis for each of {', '.join(rule.stacked)}",
+                fix=f"correct the rule: {rule!r}.",
+            )
         for index in itertools.product(*map(range, leaf.shape[: len(rule.stacked)])):
             own = {**parts, **dict(zip(rule.stacked, map(str, index), strict=True))}
             name = rule.name_of(own)
@@ -161,16 +161,15 @@ def _places(archive: Archive, rules: Sequence[Name]) -> dict[str, Place]:
 
 
 def _index(name: str, rule: Name, part: str, text: str) -> int:
-    require_that(
-        text.isdecimal() and len(text) < 7,
-        error=ValueError,
-        function="interop.tree",
-        problem=f"the tensor {name!r} cannot be stacked.",
-        given=f"{text!r} for {{{part}}}",
-        expected="a number, the index along a new axis, as the path has no such part",
-        mend=f"put {{{part}}} into the path, or write one rule for each {{{part}}} in place of "
-        f"{rule!r}.",
-    )
+    if not (text.isdecimal() and len(text) < 7):
+        raise fail(
+            "interop.tree",
+            f"the tensor {name!r} cannot be stacked.",
+            given=f"{text!r} for {{{part}}}",
+            expected="a number, the index along a new axis, as the path has no such part",
+            fix=f"put {{{part}}} into the path, or write one rule for each {{{part}}} in place of "
+            f"{rule!r}.",
+        )
     return int(text)
 
 
@@ -183,15 +182,14 @@ def _sizes(path: str, stack: Mapping[tuple[int, ...], str]) -> tuple[int, ...]:
     missing = None
     if count != len(stack):
         missing = next(i for i in itertools.product(*map(range, sizes)) if i not in stack)
-    require_that(
-        missing is None,
-        error=ValueError,
-        function="interop.tree",
-        problem=f"a tensor of the stack {path!r} is missing.",
-        given=f"{len(stack)} tensors, none with the index {missing}",
-        expected=f"all of {sizes}",
-        mend="give different layers different paths.",
-    )
+    if missing is not None:
+        raise fail(
+            "interop.tree",
+            f"a tensor of the stack {path!r} is missing.",
+            given=f"{len(stack)} tensors, none with the index {missing}",
+            expected=f"all of {sizes}",
+            fix="give different layers different paths.",
+        )
     return sizes
 
 
@@ -202,15 +200,14 @@ def _spec(archive: Archive, place: Place) -> Any:
     for name in stack.values():
         leaf = _viewed(rule, name, archive.spec(name))
         first = leaf if first is None else first
-        require_that(
-            _kind(leaf) == _kind(first),
-            error=ValueError,
-            function="interop.tree",
-            problem=f"the tensor {name!r} cannot be stacked with the others.",
-            given=repr(leaf),
-            expected=repr(first),
-            mend="give different layers different paths.",
-        )
+        if _kind(leaf) != _kind(first):
+            raise fail(
+                "interop.tree",
+                f"the tensor {name!r} cannot be stacked with the others.",
+                given=repr(leaf),
+                expected=repr(first),
+                fix="give different layers different paths.",
+            )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), first)
 
 
@@ -239,34 +236,31 @@ def _check_like(shapes: Mapping[str, Any], like: Any) -> list[str]:
     """Returns the paths of a tree, after checking that its leaves are those that were found."""
     wanted = dict(_paths("interop.tree", like))
     for path, leaf in shapes.items():
-        require_that(
-            path in wanted,
-            error=ValueError,
-            function="interop.tree",
-            problem=f"the leaf {path!r} has no place in `like`.",
-            given=f"a tree of {len(wanted)} leaves: {', '.join(list(wanted)[:5])}, ...",
-            expected="its path",
-            mend="correct the rule, or leave the tensor out: Name(source, None).",
-        )
-        require_that(
-            tuple(leaf.shape) == tuple(wanted[path].shape),
-            error=ValueError,
-            function="interop.tree",
-            problem=f"the leaf {path!r} does not have the shape of the leaf in `like`.",
-            given=f"shape {tuple(leaf.shape)}",
-            expected=f"shape {tuple(wanted[path].shape)}",
-            mend="pass transpose= or split= in its rule.",
-        )
+        if path not in wanted:
+            raise fail(
+                "interop.tree",
+                f"the leaf {path!r} has no place in `like`.",
+                given=f"a tree of {len(wanted)} leaves: {', '.join(list(wanted)[:5])}, ...",
+                expected="its path",
+                fix="correct the rule, or leave the tensor out: Name(source, None).",
+            )
+        if tuple(leaf.shape) != tuple(wanted[path].shape):
+            raise fail(
+                "interop.tree",
+                f"the leaf {path!r} does not have the shape of the leaf in `like`.",
+                given=f"shape {tuple(leaf.shape)}",
+                expected=f"shape {tuple(wanted[path].shape)}",
+                fix="pass transpose= or split= in its rule.",
+            )
     missing = [path for path in wanted if path not in shapes]
-    require_that(
-        not missing,
-        error=ValueError,
-        function="interop.tree",
-        problem="leaves of `like` are left without a tensor.",
-        given=f"{len(missing)} leaves, {', '.join(map(repr, missing[:3]))} among them",
-        expected="a rule and a tensor for each",
-        mend="add rules for them; for tied weights, drop the leaf that the file lacks.",
-    )
+    if missing:
+        raise fail(
+            "interop.tree",
+            "leaves of `like` are left without a tensor.",
+            given=f"{len(missing)} leaves, {', '.join(map(repr, missing[:3]))} among them",
+            expected="a rule and a tensor for each",
+            fix="add rules for them; for tied weights, drop the leaf that the file lacks.",
+        )
     return list(wanted)
 
 
@@ -279,15 +273,15 @@ def _paths(function: str, params: Any) -> list[tuple[str, Any]]:
     flat = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
     pairs = [(jax.tree_util.keystr(keys, simple=True, separator="/"), x) for keys, x in flat]
     for path, x in pairs:
-        require_that(
-            hasattr(x, "shape") and hasattr(x, "dtype"),
-            error=TypeError,
-            function=function,
-            problem=f"the leaf {path!r} is not an array.",
-            given=f"an object of type {type(x).__name__}",
-            expected="arrays, QTensors, or jax.ShapeDtypeStruct",
-            mend="convert it, for example with jnp.asarray.",
-        )
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise fail(
+                function,
+                f"the leaf {path!r} is not an array.",
+                given=f"an object of type {type(x).__name__}",
+                expected="arrays, QTensors, or jax.ShapeDtypeStruct",
+                fix="convert it, for example with jnp.asarray.",
+                error=TypeError,
+            )
     return pairs
 
 
@@ -305,36 +299,33 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_rule(holds: bool, what: str, function: str) -> None:
-    require_that(
-        holds,
-        error=ValueError,
-        function=function,
-        problem=f"{what} has no rule.",
-        given="names that no template matches in full",
-        expected="a rule for each",
-        mend="add one; Name(source, None) leaves tensors out.",
-    )
+    if not holds:
+        raise fail(
+            function,
+            f"{what} has no rule.",
+            given="names that no template matches in full",
+            expected="a rule for each",
+            fix="add one; Name(source, None) leaves tensors out.",
+        )
 
 
 def _require_once(holds: bool, what: str, function: str) -> None:
-    require_that(
-        holds,
-        error=ValueError,
-        function=function,
-        problem=f"{what!r} exists twice.",
-        given="two tensors, or leaves, that rules give this name",
-        expected="one",
-        mend="distinguish them by parts of the name in the path, such as {layer}.",
-    )
+    if not holds:
+        raise fail(
+            function,
+            f"{what!r} exists twice.",
+            given="two tensors, or leaves, that rules give this name",
+            expected="one",
+            fix="distinguish them by parts of the name in the path, such as {layer}.",
+        )
 
 
 def _require_use(holds: bool, rule: Name, what: str, function: str) -> None:
-    require_that(
-        holds,
-        error=ValueError,
-        function=function,
-        problem="a rule matches nothing.",
-        given=repr(rule),
-        expected=f"a {what} of such a name that no earlier rule matches",
-        mend="drop it, or pass optional=True.",
-    )
+    if not holds:
+        raise fail(
+            function,
+            "a rule matches nothing.",
+            given=repr(rule),
+            expected=f"a {what} of such a name that no earlier rule matches",
+            fix="drop it, or pass optional=True.",
+        )

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._checks import check_instance, check_integer, require_that, shown
-from .._errors import message
+from .._checks import check_instance, check_integer, shown
+from .._errors import fail
 from ..tensor import QTensor
 
 _HOLE = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
@@ -62,40 +62,39 @@ class Name:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        mend = "pass for example Name('lm_head.weight', 'head/kernel', transpose=True)."
-        check_instance("interop.Name", "source", self.source, str, mend=mend)
+        fix = "pass for example Name('lm_head.weight', 'head/kernel', transpose=True)."
+        check_instance("interop.Name", "source", self.source, str, fix=fix)
         heads = check_integer("interop.Name", "interleaved", self.interleaved)
         halved = check_integer("interop.Name", "halved", self.halved)
-        require_that(
-            min(heads, halved) == 0 <= max(heads, halved),
-            error=ValueError,
-            function="interop.Name",
-            problem="`interleaved` or `halved` is not a number of heads.",
-            given=f"interleaved == {heads}, halved == {halved}",
-            expected="one of them the number of heads of the weight, the other 0",
-            mend="pass metadata['llama.attention.head_count'], or ['...head_count_kv'] for keys.",
-        )
-        require_that(
-            isinstance(self.split, Mapping) and all(map(_is_split, self.split.items())),
-            error=TypeError,
-            function="interop.Name",
-            problem="`split` does not give sizes of axes.",
-            given=shown(self.split),
-            expected="a dict from the number of an axis, from 0, to a tuple of sizes, from 1",
-            mend="pass for example split={1: (heads, size)}.",
-        )
+        if not min(heads, halved) == 0 <= max(heads, halved):
+            raise fail(
+                "interop.Name",
+                "`interleaved` or `halved` is not a number of heads.",
+                given=f"interleaved == {heads}, halved == {halved}",
+                expected="one of them the number of heads of the weight, the other 0",
+                fix="pass metadata['llama.attention.head_count'], or ['...head_count_kv'] for "
+                "keys.",
+            )
+        if not (isinstance(self.split, Mapping) and all(map(_is_split, self.split.items()))):
+            raise fail(
+                "interop.Name",
+                "`split` does not give sizes of axes.",
+                given=shown(self.split),
+                expected="a dict from the number of an axis, from 0, to a tuple of sizes, from 1",
+                fix="pass for example split={1: (heads, size)}.",
+                error=TypeError,
+            )
         if self.target is not None:
-            check_instance("interop.Name", "target", self.target, str, mend=mend)
+            check_instance("interop.Name", "target", self.target, str, fix=fix)
         missing = {*_holes(self.target or "")} - {*_holes(self.source)}
-        require_that(
-            not missing,
-            error=ValueError,
-            function="interop.Name",
-            problem="the path has a part that the name lacks.",
-            given=f"{{{min(missing, default='')}}} in {self.target!r}, and {self.source!r}",
-            expected="parts of the name in the path",
-            mend="use the same parts in both.",
-        )
+        if missing:
+            raise fail(
+                "interop.Name",
+                "the path has a part that the name lacks.",
+                given=f"{{{min(missing, default='')}}} in {self.target!r}, and {self.source!r}",
+                expected="parts of the name in the path",
+                fix="use the same parts in both.",
+            )
         for template in (self.source, self.target or ""):
             _compiled(template)
 
@@ -232,15 +231,14 @@ class Name:
         return order
 
     def _require(self, fits: bool, name: str, leaf: Any, expected: str) -> None:
-        require_that(
-            fits,
-            error=ValueError,
-            function="interop.tree",
-            problem=f"the tensor {name!r} does not fit its rule.",
-            given=f"{leaf!r}" if isinstance(leaf, QTensor) else f"shape {tuple(leaf.shape)}",
-            expected=expected,
-            mend=f"correct the rule: {self!r}.",
-        )
+        if not fits:
+            raise fail(
+                "interop.tree",
+                f"the tensor {name!r} does not fit its rule.",
+                given=f"{leaf!r}" if isinstance(leaf, QTensor) else f"shape {tuple(leaf.shape)}",
+                expected=expected,
+                fix=f"correct the rule: {self!r}.",
+            )
 
 
 def as_names(names: Any) -> tuple[Name, ...]:
@@ -253,14 +251,13 @@ def as_names(names: Any) -> tuple[Name, ...]:
         if isinstance(rule, Name) or pair:
             rules.append(Name(*rule) if isinstance(rule, tuple) else rule)
             continue
-        raise TypeError(
-            message(
-                "interop.tree",
-                "`names` are not rules.",
-                given=shown(rule) if fits else f"an object of type {type(names).__name__}",
-                expected="a list of jqx.interop.Name, or of pairs (name, path); or a dict",
-                mend='pass for example [jqx.interop.Name("lm_head.weight", "head")].',
-            )
+        raise fail(
+            "interop.tree",
+            "`names` are not rules.",
+            given=shown(rule) if fits else f"an object of type {type(names).__name__}",
+            expected="a list of jqx.interop.Name, or of pairs (name, path); or a dict",
+            fix='pass for example [jqx.interop.Name("lm_head.weight", "head")].',
+            error=TypeError,
         )
     return tuple(rules)
 
@@ -293,12 +290,10 @@ def _compiled(template: str) -> re.Pattern[str]:
     try:
         return re.compile(text + re.escape(template[at:]))
     except re.error as error:
-        raise ValueError(
-            message(
-                "interop.Name",
-                "a template is invalid.",
-                given=f"{template!r}: {error}",
-                expected="names with {part} or {part:regular expression} in them",
-                mend="pass for example 'model.layers.{layer}.mlp.up_proj.weight'.",
-            )
+        raise fail(
+            "interop.Name",
+            "a template is invalid.",
+            given=f"{template!r}: {error}",
+            expected="names with {part} or {part:regular expression} in them",
+            fix="pass for example 'model.layers.{layer}.mlp.up_proj.weight'.",
         ) from None

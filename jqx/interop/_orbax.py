@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import message
+from .._errors import fail
 from ._safetensors import Entry, stored_dtype
 
 _MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
@@ -116,15 +116,13 @@ class OrbaxSource:
 
     def _refuse(self, error: Exception) -> NoReturn:
         text = str(error).strip().splitlines() or [""]
-        raise ValueError(
-            message(
-                "interop.read",
-                f"{self.path!r} is not an Orbax checkpoint that can be read.",
-                given=f"{type(error).__name__}: {text[0][:500]}",
-                expected="a folder that orbax.checkpoint saved: arrays in dicts and lists",
-                mend="copy or download it again; if it has several items or steps, pass the "
-                "one with the parameters.",
-            )
+        raise fail(
+            "interop.read",
+            f"{self.path!r} is not an Orbax checkpoint that can be read.",
+            given=f"{type(error).__name__}: {text[0][:500]}",
+            expected="a folder that orbax.checkpoint saved: arrays in dicts and lists",
+            fix="copy or download it again; if it has several items or steps, pass the "
+            "one with the parameters.",
         ) from error
 
 
@@ -132,12 +130,11 @@ def _orbax() -> Any:
     try:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
-        raise ImportError(
-            message(
-                "interop.read",
-                "the checkpoint is an Orbax checkpoint, but Orbax is not installed.",
-                given=str(error),
-                expected="the package orbax-checkpoint",
-                mend="pip install orbax-checkpoint",
-            )
+        raise fail(
+            "interop.read",
+            "the checkpoint is an Orbax checkpoint, but Orbax is not installed.",
+            given=str(error),
+            expected="the package orbax-checkpoint",
+            fix="pip install orbax-checkpoint",
+            error=ImportError,
         ) from error

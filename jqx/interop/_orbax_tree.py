@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 
 _STORED = {jnp.dtype(jnp.uint4): jnp.int4, jnp.dtype(jnp.uint2): jnp.int2}
 """The stored dtype with the same bits, for dtypes that cannot be stored."""
@@ -59,28 +59,26 @@ def from_orbax(stored: Any, like: Any) -> Any:
       ValueError: if the trees differ, or an array does not have the dtype that was stored.
     """
     shapes = jax.tree.structure(stored), jax.tree.structure(like)
-    require_that(
-        shapes[0] == shapes[1],
-        error=ValueError,
-        function="interop.from_orbax",
-        problem="the trees differ.",
-        given=lambda: f"{shapes[0]}"[:300],
-        expected=lambda: f"{shapes[1]}"[:300],
-        mend="restore with to_orbax(like) as the target, and pass the same `like`.",
-    )
+    if shapes[0] != shapes[1]:
+        raise fail(
+            "interop.from_orbax",
+            "the trees differ.",
+            given=f"{shapes[0]}"[:300],
+            expected=f"{shapes[1]}"[:300],
+            fix="restore with to_orbax(like) as the target, and pass the same `like`.",
+        )
 
     def back(x: Any, kind: Any) -> Any:
         dtype = np.dtype(kind.dtype)
         expected = np.dtype(_STORED.get(dtype, dtype))
-        require_that(
-            x.dtype == expected and tuple(x.shape) == tuple(kind.shape),
-            error=ValueError,
-            function="interop.from_orbax",
-            problem="an array differs from the one that was stored.",
-            given=f"{x.dtype}{list(x.shape)}",
-            expected=f"{expected}{list(kind.shape)}, for {dtype}",
-            mend="restore with to_orbax(like) as the target, and pass the same `like`.",
-        )
+        if not (x.dtype == expected and tuple(x.shape) == tuple(kind.shape)):
+            raise fail(
+                "interop.from_orbax",
+                "an array differs from the one that was stored.",
+                given=f"{x.dtype}{list(x.shape)}",
+                expected=f"{expected}{list(kind.shape)}, for {dtype}",
+                fix="restore with to_orbax(like) as the target, and pass the same `like`.",
+            )
         return _viewed(x, dtype)
 
     return jax.tree.map(back, stored, like)

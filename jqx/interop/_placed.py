@@ -7,8 +7,7 @@ import jax
 from jax import dtypes
 from jax.sharding import Sharding
 
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from ..tensor._shared import put
 
 Shardings = Sharding | Callable[[str, Any], Sharding | None] | None
@@ -20,15 +19,15 @@ def sharding_of(shardings: Shardings, path: str, spec: Any) -> Sharding | None:
     found = shardings
     if callable(shardings) and not isinstance(shardings, Sharding):
         found = shardings(path, spec)
-    require_that(
-        found is None or isinstance(found, Sharding),
-        error=TypeError,
-        function="interop.tree",
-        problem=f"`sharding` does not return a sharding for {path!r}.",
-        given=f"an object of type {type(found).__name__}",
-        expected="a jax.sharding.Sharding, or None",
-        mend="return for example NamedSharding(mesh, PartitionSpec('model')).",
-    )
+    if found is not None and not isinstance(found, Sharding):
+        raise fail(
+            "interop.tree",
+            f"`sharding` does not return a sharding for {path!r}.",
+            given=f"an object of type {type(found).__name__}",
+            expected="a jax.sharding.Sharding, or None",
+            fix="return for example NamedSharding(mesh, PartitionSpec('model')).",
+            error=TypeError,
+        )
     assert found is None or isinstance(found, Sharding)
     return found
 
@@ -37,25 +36,22 @@ def placed(path: str, leaf: Any, sharding: Sharding) -> Any:
     """Puts an array or QTensor of NumPy arrays on devices; each device gets only its part."""
     for x in jax.tree.leaves(leaf):
         kept = dtypes.canonicalize_dtype(x.dtype)
-        require_that(
-            kept == x.dtype,
-            error=ValueError,
-            function="interop.tree",
-            problem=f"{path!r} would lose bits on a device.",
-            given=f"{x.dtype.name}, which JAX would cut to {kept.name}",
-            expected="dtypes that JAX supports",
-            mend="return None for this path, which leaves it in NumPy, or set jax_enable_x64.",
-        )
+        if kept != x.dtype:
+            raise fail(
+                "interop.tree",
+                f"{path!r} would lose bits on a device.",
+                given=f"{x.dtype.name}, which JAX would cut to {kept.name}",
+                expected="dtypes that JAX supports",
+                fix="return None for this path, which leaves it in NumPy, or set jax_enable_x64.",
+            )
     try:
         return put("interop.tree", leaf, sharding, path)
     except (ValueError, IndexError) as error:
         text, *_ = str(error).strip().splitlines() or [""]
-        raise ValueError(
-            message(
-                "interop.tree",
-                f"{path!r} does not fit its sharding.",
-                given=f"shape {tuple(leaf.shape)}, {sharding}: {text}",
-                expected="at most as many axes as the array has, with parts that divide its sizes",
-                mend="return another sharding for this path.",
-            )
+        raise fail(
+            "interop.tree",
+            f"{path!r} does not fit its sharding.",
+            given=f"shape {tuple(leaf.shape)}, {sharding}: {text}",
+            expected="at most as many axes as the array has, with parts that divide its sizes",
+            fix="return another sharding for this path.",
         ) from error

@@ -24,8 +24,8 @@ import numpy as np
 from jax import dtypes
 
 from .._added import added, unwritten
-from .._checks import as_dtype, check_instance, require_that
-from .._errors import nesting
+from .._checks import as_dtype, check_instance
+from .._errors import fail, nesting
 from ..calibrators import Affine
 from ..diagnostics import Report
 from ..numerics import format_of
@@ -93,8 +93,8 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
       ValueError: if the plan holds objects that are neither jqx's own nor in `values`, or a weight
         has another scale than `affines` says.
     """
-    mend = "make one by jqx.report(plan, params, affines)."
-    check_instance("save", "report", quantized.report, Report, mend=mend)
+    fix = "make one by jqx.report(plan, params, affines)."
+    check_instance("save", "report", quantized.report, Report, fix=fix)
     packed = _packed(quantized.params)
     plan, affines = quantized.plan, quantized.affines
     if any(weight.key in affines for weight in plan.weights):
@@ -259,12 +259,11 @@ def _inputs(node: Any, shapes: dict[str, tuple[int, ...]], values: Values) -> An
 
 
 def _check(fits: Any, given: str) -> None:
-    require_that(
-        fits,
-        error=ValueError,
-        function="load",
-        problem="the description of the quantized function in the file is invalid.",
-        given=given,
-        expected="a plan, scales of activations, a report and inputs, as in files of jqx.save",
-        mend="write the file again with jqx.save(path, quantized).",
-    )
+    if not fits:
+        raise fail(
+            "load",
+            "the description of the quantized function in the file is invalid.",
+            given=given,
+            expected="a plan, scales of activations, a report and inputs, as in files of jqx.save",
+            fix="write the file again with jqx.save(path, quantized).",
+        )

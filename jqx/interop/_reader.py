@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from .._files import Path
 from ._bytes import Bytes
 from ._safetensors import (
@@ -59,30 +59,30 @@ class Reader:
     def dtype(self, name: str) -> np.dtype:
         """Returns the dtype of a tensor in the file."""
         stored = self.entries[name].dtype
-        require_that(
-            stored in DTYPES,
-            error=ValueError,
-            function="load",
-            problem=f"the tensor {name!r} has a dtype that jqx does not read.",
-            given=stored,
-            expected=f"one of {', '.join(DTYPES)}",
-            mend="convert it with the library that wrote it.",
-        )
+        if stored not in DTYPES:
+            raise fail(
+                "load",
+                f"the tensor {name!r} has a dtype that jqx does not read.",
+                given=stored,
+                expected=f"one of {', '.join(DTYPES)}",
+                fix="convert it with the library that wrote it.",
+            )
         return DTYPES[stored]
 
     def check_dtype(self, name: str, dtype: np.dtype) -> None:
         """Checks that a tensor is stored in the way of arrays with a dtype."""
         shape = self.entries[name].shape
-        require_that(
+        if not (
             self.dtype(name) == stored_dtype(dtype)
-            and shape == stored_shape(dtype, shape_of(self.entries[name], dtype)),
-            error=ValueError,
-            function="load",
-            problem=f"the tensor {name!r} does not have the dtype in the description of the tree.",
-            given=f"{self.entries[name].dtype}{list(shape)} for {dtype.name}",
-            expected=f"{NAMES.get(getattr(stored_dtype(dtype), 'name', ''))}",
-            mend="write the file again with jqx.save.",
-        )
+            and shape == stored_shape(dtype, shape_of(self.entries[name], dtype))
+        ):
+            raise fail(
+                "load",
+                f"the tensor {name!r} does not have the dtype in the description of the tree.",
+                given=f"{self.entries[name].dtype}{list(shape)} for {dtype.name}",
+                expected=f"{NAMES.get(getattr(stored_dtype(dtype), 'name', ''))}",
+                fix="write the file again with jqx.save.",
+            )
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Returns a copy of a tensor, in the dtype in the description of the tree."""
@@ -112,14 +112,13 @@ class Reader:
         metadata, self.entries = read_header(self.path, self._bytes.head(8 + length)[8:])
         self.metadata = {**metadata}
         stop = max((entry.stop for entry in self.entries.values()), default=0)
-        require_that(
-            size - self._first >= stop,
-            error=ValueError,
-            function="load",
-            problem=f"{self.path!r} is truncated.",
-            given=f"{size - self._first} bytes of numbers",
-            expected=f"{stop} bytes",
-            mend="copy or download it again.",
-        )
+        if not size - self._first >= stop:
+            raise fail(
+                "load",
+                f"{self.path!r} is truncated.",
+                given=f"{size - self._first} bytes of numbers",
+                expected=f"{stop} bytes",
+                fix="copy or download it again.",
+            )
         rest = size - self._first - stop
         check(self.path, rest == 0, f"{rest} bytes that do not belong to a tensor")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from .._files import Path, Replacement, lock, unlock
 from ._writer import Writer
 
@@ -192,15 +192,14 @@ class ResumedWriter(Writer):
         return found
 
     def _check_free(self, journal: Any) -> None:
-        require_that(
-            lock(journal, wait=False),
-            error=ValueError,
-            function="save",
-            problem="another process writes this file.",
-            given=f"{str(self._file.part)!r}, which is being written",
-            expected="one process for each share of a file",
-            mend="wait for it, or pass share=(i, n) to n processes, each with another i.",
-        )
+        if not lock(journal, wait=False):
+            raise fail(
+                "save",
+                "another process writes this file.",
+                given=f"{str(self._file.part)!r}, which is being written",
+                expected="one process for each share of a file",
+                fix="wait for it, or pass share=(i, n) to n processes, each with another i.",
+            )
 
     def _path_of(self, index: int) -> pathlib.Path:
         return self._file.part.with_name(f"{self._file.part.name}.{index}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._checks import require_that
+from .._errors import fail
 from ._names import Name
 
 Match = Callable[[Name, str], Any]
@@ -32,13 +32,13 @@ def check_order(
             continue
         hidden = any(set(found) <= set(matched[i]) for i in before)
         given = [f"{rule!r}, but {name!r} goes to {rules[taken[name]]!r}" for name in found]
-        require_that(
-            not found or (rule.optional and not (strict and hidden)),
-            error=ValueError,
-            function=function,
-            problem="a rule never applies, because earlier rules match all that it matches.",
-            given="".join(given[:1]),
-            expected="rules that can be told apart: the first that matches applies",
-            mend="distinguish them by a pattern in the earlier rule, such as {name:[qkvo]_proj}, "
-            "or put the narrower rule first.",
-        )
+        if found and not (rule.optional and not (strict and hidden)):
+            raise fail(
+                function,
+                "a rule never applies, because earlier rules match all that it matches.",
+                given="".join(given[:1]),
+                expected="rules that can be told apart: the first that matches applies",
+                fix="distinguish them by a pattern in the earlier rule, such as "
+                "{name:[qkvo]_proj}, "
+                "or put the narrower rule first.",
+            )

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 
 NAMES = {
     "float64": "F64",
@@ -135,15 +136,14 @@ def from_stored(name: str, raw: np.ndarray, stored: np.dtype, dtype: np.dtype) -
     else:
         read = x.astype(dtype)
         fits = np.array_equal(read.astype(x.dtype), x)
-    require_that(
-        fits,
-        error=ValueError,
-        function="load",
-        problem=f"the tensor {name!r} holds numbers that its dtype does not have.",
-        given=f"{x.dtype.name} numbers for {dtype.name}",
-        expected=f"numbers of {dtype.name}",
-        mend="write the file again.",
-    )
+    if not fits:
+        raise fail(
+            "load",
+            f"the tensor {name!r} holds numbers that its dtype does not have.",
+            given=f"{x.dtype.name} numbers for {dtype.name}",
+            expected=f"numbers of {dtype.name}",
+            fix="write the file again.",
+        )
     return read
 
 
@@ -221,15 +221,14 @@ def _are_sizes(x: Any) -> bool:
 
 def check(path: str, holds: bool, given: str) -> None:
     """Checks a condition of the format."""
-    require_that(
-        holds,
-        error=ValueError,
-        function="load",
-        problem=f"{path!r} is not a safetensors file.",
-        given=given,
-        expected="8 bytes of length, a header in JSON, and the numbers of its tensors",
-        mend="pass a file of this format; jqx.save writes one.",
-    )
+    if not holds:
+        raise fail(
+            "load",
+            f"{path!r} is not a safetensors file.",
+            given=given,
+            expected="8 bytes of length, a header in JSON, and the numbers of its tensors",
+            fix="pass a file of this format; jqx.save writes one.",
+        )
 
 
 def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
@@ -245,15 +244,14 @@ def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> b
     header = {METADATA: dict(metadata), **fields} if metadata else fields
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    require_that(
-        len(text) <= HEADER_LIMIT,
-        error=ValueError,
-        function="save",
-        problem="there are too many tensors for one file.",
-        given=f"a header of {len(text)} bytes",
-        expected=f"at most {HEADER_LIMIT} bytes",
-        mend="save parts of the tree in separate files.",
-    )
+    if not len(text) <= HEADER_LIMIT:
+        raise fail(
+            "save",
+            "there are too many tensors for one file.",
+            given=f"a header of {len(text)} bytes",
+            expected=f"at most {HEADER_LIMIT} bytes",
+            fix="save parts of the tree in separate files.",
+        )
     return len(text).to_bytes(8, "little") + text
 
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from .._calls import called
-from .._checks import require_that, shown
-from .._errors import nesting
+from .._checks import shown
+from .._errors import fail, nesting
 from .._files import Path
 from ..ptq import Quantized
 from ..tensor import QTensor
@@ -90,15 +90,15 @@ def save(
     """
     values = NONE if values is None else values
     check_values("save", values)
-    require_that(
-        not isinstance(tree, (str, bytes, os.PathLike)),
-        error=TypeError,
-        function="save",
-        problem="`tree` is a path.",
-        given=f"tree == {shown(tree)}" if isinstance(tree, (str, os.PathLike)) else "bytes",
-        expected="dicts, lists and tuples of arrays, QTensors and None",
-        mend="pass the path first: jqx.save(path, tree).",
-    )
+    if isinstance(tree, (str, bytes, os.PathLike)):
+        raise fail(
+            "save",
+            "`tree` is a path.",
+            given=f"tree == {shown(tree)}" if isinstance(tree, (str, os.PathLike)) else "bytes",
+            expected="dicts, lists and tuples of arrays, QTensors and None",
+            fix="pass the path first: jqx.save(path, tree).",
+            error=TypeError,
+        )
     metadata = {}
     if isinstance(tree, Quantized):
         with nesting("save"):
@@ -175,30 +175,30 @@ def _described(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
 def _check_known(named: list[tuple[str, Any]]) -> None:
     for path, leaf in named:
         for name, array in () if isinstance(leaf, Lazy) else tensors_of(path, leaf):
-            require_that(
-                not isinstance(array, jax.ShapeDtypeStruct),
-                error=TypeError,
-                function="save",
-                problem=f"the array {name!r} has no values.",
-                given="a jax.ShapeDtypeStruct",
-                expected="an array",
-                mend="pass arrays; jqx.interop.save_leaves takes shapes, and arrays one by one.",
-            )
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise fail(
+                    "save",
+                    f"the array {name!r} has no values.",
+                    given="a jax.ShapeDtypeStruct",
+                    expected="an array",
+                    fix="pass arrays; jqx.interop.save_leaves takes shapes, and arrays one by one.",
+                    error=TypeError,
+                )
 
 
 def _check_metadata(metadata: Any) -> None:
     fits = isinstance(metadata, Mapping) and all(
         isinstance(text, str) for item in metadata.items() for text in item
     )
-    require_that(
-        metadata is None or (fits and not {KEY, QUANTIZED} & {*metadata}),
-        error=TypeError,
-        function="interop.save_leaves",
-        problem="`metadata` is not a dict of strings, or has a key that jqx needs.",
-        given=shown(metadata),
-        expected=f"strings by name, none of them {KEY!r} or {QUANTIZED!r}",
-        mend="pass for example metadata={'format': 'pt'}.",
-    )
+    if metadata is not None and not (fits and not {KEY, QUANTIZED} & {*metadata}):
+        raise fail(
+            "interop.save_leaves",
+            "`metadata` is not a dict of strings, or has a key that jqx needs.",
+            given=shown(metadata),
+            expected=f"strings by name, none of them {KEY!r} or {QUANTIZED!r}",
+            fix="pass for example metadata={'format': 'pt'}.",
+            error=TypeError,
+        )
 
 
 def _write(
@@ -272,27 +272,25 @@ def _bar(leaves: Sequence[Any], progress: bool) -> Iterator[Callable[[], None]]:
 
 def _check_share(resume: bool, share: Any) -> None:
     fits = isinstance(share, tuple) and [*map(type, share)] == [int, int]
-    require_that(
-        fits and 0 <= share[0] < share[1] and (resume or share == (0, 1)),
-        error=ValueError,
-        function="save",
-        problem="`share` does not name a process and the number of processes."
-        if resume
-        else "`share` needs a write that can be resumed.",
-        given=f"share == {shown(share)}, resume == {resume}",
-        expected="(i, n), 0 <= i < n, with resume=True",
-        mend="pass share=(jax.process_index(), jax.process_count()) and resume=True.",
-    )
+    if not (fits and 0 <= share[0] < share[1] and (resume or share == (0, 1))):
+        raise fail(
+            "save",
+            "`share` does not name a process and the number of processes."
+            if resume
+            else "`share` needs a write that can be resumed.",
+            given=f"share == {shown(share)}, resume == {resume}",
+            expected="(i, n), 0 <= i < n, with resume=True",
+            fix="pass share=(jax.process_index(), jax.process_count()) and resume=True.",
+        )
 
 
 def _check_same(path: str, abstract: Any, leaf: Any) -> None:
     """Checks that a leaf has the announced kind; its dtypes and shapes are checked elsewhere."""
-    require_that(
-        jax.tree.structure(abstract) == jax.tree.structure(leaf),
-        error=ValueError,
-        function="save",
-        problem=f"the leaf {path!r} differs from what was announced.",
-        given=lambda: f"{jax.tree.structure(leaf)}",
-        expected=lambda: f"{jax.tree.structure(abstract)}",
-        mend="make both from one function, for example with jax.eval_shape.",
-    )
+    if jax.tree.structure(abstract) != jax.tree.structure(leaf):
+        raise fail(
+            "save",
+            f"the leaf {path!r} differs from what was announced.",
+            given=f"{jax.tree.structure(leaf)}",
+            expected=f"{jax.tree.structure(abstract)}",
+            fix="make both from one function, for example with jax.eval_shape.",
+        )

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from .._files import Path, as_path, lock, naming_file, new_part, remove_left
 from ._encoded import Tensors
 from ._safetensors import stored_dtype
@@ -117,33 +117,33 @@ class FolderWriter:
 
     def _check_target(self) -> None:
         is_there = os.path.lexists(self._target)
-        require_that(
-            not is_there or self._target.is_dir(),
-            error=FileExistsError,
-            function="interop.write",
-            problem=f"{str(self._target)!r} is not a folder.",
-            given="a file of that name",
-            expected="a folder, or nothing",
-            mend="choose another name.",
-        )
-        require_that(
-            not is_there or self._overwrite or not any(self._target.iterdir()),
-            error=FileExistsError,
-            function="interop.write",
-            problem=f"{str(self._target)!r} exists already.",
-            given="a folder that is not empty",
-            expected="a new folder",
-            mend="choose another name, or pass overwrite=True, which replaces all its contents.",
-        )
-        require_that(
-            self._target.parent.is_dir(),
-            error=FileNotFoundError,
-            function="interop.write",
-            problem=f"{str(self._target)!r} cannot be written.",
-            given=f"there is no folder {str(self._target.parent)!r}",
-            expected="an existing folder",
-            mend="make it first, for example with os.makedirs.",
-        )
+        if is_there and not self._target.is_dir():
+            raise fail(
+                "interop.write",
+                f"{str(self._target)!r} is not a folder.",
+                given="a file of that name",
+                expected="a folder, or nothing",
+                fix="choose another name.",
+                error=FileExistsError,
+            )
+        if is_there and not self._overwrite and any(self._target.iterdir()):
+            raise fail(
+                "interop.write",
+                f"{str(self._target)!r} exists already.",
+                given="a folder that is not empty",
+                expected="a new folder",
+                fix="choose another name, or pass overwrite=True, which replaces all its contents.",
+                error=FileExistsError,
+            )
+        if not self._target.parent.is_dir():
+            raise fail(
+                "interop.write",
+                f"{str(self._target)!r} cannot be written.",
+                given=f"there is no folder {str(self._target.parent)!r}",
+                expected="an existing folder",
+                fix="make it first, for example with os.makedirs.",
+                error=FileNotFoundError,
+            )
 
     def _index(self) -> dict[str, bytes]:
         """Returns the index, or nothing if there is only one file."""

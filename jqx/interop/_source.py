@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 from .._files import Path, as_path, naming_file
 from ._bytes import Bytes
 from ._config import read_config, read_json, wrapped
@@ -99,25 +100,23 @@ class Folder:
         """Opens a file and adds its tensors to those of the folder."""
         reader = self._open.enter_context(Reader(os.path.join(self.path, file)))
         missing = (wanted or set()) - {*reader.entries}
-        require_that(
-            not missing,
-            error=ValueError,
-            function="interop.read",
-            problem=f"{file!r} does not hold the tensors in the index.",
-            given=f"no tensor {shown(min(missing, default=''))}",
-            expected=f"the tensors that {INDEX} lists for it",
-            mend="download the folder again; leave no files of another model in it.",
-        )
+        if missing:
+            raise fail(
+                "interop.read",
+                f"{file!r} does not hold the tensors in the index.",
+                given=f"no tensor {shown(min(missing, default=''))}",
+                expected=f"the tensors that {INDEX} lists for it",
+                fix="download the folder again; leave no files of another model in it.",
+            )
         twice = {*self.entries} & {*reader.entries}
-        require_that(
-            not twice,
-            error=ValueError,
-            function="interop.read",
-            problem=f"{self.path!r} has a tensor twice.",
-            given=f"the tensor {shown(min(twice, default=''))} in {file!r} and in another file",
-            expected="each tensor in one file",
-            mend="download the folder again; leave no files of another model in it.",
-        )
+        if twice:
+            raise fail(
+                "interop.read",
+                f"{self.path!r} has a tensor twice.",
+                given=f"the tensor {shown(min(twice, default=''))} in {file!r} and in another file",
+                expected="each tensor in one file",
+                fix="download the folder again; leave no files of another model in it.",
+            )
         self.metadata.update(reader.metadata)
         self.entries.update(reader.entries)
         self._readers.update(dict.fromkeys(reader.entries, reader))
@@ -145,16 +144,15 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
     """
     text = as_path("load", path)
     kind = _kind_of(text)
-    require_that(
-        config is None or kind in (Folder, Reader),
-        error=ValueError,
-        function="load",
-        problem="`config` has no use.",
-        given=f"a config, and {'the GGUF file' if kind is GgufSource else 'the Orbax folder'} "
-        f"{text!r}",
-        expected="config=None: the file describes each tensor",
-        mend="leave it out.",
-    )
+    if config is not None and kind not in (Folder, Reader):
+        raise fail(
+            "load",
+            "`config` has no use.",
+            given=f"a config, and {'the GGUF file' if kind is GgufSource else 'the Orbax folder'} "
+            f"{text!r}",
+            expected="config=None: the file describes each tensor",
+            fix="leave it out.",
+        )
     source: Source = kind(text)
     source.asked = config is not None
     if kind is Reader and config is None:
@@ -167,15 +165,14 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
 def _check_whole(source: Source) -> None:
     """Checks that a file by itself is not one of several, by its name."""
     part = _PART.fullmatch(os.path.basename(source.path))
-    require_that(
-        part is None or int(part["count"]) < 2 or KEY in source.metadata,
-        error=ValueError,
-        function="interop.read",
-        problem=f"{source.path!r} is only a part of a model.",
-        given=f"one of {'' if part is None else part['count']} files, as its name says",
-        expected=f"the folder with all files and {INDEX}",
-        mend="pass the folder; config={} reads the tensors of this file alone, as plain arrays.",
-    )
+    if part is not None and not int(part["count"]) < 2 and KEY not in source.metadata:
+        raise fail(
+            "interop.read",
+            f"{source.path!r} is only a part of a model.",
+            given=f"one of {'' if part is None else part['count']} files, as its name says",
+            expected=f"the folder with all files and {INDEX}",
+            fix="pass the folder; config={} reads the tensors of this file alone, as plain arrays.",
+        )
 
 
 def _kind_of(path: str) -> type:
@@ -204,32 +201,32 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
     whole = len(parts) == len(wanted) and len({part["model"] for part in parts}) == 1
     kind = ValueError if found else IsADirectoryError
     _check_chosen(len(wanted) == 1 or whole, folder, given, kind)
-    require_that(
-        len(wanted) == count,
-        error=ValueError,
-        function="interop.read",
-        problem=f"{folder!r} lacks files of the model.",
-        given=given,
-        expected=f"all {count} files",
-        mend="download the folder again; or pass a file and config={}, to read its tensors as "
-        "plain arrays.",
-    )
+    if len(wanted) != count:
+        raise fail(
+            "interop.read",
+            f"{folder!r} lacks files of the model.",
+            given=given,
+            expected=f"all {count} files",
+            fix="download the folder again; or pass a file and config={}, to read its tensors as "
+            "plain arrays.",
+        )
     return dict.fromkeys(wanted)
 
 
 def _check_chosen(
     holds: bool, folder: str, given: str, error: type[Exception] = ValueError
 ) -> None:
-    require_that(
-        holds,
-        error=error,
-        function="interop.read",
-        problem=f"{folder!r} does not say which files are the model's.",
-        given=given,
-        expected=f"{_ONE}, one safetensors file, or {INDEX} with several files",
-        mend="pass the file itself, and config=json.load(...) of the folder's config if it is "
-        "quantized; if the checkpoint has another form (.bin, .pt), save it as safetensors first.",
-    )
+    if not holds:
+        raise fail(
+            "interop.read",
+            f"{folder!r} does not say which files are the model's.",
+            given=given,
+            expected=f"{_ONE}, one safetensors file, or {INDEX} with several files",
+            fix="pass the file itself, and config=json.load(...) of the folder's config if it is "
+            "quantized; if the checkpoint has another form (.bin, .pt), save it as safetensors "
+            "first.",
+            error=error,
+        )
 
 
 def _others(names: Sequence[str]) -> str:
@@ -247,15 +244,14 @@ def _listed(index: str) -> dict[str, set[str] | None]:
         and "\0" not in file
         for file in weights.values()
     )
-    require_that(
-        fits and weights,
-        error=ValueError,
-        function="interop.read",
-        problem=f"{index!r} is not an index of tensors.",
-        given="no weight_map of names of safetensors files in the same folder",
-        expected='{"weight_map": {"name of a tensor": "model-00001-of-00002.safetensors"}}',
-        mend="download the folder again.",
-    )
+    if not (fits and weights):
+        raise fail(
+            "interop.read",
+            f"{index!r} is not an index of tensors.",
+            given="no weight_map of names of safetensors files in the same folder",
+            expected='{"weight_map": {"name of a tensor": "model-00001-of-00002.safetensors"}}',
+            fix="download the folder again.",
+        )
     assert isinstance(weights, dict)
     files: dict[str, set[str]] = {}
     for name, file in weights.items():

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._checks import as_dtype, require_that, shown
-from .._errors import message
+from .._checks import as_dtype, shown
+from .._errors import fail
 from ..tensor import QTensor, Segments
 from ..tensor._shared import (
     Lazy,
@@ -166,56 +166,55 @@ def _leaf_to_json(path: str, x: Any, values: Values) -> Any:
 
 def _check_keys(x: dict[Any, Any], keys: tuple[str, ...]) -> None:
     for key in x:
-        require_that(
-            type(key) in (str, int),
-            error=TypeError,
-            function="save",
-            problem=f"a key of the dict at {_place(keys)} is neither a string nor an integer.",
-            given=f"a key of type {type(key).__name__}",
-            expected="strings or integers",
-            mend="use strings as keys.",
-        )
+        if type(key) not in (str, int):
+            raise fail(
+                "save",
+                f"a key of the dict at {_place(keys)} is neither a string nor an integer.",
+                given=f"a key of type {type(key).__name__}",
+                expected="strings or integers",
+                fix="use strings as keys.",
+                error=TypeError,
+            )
 
 
 def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
     kinds = (QTensor, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    require_that(
-        isinstance(x, kinds) and not isinstance(x, np.ma.MaskedArray),
-        error=TypeError,
-        function="save",
-        problem=f"there is an object that cannot be stored at {_place(keys)}.",
-        given=f"an object of type {type(x).__name__}",
-        expected="dicts, lists and tuples of arrays, QTensors, Segments and None",
-        mend="make numbers arrays, jnp.asarray(x), and other containers dicts.",
-    )
+    if not (isinstance(x, kinds) and not isinstance(x, np.ma.MaskedArray)):
+        raise fail(
+            "save",
+            f"there is an object that cannot be stored at {_place(keys)}.",
+            given=f"an object of type {type(x).__name__}",
+            expected="dicts, lists and tuples of arrays, QTensors, Segments and None",
+            fix="make numbers arrays, jnp.asarray(x), and other containers dicts.",
+            error=TypeError,
+        )
     for name, array in tensors_of("/".join(keys) or _EMPTY, x):
-        require_that(
-            isinstance(array, kinds[1:]),
-            error=TypeError,
-            function="save",
-            problem=f"{name!r} is not an array.",
-            given=f"an object of type {type(array).__name__}",
-            expected="QTensors of arrays",
-            mend="save the original QTensors, not the result of a map over their arrays.",
-        )
-        require_that(
-            not isinstance(array, jax.Array) or _compat.is_concrete(array),
-            error=TypeError,
-            function="save",
-            problem=f"the array {name!r} has no values yet.",
-            given="a traced array",
-            expected="an array outside jax.jit",
-            mend="return it from the jitted function, and save the result.",
-        )
-        require_that(
-            stored_dtype(array.dtype) is not None,
-            error=ValueError,
-            function="save",
-            problem=f"the array {name!r} has a dtype that files cannot hold.",
-            given=str(array.dtype),
-            expected="numbers of JAX, or bool",
-            mend="convert it; for random keys, save jax.random.key_data(key).",
-        )
+        if not isinstance(array, kinds[1:]):
+            raise fail(
+                "save",
+                f"{name!r} is not an array.",
+                given=f"an object of type {type(array).__name__}",
+                expected="QTensors of arrays",
+                fix="save the original QTensors, not the result of a map over their arrays.",
+                error=TypeError,
+            )
+        if isinstance(array, jax.Array) and not _compat.is_concrete(array):
+            raise fail(
+                "save",
+                f"the array {name!r} has no values yet.",
+                given="a traced array",
+                expected="an array outside jax.jit",
+                fix="return it from the jitted function, and save the result.",
+                error=TypeError,
+            )
+        if stored_dtype(array.dtype) is None:
+            raise fail(
+                "save",
+                f"the array {name!r} has a dtype that files cannot hold.",
+                given=str(array.dtype),
+                expected="numbers of JAX, or bool",
+                fix="convert it; for random keys, save jax.random.key_data(key).",
+            )
 
 
 def _place(keys: tuple[str, ...]) -> str:
@@ -274,12 +273,10 @@ def _is_pair(x: Any) -> bool:
 
 def _refuse(node: Any) -> NoReturn:
     what = f"an object of {', '.join(map(repr, node))}" if isinstance(node, dict) else shown(node)
-    raise ValueError(
-        message(
-            "load",
-            "the description of the tree in the file is invalid.",
-            given=what[:200],
-            expected="a dict, a list, a tuple, segments, an array, a qtensor, or null",
-            mend="write the file again with jqx.save.",
-        )
+    raise fail(
+        "load",
+        "the description of the tree in the file is invalid.",
+        given=what[:200],
+        expected="a dict, a list, a tuple, segments, an array, a qtensor, or null",
+        fix="write the file again with jqx.save.",
     )

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._calls import called
-from .._checks import check_instance, check_pattern, require_that, shown
+from .._checks import check_instance, check_pattern, shown
+from .._errors import fail
 from ..calibrators._shared import per_block
 from ..diagnostics import Comparison, compare
 from ..diagnostics._shared import scheme_of, sqnr
@@ -128,35 +129,34 @@ def _opened(given: Any, names: Rules | None, opened: contextlib.ExitStack) -> _L
         return _leaves(given.paths, given.read)
     if names is not None:
         archive: Any = given
-        check_instance("interop.verify", "file", archive, Archive, mend="pass a path, with names.")
+        check_instance("interop.verify", "file", archive, Archive, fix="pass a path, with names.")
         given = tree(archive, names)
     flat = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_coded)
     leaves = {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in flat}
     fits = leaves and all(hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves.values())
-    require_that(
-        fits,
-        error=TypeError,
-        function="interop.verify",
-        problem="there is nothing to compare.",
-        given=f"an object of type {type(given).__name__}",
-        expected="a path, an open Archive, or a tree of arrays and QTensors",
-        mend="pass for example the folder that was written.",
-    )
+    if not fits:
+        raise fail(
+            "interop.verify",
+            "there is nothing to compare.",
+            given=f"an object of type {type(given).__name__}",
+            expected="a path, an open Archive, or a tree of arrays and QTensors",
+            fix="pass for example the folder that was written.",
+            error=TypeError,
+        )
     return _leaves([*leaves], leaves.__getitem__)
 
 
 def _leaves(paths: Sequence[str], read: Callable[[str], Any]) -> _Leaves:
     keys = {_key(path): path for path in paths}
     twice = next((path for path in paths if keys[_key(path)] != path), None)
-    require_that(
-        twice is None,
-        error=ValueError,
-        function="interop.verify",
-        problem="two tensors have the same name.",
-        given=f"{twice!r} and {keys.get(_key(twice or ''), '')!r}",
-        expected='names that differ in more than "/" and "."',
-        mend="rename one of them.",
-    )
+    if twice is not None:
+        raise fail(
+            "interop.verify",
+            "two tensors have the same name.",
+            given=f"{twice!r} and {keys.get(_key(twice or ''), '')!r}",
+            expected='names that differ in more than "/" and "."',
+            fix="rename one of them.",
+        )
     return _Leaves(keys, read)
 
 
@@ -175,15 +175,14 @@ def _rows(
     for pattern in ignore:
         check_pattern("interop.verify", "ignore", pattern)
         paths = (leaves.paths.get(key, "") for leaves in (own, wanted) for key in every)
-        require_that(
-            any(re.fullmatch(pattern, path) for path in paths),
-            error=ValueError,
-            function="interop.verify",
-            problem="a pattern of `ignore` matches nothing.",
-            given=shown(pattern),
-            expected="regular expressions of whole paths",
-            mend="drop it, or look at the paths of the file.",
-        )
+        if not any(re.fullmatch(pattern, path) for path in paths):
+            raise fail(
+                "interop.verify",
+                "a pattern of `ignore` matches nothing.",
+                given=shown(pattern),
+                expected="regular expressions of whole paths",
+                fix="drop it, or look at the paths of the file.",
+            )
     for key in with_bar("verify", "tensor", every, progress):
         path = own.paths.get(key) or wanted.paths[key]
         if any(re.fullmatch(pattern, path) for pattern in ignore):
@@ -303,22 +302,21 @@ def _spec(q: QTensor) -> QSpec:
 
 
 def _check_arguments(function: Any, batch: Any, ignore: Any) -> None:
-    require_that(
-        (function is None) == (batch is None),
-        error=ValueError,
-        function="interop.verify",
-        problem="a function needs a batch, and a batch a function.",
-        given="only one of them",
-        expected="function=f, batch=(x, ...), for f(reference, x, ...)",
-        mend="pass both or neither.",
-    )
+    if function is None != batch is None:
+        raise fail(
+            "interop.verify",
+            "a function needs a batch, and a batch a function.",
+            given="only one of them",
+            expected="function=f, batch=(x, ...), for f(reference, x, ...)",
+            fix="pass both or neither.",
+        )
     fits = isinstance(ignore, (list, tuple)) and all(isinstance(x, str) for x in ignore)
-    require_that(
-        fits,
-        error=TypeError,
-        function="interop.verify",
-        problem="`ignore` does not hold patterns.",
-        given=shown(ignore),
-        expected="a list of regular expressions",
-        mend="pass for example ignore=['lm_head.weight'].",
-    )
+    if not fits:
+        raise fail(
+            "interop.verify",
+            "`ignore` does not hold patterns.",
+            given=shown(ignore),
+            expected="a list of regular expressions",
+            fix="pass for example ignore=['lm_head.weight'].",
+            error=TypeError,
+        )

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._calls import called
-from .._checks import check_integer, require_that, shown
-from .._errors import message
+from .._checks import check_integer, shown
+from .._errors import fail
 from .._files import Path, as_path
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import as_spec
@@ -62,7 +62,7 @@ def _refused(path: str, leaf: QTensor) -> Encoded:
         leaf,
         "safetensors",
         expected="only arrays: no config says how codes become numbers",
-        mend="write another format, keep it with jqx.save, or write leaf.dequantize().",
+        fix="write another format, keep it with jqx.save, or write leaf.dequantize().",
     )
 
 
@@ -195,28 +195,26 @@ dtype=float32, 2,560 bytes)
 
 
 def _target(format: Any) -> Target:
-    require_that(
-        isinstance(format, str) and format in TARGETS,
-        error=ValueError,
-        function="interop.write",
-        problem="there is no such format to write.",
-        given=f"format == {shown(format)}",
-        expected=f"one of {', '.join(map(repr, (*TARGETS, GGUF)))}",
-        mend="pass one of these; jqx.save writes jqx's own files.",
-    )
+    if not (isinstance(format, str) and format in TARGETS):
+        raise fail(
+            "interop.write",
+            "there is no such format to write.",
+            given=f"format == {shown(format)}",
+            expected=f"one of {', '.join(map(repr, (*TARGETS, GGUF)))}",
+            fix="pass one of these; jqx.save writes jqx's own files.",
+        )
     return TARGETS[format]
 
 
 def _limit(limit: Any) -> int:
-    require_that(
-        check_integer("interop.write", "limit", limit) >= 1,
-        error=ValueError,
-        function="interop.write",
-        problem="`limit` is not a size of a file.",
-        given=f"limit == {limit}",
-        expected="bytes, 1 or more",
-        mend="leave it out, or pass for example limit=5 * 10**9.",
-    )
+    if not check_integer("interop.write", "limit", limit) >= 1:
+        raise fail(
+            "interop.write",
+            "`limit` is not a size of a file.",
+            given=f"limit == {limit}",
+            expected="bytes, 1 or more",
+            fix="leave it out, or pass for example limit=5 * 10**9.",
+        )
     return int(limit)
 
 
@@ -225,28 +223,26 @@ def _text_of(config: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(config, indent=2).encode()
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            message(
-                "interop.write",
-                "`config` is not JSON.",
-                given=str(error),
-                expected="dicts, lists, strings, Python numbers, booleans and None",
-                mend="convert other values, such as NumPy's numbers with float(x).",
-            )
+        raise fail(
+            "interop.write",
+            "`config` is not JSON.",
+            given=str(error),
+            expected="dicts, lists, strings, Python numbers, booleans and None",
+            fix="convert other values, such as NumPy's numbers with float(x).",
+            error=TypeError,
         ) from None
 
 
 def _check_unused(value: Any, name: str, format: str) -> None:
     """Checks that an argument that a format does not use is left out."""
-    require_that(
-        value is None,
-        error=ValueError,
-        function="interop.write",
-        problem=f"`{name}` has no use for {format}.",
-        given=f"{name} of type {type(value).__name__}",
-        expected=f"{name}=None: " + _INSTEAD.get(name, "it is for folders"),
-        mend="leave it out.",
-    )
+    if value is not None:
+        raise fail(
+            "interop.write",
+            f"`{name}` has no use for {format}.",
+            given=f"{name} of type {type(value).__name__}",
+            expected=f"{name}=None: " + _INSTEAD.get(name, "it is for folders"),
+            fix="leave it out.",
+        )
 
 
 _INSTEAD = {
@@ -267,15 +263,14 @@ def _activations(
     format: str, target: Target, spec: QSpec | None, leaves: Mapping[str, Leaf]
 ) -> tuple[Any, ...]:
     """Returns the last argument of `encode` and `config` of a target."""
-    require_that(
-        spec is None or target.activations,
-        error=ValueError,
-        function="interop.write",
-        problem=f"{format} does not support quantized activations.",
-        given=f"activation == {spec}",
-        expected="activation=None",
-        mend='leave it out, or write "compressed-tensors".',
-    )
+    if spec is not None and not target.activations:
+        raise fail(
+            "interop.write",
+            f"{format} does not support quantized activations.",
+            given=f"activation == {spec}",
+            expected="activation=None",
+            fix='leave it out, or write "compressed-tensors".',
+        )
     if not target.activations:
         return ()
     lacking = [
@@ -286,29 +281,27 @@ def _activations(
         and isinstance(leaf.spec, QTensor)
         and f"{name.removesuffix('.weight')}.input_scale" not in leaves
     ]
-    require_that(
-        not lacking,
-        error=ValueError,
-        function="interop.write",
-        problem="static activations have no scale.",
-        given=f"no input_scale next to {', '.join(map(repr, lacking[:3]))}",
-        expected="<module>.input_scale for every quantized weight",
-        mend="put the scale of each site (jqx.affines) into the tree by that name, or pass a "
-        "dynamic spec.",
-    )
+    if lacking:
+        raise fail(
+            "interop.write",
+            "static activations have no scale.",
+            given=f"no input_scale next to {', '.join(map(repr, lacking[:3]))}",
+            expected="<module>.input_scale for every quantized weight",
+            fix="put the scale of each site (jqx.affines) into the tree by that name, or pass a "
+            "dynamic spec.",
+        )
     return (spec,)
 
 
 def _check_some(format: str, encoded: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    require_that(
-        encoded,
-        error=ValueError,
-        function="interop.write",
-        problem="nothing is quantized.",
-        given=f"{len(leaves)} arrays, for {format}",
-        expected="QTensors among them",
-        mend="quantize them first, with jqx.ptq or jqx.quantize_params.",
-    )
+    if not encoded:
+        raise fail(
+            "interop.write",
+            "nothing is quantized.",
+            given=f"{len(leaves)} arrays, for {format}",
+            expected="QTensors among them",
+            fix="quantize them first, with jqx.ptq or jqx.quantize_params.",
+        )
 
 
 def _tensors(
@@ -319,15 +312,14 @@ def _tensors(
     for name, leaf in leaves.items():
         own = {name: (_stored(name, leaf.spec), tuple(leaf.spec.shape))}
         for each, kind in (encoded[name].tensors if name in encoded else own).items():
-            require_that(
-                each not in tensors,
-                error=ValueError,
-                function="interop.write",
-                problem=f"the tensor {each!r} exists twice.",
-                given=f"{name!r}, and another leaf that it is part of",
-                expected="a name for each tensor",
-                mend="leave out what belongs to a quantized weight: its scales and zero points.",
-            )
+            if each in tensors:
+                raise fail(
+                    "interop.write",
+                    f"the tensor {each!r} exists twice.",
+                    given=f"{name!r}, and another leaf that it is part of",
+                    expected="a name for each tensor",
+                    fix="leave out what belongs to a quantized weight: its scales and zero points.",
+                )
             tensors[each] = kind
     return tensors
 
@@ -336,15 +328,14 @@ def _stored(name: str, spec: Any) -> np.dtype:
     """Returns the dtype of an array, after checking that files of other libraries support it."""
     if isinstance(spec, QTensor):
         return np.dtype(spec.dtype)
-    require_that(
-        stored_dtype(spec.dtype) == spec.dtype and name != METADATA,
-        error=ValueError,
-        function="interop.write",
-        problem=f"the array {name!r} does not fit safetensors files of other libraries.",
-        given=f"{np.dtype(spec.dtype).name}, with the name {name!r}",
-        expected=f"a dtype among {', '.join(NAMES)}, and another name than {METADATA!r}",
-        mend="convert it, for example with x.astype(jnp.int8); jqx.save keeps every dtype.",
-    )
+    if not (stored_dtype(spec.dtype) == spec.dtype and name != METADATA):
+        raise fail(
+            "interop.write",
+            f"the array {name!r} does not fit safetensors files of other libraries.",
+            given=f"{np.dtype(spec.dtype).name}, with the name {name!r}",
+            expected=f"a dtype among {', '.join(NAMES)}, and another name than {METADATA!r}",
+            fix="convert it, for example with x.astype(jnp.int8); jqx.save keeps every dtype.",
+        )
     return np.dtype(spec.dtype)
 
 
@@ -355,16 +346,16 @@ def _config(config: Any, tree: Any) -> dict[str, Any]:
     if isinstance(config, (str, os.PathLike)):
         path = as_path("interop.write", config)
         config = read_config(path) if os.path.isdir(path) else read_json(path)
-    require_that(
-        isinstance(config, Mapping),
-        error=TypeError,
-        function="interop.write",
-        problem="there is no config of the model.",
-        given="none" if config is None else f"config of type {type(config).__name__}",
-        expected="a dict, or the path of a config.json",
-        mend="pass config=json.load(...) of the float model; config={} writes only that of "
-        "the quantization.",
-    )
+    if not isinstance(config, Mapping):
+        raise fail(
+            "interop.write",
+            "there is no config of the model.",
+            given="none" if config is None else f"config of type {type(config).__name__}",
+            expected="a dict, or the path of a config.json",
+            fix="pass config=json.load(...) of the float model; config={} writes only that of "
+            "the quantization.",
+            error=TypeError,
+        )
     assert isinstance(config, Mapping)
     return without_quantization(config)
 
@@ -379,13 +370,13 @@ def _tokenizer(tokenizer: Any) -> dict[str, bytes]:
             return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
     folder = pathlib.Path(as_path("interop.write", tokenizer))
     found = {name: folder / name for name in TOKENIZERS if (folder / name).is_file()}
-    require_that(
-        found,
-        error=FileNotFoundError,
-        function="interop.write",
-        problem=f"there is no tokenizer in {str(folder)!r}.",
-        given="none of its files",
-        expected=f"a folder with {', '.join(TOKENIZERS[:3])} or others",
-        mend="pass the folder of the float model, or tokenizer=None.",
-    )
+    if not found:
+        raise fail(
+            "interop.write",
+            f"there is no tokenizer in {str(folder)!r}.",
+            given="none of its files",
+            expected=f"a folder with {', '.join(TOKENIZERS[:3])} or others",
+            fix="pass the folder of the float model, or tokenizer=None.",
+            error=FileNotFoundError,
+        )
     return {name: path.read_bytes() for name, path in found.items()}

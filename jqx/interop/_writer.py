@@ -5,8 +5,7 @@ from types import TracebackType
 
 import numpy as np
 
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from .._files import Path, Replacement
 from ._safetensors import placed, to_stored, write_header
 
@@ -48,14 +47,12 @@ class Writer:
         """Writes a tensor, with the dtype and shape that were announced."""
         dtype, shape = self._tensors[name]
         if x.dtype.name != dtype.name or x.shape != shape:
-            raise ValueError(
-                message(
-                    "save",
-                    f"the tensor {name!r} differs from what was announced.",
-                    given=f"{x.dtype.name}{list(x.shape)}",
-                    expected=f"{dtype.name}{list(shape)}",
-                    mend="make both from one function, for example with jax.eval_shape.",
-                )
+            raise fail(
+                "save",
+                f"the tensor {name!r} differs from what was announced.",
+                given=f"{x.dtype.name}{list(x.shape)}",
+                expected=f"{dtype.name}{list(shape)}",
+                fix="make both from one function, for example with jax.eval_shape.",
             )
         numbers = np.ascontiguousarray(to_stored(x)).reshape(-1).view(np.uint8)
         self._file.write(len(self._head) + self._entries[name].start, numbers.data)
@@ -75,12 +72,11 @@ class Writer:
             self._file.__exit__(kind, error, where)
 
     def _check_complete(self) -> None:
-        require_that(
-            not self._missing,
-            error=ValueError,
-            function="save",
-            problem="not all tensors were written.",
-            given=f"no data for {next(iter(self._missing), None)!r}",
-            expected=f"{len(self._entries)} tensors",
-            mend="write each of them.",
-        )
+        if self._missing:
+            raise fail(
+                "save",
+                "not all tensors were written.",
+                given=f"no data for {next(iter(self._missing), None)!r}",
+                expected=f"{len(self._entries)} tensors",
+                fix="write each of them.",
+            )

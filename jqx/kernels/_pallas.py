@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _compat, _compat_kernels
-from .._errors import message
+from .._errors import fail, message
 
 
 @functools.cache
@@ -35,14 +35,14 @@ def triton() -> Any:
     try:
         return importlib.import_module("jax.experimental.pallas.triton")
     except ImportError as error:
-        text = message(
+        raise fail(
             "pack_for",
             "kernels for GPUs are compiled by Triton, which this release of JAX does not support.",
             given=f"jax {jax.__version__}",
             expected="a release with jax.experimental.pallas.triton, such as 0.12",
-            mend="install such a release, or restore the default layout: q.unpack().",
-        )
-        raise ImportError(text) from error
+            fix="install such a release, or restore the default layout: q.unpack().",
+            error=ImportError,
+        ) from error
 
 
 def call(
@@ -96,7 +96,7 @@ _EXPORTED = message(
     "a kernel of jqx cannot be exported: its program is valid only for one release of JAX.",
     given="a weight that pack_for, or target=, has laid out for a kernel",
     expected="weights in the default layout",
-    mend="pass target=False to jqx.ptq, or leave out target= and pack_for; q.unpack() restores the "
+    fix="pass target=False to jqx.ptq, or leave out target= and pack_for; q.unpack() restores the "
     "default layout.",
 )
 
@@ -105,7 +105,7 @@ _PARTITIONED = message(
     "a compiler cannot partition a kernel of jqx over devices: each would read whole arrays.",
     given="a weight or cache that is laid out for a kernel, in a program for several devices",
     expected="one device, or the kernel in a jax.shard_map over all axes of the mesh",
-    mend="call it in jax.shard_map, or pass target=False to jqx.ptq, or leave out target= and "
+    fix="call it in jax.shard_map, or pass target=False to jqx.ptq, or leave out target= and "
     "pack_for; q.unpack() restores the default layout.",
 )
 
@@ -114,5 +114,5 @@ _OTHER = message(
     "a weight is laid out for another TPU: this one does not convert its codes.",
     given="{chip}, and codes that are stored as float4, the layout for target='tpu7x'",
     expected="TPU7x, or codes that are stored as uint4",
-    mend="lay the weights out for this machine: jqx.pack_for(params, 'tpu').",
+    fix="lay the weights out for this machine: jqx.pack_for(params, 'tpu').",
 )

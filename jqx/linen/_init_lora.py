@@ -68,9 +68,9 @@ def init_lora(module: nn.Module, quantized: Quantized, *args: Any, **kwargs: Any
       >>> bool(jnp.allclose(layer.apply(known, x), quantized(x), atol=1e-5))
       True
     """
-    check_instance(_NAME, "module", module, nn.Module, mend="pass the module to be trained.")
-    mend = "pass the result of jqx.linen.ptq for the float module and its variables."
-    check_instance(_NAME, "quantized", quantized, Quantized, mend=mend)
+    check_instance(_NAME, "module", module, nn.Module, fix="pass the module to be trained.")
+    fix = "pass the result of jqx.linen.ptq for the float module and its variables."
+    check_instance(_NAME, "quantized", quantized, Quantized, fix=fix)
     shapes, layers, parts = _looked_at(module, args, kwargs)
     collections = {name: unfreeze(meta.unbox(tree)) for name, tree in quantized.params.items()}
     params = collections.pop("params")

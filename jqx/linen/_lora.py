@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import unfreeze
 
-from .._checks import require_that
+from .._errors import fail
 from ..modules._shared import without
 from ..tensor import QTensor
 from ._quantized import Quantized
@@ -80,15 +80,14 @@ def merge_lora(variables: Mapping[str, Any], *, alpha: float = 1.0) -> dict[str,
       >>> jax.tree.map(jnp.shape, merged)
       {'params': {'bias': (2,), 'kernel': (4, 2)}}
     """
-    require_that(
-        variables.get(LORA),
-        error=ValueError,
-        function="linen.merge_lora",
-        problem="there are no adapters.",
-        given=f"collections {', '.join(variables)}",
-        expected=f"a collection {LORA!r}",
-        mend="pass all variables of a module with LoRADense layers.",
-    )
+    if not variables.get(LORA):
+        raise fail(
+            "linen.merge_lora",
+            "there are no adapters.",
+            given=f"collections {', '.join(variables)}",
+            expected=f"a collection {LORA!r}",
+            fix="pass all variables of a module with LoRADense layers.",
+        )
     kept = {name: unfreeze(tree) for name, tree in variables.items() if name != LORA}
     params, codes = kept.get("params", {}), kept.get(QPARAMS, {})
     kept["params"] = _merge(params, codes, unfreeze(variables[LORA]), alpha)

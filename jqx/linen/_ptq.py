@@ -8,8 +8,8 @@ from flax import linen as nn
 from flax.core import meta, unfreeze
 
 from .._calls import called
-from .._checks import check_instance, require_that
-from .._errors import message
+from .._checks import check_instance
+from .._errors import fail
 from ..observers._shared import Weight
 from ..policy import Policy
 from ..policy._shared import check_policy
@@ -85,21 +85,20 @@ def ptq(
     check_effort("linen.ptq", effort, algorithm)
     function = _applied("linen.ptq", module, kwargs)
 
-    mend = "pass the variables that module.init returns, and a list of batches, such as [x]."
+    fix = "pass the variables that module.init returns, and a list of batches, such as [x]."
 
-    @called("linen.ptq(module, policy)", mend)
+    @called("linen.ptq(module, policy)", fix)
     def quantize(variables: Variables, batches: Iterable[Any] | None = None) -> Quantized:
-        check_instance("linen.ptq", "variables", variables, Mapping, mend=mend)
+        check_instance("linen.ptq", "variables", variables, Mapping, fix=fix)
         plain = {name: unfreeze(meta.unbox(tree)) for name, tree in variables.items()}
-        require_that(
-            "params" in plain,
-            error=ValueError,
-            function="linen.ptq",
-            problem="the variables have no parameters.",
-            given=f"the collections {', '.join(map(repr, plain)) or '(none)'}",
-            expected="a collection 'params'",
-            mend="pass what module.init returns, or {'params': params}.",
-        )
+        if "params" not in plain:
+            raise fail(
+                "linen.ptq",
+                "the variables have no parameters.",
+                given=f"the collections {', '.join(map(repr, plain)) or '(none)'}",
+                expected="a collection 'params'",
+                fix="pass what module.init returns, or {'params': params}.",
+            )
         names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
         options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
         options |= {"weight": weight, "on_nonfinite": on_nonfinite, "own_text": own_text}
@@ -142,36 +141,33 @@ def bind(
       >>> jqx.linen.bind(jqx.load(path), module)(x).shape
       (1, 8)
     """
-    mend = "pass the result of jqx.load for a quantized module."
-    check_instance("linen.bind", "unbound", unbound, Unbound, mend=mend)
+    fix = "pass the result of jqx.load for a quantized module."
+    check_instance("linen.bind", "unbound", unbound, Unbound, fix=fix)
     function = _applied("linen.bind", module, kwargs)
     try:
         return unbound.bind(function, like, target=target, check=check)
     except errors.FlaxError as error:
-        raise ValueError(
-            message(
-                "linen.bind",
-                "the module does not take the variables of the file.",
-                given=f"{type(module).__name__}: {str(error).splitlines()[0]}",
-                expected=f"the module that was quantized, of {len(unbound.plan.weights)} weights",
-                mend="make it with its original fields.",
-            )
+        raise fail(
+            "linen.bind",
+            "the module does not take the variables of the file.",
+            given=f"{type(module).__name__}: {str(error).splitlines()[0]}",
+            expected=f"the module that was quantized, of {len(unbound.plan.weights)} weights",
+            fix="make it with its original fields.",
         ) from error
 
 
 def _applied(function: str, module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a module as a function of its variables."""
-    check_instance(function, "module", module, nn.Module, mend="pass a linen module.")
+    check_instance(function, "module", module, nn.Module, fix="pass a linen module.")
     state = "quantized" if module.scope is None else "bound"
-    require_that(
-        module.scope is None and not isinstance(module, State),
-        error=ValueError,
-        function=function,
-        problem="this module cannot be quantized.",
-        given=f"{type(module).__name__}, {state} already",
-        expected="an unbound float module",
-        mend="pass the float module itself.",
-    )
+    if not (module.scope is None and not isinstance(module, State)):
+        raise fail(
+            function,
+            "this module cannot be quantized.",
+            given=f"{type(module).__name__}, {state} already",
+            expected="an unbound float module",
+            fix="pass the float module itself.",
+        )
 
     def apply(variables: Any, *args: Any, **more: Any) -> Any:
         return module.apply(variables, *args, **{**kwargs, **more})

@@ -8,7 +8,8 @@ from typing import Any
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ..modules import Mode
 from ..modules._shared import Scales, forwards
 from ..policy import Policy
@@ -60,39 +61,37 @@ def quantize(
       >>> bool(jnp.allclose(integers.apply(small, x), trained))
       True
     """
-    check_instance("linen.quantize", "module", module, nn.Module, mend="pass a linen module.")
+    check_instance("linen.quantize", "module", module, nn.Module, fix="pass a linen module.")
     fields = [f.name for f in dataclasses.fields(module) if f.init and f.name not in OUTER]
     own = [f.name for f in dataclasses.fields(Quantized) if f.name not in OUTER]
     both = sorted({*fields} & {*own})
     name = type(module).__name__
-    require_that(
-        not isinstance(module, State),
-        error=ValueError,
-        function="linen.quantize",
-        problem="this module is quantized already.",
-        given=f"a module of the class {name}",
-        expected="a float module",
-        mend="pass the float module that it was made from; module.clone(mode=..., policy=...) "
-        "changes the mode or the policy of a quantized one.",
-    )
-    require_that(
-        module.scope is None,
-        error=ValueError,
-        function="linen.quantize",
-        problem="this module is bound to variables.",
-        given=f"a bound {name}",
-        expected="an unbound float module",
-        mend="pass the module before it is bound; inside another module, make it with parent=None.",
-    )
-    require_that(
-        not both,
-        error=ValueError,
-        function="linen.quantize",
-        problem="this module has fields with names that quantized modules use.",
-        given=f"{name} with fields {', '.join(both)}",
-        expected="a float module without them",
-        mend="rename these fields in the class of the module.",
-    )
+    if isinstance(module, State):
+        raise fail(
+            "linen.quantize",
+            "this module is quantized already.",
+            given=f"a module of the class {name}",
+            expected="a float module",
+            fix="pass the float module that it was made from; module.clone(mode=..., policy=...) "
+            "changes the mode or the policy of a quantized one.",
+        )
+    if module.scope is not None:
+        raise fail(
+            "linen.quantize",
+            "this module is bound to variables.",
+            given=f"a bound {name}",
+            expected="an unbound float module",
+            fix="pass the module before it is bound; inside another module, make it with "
+            "parent=None.",
+        )
+    if both:
+        raise fail(
+            "linen.quantize",
+            "this module has fields with names that quantized modules use.",
+            given=f"{name} with fields {', '.join(both)}",
+            expected="a float module without them",
+            fix="rename these fields in the class of the module.",
+        )
     kind = _quantized_class(type(module))
     values = {name: getattr(module, name) for name in fields}
     options = {"policy": policy, "mode": mode, "backward": backward, "scales": scales}

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax.typing import DTypeLike
 
-from .._errors import message
+from .._errors import fail
 from ..modules import Mode
 from ..modules._shared import (
     QuantizedFunction,
@@ -119,14 +119,12 @@ class State(nn.Module, kw_only=True):
     def _q_keep(self, collection: str, tree: Mapping[str, Any]) -> None:
         """Writes variables of this module and of the modules inside it."""
         if tree and not self.is_mutable_collection(collection):
-            raise ValueError(
-                message(
-                    type(self).__name__,
-                    f"{self.mode} writes the collection {collection!r}.",
-                    given="a call in which it is not mutable",
-                    expected=f"mutable=[{collection!r}] among the arguments of apply",
-                    mend="pass it, and keep the variables that apply returns with the result.",
-                )
+            raise fail(
+                type(self).__name__,
+                f"{self.mode} writes the collection {collection!r}.",
+                given="a call in which it is not mutable",
+                expected=f"mutable=[{collection!r}] among the arguments of apply",
+                fix="pass it, and keep the variables that apply returns with the result.",
             )
         for name, value in tree.items():
             self.put_variable(collection, name, _laid(self.get_variable(collection, name), value))

@@ -7,8 +7,8 @@ import jax
 from flax import linen as nn
 from flax.core import DenyList, unfreeze
 
-from .._checks import check_instance, require_that
-from .._errors import message
+from .._checks import check_instance
+from .._errors import fail
 from ..modules import Mode
 from ..modules._shared import (
     Scales,
@@ -225,8 +225,8 @@ def make_plan(
       >>> [site.path for site in jqx.linen.make_plan(module, variables, x).sites]
       ['kernel']
     """
-    mend = "pass a layer of jqx.linen, or jqx.linen.quantize(module, policy)."
-    check_instance("linen.make_plan", "module", module, Quantized, mend=mend)
+    fix = "pass a layer of jqx.linen, or jqx.linen.quantize(module, policy)."
+    check_instance("linen.make_plan", "module", module, Quantized, fix=fix)
 
     def plan(module: Any, *args: Any, **kwargs: Any) -> Plan:
         return module._q_plan(method, *args, **kwargs)
@@ -263,15 +263,14 @@ def _all(call: str) -> DenyList:
 def _require(
     found: Any, function: str, module: nn.Module, variables: Variables, mode: Mode, did: str
 ) -> None:
-    require_that(
-        found,
-        error=ValueError,
-        function=function,
-        problem=f"no part of the module {did}.",
-        given=f"{type(module).__name__} with collections {', '.join(variables)}",
-        expected=f"a module with quantized layers in {mode} and weights that are not yet codes",
-        mend=f"pass module.clone(mode={mode}), or set the mode of its layers.",
-    )
+    if not found:
+        raise fail(
+            function,
+            f"no part of the module {did}.",
+            given=f"{type(module).__name__} with collections {', '.join(variables)}",
+            expected=f"a module with quantized layers in {mode} and weights that are not yet codes",
+            fix=f"pass module.clone(mode={mode}), or set the mode of its layers.",
+        )
 
 
 def _check_taken(module: nn.Module, converted: Variables, args: Any, kwargs: Any) -> None:
@@ -281,15 +280,14 @@ def _check_taken(module: nn.Module, converted: Variables, args: Any, kwargs: Any
             lambda: module.apply(converted, *args, **{**kwargs, "mutable": _all("check")})
         )
     except Exception as error:
-        raise TypeError(
-            message(
-                "linen.convert",
-                "a layer that contains an injected contraction does not take a QTensor.",
-                given=f"{type(module).__name__}, whose call fails with {type(error).__name__}",
-                expected="layers with promote_dtype=jqx.linen.promote_dtype",
-                mend="set that field; attention has none: use jqx.linen.MultiHeadAttention, "
-                "or jqx.linen.quantize.",
-            )
+        raise fail(
+            "linen.convert",
+            "a layer that contains an injected contraction does not take a QTensor.",
+            given=f"{type(module).__name__}, whose call fails with {type(error).__name__}",
+            expected="layers with promote_dtype=jqx.linen.promote_dtype",
+            fix="set that field; attention has none: use jqx.linen.MultiHeadAttention, "
+            "or jqx.linen.quantize.",
+            error=TypeError,
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from .._checks import require_that
+from .._errors import fail
 from ..modules._shared import read
 from ._quantized import Quantized, call, float_class
 from ._state import State
@@ -43,15 +43,14 @@ class Whole(Quantized, kw_only=True):
         modules = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, nn.Module)]
         if not modules or self._q_is_plain():
             return result
-        require_that(
-            isinstance(result, nn.Module),
-            error=ValueError,
-            function=type(self).__name__,
-            problem="a method returns modules among other values.",
-            given=", ".join(type(module).__name__ for module in modules),
-            expected="arrays and values, or a single module",
-            mend="return the module from a separate method.",
-        )
+        if not isinstance(result, nn.Module):
+            raise fail(
+                type(self).__name__,
+                "a method returns modules among other values.",
+                given=", ".join(type(module).__name__ for module in modules),
+                expected="arrays and values, or a single module",
+                fix="return the module from a separate method.",
+            )
         return _Part(self, lambda module: call(module, method, *args, **kwargs))
 
     def _q_read(self, name: str) -> Any:

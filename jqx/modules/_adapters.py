@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 from jax.typing import DTypeLike
 
-from .._checks import require_that
-from .._errors import some
+from .._errors import fail, some
 from ..transforms import LowRank, Plan
 from ..transforms._shared import Maps, as_maps, is_whole
 
@@ -42,37 +41,34 @@ def initial_adapters(
       ValueError: if a map is not a product of two narrow matrices at a layer, or if a layer has no
         such product or one that does not fit.
     """
-    require_that(
-        layers,
-        error=ValueError,
-        function=function,
-        problem="the module has no layer with adapters.",
-        given="no LoRADense or LoRALinear",
-        expected="one for each weight with a compensation",
-        mend="make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear.",
-    )
+    if not layers:
+        raise fail(
+            function,
+            "the module has no layer with adapters.",
+            given="no LoRADense or LoRALinear",
+            expected="one for each weight with a compensation",
+            fix="make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear.",
+        )
     found = _products(function, plan, maps)
     missing = sorted(set(layers) - set(found))
-    require_that(
-        not missing,
-        error=ValueError,
-        function=function,
-        problem="layers with adapters have no compensation.",
-        given=f"none for {some(map(repr, missing))}",
-        expected=f"one for each of {len(layers)} layers",
-        mend="quantize their kernels with jqx.algorithms.loftq or eora and a policy that covers "
-        "them; or use layers without adapters there.",
-    )
+    if missing:
+        raise fail(
+            function,
+            "layers with adapters have no compensation.",
+            given=f"none for {some(map(repr, missing))}",
+            expected=f"one for each of {len(layers)} layers",
+            fix="quantize their kernels with jqx.algorithms.loftq or eora and a policy that covers "
+            "them; or use layers without adapters there.",
+        )
     more = sorted(set(found) - set(layers))
-    require_that(
-        not more,
-        error=ValueError,
-        function=function,
-        problem="weights with a compensation are not in a layer with adapters.",
-        given=some(map(repr, more)),
-        expected=f"the kernels of {some(map(repr, sorted(layers)))}",
-        mend="make those layers of LoRADense or LoRALinear, or leave them out of the policy.",
-    )
+    if more:
+        raise fail(
+            function,
+            "weights with a compensation are not in a layer with adapters.",
+            given=some(map(repr, more)),
+            expected=f"the kernels of {some(map(repr, sorted(layers)))}",
+            fix="make those layers of LoRADense or LoRALinear, or leave them out of the policy.",
+        )
     return {path: _scaled(function, path, found[path], layers[path]) for path in layers}
 
 
@@ -91,27 +87,25 @@ def check_same_parameters(
     shapes, own = ({path: jnp.shape(x) for path, x in each.items()} for each in (wanted, given))
     differ = [path for path in (*shapes, *own) if shapes.get(path) != own.get(path)]
     first = differ[0] if differ else ""
-    require_that(
-        not differ,
-        error=ValueError,
-        function=function,
-        problem="`quantized` does not have the parameters of the module.",
-        given=f"{first!r} of shape {own.get(first)}",
-        expected=f"shape {shapes.get(first)}",
-        mend="quantize the module with layers of Flax in place of those with adapters, with the "
-        "same names.",
-    )
+    if differ:
+        raise fail(
+            function,
+            "`quantized` does not have the parameters of the module.",
+            given=f"{first!r} of shape {own.get(first)}",
+            expected=f"shape {shapes.get(first)}",
+            fix="quantize the module with layers of Flax in place of those with adapters, with the "
+            "same names.",
+        )
     codes = [path for path, x in given.items() if is_whole(x)]
     left = [path for path in codes if not any(above in parts for above in _above(path))]
-    require_that(
-        not left,
-        error=ValueError,
-        function=function,
-        problem="quantized weights are not in a layer that takes codes.",
-        given=some(map(repr, left)),
-        expected="layers of jqx.linen or jqx.nnx",
-        mend="make those layers quantized layers, or leave them out of the policy of ptq.",
-    )
+    if left:
+        raise fail(
+            function,
+            "quantized weights are not in a layer that takes codes.",
+            given=some(map(repr, left)),
+            expected="layers of jqx.linen or jqx.nnx",
+            fix="make those layers quantized layers, or leave them out of the policy of ptq.",
+        )
 
 
 def _above(path: str) -> Iterator[str]:
@@ -131,16 +125,15 @@ def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
     found = {}
     for key, values in as_maps(function, maps).items():
         is_product = len(values) == 1 and isinstance(values[0], LowRank)
-        require_that(
-            is_product and key in kernels,
-            error=ValueError,
-            function=function,
-            problem="an adapter cannot hold what is kept at a site.",
-            given=f"{', '.join(type(x).__name__ for x in values)} at {key!r}",
-            expected="one LowRank, at the result of a product with a parameter `kernel`",
-            mend="quantize with only loftq or eora, or after algorithms that keep nothing at "
-            "sites.",
-        )
+        if not (is_product and key in kernels):
+            raise fail(
+                function,
+                "an adapter cannot hold what is kept at a site.",
+                given=f"{', '.join(type(x).__name__ for x in values)} at {key!r}",
+                expected="one LowRank, at the result of a product with a parameter `kernel`",
+                fix="quantize with only loftq or eora, or after algorithms that keep nothing at "
+                "sites.",
+            )
         (value,) = values
         assert isinstance(value, LowRank)
         found[kernels[key]] = value
@@ -153,37 +146,35 @@ def _scaled(
     """Returns both matrices of a product, each with half of the inverse of `alpha / rank`."""
     a, b = jnp.asarray(product.a), jnp.asarray(product.b)
     rank, whole = a.shape[-1], min(a.shape[-2], b.shape[-1])
-    require_that(
-        rank == layer.rank or rank == whole < layer.rank,
-        error=ValueError,
-        function=function,
-        problem=f"the adapters of {path!r} have another rank than its compensation.",
-        given=f"rank {layer.rank}, and a product of rank {rank}",
-        expected="one rank",
-        mend=f"make the layer with rank={rank}, or the algorithm with rank={layer.rank}.",
-    )
+    if rank != layer.rank and not rank == whole < layer.rank:
+        raise fail(
+            function,
+            f"the adapters of {path!r} have another rank than its compensation.",
+            given=f"rank {layer.rank}, and a product of rank {rank}",
+            expected="one rank",
+            fix=f"make the layer with rank={rank}, or the algorithm with rank={layer.rank}.",
+        )
     wide = [(0, 0)] * (a.ndim - 1)
     a = jnp.pad(a, [*wide, (0, layer.rank - rank)])
     b = jnp.pad(b, [*wide[:-1], (0, layer.rank - rank), (0, 0)])
-    require_that(
-        (a.shape, b.shape) == (layer.a, layer.b),
-        error=ValueError,
-        function=function,
-        problem=f"the compensation of {path!r} does not fit its adapters.",
-        given=f"matrices {a.shape} and {b.shape}",
-        expected=f"{layer.a} and {layer.b}",
-        mend="pass the result of quantizing the same module, with Dense or Linear in the place of "
-        "layers with adapters.",
-    )
-    require_that(
-        layer.alpha,
-        error=ValueError,
-        function=function,
-        problem=f"the adapters of {path!r} add nothing.",
-        given="alpha == 0",
-        expected="another alpha",
-        mend="make the layer with alpha=1.",
-    )
+    if (a.shape, b.shape) != (layer.a, layer.b):
+        raise fail(
+            function,
+            f"the compensation of {path!r} does not fit its adapters.",
+            given=f"matrices {a.shape} and {b.shape}",
+            expected=f"{layer.a} and {layer.b}",
+            fix="pass the result of quantizing the same module, with Dense or Linear in the place "
+            "of "
+            "layers with adapters.",
+        )
+    if not layer.alpha:
+        raise fail(
+            function,
+            f"the adapters of {path!r} add nothing.",
+            given="alpha == 0",
+            expected="another alpha",
+            fix="make the layer with alpha=1.",
+        )
     root = (layer.rank / abs(layer.alpha)) ** 0.5
     sign = 1 if layer.alpha > 0 else -1
     return (a * root).astype(layer.dtype), (b * (sign * root)).astype(layer.dtype)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ..caches import KVCache
 from ..caches._shared import check_format
 
@@ -24,15 +25,14 @@ def check_cache(function: str, cache: Any) -> None:
 
 def empty_cache(function: str, format: str, shape: tuple[int, ...], dtype: DTypeLike) -> KVCache:
     """Returns an empty cache for keys and values of a shape."""
-    require_that(
-        len(shape) == 4,
-        error=ValueError,
-        function=function,
-        problem="a KVCache has one sequence axis.",
-        given=f"keys of shape {tuple(shape)}",
-        expected="[batch, tokens, heads, width]",
-        mend="merge the leading axes of the inputs, or jax.vmap the layer.",
-    )
+    if len(shape) != 4:
+        raise fail(
+            function,
+            "a KVCache has one sequence axis.",
+            given=f"keys of shape {tuple(shape)}",
+            expected="[batch, tokens, heads, width]",
+            fix="merge the leading axes of the inputs, or jax.vmap the layer.",
+        )
     batch, length, heads, width = shape
     return KVCache.empty(
         batch=batch, length=length, heads=heads, width=width, format=format, dtype=dtype
@@ -53,17 +53,16 @@ def with_cache(
     @functools.wraps(attention)
     def attend(query: Any, key: Any, value: Any, *, mask: Any = None, **kwargs: Any) -> Any:
         cache = read()
-        mend = "make it with KVCache.empty, or leave it to the layer."
-        check_instance(function, "the cache", cache, KVCache, mend=mend)
-        require_that(
-            cache.format == format,
-            error=ValueError,
-            function=function,
-            problem="the cache has another format than the layer.",
-            given=f"a cache of {cache.format!r}",
-            expected=f"cache={format!r}, as in the layer",
-            mend="initialize the cache again, or make the layer with the format of the cache.",
-        )
+        fix = "make it with KVCache.empty, or leave it to the layer."
+        check_instance(function, "the cache", cache, KVCache, fix=fix)
+        if cache.format != format:
+            raise fail(
+                function,
+                "the cache has another format than the layer.",
+                given=f"a cache of {cache.format!r}",
+                expected=f"cache={format!r}, as in the layer",
+                fix="initialize the cache again, or make the layer with the format of the cache.",
+            )
         cache = cache.append(key, value)
         write(cache)
         seen = _seen(cache, key.shape[1])

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import gradients
-from .._checks import require_that
-from .._errors import message, some, warn
+from .._errors import fail, message, some, warn
 from ..calibrators import AbsMax, Affine
 from ..gradients._shared import moves_limits
 from ..tensor import QTensor
@@ -19,15 +18,14 @@ def check_learnable(learned: Mapping[str, Affine]) -> None:
         for key, (scale, zero_point) in learned.items()
         if zero_point is not None or isinstance(scale, QTensor) or scale.dtype.itemsize == 1
     ]
-    require_that(
-        not fixed,
-        error=ValueError,
-        function="learn_scales",
-        problem="an integer zero point, or a scale in a special format, has no gradient.",
-        given=f"zero points or formatted scales at {', '.join(fixed[:4])}",
-        expected="symmetric specs with float scales",
-        mend="pass symmetric=True in their specs and no block format, or use fix_scales.",
-    )
+    if fixed:
+        raise fail(
+            "learn_scales",
+            "an integer zero point, or a scale in a special format, has no gradient.",
+            given=f"zero points or formatted scales at {', '.join(fixed[:4])}",
+            expected="symmetric specs with float scales",
+            fix="pass symmetric=True in their specs and no block format, or use fix_scales.",
+        )
 
 
 def warn_of_scales_without_gradient(plan: Plan) -> None:
@@ -60,7 +58,7 @@ def _warn(problem: str, keys: Mapping[str, str]) -> None:
             problem,
             given=f"gradient {names} at {some(keys)}",
             expected="an estimator with a gradient for scales, such as lsq, lsq_plus, ewgs or pact",
-            mend='pass {"gradient": jqx.gradients.lsq} in these specs, or use fix_scales.',
+            fix='pass {"gradient": jqx.gradients.lsq} in these specs, or use fix_scales.',
         )
     )
 

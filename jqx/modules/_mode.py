@@ -24,4 +24,4 @@ class Mode(enum.Enum):
 
 def check_mode(function: str, mode: Any) -> None:
     """Checks that `mode` is a `Mode`."""
-    check_instance(function, "mode", mode, Mode, mend="pass Mode.SIMULATE or another Mode.")
+    check_instance(function, "mode", mode, Mode, fix="pass Mode.SIMULATE or another Mode.")

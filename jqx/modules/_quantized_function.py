@@ -8,8 +8,7 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from .._checks import require_that
-from .._errors import message, some
+from .._errors import fail, some
 from ..calibrators import Affine
 from ..gradients._shared import draws
 from ..policy import Policy
@@ -123,14 +122,12 @@ class QuantizedFunction:
     def observe(self, params: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the result in float, and all statistics merged with those of this call."""
         if self.scales:
-            raise ValueError(
-                message(
-                    self.caller,
-                    "statistics have no use: the scales of activations are fixed already.",
-                    given=f"scales for {', '.join(list(self.scales)[:4])}, in Mode.CALIBRATE",
-                    expected="none",
-                    mend="calibrate before scales are fixed, learned or converted; or drop them.",
-                )
+            raise fail(
+                self.caller,
+                "statistics have no use: the scales of activations are fixed already.",
+                given=f"scales for {', '.join(list(self.scales)[:4])}, in Mode.CALIBRATE",
+                expected="none",
+                fix="calibrate before scales are fixed, learned or converted; or drop them.",
             )
         plan = self.plan(params)
         out, seen = calibrate(self.function, plan)(params, *self.args, **self.kwargs)
@@ -195,16 +192,15 @@ class QuantizedFunction:
         flat, _ = tree_flatten_with_path(params, is_leaf=is_whole)
         own, before = _paths(plan), self.path and f"{self.path}/"
         floats = [_name(path) for path, x in flat if _name(path) in own and not is_whole(x)]
-        require_that(
-            not floats,
-            error=ValueError,
-            function=self.caller,
-            problem="weights are not converted.",
-            given=f"floats for {some(before + path for path in floats)}, in {Mode.CONVERT}",
-            expected="the codes of each weight that the policy quantizes",
-            mend=f"call {self.converts} first, and use its result; to quantize floats in each "
-            "call, use Mode.SIMULATE.",
-        )
+        if floats:
+            raise fail(
+                self.caller,
+                "weights are not converted.",
+                given=f"floats for {some(before + path for path in floats)}, in {Mode.CONVERT}",
+                expected="the codes of each weight that the policy quantizes",
+                fix=f"call {self.converts} first, and use its result; to quantize floats in each "
+                "call, use Mode.SIMULATE.",
+            )
 
     def _missing(self, plan: Plan) -> list[str]:
         """Returns the keys of static activations and outputs without statistics or a scale."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from .._checks import require_that
+from .._errors import fail
 from ..modules._shared import check_cache, empty_cache, with_cache
 
 
@@ -42,15 +42,14 @@ class CachedAttention(nnx.MultiHeadAttention):
         if not decodes or self.cache is None:
             return super().__call__(*args, decode=decode, is_causal=is_causal, **kwargs)
         name, held, own = type(self).__name__, self.kv_cache, self.attention_fn
-        require_that(
-            held is not None,
-            error=ValueError,
-            function=name,
-            problem="the cache is not initialized.",
-            given=f"decode=True and cache={self.cache!r}",
-            expected="an empty cache for inputs of the whole length",
-            mend="call layer.init_cache((batch, length, features)) first.",
-        )
+        if held is None:
+            raise fail(
+                name,
+                "the cache is not initialized.",
+                given=f"decode=True and cache={self.cache!r}",
+                expected="an empty cache for inputs of the whole length",
+                fix="call layer.init_cache((batch, length, features)) first.",
+            )
         assert held is not None
         self.attention_fn = with_cache(name, own, self.cache, held.get_value, held.set_value)
         try:  # attention over a cache is causal

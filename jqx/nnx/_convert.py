@@ -6,7 +6,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ..modules import Mode
 from ..modules._shared import (
     Scales,
@@ -219,8 +220,8 @@ def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: 
       >>> [site.path for site in jqx.nnx.make_plan(model, jnp.ones((1, 4))).sites]
       ['kernel']
     """
-    mend = "pass a layer of jqx.nnx, or jqx.nnx.quantize(model, policy)."
-    check_instance("nnx.make_plan", "model", model, Quantized, mend=mend)
+    fix = "pass a layer of jqx.nnx, or jqx.nnx.quantize(model, policy)."
+    check_instance("nnx.make_plan", "model", model, Quantized, fix=fix)
     return model._q_plan(method, *args, **kwargs)
 
 
@@ -234,7 +235,7 @@ def _search(
     kwargs: Mapping[str, Any],
 ) -> list[tuple[State, dict[str, Any]]]:
     """Runs a copy of a model; returns its quantized parts and what the run found for each."""
-    check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
+    check_instance(function, "model", model, nnx.Module, fix="pass an nnx module.")
     if scales is not None:
         check_scales(function, scales)
     _separate(model)
@@ -276,15 +277,14 @@ def _keep_scales(part: State, scales: Mapping[str, Any]) -> None:
 
 
 def _require(found: Any, function: str, model: nnx.Module, did: str, expected: str) -> None:
-    require_that(
-        found,
-        error=ValueError,
-        function=function,
-        problem=f"no part of the model {did}.",
-        given=f"{type(model).__name__} with {len(_parts(model))} quantized parts",
-        expected=f"layers or contractions of jqx.nnx, not in Mode.FLOAT, with {expected}",
-        mend="pass jqx.nnx.quantize(model, policy), or set the mode of its layers.",
-    )
+    if not found:
+        raise fail(
+            function,
+            f"no part of the model {did}.",
+            given=f"{type(model).__name__} with {len(_parts(model))} quantized parts",
+            expected=f"layers or contractions of jqx.nnx, not in Mode.FLOAT, with {expected}",
+            fix="pass jqx.nnx.quantize(model, policy), or set the mode of its layers.",
+        )
 
 
 def _weights(part: State) -> list[tuple[Path, nnx.Variable[Any]]]:
@@ -304,15 +304,14 @@ def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variabl
     """Returns the weight of the layer that has an injected contraction."""
     name = part.weight_name
     weights = [((name,), vars(owner)[name]) for owner in _owners(model, part)]
-    require_that(
-        weights,
-        error=ValueError,
-        function="nnx.convert",
-        problem=f"an injected {type(part).__name__} is not in a layer with a weight {name!r}.",
-        given=f"weight_name={name!r}",
-        expected="the name of the variable of the weight in the layer that contains it",
-        mend="pass weight_name= to the contraction.",
-    )
+    if not weights:
+        raise fail(
+            "nnx.convert",
+            f"an injected {type(part).__name__} is not in a layer with a weight {name!r}.",
+            given=f"weight_name={name!r}",
+            expected="the name of the variable of the weight in the layer that contains it",
+            fix="pass weight_name= to the contraction.",
+        )
     return weights
 
 

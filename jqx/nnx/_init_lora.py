@@ -60,9 +60,9 @@ def init_lora(model: nnx.Module, quantized: Quantized) -> None:
       >>> bool(jnp.allclose(layer(x), quantized(x), atol=1e-5))
       True
     """
-    check_instance(_NAME, "model", model, nnx.Module, mend="pass the model to be trained.")
-    mend = "pass what jqx.nnx.ptq returns for the float model."
-    check_instance(_NAME, "quantized", quantized, Quantized, mend=mend)
+    check_instance(_NAME, "model", model, nnx.Module, fix="pass the model to be trained.")
+    fix = "pass what jqx.nnx.ptq returns for the float model."
+    check_instance(_NAME, "quantized", quantized, Quantized, fix=fix)
     modules = [(_name(path), part) for path, part in nnx.iter_modules(model)]
     parts = {path: part for path, part in modules if isinstance(part, State)}
     layers = {path: part for path, part in parts.items() if isinstance(part, LoRALinear)}

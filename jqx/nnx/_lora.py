@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ..policy import Policy
 from ..tensor import QTensor
 from ._classes import become
@@ -102,18 +103,17 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
       >>> type(jqx.nnx.merge_lora(layer)).__name__
       'Linear'
     """
-    check_instance("nnx.merge_lora", "model", model, nnx.Module, mend="pass an nnx module.")
+    check_instance("nnx.merge_lora", "model", model, nnx.Module, fix="pass an nnx module.")
     merged = nnx.clone(model)
     layers = [layer for _, layer in nnx.iter_modules(merged) if isinstance(layer, LoRALinear)]
-    require_that(
-        layers,
-        error=ValueError,
-        function="nnx.merge_lora",
-        problem="there are no adapters.",
-        given=type(model).__name__,
-        expected="a model with jqx.nnx.LoRALinear layers",
-        mend="pass the model that was trained.",
-    )
+    if not layers:
+        raise fail(
+            "nnx.merge_lora",
+            "there are no adapters.",
+            given=type(model).__name__,
+            expected="a model with jqx.nnx.LoRALinear layers",
+            fix="pass the model that was trained.",
+        )
     for layer in layers:
         _merge(layer)
     return merged

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._checks import require_that
+from .._errors import fail
 
 Path = tuple[Any, ...]
 
@@ -37,15 +37,14 @@ def to_places(function: str, name: str, out: Any, graph: Any) -> Any:
             _check_runs_now(function, name, leaf)
             return leaf
         paths = [path for path, node in nnx.iter_graph(graph) if node is leaf]
-        require_that(
-            paths,
-            error=ValueError,
-            function=function,
-            problem=f"`{name}` returns a new {type(leaf).__name__}.",
-            given=f"a new {type(leaf).__name__}",
-            expected="arrays, or modules and variables that the model has",
-            mend="call it on the float model, before jqx.nnx.quantize.",
-        )
+        if not paths:
+            raise fail(
+                function,
+                f"`{name}` returns a new {type(leaf).__name__}.",
+                given=f"a new {type(leaf).__name__}",
+                expected="arrays, or modules and variables that the model has",
+                fix="call it on the float model, before jqx.nnx.quantize.",
+            )
         return _Place(paths[0])
 
     return jax.tree.map(place, out, is_leaf=lambda x: is_node(x) or isinstance(x, LATER))
@@ -67,12 +66,11 @@ def _check_runs_now(function: str, name: str, leaf: Any) -> None:
         with contextlib.suppress(ValueError):  # an empty cell
             held.append(cell.cell_contents)
     nodes = [x for x in jax.tree.leaves(held, is_leaf=is_node) if is_node(x)]
-    require_that(
-        not isinstance(leaf, LATER) and not nodes,
-        error=ValueError,
-        function=function,
-        problem=f"`{name}` returns a lazy value, which is not traced.",
-        given=f"a {type(leaf).__name__}",
-        expected="arrays, values, or modules and variables that the model has",
-        mend="compute in a method that returns arrays, or return the module itself.",
-    )
+    if not (not isinstance(leaf, LATER) and not nodes):
+        raise fail(
+            function,
+            f"`{name}` returns a lazy value, which is not traced.",
+            given=f"a {type(leaf).__name__}",
+            expected="arrays, values, or modules and variables that the model has",
+            fix="compute in a method that returns arrays, or return the module itself.",
+        )

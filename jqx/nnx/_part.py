@@ -7,7 +7,7 @@ from typing import Any, cast
 from flax import nnx
 from jax.typing import DTypeLike
 
-from .._checks import require_that
+from .._errors import fail
 from ..modules import Mode
 from ..modules._shared import QuantizedFunction, holds_codes, needs_calibration, optional
 from ..policy import Policy
@@ -58,17 +58,16 @@ class Part(Over):
         call, pure = self._q_function(name, run, args, kwargs)
         static = needs_calibration(whole.policy) and not whole.quant_dynamic
         needs = static and whole.mode is not Mode.FLOAT and call.plan(pure.params).static_specs()
-        require_that(
-            not (needs or whole.learned or whole.mode is Mode.CALIBRATE),
-            error=ValueError,
-            function=type(self).__name__,
-            problem=f"`{name}` of a part of a quantized module is called from outside.",
-            given=f"{'/'.join(whole.path)}, in {whole.mode}"
-            + (", with learned scales" if whole.learned else "")
-            + (f", without scales for {', '.join(list(needs)[:4])}" if needs else ""),
-            expected="a method of the whole, which alone has statistics and scales",
-            mend="call a method of the whole, or quantize the parts one by one.",
-        )
+        if needs or whole.learned or whole.mode is Mode.CALIBRATE:
+            raise fail(
+                type(self).__name__,
+                f"`{name}` of a part of a quantized module is called from outside.",
+                given=f"{'/'.join(whole.path)}, in {whole.mode}"
+                + (", with learned scales" if whole.learned else "")
+                + (f", without scales for {', '.join(list(needs)[:4])}" if needs else ""),
+                expected="a method of the whole, which alone has statistics and scales",
+                fix="call a method of the whole, or quantize the parts one by one.",
+            )
         return pure.finish(call(pure.params, whole.mode, whole.backward))
 
     def _q_function(

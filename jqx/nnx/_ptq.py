@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._calls import called
-from .._checks import check_instance, require_that
+from .._checks import check_instance
 from .._compat import is_concrete
-from .._errors import some
+from .._errors import fail, some
 from ..observers._shared import Weight
 from ..policy import Policy
 from ..policy._shared import check_policy
@@ -92,9 +92,9 @@ def ptq(
     check_effort("nnx.ptq", effort, algorithm)
     check_float("nnx.ptq", model)
 
-    mend = "pass a list of batches alone, such as [x]: the parameters are those of the model."
+    fix = "pass a list of batches alone, such as [x]: the parameters are those of the model."
 
-    @called("nnx.ptq(model, policy)", mend)
+    @called("nnx.ptq(model, policy)", fix)
     def quantize(batches: Iterable[Any] | None = None) -> Quantized:
         function, state = _called("nnx.ptq", model, method, kwargs)
         names = {
@@ -147,8 +147,8 @@ def bind(
       >>> jqx.nnx.bind(jqx.load(path), model)(x).shape
       (1, 8)
     """
-    mend = "pass the result of jqx.load for a quantized model."
-    check_instance("nnx.bind", "unbound", unbound, Unbound, mend=mend)
+    fix = "pass the result of jqx.load for a quantized model."
+    check_instance("nnx.bind", "unbound", unbound, Unbound, fix=fix)
     check_float("nnx.bind", model)
     _check_abstract(model)
     return unbound.bind(_called("nnx.bind", model, method, kwargs)[0], target=target, check=check)
@@ -175,15 +175,14 @@ def _check_abstract(model: nnx.Module) -> None:
         if _has_no_values(leaf)
         and (where := (*map(str, path), name, *map(_key, keys))) not in known
     ]
-    require_that(
-        not lost,
-        error=ValueError,
-        function="nnx.bind",
-        problem="an abstract model has attributes without values that are no variables.",
-        given=some(map(repr, lost)),
-        expected="a model with values, or one whose arrays are all variables",
-        mend="pass the model itself, of any values; or make the attribute an nnx.Variable.",
-    )
+    if lost:
+        raise fail(
+            "nnx.bind",
+            "an abstract model has attributes without values that are no variables.",
+            given=some(map(repr, lost)),
+            expected="a model with values, or one whose arrays are all variables",
+            fix="pass the model itself, of any values; or make the attribute an nnx.Variable.",
+        )
 
 
 def _has_no_values(x: Any) -> bool:
@@ -215,16 +214,15 @@ def _called(
         out = getattr(inner, method)(*args, **{**kwargs, **more})
         written = nnx.state(inner, lambda path, variable: was_written(path, variable, before))
         changed = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(written)]
-        require_that(
-            not changed,
-            error=ValueError,
-            function=function,
-            problem=f"`{method}` writes variables, which a pure function cannot do.",
-            given=", ".join(map(repr, changed[:4])),
-            expected="a method that only reads variables",
-            mend="call model.eval() first, which stops dropout and running means; or use "
-            "jqx.nnx.quantize and jqx.nnx.convert, for caches too.",
-        )
+        if changed:
+            raise fail(
+                function,
+                f"`{method}` writes variables, which a pure function cannot do.",
+                given=", ".join(map(repr, changed[:4])),
+                expected="a method that only reads variables",
+                fix="call model.eval() first, which stops dropout and running means; or use "
+                "jqx.nnx.quantize and jqx.nnx.convert, for caches too.",
+            )
         return out
 
     return call, state
@@ -242,12 +240,11 @@ def _check_paths(function: str, paths: Sequence[tuple[str, ...]], params: Any) -
         return True
 
     missing = ["/".join(path) for path in paths if not has(path)]
-    require_that(
-        not missing,
-        error=ValueError,
-        function=function,
-        problem="the parameters are not those of the model.",
-        given=f"no value for {', '.join(map(repr, missing[:4]))}",
-        expected=f"values for {len(paths)} variables",
-        mend="pass quantized.params, of this model.",
-    )
+    if missing:
+        raise fail(
+            function,
+            "the parameters are not those of the model.",
+            given=f"no value for {', '.join(map(repr, missing[:4]))}",
+            expected=f"values for {len(paths)} variables",
+            fix="pass quantized.params, of this model.",
+        )

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._checks import require_that
+from .._errors import fail
 from ..tensor import QTensor
 from ..transforms._shared import nested
 from ._classes import Over, Run, as_float
@@ -187,15 +187,14 @@ def _check_attributes(caller: str, name: str, graphdef: Any, before: Any, after:
     old, new = _attributes(before), _attributes(after)
     changed = [path for path in old if path not in new or new[path] != old[path]]
     changed += [path for path in new if path not in old]
-    require_that(
-        not changed,
-        error=ValueError,
-        function=caller,
-        problem=f"`{name}` sets attributes that are not variables.",
-        given=f"{', '.join(changed[:4])}",
-        expected="a method that writes only variables, since it is traced",
-        mend="call it on the float model, before jqx.nnx.quantize; or use model.set_attributes.",
-    )
+    if changed:
+        raise fail(
+            caller,
+            f"`{name}` sets attributes that are not variables.",
+            given=f"{', '.join(changed[:4])}",
+            expected="a method that writes only variables, since it is traced",
+            fix="call it on the float model, before jqx.nnx.quantize; or use model.set_attributes.",
+        )
 
 
 def _attributes(graph: Any) -> dict[str, Any]:

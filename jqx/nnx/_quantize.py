@@ -6,7 +6,8 @@ from typing import Any
 from flax import nnx
 from jax.typing import DTypeLike
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ..modules import Mode
 from ..modules._shared import Scales
 from ..policy import Policy
@@ -72,24 +73,22 @@ def quantize(
 
 def check_float(function: str, model: Any, attributes: Sequence[str] = ()) -> None:
     """Checks that a model is an nnx module, in float, without attributes of these names."""
-    check_instance(function, "model", model, nnx.Module, mend="pass an nnx module.")
+    check_instance(function, "model", model, nnx.Module, fix="pass an nnx module.")
     parts = [type(part).__name__ for _, part in nnx.iter_modules(model) if isinstance(part, Over)]
-    require_that(
-        not parts,
-        error=ValueError,
-        function=function,
-        problem="this model is quantized already.",
-        given=f"{type(model).__name__} with quantized parts ({', '.join(parts[:4])})",
-        expected="a float model",
-        mend="pass the float model that it was made from.",
-    )
+    if parts:
+        raise fail(
+            function,
+            "this model is quantized already.",
+            given=f"{type(model).__name__} with quantized parts ({', '.join(parts[:4])})",
+            expected="a float model",
+            fix="pass the float model that it was made from.",
+        )
     used = [name for name in attributes if hasattr(model, name)]
-    require_that(
-        not used,
-        error=ValueError,
-        function=function,
-        problem="this model has attributes with names that quantized models use.",
-        given=f"{type(model).__name__} with attributes {', '.join(used)}",
-        expected="a float model without them",
-        mend="rename these attributes in the class of the model.",
-    )
+    if used:
+        raise fail(
+            function,
+            "this model has attributes with names that quantized models use.",
+            given=f"{type(model).__name__} with attributes {', '.join(used)}",
+            expected="a float model without them",
+            fix="rename these attributes in the class of the model.",
+        )

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from .._checks import require_that
+from .._errors import fail
 from ..calibrators import Affine
 from ..modules import Mode
 from ..modules._shared import (
@@ -70,15 +70,14 @@ class State(Over):
         check_mode(name, mode)
         check_scales(name, scales)
         random = needs_key(policy)
-        require_that(
-            not random or rngs is not None,
-            error=ValueError,
-            function=name,
-            problem="a gradient estimator of the policy draws random numbers.",
-            given="rngs=None",
-            expected="an nnx.Rngs; the model takes a fork of its stream `quant`",
-            mend="pass rngs=nnx.Rngs(params=0, quant=1).",
-        )
+        if random and rngs is None:
+            raise fail(
+                name,
+                "a gradient estimator of the policy draws random numbers.",
+                given="rngs=None",
+                expected="an nnx.Rngs; the model takes a fork of its stream `quant`",
+                fix="pass rngs=nnx.Rngs(params=0, quant=1).",
+            )
         self.policy, self.mode, self.backward = policy, mode, backward
         self.quant_dynamic = scales == "dynamic"
         self.quant_stats, self.quant_scales = Stat({}), Scale({})

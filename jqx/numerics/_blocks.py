@@ -22,7 +22,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import check_instance, check_integer, require_that, shown
+from .._checks import check_instance, check_integer, shown
+from .._errors import fail
 from ._e8m0 import E8M0
 from ._integers import Integer
 from ._lookup import as_qtype, format_of
@@ -70,40 +71,37 @@ class Block(QType):
         function = "numerics.Block"
         object.__setattr__(self, "element", as_qtype(function, "element", self.element, "Block"))
         object.__setattr__(self, "size", check_integer(function, "size", self.size))
-        check_instance(function, "label", self.label, str, mend="pass a name, such as 'mine'.")
-        check_instance(
-            function, "unit", self.unit, (int, float), mend="pass a number, such as 1.0."
-        )
+        check_instance(function, "label", self.label, str, fix="pass a name, such as 'mine'.")
+        check_instance(function, "unit", self.unit, (int, float), fix="pass a number, such as 1.0.")
         scale = as_qtype(function, "scale_qtype", self.scale_qtype, "Scale")
         object.__setattr__(self, "scale_qtype", scale)
-        require_that(
-            not isinstance(scale, QType) and jnp.issubdtype(scale, jnp.floating),
-            error=TypeError,
-            function=function,
-            problem="`scale_qtype` is not a float format with a JAX dtype.",
-            given=f"scale_qtype == {format_of(scale).name}",
-            expected="such as jnp.float8_e8m0fnu or jnp.float8_e4m3fn",
-            mend="pass one of these.",
-        )
-        require_that(
-            not isinstance(self.element, Block),
-            error=TypeError,
-            function=function,
-            problem="`element` is a block format.",
-            given=f"element == {format_of(self.element).name}",
-            expected="a format of single elements",
-            mend="pass the element format of that block format.",
-        )
+        if not (not isinstance(scale, QType) and jnp.issubdtype(scale, jnp.floating)):
+            raise fail(
+                function,
+                "`scale_qtype` is not a float format with a JAX dtype.",
+                given=f"scale_qtype == {format_of(scale).name}",
+                expected="such as jnp.float8_e8m0fnu or jnp.float8_e4m3fn",
+                fix="pass one of these.",
+                error=TypeError,
+            )
+        if isinstance(self.element, Block):
+            raise fail(
+                function,
+                "`element` is a block format.",
+                given=f"element == {format_of(self.element).name}",
+                expected="a format of single elements",
+                fix="pass the element format of that block format.",
+                error=TypeError,
+            )
         fits = 2.0**-64 <= self.unit <= 2.0**64 and not isinstance(self.unit, bool)
-        require_that(
-            1 <= self.size < 2**31 and fits,
-            error=ValueError,
-            function=function,
-            problem="the block format is not valid.",
-            given=f"size == {shown(self.size)}, unit == {shown(self.unit)}",
-            expected="a size of 1 or more, and a unit from 2**-64 to 2**64",
-            mend="pass for example size=32.",
-        )
+        if not (1 <= self.size < 2**31 and fits):
+            raise fail(
+                function,
+                "the block format is not valid.",
+                given=f"size == {shown(self.size)}, unit == {shown(self.unit)}",
+                expected="a size of 1 or more, and a unit from 2**-64 to 2**64",
+                fix="pass for example size=32.",
+            )
 
     @property
     def elements(self) -> QType:

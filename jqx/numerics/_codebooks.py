@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
 from .._compat import explicit_sharding
+from .._errors import fail
 from ._qtype import QType
 from ._rounding import RoundMode
 
@@ -51,40 +52,39 @@ class Codebook(QType):
 
     def __post_init__(self) -> None:
         check_instance(
-            "numerics.Codebook", "label", self.label, str, mend="pass a name, such as 'mine'."
+            "numerics.Codebook", "label", self.label, str, fix="pass a name, such as 'mine'."
         )
         check_instance(
             "numerics.Codebook",
             "entries",
             self.entries,
             Iterable,
-            mend="pass a tuple of numbers.",
+            fix="pass a tuple of numbers.",
         )
         given: tuple[Any, ...] = (None,)  # an array without axes cannot be iterated over
         if getattr(self.entries, "shape", None) != ():
             given = tuple(self.entries)
         kinds = sorted({type(entry).__name__ for entry in given})
-        require_that(
-            all(isinstance(entry, (int, float, np.integer, np.floating)) for entry in given),
-            error=TypeError,
-            function="numerics.Codebook",
-            problem="`entries` must hold numbers.",
-            given=f"a sequence of {', '.join(kinds)}",
-            expected="Python or NumPy numbers",
-            mend="pass a tuple of floats.",
-        )
+        if not all(isinstance(entry, (int, float, np.integer, np.floating)) for entry in given):
+            raise fail(
+                "numerics.Codebook",
+                "`entries` must hold numbers.",
+                given=f"a sequence of {', '.join(kinds)}",
+                expected="Python or NumPy numbers",
+                fix="pass a tuple of floats.",
+                error=TypeError,
+            )
         with np.errstate(over="ignore"):
             entries = tuple(float(np.float32(min(max(e, -1e39), 1e39))) for e in given)
         increasing = all(a < b for a, b in itertools.pairwise(entries))
-        require_that(
-            2 <= len(entries) <= 256 and increasing and all(map(math.isfinite, entries)),
-            error=ValueError,
-            function="numerics.Codebook",
-            problem="`entries` is not a table of increasing numbers.",
-            given=f"{len(entries)} entries" + ("" if increasing else " that do not increase"),
-            expected="2 to 256 finite numbers, each larger than the previous one",
-            mend="sort them and drop duplicates.",
-        )
+        if not (2 <= len(entries) <= 256 and increasing and all(map(math.isfinite, entries))):
+            raise fail(
+                "numerics.Codebook",
+                "`entries` is not a table of increasing numbers.",
+                given=f"{len(entries)} entries" + ("" if increasing else " that do not increase"),
+                expected="2 to 256 finite numbers, each larger than the previous one",
+                fix="sort them and drop duplicates.",
+            )
         object.__setattr__(self, "entries", entries)
 
     @property

@@ -9,7 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_instance, check_integer, require_that
+from .._checks import check_instance, check_integer
+from .._errors import fail
 from ._exact import saturating_float_sum, saturating_sum
 from ._qtype import QType
 from ._rounding import RoundMode, round_to_integer
@@ -49,26 +50,24 @@ class Integer(QType):
         for field in ("signed", "narrow"):
             value = getattr(self, field)
             check_instance(
-                "numerics.Integer", field, value, bool, mend=f"pass {field}=True or {field}=False."
+                "numerics.Integer", field, value, bool, fix=f"pass {field}=True or {field}=False."
             )
-        require_that(
-            2 <= self.bits <= 8 or self.bits in _NATIVE,
-            error=ValueError,
-            function="numerics.Integer",
-            problem="the number of bits is not supported.",
-            given=f"bits == {self.bits}",
-            expected="2 to 8, 16 or 32",
-            mend="choose one of these; for one bit, use jqx.numerics.binary.",
-        )
-        require_that(
-            self.signed or not self.narrow,
-            error=ValueError,
-            function="numerics.Integer",
-            problem="an unsigned format has no negative code to exclude.",
-            given="signed == False, narrow == True",
-            expected="narrow=False",
-            mend="drop narrow, or pass signed=True.",
-        )
+        if not 2 <= self.bits <= 8 and self.bits not in _NATIVE:
+            raise fail(
+                "numerics.Integer",
+                "the number of bits is not supported.",
+                given=f"bits == {self.bits}",
+                expected="2 to 8, 16 or 32",
+                fix="choose one of these; for one bit, use jqx.numerics.binary.",
+            )
+        if not self.signed and self.narrow:
+            raise fail(
+                "numerics.Integer",
+                "an unsigned format has no negative code to exclude.",
+                given="signed == False, narrow == True",
+                expected="narrow=False",
+                fix="drop narrow, or pass signed=True.",
+            )
 
     @property
     def name(self) -> str:

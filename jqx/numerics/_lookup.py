@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, require_that, shown
-from .._errors import message
+from .._checks import as_dtype, shown
+from .._errors import fail
 from ._e8m0 import E8M0, e8m0
 from ._integers import INTEGERS, integer_of
 from ._minifloats import MINIFLOATS, minifloat_of
@@ -57,15 +57,15 @@ def as_qtype(function: str, argument: str, qtype: Any, role: str) -> jnp.dtype |
         same = qtype.storage.name in DTYPES and format_of(qtype.storage) == qtype
         return qtype.storage if same else qtype
     dtype = as_dtype(function, argument, qtype)
-    require_that(
-        dtype.name in DTYPES,
-        error=TypeError,
-        function=function,
-        problem=f"{role} element type ({dtype.name}) must be a quantized type.",
-        given=f"{argument} is {dtype.name}",
-        expected=f"a jqx.numerics.QType, or one of {', '.join(DTYPES)}",
-        mend="pass one of these dtypes, such as jnp.int8, or a format of jqx.numerics.",
-    )
+    if dtype.name not in DTYPES:
+        raise fail(
+            function,
+            f"{role} element type ({dtype.name}) must be a quantized type.",
+            given=f"{argument} is {dtype.name}",
+            expected=f"a jqx.numerics.QType, or one of {', '.join(DTYPES)}",
+            fix="pass one of these dtypes, such as jnp.int8, or a format of jqx.numerics.",
+            error=TypeError,
+        )
     return dtype
 
 
@@ -83,15 +83,15 @@ def _named(function: str, argument: str, name: str) -> jnp.dtype | QType:
         dtype = jnp.dtype(name)
         if dtype.name == name:
             return dtype
-    mend = "pass one of these, such as 'int8'."
+    fix = "pass one of these, such as 'int8'."
     if ":" in name:
-        mend = f"a scheme is a whole spec: pass it as jqx.Rule('.*', weight={name!r})."
+        fix = f"a scheme is a whole spec: pass it as jqx.Rule('.*', weight={name!r})."
     close = difflib.get_close_matches(name, known, n=1)
-    text = message(
+    raise fail(
         function,
         f"`{argument}` is not a dtype or the name of a format.",
         given=f"{argument} = {shown(name)}",
         expected=f"a dtype, a jqx.numerics.QType, or one of {', '.join(known)}",
-        mend=f"pass {close[0]!r}." if close and ":" not in name else mend,
+        fix=f"pass {close[0]!r}." if close and ":" not in name else fix,
+        error=TypeError,
     )
-    raise TypeError(text)

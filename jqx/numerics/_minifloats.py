@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_instance, check_integer, require_that
+from .._checks import check_instance, check_integer
+from .._errors import fail
 from ._powers import step_of
 from ._qtype import QType
 from ._rounding import RoundMode, round_to_integer
@@ -77,46 +78,44 @@ class Minifloat(QType):
     def __post_init__(self) -> None:
         function = "numerics.Minifloat"
         check_instance(
-            function, "specials", self.specials, Specials, mend="pass jqx.numerics.Specials.NAN."
+            function, "specials", self.specials, Specials, fix="pass jqx.numerics.Specials.NAN."
         )
-        check_instance(function, "saturate", self.saturate, bool, mend="pass saturate=True.")
+        check_instance(function, "saturate", self.saturate, bool, fix="pass saturate=True.")
         for field in ("exponent_bits", "mantissa_bits"):
             object.__setattr__(self, field, check_integer(function, field, getattr(self, field)))
         e, m = self.exponent_bits, self.mantissa_bits
         ieee, fn = (self.specials is s for s in (Specials.INFINITY_AND_NAN, Specials.NAN))
-        require_that(
-            1 <= e <= 7 and 0 <= m <= 7 - e and (m > 0 or not ieee) and (e + m > 1 or not fn),
-            error=ValueError,
-            function=function,
-            problem="the widths do not make a valid format.",
-            given=f"exponent_bits == {e}, mantissa_bits == {m}, {self.specials}",
-            expected="1 to 7 exponent bits, at most 8 bits with the sign, and a mantissa bit if it "
-            "separates infinity from NaN",
-            mend="choose smaller widths, or other specials.",
-        )
+        if not (1 <= e <= 7 and 0 <= m <= 7 - e and (m > 0 or not ieee) and (e + m > 1 or not fn)):
+            raise fail(
+                function,
+                "the widths do not make a valid format.",
+                given=f"exponent_bits == {e}, mantissa_bits == {m}, {self.specials}",
+                expected="1 to 7 exponent bits, at most 8 bits with the sign, and a mantissa bit "
+                "if it "
+                "separates infinity from NaN",
+                fix="choose smaller widths, or other specials.",
+            )
         if self.bias is None:
             object.__setattr__(self, "bias", self._usual_bias)
         object.__setattr__(self, "bias", check_integer(function, "bias", self.bias))
         least = 1 - m  # the steps of the smallest numbers must not exceed 1
-        require_that(
-            least <= self.bias <= 100,
-            error=ValueError,
-            function=function,
-            problem="the bias is out of range: the numbers of the format must be well inside the "
-            "range of normal float32 numbers.",
-            given=f"bias == {self.bias}",
-            expected=f"a bias in [{least}, 100]",
-            mend="put the power of two in the scale.",
-        )
-        require_that(
-            self.saturate or self.specials is not Specials.NONE,
-            error=ValueError,
-            function=function,
-            problem="a format without infinity and NaN must saturate.",
-            given="saturate == False, Specials.NONE",
-            expected="saturate=True",
-            mend="pass saturate=True, or other specials.",
-        )
+        if not least <= self.bias <= 100:
+            raise fail(
+                function,
+                "the bias is out of range: the numbers of the format must be well inside the "
+                "range of normal float32 numbers.",
+                given=f"bias == {self.bias}",
+                expected=f"a bias in [{least}, 100]",
+                fix="put the power of two in the scale.",
+            )
+        if not self.saturate and self.specials is Specials.NONE:
+            raise fail(
+                function,
+                "a format without infinity and NaN must saturate.",
+                given="saturate == False, Specials.NONE",
+                expected="saturate=True",
+                fix="pass saturate=True, or other specials.",
+            )
 
     @property
     def name(self) -> str:

@@ -10,7 +10,8 @@ import dataclasses
 import enum
 import math
 
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ._rounding import RoundMode
 
 
@@ -73,17 +74,17 @@ class Numerics:
                 field.name,
                 getattr(self, field.name),
                 kind,
-                mend=f"pass for example {field.name}={field.default}.",
+                fix=f"pass for example {field.name}={field.default}.",
             )
-        require_that(
-            0 <= self.min_scale < math.inf and 0 < self.small_scale < math.inf,
-            error=ValueError,
-            function="numerics.Numerics",
-            problem="scales must be positive and finite.",
-            given=f"min_scale == {self.min_scale}, small_scale == {self.small_scale}",
-            expected="min_scale >= 0 and small_scale > 0",
-            mend="leave them at 0.0 and 1.0, or pass the smallest scale that the runtime allows.",
-        )
+        if not (0 <= self.min_scale < math.inf and 0 < self.small_scale < math.inf):
+            raise fail(
+                "numerics.Numerics",
+                "scales must be positive and finite.",
+                given=f"min_scale == {self.min_scale}, small_scale == {self.small_scale}",
+                expected="min_scale >= 0 and small_scale > 0",
+                fix="leave them at 0.0 and 1.0, or pass the smallest scale that the runtime "
+                "allows.",
+            )
 
     def __str__(self) -> str:
         return next((name for name, known in _NAMES.items() if known == self), repr(self))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._errors import message
+from .._errors import fail
 from ._channels import added
 from ._hessian import gram, hessian
 from ._observer import ObservedSite, serializable
@@ -76,25 +76,23 @@ def _both(x: jax.Array, site: ObservedSite) -> Any:
     try:
         return lax.all_gather(x, BOTH)
     except NameError:
-        text = message(
+        raise fail(
             "observers.cross",
             "there is no quantized function to compare with.",
             given=f"the site {site.path!r}, of one function",
             expected="calibrate_batches(..., quantized=...)",
-            mend="pass quantized=jqx.quantize_params(params, plan), or what an algorithm chose.",
-        )
-        raise ValueError(text) from None
+            fix="pass quantized=jqx.quantize_params(params, plan), or what an algorithm chose.",
+        ) from None
 
 
 def _checked(site: ObservedSite) -> ObservedSite:
     if site.experts is None:
         return site
-    raise NotImplementedError(
-        message(
-            "observers.cross",
-            "rows of a ragged_dot cannot be compared.",
-            given=f"the site {site.path!r}",
-            expected="products whose rows are in the same order in both functions",
-            mend="leave it out of the regular expression in observers=.",
-        )
+    raise fail(
+        "observers.cross",
+        "rows of a ragged_dot cannot be compared.",
+        given=f"the site {site.path!r}",
+        expected="products whose rows are in the same order in both functions",
+        fix="leave it out of the regular expression in observers=.",
+        error=NotImplementedError,
     )

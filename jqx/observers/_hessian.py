@@ -11,7 +11,7 @@ from jax import lax
 
 from .._checks import as_count
 from .._compat import whole_of
-from .._errors import message
+from .._errors import fail
 from ._channels import added
 from ._observer import ObservedSite, serializable
 from ._weighted import Weighted
@@ -145,14 +145,13 @@ def check_rows(function: str, site: ObservedSite) -> None:
     """Raises if the rows of a site are not rows of its operand."""
     if has_rows(site):
         return
-    raise NotImplementedError(
-        message(
-            function,
-            f"{site.op} does not multiply rows of its operand by one matrix.",
-            given=f"the site {site.path!r}",
-            expected="matrix products, as of jnp.matmul, einsum and ragged_dot, and convolutions",
-            mend="leave it out of the regular expression in observers=, or write an Observer.",
-        )
+    raise fail(
+        function,
+        f"{site.op} does not multiply rows of its operand by one matrix.",
+        given=f"the site {site.path!r}",
+        expected="matrix products, as of jnp.matmul, einsum and ragged_dot, and convolutions",
+        fix="leave it out of the regular expression in observers=, or write an Observer.",
+        error=NotImplementedError,
     )
 
 

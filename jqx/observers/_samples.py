@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_integer, require_that
+from .._checks import check_integer
+from .._errors import fail
 from ._hessian import check_rows
 from ._observer import ObservedSite, serializable
 from ._weighted import Weighted
@@ -61,15 +62,14 @@ class Samples(Weighted):
     def __post_init__(self) -> None:
         super().__post_init__()
         count = check_integer("observers.samples", "count", self.count)
-        require_that(
-            count >= 1,
-            error=ValueError,
-            function="observers.samples",
-            problem="`count` is out of range.",
-            given=f"count == {count}",
-            expected="at least 1",
-            mend="pass the number of rows to keep.",
-        )
+        if not count >= 1:
+            raise fail(
+                "observers.samples",
+                "`count` is out of range.",
+                given=f"count == {count}",
+                expected="at least 1",
+                fix="pass the number of rows to keep.",
+            )
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> SamplesStats:
         """Returns empty slots."""

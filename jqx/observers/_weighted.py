@@ -3,21 +3,21 @@
 import dataclasses
 from typing import Any, Self
 
-from .._checks import require_that
+from .._errors import fail
 from ._observer import Observer, Weight
 
 
 def check_weight(function: str, weight: Any) -> None:
     """Checks that a weight is a function, or `None`."""
-    require_that(
-        weight is None or callable(weight),
-        error=TypeError,
-        function=function,
-        problem="`weight` is not a function.",
-        given=f"an object of type {type(weight).__name__}",
-        expected="a function of the inputs of a batch that returns how much its rows count",
-        mend="pass for example weight=lambda tokens: tokens != 0.",
-    )
+    if weight is not None and not callable(weight):
+        raise fail(
+            function,
+            "`weight` is not a function.",
+            given=f"an object of type {type(weight).__name__}",
+            expected="a function of the inputs of a batch that returns how much its rows count",
+            fix="pass for example weight=lambda tokens: tokens != 0.",
+            error=TypeError,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

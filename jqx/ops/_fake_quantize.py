@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 
 from .. import _compat
 from .._calls import called
-from .._checks import as_like, as_real, check_dtype, check_integer, require_that
+from .._checks import as_like, as_real, check_dtype, check_integer
+from .._errors import fail
 from ..gradients import Gradient, Surrogate, ste
 from ..gradients._shared import check_estimator, check_key, with_rule
 from ..numerics import round_to_integer
@@ -99,24 +100,22 @@ def fake_quantize(
     _check_levels(levels)
     check_estimator("fake_quantize", gradient)
     check_key("fake_quantize", gradient, key)
-    require_that(
-        auto_broadcast in _BROADCASTS,
-        error=ValueError,
-        function="fake_quantize",
-        problem=f"{auto_broadcast!r} is not a member of AutoBroadcastType.",
-        given=f"auto_broadcast == {auto_broadcast!r}",
-        expected=f"one of {', '.join(_BROADCASTS)}",
-        mend='use "numpy" unless the model says otherwise.',
-    )
-    require_that(
-        auto_broadcast == "pdpd" or axis == -1,
-        error=ValueError,
-        function="fake_quantize",
-        problem=f"`axis` has no meaning with auto_broadcast={auto_broadcast!r}.",
-        given=f"axis == {axis!r}",
-        expected="axis left at -1",
-        mend='drop axis, or pass auto_broadcast="pdpd".',
-    )
+    if auto_broadcast not in _BROADCASTS:
+        raise fail(
+            "fake_quantize",
+            f"{auto_broadcast!r} is not a member of AutoBroadcastType.",
+            given=f"auto_broadcast == {auto_broadcast!r}",
+            expected=f"one of {', '.join(_BROADCASTS)}",
+            fix='use "numpy" unless the model says otherwise.',
+        )
+    if auto_broadcast != "pdpd" and axis != -1:
+        raise fail(
+            "fake_quantize",
+            f"`axis` has no meaning with auto_broadcast={auto_broadcast!r}.",
+            given=f"axis == {axis!r}",
+            expected="axis left at -1",
+            fix='drop axis, or pass auto_broadcast="pdpd".',
+        )
     limits = []
     for name, limit in zip(_LIMITS, (input_low, input_high, output_low, output_high), strict=True):
         limit = as_like("fake_quantize", name, limit, x.dtype)
@@ -129,15 +128,14 @@ def fake_quantize(
 
 def _check_levels(levels: Any) -> None:
     check_integer("fake_quantize", "levels", levels)
-    require_that(
-        levels >= 2,
-        error=ValueError,
-        function="fake_quantize",
-        problem="`levels` must be 2 or more.",
-        given=f"levels == {levels}",
-        expected="levels >= 2",
-        mend="pass the number of levels, such as levels=256.",
-    )
+    if levels < 2:
+        raise fail(
+            "fake_quantize",
+            "`levels` must be 2 or more.",
+            given=f"levels == {levels}",
+            expected="levels >= 2",
+            fix="pass the number of levels, such as levels=256.",
+        )
 
 
 def _aligned_shape(
@@ -145,28 +143,26 @@ def _aligned_shape(
 ) -> tuple[int, ...]:
     """Returns the shape of a limit at the rank of `x`, or raises if it does not fit `x`."""
 
-    def fail(expected: str) -> None:
-        require_that(
-            False,
-            error=ValueError,
-            function="fake_quantize",
-            problem=f"Argument shapes are inconsistent. `{name}` does not broadcast to `x`.",
+    def unfit(expected: str) -> Exception:
+        return fail(
+            "fake_quantize",
+            f"Argument shapes are inconsistent. `{name}` does not broadcast to `x`.",
             given=f"{name}.shape == {limit}, x.shape == {shape}, "
             f"auto_broadcast == {auto_broadcast!r}, axis == {axis!r}",
             expected=expected,
-            mend=f"reshape {name}, or choose another auto_broadcast.",
+            fix=f"reshape {name}, or choose another auto_broadcast.",
         )
 
     if auto_broadcast == "none":
         if limit != shape:
-            fail(f"{name}.shape == {shape}")
+            raise unfit(f"{name}.shape == {shape}")
         return limit
     start = len(shape) - len(limit)
     if start < 0:
-        fail(f"{name} of rank {len(shape)} or less")
+        raise unfit(f"{name} of rank {len(shape)} or less")
     if auto_broadcast == "pdpd":
         if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)) or axis < -1:
-            fail("an axis of -1 (align right) or more")
+            raise unfit("an axis of -1 (align right) or more")
         start = start if axis == -1 else int(axis)
         while limit and limit[-1] == 1:
             limit = limit[:-1]
@@ -174,7 +170,7 @@ def _aligned_shape(
     if len(padded) != len(shape) or any(
         m not in (1, n) for m, n in zip(padded, shape, strict=True)
     ):
-        fail("each dim of the limit equal to 1 or to the dim of x that it is aligned with")
+        raise unfit("each dim of the limit equal to 1 or to the dim of x that it is aligned with")
     return padded
 
 

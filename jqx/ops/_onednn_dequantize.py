@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._checks import require_that
+from .._errors import fail
 from ..numerics._shared import multiply, narrow, widen
 from ._onednn_operands import FLOAT8, attributes, group_operands, operands_of, typed
 
@@ -106,15 +106,14 @@ def dynamic_dequantize(
     if granularity == "per_group":
         scales, zps = group_operands(function, q, scales, zps, floats, integers, group_shape)
         return _dequantize(q, scales, zps)
-    require_that(
-        group_shape is None,
-        error=ValueError,
-        function=function,
-        problem="`group_shape` has no meaning without groups.",
-        given=f"group_shape == {group_shape!r}, granularity == {granularity!r}",
-        expected="group_shape=None",
-        mend='drop group_shape, or pass granularity="per_group".',
-    )
+    if group_shape is not None:
+        raise fail(
+            function,
+            "`group_shape` has no meaning without groups.",
+            given=f"group_shape == {group_shape!r}, granularity == {granularity!r}",
+            expected="group_shape=None",
+            fix='drop group_shape, or pass granularity="per_group".',
+        )
     scales, zps = operands_of(
         function, q, scales, zps, floats, integers, granularity, axis, per_group=True
     )

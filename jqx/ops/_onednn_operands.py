@@ -8,21 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._checks import as_array, check_integer, name_of, normalize_axes, require, require_that
+from .._checks import as_array, check_integer, name_of, normalize_axes, require
+from .._errors import fail
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def check_type(function: str, argument: str, dtype: Any, allowed: tuple[str, ...]) -> None:
-    require_that(
-        name_of(dtype) in allowed,
-        error=TypeError,
-        function=function,
-        problem=f"`{argument}` has an element type that the operation does not take.",
-        given=f"{argument}: {name_of(dtype)}",
-        expected=f"one of {', '.join(allowed)}",
-        mend=f"convert {argument} to one of these.",
-    )
+    if name_of(dtype) not in allowed:
+        raise fail(
+            function,
+            f"`{argument}` has an element type that the operation does not take.",
+            given=f"{argument}: {name_of(dtype)}",
+            expected=f"one of {', '.join(allowed)}",
+            fix=f"convert {argument} to one of these.",
+            error=TypeError,
+        )
 
 
 def typed(function: str, argument: str, x: ArrayLike, allowed: tuple[str, ...]) -> jax.Array:
@@ -36,15 +37,16 @@ def attributes(function: str, scales: Any, zps: Any) -> tuple[jax.Array, jax.Arr
     if zps is not None:
         given = np.asarray(zps)
         info = np.iinfo(np.int32)
-        require_that(
-            given.dtype.kind in "iu" and bool(np.all((given >= info.min) & (given <= info.max))),
-            error=ValueError,
-            function=function,
-            problem="`zps` must hold 32-bit integers.",
-            given=f"zps of dtype {given.dtype}",
-            expected=f"integers in [{info.min}, {info.max}]",
-            mend="round them, or pass None for zero.",
-        )
+        if not (
+            given.dtype.kind in "iu" and bool(np.all((given >= info.min) & (given <= info.max)))
+        ):
+            raise fail(
+                function,
+                "`zps` must hold 32-bit integers.",
+                given=f"zps of dtype {given.dtype}",
+                expected=f"integers in [{info.min}, {info.max}]",
+                fix="round them, or pass None for zero.",
+            )
     return jnp.asarray(scales, jnp.float32), None if zps is None else jnp.asarray(zps, jnp.int32)
 
 
@@ -64,15 +66,14 @@ def operands_of(
     known = (
         ("per_tensor", "per_channel", "per_group") if per_group else ("per_tensor", "per_channel")
     )
-    require_that(
-        granularity in known,
-        error=ValueError,
-        function=function,
-        problem="`granularity` is unknown.",
-        given=f"granularity == {granularity!r}",
-        expected=f"one of {', '.join(known)}",
-        mend="pass one of these strings; oneDNN calls the attribute qtype.",
-    )
+    if granularity not in known:
+        raise fail(
+            function,
+            "`granularity` is unknown.",
+            given=f"granularity == {granularity!r}",
+            expected=f"one of {', '.join(known)}",
+            fix="pass one of these strings; oneDNN calls the attribute qtype.",
+        )
     shape = [1] * x.ndim
     if granularity == "per_channel":
         axis = check_integer(function, "axis", axis)
@@ -102,19 +103,20 @@ def group_operands(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks scales and zero points of groups and repeats each over its group."""
     group = tuple(group_shape) if isinstance(group_shape, Sequence) else ()
-    require_that(
+    if not (
         len(group) == q.ndim
         and all(
             isinstance(g, (int, np.integer)) and not isinstance(g, bool) and g >= 1 for g in group
         )
-        and all(n % g == 0 for n, g in zip(q.shape, group, strict=True)),
-        error=ValueError,
-        function=function,
-        problem="`group_shape` does not divide the shape of `q`.",
-        given=f"group_shape == {group_shape!r}, q.shape == {q.shape}",
-        expected="one group size per axis of q, each dividing that axis",
-        mend="pass for example group_shape=(1, 32) for blocks of 32 along the last of two axes.",
-    )
+        and all(n % g == 0 for n, g in zip(q.shape, group, strict=True))
+    ):
+        raise fail(
+            function,
+            "`group_shape` does not divide the shape of `q`.",
+            given=f"group_shape == {group_shape!r}, q.shape == {q.shape}",
+            expected="one group size per axis of q, each dividing that axis",
+            fix="pass for example group_shape=(1, 32) for blocks of 32 along the last of two axes.",
+        )
     expected = tuple(n // g for n, g in zip(q.shape, group, strict=True))
     operands = _typed_pair(function, scales, zps, floats, integers)
     _check_shapes(
@@ -150,7 +152,7 @@ def _check_shapes(
     expected: tuple[int, ...],
     rule: str,
     given: str,
-    mend: str,
+    fix: str,
 ) -> None:
     """Checks that every parameter has the expected shape, which `rule` describes in words."""
     for name, operand in operands.items():
@@ -163,5 +165,5 @@ def _check_shapes(
             problem=f"`{name}` must {rule}.",
             given=f"{name}.shape == {operand.shape}, {given}",
             expected=f"{name}.shape == {expected}",
-            mend=f"reshape {name}, or {mend}.",
+            fix=f"reshape {name}, or {fix}.",
         )

@@ -14,7 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, require_that
+from .._checks import as_dtype
+from .._errors import fail
 from ..numerics import format_of
 from ..numerics._shared import RoundMode, divide
 from ._onednn_operands import FLOAT8, attributes, check_type, operands_of, typed
@@ -114,15 +115,14 @@ def onednn_quantize(
     x = typed(function, "x", x, ("float32",))
     qtype = as_dtype(function, "qtype", qtype)
     check_type(function, "qtype", qtype, ("int8", "uint8", *FLOAT8))
-    require_that(
-        zps is None or qtype.name not in FLOAT8,
-        error=ValueError,
-        function=function,
-        problem="`zps` must be absent for float8.",
-        given=f"zps with qtype {qtype.name}",
-        expected="zps=None",
-        mend="drop zps, or quantize to an integer type.",
-    )
+    if zps is not None and qtype.name in FLOAT8:
+        raise fail(
+            function,
+            "`zps` must be absent for float8.",
+            given=f"zps with qtype {qtype.name}",
+            expected="zps=None",
+            fix="drop zps, or quantize to an integer type.",
+        )
     operands = operands_of(
         function, x, *attributes(function, scales, zps), ("float32",), ("int32",), granularity, axis
     )

@@ -16,9 +16,8 @@ from .._checks import (
     check_real,
     normalize_axes,
     require,
-    require_that,
 )
-from .._errors import message
+from .._errors import fail
 from ..gradients import Gradient, ste
 from ..gradients._shared import check_estimator, check_key
 from ..numerics import Block, QType, format_of
@@ -227,15 +226,13 @@ def as_element_type(
     """Returns a format whose scale the caller passes: any format except block formats."""
     found = as_qtype(function, argument, qtype, role)
     if isinstance(found, Block):
-        raise ValueError(
-            message(
-                function,
-                f"the block format {found.name} includes its own scales.",
-                given=f"{argument} == {found.name}",
-                expected="a format of single elements",
-                mend=f"use jqx.QTensor.quantize(x, jqx.QSpec({found.name}, ...)), or pass the "
-                f"format of the elements, {found.elements.name}.",
-            )
+        raise fail(
+            function,
+            f"the block format {found.name} includes its own scales.",
+            given=f"{argument} == {found.name}",
+            expected="a format of single elements",
+            fix=f"use jqx.QTensor.quantize(x, jqx.QSpec({found.name}, ...)), or pass the "
+            f"format of the elements, {found.elements.name}.",
         )
     return found
 
@@ -260,7 +257,7 @@ def _parameters(
     projected = tuple(x.shape[axis] for axis in axes)
     given = f"scale.shape == {scale.shape}, x.shape == {x.shape}, axes == {axes}"
     expected = f"scale.shape == {projected}, the shape of x projected onto axes"
-    mend = "pass one scale per index of the quantization axes, or name other axes."
+    fix = "pass one scale per index of the quantization axes, or name other axes."
     if zero_point is not None:
         require(
             "assert_equal_shape",
@@ -271,7 +268,7 @@ def _parameters(
             "must match.",
             given=f"zero_point.shape == {zero_point.shape}, {given}",
             expected=expected,
-            mend="pass one zero point per scale, or None for zero everywhere.",
+            fix="pass one zero point per scale, or None for zero everywhere.",
         )
     require(
         "assert_rank",
@@ -283,7 +280,7 @@ def _parameters(
         f"quantization axes ({len(axes)}).",
         given=given,
         expected=expected,
-        mend=mend,
+        fix=fix,
     )
     require(
         "assert_shape",
@@ -295,7 +292,7 @@ def _parameters(
         f"quantization axes {axes}.",
         given=given,
         expected=expected,
-        mend=mend,
+        fix=fix,
     )
     scale = expand_to_axes(scale, axes, x.ndim)
     return scale, None if zero_point is None else expand_to_axes(zero_point, axes, x.ndim)
@@ -305,14 +302,15 @@ def _check_python_zero_point(function: str, zero_point: ArrayLike, form: QType) 
     """Checks the value of a Python integer, which has no dtype, so that it cannot wrap around."""
     if not isinstance(zero_point, (bool, int, float)):
         return
-    require_that(
+    if not (
         isinstance(zero_point, int)
         and not isinstance(zero_point, bool)
-        and form.low <= zero_point <= form.high,
-        error=ValueError,
-        function=function,
-        problem=f"`zero_point` is not a code of {form.name}.",
-        given=f"zero_point == {zero_point!r}",
-        expected=f"an integer in [{form.low}, {form.high}]",
-        mend="pass a zero point in the range of qtype.",
-    )
+        and form.low <= zero_point <= form.high
+    ):
+        raise fail(
+            function,
+            f"`zero_point` is not a code of {form.name}.",
+            given=f"zero_point == {zero_point!r}",
+            expected=f"an integer in [{form.low}, {form.high}]",
+            fix="pass a zero point in the range of qtype.",
+        )

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import called
-from .._checks import as_like, as_real, check_dtype, require, require_that
+from .._checks import as_like, as_real, check_dtype, require
+from .._errors import fail
 from ..numerics import (
     Block,
     Integer,
@@ -79,7 +80,7 @@ def affine_from_range(
         problem="`low` and `high` must have the same shape.",
         given=f"low.shape == {low.shape}, high.shape == {high.shape}",
         expected="equal shapes",
-        mend="broadcast one to the other first.",
+        fix="broadcast one to the other first.",
     )
     check_symmetric(function, qtype, symmetric)
     dtype, wide = low.dtype, compute_dtype(low.dtype)
@@ -130,30 +131,28 @@ def _per_step(extent: jax.Array, steps: float, numerics: Numerics) -> jax.Array:
 def check_symmetric(function: str, qtype: DTypeLike | QType, symmetric: bool) -> None:
     """Checks that a format can be symmetric about zero, or can have a zero point."""
     form = format_of(qtype)
-    require_that(
-        form.signed or not symmetric or not isinstance(form, Integer),
-        error=ValueError,
-        function=function,
-        problem=f"an unsigned format ({form.name}) cannot be symmetric about zero.",
-        given=f"qtype {form.name}, symmetric=True",
-        expected="a signed qtype, or symmetric=False",
-        mend=f"pass a signed qtype such as {form.name.removeprefix('u')}, or symmetric=False.",
-    )
+    if not form.signed and symmetric and isinstance(form, Integer):
+        raise fail(
+            function,
+            f"an unsigned format ({form.name}) cannot be symmetric about zero.",
+            given=f"qtype {form.name}, symmetric=True",
+            expected="a signed qtype, or symmetric=False",
+            fix=f"pass a signed qtype such as {form.name.removeprefix('u')}, or symmetric=False.",
+        )
     if not symmetric:
         check_zero_point(function, form)
 
 
 def check_zero_point(function: str, form: QType) -> None:
     """Checks that a format has zero points."""
-    require_that(
-        isinstance(form, Integer),
-        error=ValueError,
-        function=function,
-        problem=f"{form.name} has no zero point.",
-        given=f"qtype {form.name} with a zero point",
-        expected="no zero point (symmetric=True), or an integer qtype",
-        mend="drop the zero point (pass symmetric=True), or choose an integer qtype.",
-    )
+    if not isinstance(form, Integer):
+        raise fail(
+            function,
+            f"{form.name} has no zero point.",
+            given=f"qtype {form.name} with a zero point",
+            expected="no zero point (symmetric=True), or an integer qtype",
+            fix="drop the zero point (pass symmetric=True), or choose an integer qtype.",
+        )
 
 
 def _usable(scale: jax.Array, dtype: jnp.dtype, numerics: Numerics) -> jax.Array:

@@ -47,5 +47,5 @@ def check_round_mode(function: str, mode: Any, argument: str = "round_mode") -> 
         argument,
         mode,
         RoundMode,
-        mend=f"pass jqx.RoundMode.NEAREST_TOWARD_EVEN or another of {names}.",
+        fix=f"pass jqx.RoundMode.NEAREST_TOWARD_EVEN or another of {names}.",
     )

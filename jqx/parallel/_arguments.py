@@ -14,10 +14,9 @@ from .._checks import (
     check_dtype,
     check_flags,
     check_integer,
-    require_that,
     shown,
 )
-from .._errors import message
+from .._errors import fail
 from ..calibrators import absmax
 from ..calibrators._shared import PerGroup, PerTensor
 from ..numerics import Block, format_of
@@ -31,15 +30,15 @@ from ._wire import Wire
 def array_of(function: str, x: ArrayLike) -> jax.Array:
     """Returns the array to send, after checking that it holds floats of at most 32 bits."""
     x = as_real(function, "x", x)
-    require_that(
-        x.dtype != jnp.float64,
-        error=TypeError,
-        function=function,
-        problem="sums are computed in float32, which cannot hold float64.",
-        given="x.dtype == float64",
-        expected="float16, bfloat16 or float32",
-        mend="convert it: x.astype(jnp.float32).",
-    )
+    if x.dtype == jnp.float64:
+        raise fail(
+            function,
+            "sums are computed in float32, which cannot hold float64.",
+            given="x.dtype == float64",
+            expected="float16, bfloat16 or float32",
+            fix="convert it: x.astype(jnp.float32).",
+            error=TypeError,
+        )
     return x
 
 
@@ -48,14 +47,14 @@ def count_of(function: str, axis_name: Any) -> int:
     try:
         return lax.axis_size(axis_name)
     except (NameError, TypeError, ValueError):
-        text = message(
+        raise fail(
             function,
             "`axis_name` is not an axis here.",
             given=f"axis_name == {shown(axis_name)}",
             expected="an axis of the mesh of the surrounding jax.shard_map, or a tuple of axes",
-            mend="call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...).",
-        )
-        raise NameError(text) from None
+            fix="call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...).",
+            error=NameError,
+        ) from None
 
 
 def wires_of(
@@ -79,59 +78,57 @@ def error_of(function: str, error: ArrayLike | None, x: jax.Array) -> jax.Array 
     if error is None:
         return None
     error = as_array(function, "error", error)
-    mend = "start with error=jnp.zeros(x.shape, jnp.float32), and pass what each call returns."
-    require_that(
-        error.shape == x.shape,
-        error=ValueError,
-        function=function,
-        problem="`error` does not have the shape of `x`.",
-        given=f"error.shape == {error.shape}",
-        expected=f"shape {x.shape}",
-        mend=mend,
-    )
+    fix = "start with error=jnp.zeros(x.shape, jnp.float32), and pass what each call returns."
+    if error.shape != x.shape:
+        raise fail(
+            function,
+            "`error` does not have the shape of `x`.",
+            given=f"error.shape == {error.shape}",
+            expected=f"shape {x.shape}",
+            fix=fix,
+        )
     check_dtype(function, "error", error, jnp.float32, of="its")
     return error
 
 
 def check_form(function: str, form: Any) -> None:
     """Checks the name of the form of a sum."""
-    require_that(
-        isinstance(form, str) and form in SUMS,
-        error=ValueError,
-        function=function,
-        problem="`form` is unknown.",
-        given=f"form == {shown(form)}",
-        expected=" or ".join(map(repr, SUMS)),
-        mend='leave it out, or pass form="ring".',
-    )
+    if not (isinstance(form, str) and form in SUMS):
+        raise fail(
+            function,
+            "`form` is unknown.",
+            given=f"form == {shown(form)}",
+            expected=" or ".join(map(repr, SUMS)),
+            fix='leave it out, or pass form="ring".',
+        )
 
 
 def axis_of(function: str, argument: str, axis: Any, rank: int) -> int:
     """Returns an axis of an array, counted from the front."""
     found = check_integer(function, argument, axis)
-    require_that(
-        -rank <= found < rank,
-        error=ValueError,
-        function=function,
-        problem=f"`{argument}` is not a valid axis.",
-        given=f"{argument} == {found}, for {rank} axes",
-        expected=f"an integer in [{-rank}, {rank - 1}]" if rank else "an array of one axis or more",
-        mend="pass an axis that the array has.",
-    )
+    if not -rank <= found < rank:
+        raise fail(
+            function,
+            f"`{argument}` is not a valid axis.",
+            given=f"{argument} == {found}, for {rank} axes",
+            expected=f"an integer in [{-rank}, {rank - 1}]"
+            if rank
+            else "an array of one axis or more",
+            fix="pass an axis that the array has.",
+        )
     return found % rank
 
 
 def check_parts(function: str, argument: str, length: int, count: int, tiled: bool) -> None:
     """Checks that an axis can be split into one part for each device."""
-    require_that(
-        length % count == 0 if tiled else length == count,
-        error=ValueError,
-        function=function,
-        problem=f"the length of axis `{argument}` does not fit the number of devices.",
-        given=f"{length} elements for {count} devices",
-        expected=f"a multiple of {count}" if tiled else f"{count}; with tiled=True a multiple",
-        mend="pad the array along it" if tiled else "pass tiled=True, or reshape the array.",
-    )
+    if not (length % count == 0 if tiled else length == count):
+        raise fail(
+            function,
+            f"the length of axis `{argument}` does not fit the number of devices.",
+            given=f"{length} elements for {count} devices",
+            expected=f"a multiple of {count}" if tiled else f"{count}; with tiled=True a multiple",
+            fix="pad the array along it" if tiled else "pass tiled=True, or reshape the array.",
+        )
 
 
 def pairs_of(function: str, perm: Any, count: int) -> tuple[tuple[int, int], ...]:
@@ -139,18 +136,20 @@ def pairs_of(function: str, perm: Any, count: int) -> tuple[tuple[int, int], ...
     given = perm if isinstance(perm, Sequence) else (perm,)
     pairs = tuple(tuple(p) if isinstance(p, Sequence) else (p,) for p in given)
     ends = [[end for pair in pairs for end in pair[i : i + 1]] for i in (0, 1)]
-    require_that(
+    if not (
         all(len(pair) == 2 for pair in pairs)
         and all(type(end) is int and 0 <= end < count for pair in pairs for end in pair)
-        and all(len(set(side)) == len(side) for side in ends),
-        error=ValueError,
-        function=function,
-        problem="`perm` is not a list of (source, destination) pairs.",
-        given=f"perm == {shown(perm)}",
-        expected=f"pairs (source, destination) of integers in [0, {count}), each source and each "
-        "destination once",
-        mend=f"pass for example [(i, (i + 1) % {count}) for i in range({count})].",
-    )
+        and all(len(set(side)) == len(side) for side in ends)
+    ):
+        raise fail(
+            function,
+            "`perm` is not a list of (source, destination) pairs.",
+            given=f"perm == {shown(perm)}",
+            expected=f"pairs (source, destination) of integers in [0, {count}), each source and "
+            f"each "
+            "destination once",
+            fix=f"pass for example [(i, (i + 1) % {count}) for i in range({count})].",
+        )
     return tuple((pair[0], pair[-1]) for pair in pairs)
 
 
@@ -159,46 +158,43 @@ def _wire_of(
 ) -> Wire:
     spec = needed_spec(function, argument, given, "array")
     granularity, form = spec.granularity, format_of(spec.qtype)
-    require_that(
-        isinstance(granularity, (PerGroup, PerTensor)),
-        error=ValueError,
-        function=function,
-        problem="scales belong to messages, which have no axes.",
-        given=f"`{argument}` with granularity {granularity}",
-        expected="jqx.per_group(size), runs of a message, or jqx.per_tensor(), one scale a message",
-        mend=f"pass for example jqx.QSpec({form.name!r}, jqx.per_group(256)).",
-    )
-    require_that(
-        form.low < 0 < form.high or not spec.symmetric,
-        error=ValueError,
-        function=function,
-        problem=f"{form.name} does not have both negative and positive numbers.",
-        given=f"{argument} == {spec}",
-        expected="a format with negative and positive numbers, or a zero point",
-        mend="pass int8, or symmetric=False if the format can have zero points.",
-    )
+    if not isinstance(granularity, (PerGroup, PerTensor)):
+        raise fail(
+            function,
+            "scales belong to messages, which have no axes.",
+            given=f"`{argument}` with granularity {granularity}",
+            expected="jqx.per_group(size), runs of a message, or jqx.per_tensor(), one scale a "
+            "message",
+            fix=f"pass for example jqx.QSpec({form.name!r}, jqx.per_group(256)).",
+        )
+    if not form.low < 0 < form.high and spec.symmetric:
+        raise fail(
+            function,
+            f"{form.name} does not have both negative and positive numbers.",
+            given=f"{argument} == {spec}",
+            expected="a format with negative and positive numbers, or a zero point",
+            fix="pass int8, or symmetric=False if the format can have zero points.",
+        )
     if stochastic:
         clips = not spec.symmetric or spec.calibrator != absmax or isinstance(form, Block)
-        require_that(
-            not clips,
-            error=ValueError,
-            function=function,
-            problem="stochastic rounding is biased if values are clipped.",
-            given=f"a key, and {argument} == {spec}",
-            expected="a symmetric spec with the calibrator absmax, and not in a block format",
-            mend="drop key, or symmetric=False and calibrator=.",
-        )
+        if clips:
+            raise fail(
+                function,
+                "stochastic rounding is biased if values are clipped.",
+                given=f"a key, and {argument} == {spec}",
+                expected="a symmetric spec with the calibrator absmax, and not in a block format",
+                fix="drop key, or symmetric=False and calibrator=.",
+            )
     if hadamard:
         known = isinstance(granularity, PerGroup) and sizes_of(granularity.size)
-        require_that(
-            known,
-            error=ValueError,
-            function=function,
-            problem="there is no Hadamard matrix of the group size.",
-            given=f"hadamard=True, and {argument} with granularity {granularity}",
-            expected="jqx.per_group(size), size a power of two, or 4 n for most n",
-            mend="pass jqx.per_group(256), or hadamard=False.",
-        )
+        if not known:
+            raise fail(
+                function,
+                "there is no Hadamard matrix of the group size.",
+                given=f"hadamard=True, and {argument} with granularity {granularity}",
+                expected="jqx.per_group(size), size a power of two, or 4 n for most n",
+                fix="pass jqx.per_group(256), or hadamard=False.",
+            )
     return Wire(spec, hadamard)
 
 
@@ -206,12 +202,12 @@ def _check_key(function: str, key: Any) -> None:
     if key is None:
         return
     typed = jnp.issubdtype(getattr(key, "dtype", jnp.float32), jax.dtypes.prng_key)
-    require_that(
-        typed and key.shape == (),
-        error=TypeError,
-        function=function,
-        problem="`key` is not a random key.",
-        given=f"keys of shape {key.shape}" if typed else f"key == {shown(key)}",
-        expected="one key from jax.random.key(...), or None to round to nearest",
-        mend="pass key=jax.random.key(0), a new one for each step.",
-    )
+    if not (typed and key.shape == ()):
+        raise fail(
+            function,
+            "`key` is not a random key.",
+            given=f"keys of shape {key.shape}" if typed else f"key == {shown(key)}",
+            expected="one key from jax.random.key(...), or None to round to nearest",
+            fix="pass key=jax.random.key(0), a new one for each step.",
+            error=TypeError,
+        )

@@ -5,7 +5,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from ..transforms import Plan, quantize_params
 from ..transforms._shared import floats_of, of_params
 
@@ -57,14 +57,13 @@ def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | N
     if isinstance(plan, Plan):
         params = quantize_params(floats_of("parallel.shardings", plan, tree), plan, target=target)
     else:
-        require_that(
-            target is None,
-            error=ValueError,
-            function="parallel.shardings",
-            problem="`target` is not used: quantized parameters keep their layout.",
-            given=f"target == {target!r}, and no plan",
-            expected="target=None",
-            mend="leave it out, or pass the plan.",
-        )
+        if target is not None:
+            raise fail(
+                "parallel.shardings",
+                "`target` is not used: quantized parameters keep their layout.",
+                given=f"target == {target!r}, and no plan",
+                expected="target=None",
+                fix="leave it out, or pass the plan.",
+            )
         params = plan
     return of_params("parallel.shardings", tree, params, mesh)

@@ -6,7 +6,7 @@ from typing import Any
 
 from .._calls import called
 from .._checks import check_instance, shown
-from .._errors import message
+from .._errors import fail
 from .._table import Table
 from ..numerics._shared import formats_by_name
 from ..tensor import QSpec
@@ -60,20 +60,20 @@ class Policy:
         if isinstance(rules, Mapping):
             rules = [rule for path, value in rules.items() for rule in _under(path, value)]
         if isinstance(rules, str):
-            text = message(
+            raise fail(
                 "Policy",
                 "`rules` is a string.",
                 given=f"rules == {shown(rules)}",
                 expected="a list of rules, or a dict from paths to schemes or presets",
-                mend=_mend(rules),
+                fix=_fix(rules),
+                error=TypeError,
             )
-            raise TypeError(text)
         check_instance(
             "Policy",
             "rules",
             rules,
             Iterable,
-            mend=_mend(rules)
+            fix=_fix(rules)
             if isinstance(rules, (Rule, QSpec)) or preset_of(rules)
             else "it is a policy already; join policies with +: jqx.Policy([rule]) + policy."
             if isinstance(rules, Policy)
@@ -86,7 +86,7 @@ class Policy:
                 "an element of rules",
                 rule,
                 Rule,
-                mend="pass jqx.Rule(...) values; take those of a preset from its .rules, or join "
+                fix="pass jqx.Rule(...) values; take those of a preset from its .rules, or join "
                 "policies: jqx.Policy([rule]) + jqx.presets.w8a8().",
             )
         object.__setattr__(self, "rules", rules)
@@ -125,7 +125,7 @@ class Policy:
 def check_policy(function: str, policy: Any, argument: str = "policy") -> None:
     """Checks that `policy` is a `Policy`; the error shows how to make one from similar values."""
     if not isinstance(policy, Policy):
-        check_instance(function, argument, policy, Policy, mend=_mend(policy))
+        check_instance(function, argument, policy, Policy, fix=_fix(policy))
 
 
 def preset_of(value: Any) -> str | None:
@@ -135,7 +135,7 @@ def preset_of(value: Any) -> str | None:
     return value.__name__ if is_preset else None
 
 
-def _mend(value: Any) -> str:
+def _fix(value: Any) -> str:
     """Returns how to make a policy of the value that was passed in place of one."""
     name = preset_of(value)
     if name is not None:
@@ -157,10 +157,10 @@ def _mend(value: Any) -> str:
 
 def _check_summand(value: Any) -> None:
     if not isinstance(value, Policy):
-        mend = "add jqx.Policy([rule, ...]); policies are summed from jqx.Policy([])."
+        fix = "add jqx.Policy([rule, ...]); policies are summed from jqx.Policy([])."
         name = preset_of(value)
-        mend = mend if name is None else f"call the preset: jqx.presets.{name}()."
-        check_instance("Policy", "what is added", value, Policy, mend=mend)
+        fix = fix if name is None else f"call the preset: jqx.presets.{name}()."
+        check_instance("Policy", "what is added", value, Policy, fix=fix)
 
 
 def _under(path: Any, value: Any) -> tuple[Rule, ...]:
@@ -173,24 +173,24 @@ def _under(path: Any, value: Any) -> tuple[Rule, ...]:
         return (Rule(path),)
     name = preset_of(value)
     if name is not None:
-        text = message(
+        raise fail(
             "Policy",
             f"the preset at {path!r} was not called.",
             given=f"jqx.presets.{name}",
             expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
-            mend=f"call it: {{{path!r}: jqx.presets.{name}()}}.",
+            fix=f"call it: {{{path!r}: jqx.presets.{name}()}}.",
+            error=TypeError,
         )
-        raise TypeError(text)
     if isinstance(value, (Mapping, tuple, list)):
         fields = ", ".join(f"{name}=..." for name in value) if isinstance(value, Mapping) else ""
-        text = message(
+        raise fail(
             "Policy",
             f"the value at {path!r} is a {type(value).__name__}.",
             given=f"{len(value)} entries",
             expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
-            mend=f"write {{{path!r}: jqx.Rule({fields or 'weight=..., activation=...'})}}.",
+            fix=f"write {{{path!r}: jqx.Rule({fields or 'weight=..., activation=...'})}}.",
+            error=TypeError,
         )
-        raise TypeError(text)
     return (Rule(path, weight=as_spec("Policy", f"rules[{path!r}]", value)),)
 
 
@@ -198,14 +198,13 @@ def _replaced(path: Any, policy: Policy) -> tuple[Rule, ...]:
     """Returns the rules of a policy with another path. What was left in float stays in float."""
     paths = list(dict.fromkeys(rule.path for rule in policy.rules if not rule.is_float))
     if len(paths) > 1:
-        text = message(
+        raise fail(
             "Policy",
             f"the policy at {path!r} has rules of several paths, which its key cannot replace.",
             given=f"rules of {', '.join(map(repr, paths[:4]))}",
             expected="a policy of one path, such as a preset",
-            mend="join them instead: jqx.Policy({...}) + policy.",
+            fix="join them instead: jqx.Policy({...}) + policy.",
         )
-        raise ValueError(text)
     own = Rule(path).path  # a regular expression, or an error
     rules = []
     for rule in policy.rules:

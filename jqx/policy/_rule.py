@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from .._calls import called
 from .._checks import check_instance
-from .._errors import message
+from .._errors import fail
 from ..numerics._shared import formats_by_name
 from ..tensor import QSpec
 from ..tensor._shared import FLOAT, as_spec, preset_instead
@@ -89,7 +89,7 @@ class Rule:
             _check_regex("op", op)
             _check_op(path, op)
         check_instance(
-            "Rule", "optional", optional, bool, mend="pass optional=True or optional=False."
+            "Rule", "optional", optional, bool, fix="pass optional=True or optional=False."
         )
         as_is = isinstance(tables, str) and tables == "weight"
         fields = {
@@ -170,21 +170,19 @@ def pattern_of(path: str) -> str:
 
 
 def _check_regex(field: str, pattern: Any) -> None:
-    mend = 'pass a regular expression such as "blocks/[0-9]+/.*".'
-    names = f"specs have names: weight=, activation=. As {field}, {mend}"
-    mend = names if isinstance(pattern, QSpec) else mend
-    check_instance("Rule", field, pattern, str, mend=mend)
+    fix = 'pass a regular expression such as "blocks/[0-9]+/.*".'
+    names = f"specs have names: weight=, activation=. As {field}, {fix}"
+    fix = names if isinstance(pattern, QSpec) else fix
+    check_instance("Rule", field, pattern, str, fix=fix)
     try:
         re.compile(str(pattern))
     except (re.error, OverflowError) as error:
-        raise ValueError(
-            message(
-                "Rule",
-                f"`{field}` is not a valid regular expression: {error}.",
-                given=f"{field} == {pattern!r}",
-                expected="a pattern that Python's re accepts",
-                mend=_glob(str(pattern)) or "escape special characters with a backslash.",
-            )
+        raise fail(
+            "Rule",
+            f"`{field}` is not a valid regular expression: {error}.",
+            given=f"{field} == {pattern!r}",
+            expected="a pattern that Python's re accepts",
+            fix=_glob(str(pattern)) or "escape special characters with a backslash.",
         ) from None
 
 
@@ -205,15 +203,13 @@ def _check_op(path: str, op: str) -> None:
     name = op.partition(":")[0]
     if name not in (FLOAT, *formats_by_name()) and preset_instead(op) is None:
         return
-    mend = f"write jqx.Rule({path!r}, weight={op!r}): the second argument is the operation."
+    fix = f"write jqx.Rule({path!r}, weight={op!r}): the second argument is the operation."
     if preset_instead(op) is not None:
-        mend = f"a preset is a policy: jqx.Policy({{{path!r}: jqx.presets.w8a8()}})."
-    raise ValueError(
-        message(
-            "Rule",
-            "`op` says how to quantize, not which operation.",
-            given=f"op == {op!r}",
-            expected="dot_general, conv_general_dilated, ragged_dot or gather, or None for all",
-            mend=mend,
-        )
+        fix = f"a preset is a policy: jqx.Policy({{{path!r}: jqx.presets.w8a8()}})."
+    raise fail(
+        "Rule",
+        "`op` says how to quantize, not which operation.",
+        given=f"op == {op!r}",
+        expected="dot_general, conv_general_dilated, ragged_dot or gather, or None for all",
+        fix=fix,
     )

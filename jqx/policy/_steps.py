@@ -4,7 +4,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from .._errors import message
+from .._errors import fail
 
 _SELECTOR = re.compile(r"(?<!\\)\[(-?[0-9]+|(?:-?[0-9]+)?(?::(?:-?[0-9]+)?){1,2})\](?=/|\)|\||\Z)")
 """An integer or a slice in brackets at the end of a part of the path."""
@@ -58,17 +58,9 @@ class Selector(NamedTuple):
 
 
 def _refuse(function: str, problem: str, given: str, expected: str) -> None:
-    mend = "correct the steps, or write several rules, such as layers[0] and layers[-2:]; a rule "
-    mend += "with optional=True may match no steps."
-    raise ValueError(
-        message(
-            function,
-            f"the path of a rule {problem}",
-            given=given,
-            expected=expected,
-            mend=mend,
-        )
-    )
+    fix = "correct the steps, or write several rules, such as layers[0] and layers[-2:]; a rule "
+    fix += "with optional=True may match no steps."
+    raise fail(function, f"the path of a rule {problem}", given=given, expected=expected, fix=fix)
 
 
 @functools.lru_cache(256)

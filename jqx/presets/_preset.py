@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from jax.typing import DTypeLike
 
 from .._calls import called
-from .._checks import check_instance, require_that
+from .._checks import check_instance
+from .._errors import fail
 from ..calibrators import Granularity
 from ..calibrators._shared import per_channel, per_group
 from ..numerics import Block, QType, format_of
@@ -103,7 +104,7 @@ def policy(
     """
     function = f"presets.{name}"
     check_instance(
-        function, "exclude", exclude, (str, list, tuple), mend='pass for example exclude="head/.*".'
+        function, "exclude", exclude, (str, list, tuple), fix='pass for example exclude="head/.*".'
     )
     left = (exclude,) if isinstance(exclude, str) else exclude
     refined = _refined(function, "weight", weight, weight_fields)
@@ -134,15 +135,14 @@ def _table_spec(function: str, tables: Tables) -> QSpec | None:
 def blocks(function: str, block: int, default: int, weight_fields: Fields) -> Granularity:
     """Returns blocks of weights; the last ones may be smaller."""
     says = not isinstance(weight_fields, Mapping) or "granularity" in weight_fields
-    require_that(
-        block == default or not says,
-        error=ValueError,
-        function=f"presets.{function}",
-        problem="`block` and `weight` both set the granularity.",
-        given=f"block == {block} and weight with a granularity",
-        expected="one of the two",
-        mend="drop block, or the granularity in weight.",
-    )
+    if block != default and says:
+        raise fail(
+            f"presets.{function}",
+            "`block` and `weight` both set the granularity.",
+            given=f"block == {block} and weight with a granularity",
+            expected="one of the two",
+            fix="drop block, or the granularity in weight.",
+        )
     return per_group(block, tail=True)
 
 

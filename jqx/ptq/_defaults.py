@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-from .._checks import require_that, shown
-from .._errors import message, warn
+from .._checks import shown
+from .._errors import fail, message, warn
 from ..calibrators._shared import PerGroup, PerRun
 from ..numerics import Block, Integer, format_of
 from ..numerics._shared import E8M0
@@ -42,24 +42,22 @@ tried. In MiniLM with groups of 32, they gained nothing.
 
 def check_effort(function: str, effort: Any, algorithm: Any) -> None:
     """Checks that an effort is valid, and that no algorithm is given with it."""
-    require_that(
-        effort is None or effort in get_args(Effort),
-        error=ValueError,
-        function=function,
-        problem="`effort` is unknown.",
-        given=f"effort == {shown(effort)}",
-        expected=f"one of {', '.join(map(repr, get_args(Effort)))}",
-        mend="leave it out for 'seconds'.",
-    )
-    require_that(
-        effort is None or algorithm is None,
-        error=ValueError,
-        function=function,
-        problem="`effort` and `algorithm` exclude each other.",
-        given=lambda: f"effort == {effort!r} and {described(algorithm)}",
-        expected="an algorithm, or the time that the default algorithm may take",
-        mend="leave one of them out.",
-    )
+    if effort is not None and effort not in get_args(Effort):
+        raise fail(
+            function,
+            "`effort` is unknown.",
+            given=f"effort == {shown(effort)}",
+            expected=f"one of {', '.join(map(repr, get_args(Effort)))}",
+            fix="leave it out for 'seconds'.",
+        )
+    if effort is not None and algorithm is not None:
+        raise fail(
+            function,
+            "`effort` and `algorithm` exclude each other.",
+            given=f"effort == {effort!r} and {described(algorithm)}",
+            expected="an algorithm, or the time that the default algorithm may take",
+            fix="leave one of them out.",
+        )
 
 
 @dataclasses.dataclass
@@ -104,7 +102,7 @@ class Choice:
                         "a part of the default algorithm does not support this function.",
                         given=f"{described(part)}: {why}",
                         expected="a function that it supports",
-                        mend="pass an algorithm by name, such as jqx.algorithms.nearest().",
+                        fix="pass an algorithm by name, such as jqx.algorithms.nearest().",
                     )
                 )
             return None

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 from ..transforms import Plan, hoist
 from ..transforms._shared import Hoisted, Names, hoisted_as, placed
 
@@ -22,15 +23,14 @@ class Own(NamedTuple):
 
 def check_hoist(given: Any) -> None:
     """Checks the value of `hoist=`."""
-    require_that(
-        given is True or given is False or given == "all",
-        error=ValueError,
-        function="ptq",
-        problem="`hoist` is unknown.",
-        given=f"hoist == {shown(given)}",
-        expected='False, True or "all"',
-        mend='pass hoist=True, or hoist="all" for values that are larger than their parameters.',
-    )
+    if given is not True and given is not False and given != "all":
+        raise fail(
+            "ptq",
+            "`hoist` is unknown.",
+            given=f"hoist == {shown(given)}",
+            expected='False, True or "all"',
+            fix='pass hoist=True, or hoist="all" for values that are larger than their parameters.',
+        )
 
 
 def split_off(own: Own, given: Hoist, inputs: tuple[Any, ...]) -> Own:
@@ -57,14 +57,13 @@ def without_values(
     """
     if plan.hoisted is None or isinstance(f, Hoisted):
         return f
-    require_that(
-        parents is not None,
-        error=ValueError,
-        function="bind",
-        problem="the function was split by `hoist`, and the parameters before it are not known.",
-        given="a function that is not split, and no `like`",
-        expected="parameters with the structure that f takes, of any values; arrays may be "
-        "jax.ShapeDtypeStruct",
-        mend="pass them: jqx.load(path).bind(f, like=params), or bind the g of jqx.hoist(f).",
-    )
+    if parents is None:
+        raise fail(
+            "bind",
+            "the function was split by `hoist`, and the parameters before it are not known.",
+            given="a function that is not split, and no `like`",
+            expected="parameters with the structure that f takes, of any values; arrays may be "
+            "jax.ShapeDtypeStruct",
+            fix="pass them: jqx.load(path).bind(f, like=params), or bind the g of jqx.hoist(f).",
+        )
     return hoisted_as(f, plan.hoisted, parents or (), inputs)

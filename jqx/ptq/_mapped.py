@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._errors import message
+from .._errors import fail
 from ..calibrators import Affine
 from ..transforms import Plan, convert, map_channels
 from ..transforms._shared import Chosen, Maps, with_maps
@@ -65,20 +65,19 @@ def check_whole(function: str, f: Any) -> None:
     """Checks that `f` is a function of its weights, and no model that holds them."""
     flax = [name for name in ("linen", "nnx") if isinstance(f, _module_of(name))]
     if flax and getattr(f, "scope", None) is None:
-        of, mend = f"a model of {flax[0]}", _OF_MODULES[function][flax[0]]
+        of, fix = f"a model of {flax[0]}", _OF_MODULES[function][flax[0]]
     elif callable(f):
         return
     else:
-        of, mend = "", "pass the function first, and the function itself, not what it returns."
+        of, fix = "", "pass the function first, and the function itself, not what it returns."
     kind = f"an object of type {type(f).__name__}"
-    raise TypeError(
-        message(
-            function,
-            "`f` is not a function of its weights.",
-            given=f"{kind}, {of}" if of else kind,
-            expected="a function of arrays and pytrees of arrays",
-            mend=mend,
-        )
+    raise fail(
+        function,
+        "`f` is not a function of its weights.",
+        given=f"{kind}, {of}" if of else kind,
+        expected="a function of arrays and pytrees of arrays",
+        fix=fix,
+        error=TypeError,
     )
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._checks import require_that
-from .._errors import message, some, warn
+from .._errors import fail, message, some, warn
 from ..observers._shared import Weight
 from ..transforms import Plan
 from ..transforms._shared import chained, inputs_of, parts_of
@@ -64,15 +63,14 @@ def weighted(choice: Choice, plan: Plan, weight: Weight | None) -> tuple[Choice,
     rewrites, rounding, corrections = parts_of(choice.algorithm)
     every = (getattr(x, "weight", None) for x in (*rewrites, rounding, *corrections))
     own = list(dict.fromkeys(x for x in every if callable(x)))
-    require_that(
-        len(own) < 2,
-        error=ValueError,
-        function="ptq",
-        problem="algorithms weight rows differently, and static scales have no weight.",
-        given=f"{len(own)} different `weight`s",
-        expected="one function, or weight= of ptq",
-        mend="pass the weight for static scales: jqx.ptq(f, policy, algorithm, weight=...).",
-    )
+    if not len(own) < 2:
+        raise fail(
+            "ptq",
+            "algorithms weight rows differently, and static scales have no weight.",
+            given=f"{len(own)} different `weight`s",
+            expected="one function, or weight= of ptq",
+            fix="pass the weight for static scales: jqx.ptq(f, policy, algorithm, weight=...).",
+        )
     return choice, own[0] if own else None
 
 
@@ -121,7 +119,7 @@ def note_inputs(choice: Choice, reports: Sequence[Any], few: Mapping[str, str]) 
         "some matrices were rounded to nearest: the algorithm did not fit them to their inputs.",
         given=some(f"{name}: {why}" for name, why in every.items()),
         expected="about as many inputs as channels for each matrix, or more",
-        mend="calibrate on more batches, or on batches that reach them, such as each expert; or "
+        fix="calibrate on more batches, or on batches that reach them, such as each expert; or "
         "leave it so.",
     )
     warn(text)
@@ -134,15 +132,14 @@ def first_of(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
         read.append(batch)
         if all(getattr(x, "size", 1) for x in jax.tree.leaves(batch)):
             break
-    require_that(
-        read,
-        error=ValueError,
-        function="ptq",
-        problem="there is no batch.",
-        given="an empty `batches`, or an exhausted generator",
-        expected="one batch or more",
-        mend="pass a list, or create the generator again.",
-    )
+    if not read:
+        raise fail(
+            "ptq",
+            "there is no batch.",
+            given="an empty `batches`, or an exhausted generator",
+            expected="one batch or more",
+            fix="pass a list, or create the generator again.",
+        )
     is_list = isinstance(batches, (list, tuple))
     return read[-1], batches if is_list else itertools.chain(read, every)
 

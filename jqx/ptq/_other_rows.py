@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .._checks import require_that
+from .._errors import fail
 from ..transforms import Plan
 from ..transforms._shared import kind_of
 from ._hoisted import Own
@@ -53,15 +53,17 @@ def with_other_rows(
     if padding is not None and every is given:
         every, note = with_varied_rows(plan, given, padding)
         notes.extend([note] if note else [])
-    require_that(
-        not required or len(every) > len(given),
-        error=TypeError,
-        function="ptq",
-        problem="own_text=True, and there is no other text for the function.",
-        given=lambda: "; ".join(notes) or f"batches of {', '.join(map(kind_of, first))}",
-        expected="batches of tokens, integers [rows, length] or [length], and a causal function "
-        "f(params, tokens) of the logits of the next token; or rows of tokens with a mask of their "
-        "padding",
-        mend="leave own_text out, and pass batches of all kinds of inputs.",
-    )
+    if required and not len(every) > len(given):
+        raise fail(
+            "ptq",
+            "own_text=True, and there is no other text for the function.",
+            given="; ".join(notes) or f"batches of {', '.join(map(kind_of, first))}",
+            expected="batches of tokens, integers [rows, length] or [length], and a causal "
+            "function "
+            "f(params, tokens) of the logits of the next token; or rows of tokens with a mask of "
+            "their "
+            "padding",
+            fix="leave own_text out, and pass batches of all kinds of inputs.",
+            error=TypeError,
+        )
     return every if is_read else batches, notes

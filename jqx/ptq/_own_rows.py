@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that, shown
-from .._errors import message
+from .._checks import shown
+from .._errors import fail
 from ..transforms._shared import Unable, arrays_of, placed
 from ._hoisted import Own
 from ._late_folders import algorithms, shared_algorithms
@@ -27,17 +27,18 @@ all tokens takes.
 
 def check_own_text(own_text: Any) -> None:
     """Checks the value of `own_text=`."""
-    require_that(
-        own_text is None or own_text is True or own_text is False,
-        error=ValueError,
-        function="ptq",
-        problem="`own_text` is unknown.",
-        given=f"own_text == {shown(own_text)}",
-        expected="True, False, or None, which writes text beside batches of tokens for the default "
-        "algorithm",
-        mend="leave it out; or write the text yourself, jqx.algorithms.own_text(f, params, ...), "
-        "and pass it among the batches.",
-    )
+    if own_text is not None and own_text is not True and own_text is not False:
+        raise fail(
+            "ptq",
+            "`own_text` is unknown.",
+            given=f"own_text == {shown(own_text)}",
+            expected="True, False, or None, which writes text beside batches of tokens for the "
+            "default "
+            "algorithm",
+            fix="leave it out; or write the text yourself, jqx.algorithms.own_text(f, params, "
+            "...), "
+            "and pass it among the batches.",
+        )
 
 
 class OwnRows:
@@ -59,15 +60,14 @@ class OwnRows:
                 self.first = np.zeros(found.shape, np.int32)
                 return
             why = why or found
-        raise TypeError(
-            message(
-                "ptq",
-                "there are no batches, and the function does not map tokens to logits.",
-                given=why,
-                expected="batches; or a causal function f(params, tokens) of tokens [rows, length] "
-                "or [length] to logits for each, which writes its own text",
-                mend="pass the parameters, and a list of batches, such as [x].",
-            )
+        raise fail(
+            "ptq",
+            "there are no batches, and the function does not map tokens to logits.",
+            given=why,
+            expected="batches; or a causal function f(params, tokens) of tokens [rows, length] "
+            "or [length] to logits for each, which writes its own text",
+            fix="pass the parameters, and a list of batches, such as [x].",
+            error=TypeError,
         )
 
     @property

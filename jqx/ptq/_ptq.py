@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from .._signatures import P, R
 from ..calibrators import Affine
 from ..observers._shared import Weight, check_weight
@@ -217,15 +217,14 @@ def ptq(
     def quantize(params: Any, batches: Iterable[Any] | None = None) -> Quantized:
         given, text = Own(f, params, places, names), None
         if batches is None:
-            require_that(
-                own_text is not False,
-                error=ValueError,
-                function="ptq",
-                problem="there are no batches, and own_text=False.",
-                given="batches == None",
-                expected="batches, or text that the function writes itself",
-                mend="pass a list of batches, such as [x], or leave own_text out.",
-            )
+            if own_text is False:
+                raise fail(
+                    "ptq",
+                    "there are no batches, and own_text=False.",
+                    given="batches == None",
+                    expected="batches, or text that the function writes itself",
+                    fix="pass a list of batches, such as [x], or leave own_text out.",
+                )
             check_arguments("ptq", places, params)
             batches = text = OwnRows(given, progress)
             first, every = text.first, batches
@@ -371,16 +370,18 @@ def _with_given(given: Any, floats: Any, codes: Any) -> Any:
         if not is_quantized(abstract_leaf(own)):
             return chosen
         same = is_array(chosen) and np.array_equal(chosen, real, equal_nan=True)
-        require_that(
-            chosen is real or same,
-            error=NotImplementedError,
-            function="ptq",
-            problem="the algorithm changes a weight that is quantized already.",
-            given=f"{keystr(path, simple=True, separator='/')!r}: {own!r}",
-            expected="an algorithm that does not change it, such as jqx.algorithms.nearest() or "
-            "gptq()",
-            mend="pass another algorithm, or the weight in float: jqx.dequantize_params(params).",
-        )
+        if chosen is not real and not same:
+            raise fail(
+                "ptq",
+                "the algorithm changes a weight that is quantized already.",
+                given=f"{keystr(path, simple=True, separator='/')!r}: {own!r}",
+                expected="an algorithm that does not change it, such as jqx.algorithms.nearest() "
+                "or "
+                "gptq()",
+                fix="pass another algorithm, or the weight in float: "
+                "jqx.dequantize_params(params).",
+                error=NotImplementedError,
+            )
         return own
 
     return jax.tree_util.tree_map_with_path(pick, given, floats, codes, is_leaf=is_quantized)

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Type
 import jax
 
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from .._signatures import P, R
 from ..calibrators import Affine
 from ..tensor._shared import abstract as abstract_leaf
@@ -96,16 +96,18 @@ class Quantized(Generic[P, R]):
     def _check_without_params(self, batch: Sequence[Any]) -> None:
         """Raises if the arguments include the parameters, which a call has already."""
         own = jax.tree.structure(self.params)
-        require_that(
-            not any(x is self.params or jax.tree.structure(x) == own for x in batch)
-            or own.num_leaves < 2,
-            error=TypeError,
-            function="Quantized",
-            problem="the arguments include the parameters, which the call has already.",
-            given=f"{len(batch)} arguments",
-            expected="the other arguments of the function alone",
-            mend="write quantized(x), or quantized.function(quantized.params, x).",
-        )
+        if (
+            any(x is self.params or jax.tree.structure(x) == own for x in batch)
+            and not own.num_leaves < 2
+        ):
+            raise fail(
+                "Quantized",
+                "the arguments include the parameters, which the call has already.",
+                given=f"{len(batch)} arguments",
+                expected="the other arguments of the function alone",
+                fix="write quantized(x), or quantized.function(quantized.params, x).",
+                error=TypeError,
+            )
 
     @called("Quantized.bind", "pass a function of the same weights: quantized.bind(step).")
     def bind(self, f: Callable[Concatenate[Any, Q], S]) -> "Quantized[Q, S]":

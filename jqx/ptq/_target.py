@@ -5,7 +5,7 @@ from typing import Literal
 import jax
 
 from .._checks import shown
-from .._errors import message
+from .._errors import fail
 from ..tensor._shared import TARGETS
 
 Target = str | Literal[False] | None
@@ -23,13 +23,11 @@ def target_of(function: str, target: Target) -> str | Literal[False]:
     given = f"target == {shown(target)}"
     if target is None:
         given += f", and the backend of JAX is {meant!r}"
-    raise ValueError(
-        message(
-            function,
-            "`target` is unknown.",
-            given=given,
-            expected=f"one of {', '.join(map(repr, TARGETS))}, or False",
-            mend=f"{_CALLED.get(str(target).lower(), 'pass one of these')}; target=False keeps the "
-            "layout that files use.",
-        )
+    raise fail(
+        function,
+        "`target` is unknown.",
+        given=given,
+        expected=f"one of {', '.join(map(repr, TARGETS))}, or False",
+        fix=f"{_CALLED.get(str(target).lower(), 'pass one of these')}; target=False keeps the "
+        "layout that files use.",
     )

@@ -9,8 +9,7 @@ from jax import dtypes
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._calls import called
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from .._signatures import R
 from ..calibrators import Affine
 from ..transforms import Plan
@@ -107,24 +106,23 @@ class Unbound:
             if like is not None:
                 parents = (like,) if isinstance(self.plan.hoisted.params, int) else tuple(like)
             f, like = without_values(self.plan, f, parents, self.inputs), None
-        require_that(
-            check in (None, "function"),
-            error=ValueError,
-            function="bind",
-            problem="`check` is unknown.",
-            given=f"check == {check!r}",
-            expected='"function", or None',
-            mend='pass check="function", or leave it out.',
-        )
+        if check not in (None, "function"):
+            raise fail(
+                "bind",
+                "`check` is unknown.",
+                given=f"check == {check!r}",
+                expected='"function", or None',
+                fix='pass check="function", or leave it out.',
+            )
         params = self.params if like is None and self.structured else self._filled(like)
         plan = self.plan
         if self.inputs is not None:
-            mend = (
+            fix = (
                 "bind the function that was quantized. Another function of the same weights and "
                 "contractions comes after it: jqx.load(path).bind(f).bind(step)."
             )
             given = placed(plan.params, params, self.inputs)
-            plan, call = plan_of_function("bind", f, plan, given, mend)
+            plan, call = plan_of_function("bind", f, plan, given, fix)
             check_operations("bind", plan.operations, call.jaxpr, strict=check is not None)
         elif check is not None:
             check_operations("bind", "", None, strict=True)
@@ -141,15 +139,14 @@ class Unbound:
     def _filled(self, like: Any) -> Any:
         """Returns the parameters in the structure of `like`."""
         if like is None:
-            text = message(
+            raise fail(
                 "bind",
                 "the file does not hold the structure of the parameters.",
                 given=f"{len(self.params)} leaves by path, and no `like`",
                 expected="parameters with the structure that f takes, of any values; arrays may be "
                 "jax.ShapeDtypeStruct",
-                mend="pass it: jqx.load(path).bind(f, like=params).",
+                fix="pass it: jqx.load(path).bind(f, like=params).",
             )
-            raise ValueError(text)
         own = leaves_by_path(self.params) if self.structured else self.params
         flat, tree = tree_flatten_with_path(like, is_leaf=is_quantized)
         wanted = {_name(keys): x for keys, x in flat if is_array(x)}
@@ -158,15 +155,14 @@ class Unbound:
             path for path in wanted if path in own and _kind(wanted[path]) != _kind(own[path])
         ]
         first = differ[0] if differ else ""
-        require_that(
-            not differ,
-            error=ValueError,
-            function="bind",
-            problem="`like` does not match the parameters in the file.",
-            given=f"{first!r}: {_kind(wanted.get(first))}",
-            expected=f"{first!r}: {_kind(own.get(first))}",
-            mend="pass parameters with the structure that was quantized, of any values.",
-        )
+        if differ:
+            raise fail(
+                "bind",
+                "`like` does not match the parameters in the file.",
+                given=f"{first!r}: {_kind(wanted.get(first))}",
+                expected=f"{first!r}: {_kind(own.get(first))}",
+                fix="pass parameters with the structure that was quantized, of any values.",
+            )
         return tree.unflatten([own[_name(keys)] if is_array(x) else x for keys, x in flat])
 
 
@@ -175,15 +171,14 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     flat, _ = tree_flatten_with_path(tree, is_leaf=is_quantized)
     named = [(_name(keys), leaf) for keys, leaf in flat if is_array(leaf)]
     twice = [path for path, n in Counter(path for path, _ in named).items() if n > 1]
-    require_that(
-        not twice,
-        error=ValueError,
-        function="save",
-        problem="two parameters have the same path.",
-        given=f"{', '.join(map(repr, twice[:4]))} more than once",
-        expected="parameters whose key paths, joined by '/', differ",
-        mend="rename one: a key that contains '/' looks like a key inside another key.",
-    )
+    if twice:
+        raise fail(
+            "save",
+            "two parameters have the same path.",
+            given=f"{', '.join(map(repr, twice[:4]))} more than once",
+            expected="parameters whose key paths, joined by '/', differ",
+            fix="rename one: a key that contains '/' looks like a key inside another key.",
+        )
     return dict(named)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import require_that
+from .._errors import fail
 from ..numerics import format_of
 from ._fields import check_dtypes
 from ._layout import is_flipped
@@ -45,15 +45,14 @@ def _check_order(function: str, q: Any, name: str) -> None:
     if axis is None or not q.order.size:
         return
     found = np.sort(np.moveaxis(np.asarray(q.order), axis, -1), axis=-1)
-    require_that(
-        np.array_equal(found, np.broadcast_to(np.arange(q.shape[axis]), found.shape)),
-        error=ValueError,
-        function=function,
-        problem=f"the tensor {name!r} is not a permutation.",
-        given=f"numbers from {int(found.min())} to {int(found.max())}",
-        expected=f"each of 0 to {q.shape[axis] - 1} exactly once",
-        mend="quantize the array again: its order is damaged.",
-    )
+    if not np.array_equal(found, np.broadcast_to(np.arange(q.shape[axis]), found.shape)):
+        raise fail(
+            function,
+            f"the tensor {name!r} is not a permutation.",
+            given=f"numbers from {int(found.min())} to {int(found.max())}",
+            expected=f"each of 0 to {q.shape[axis] - 1} exactly once",
+            fix="quantize the array again: its order is damaged.",
+        )
 
 
 def _integers(q: Any, form: Any) -> Any:
@@ -73,12 +72,11 @@ def _check_range(function: str, name: str, codes: Any, form: Any) -> None:
         return
     codes = np.asarray(codes)
     least, most = int(codes.min()), int(codes.max())
-    require_that(
-        low <= least and most <= high,
-        error=ValueError,
-        function=function,
-        problem=f"the tensor {name!r} holds numbers that are not codes of {form.name}.",
-        given=f"numbers from {least} to {most}",
-        expected=f"codes from {low} to {high}",
-        mend="quantize the array again: its codes are damaged, or were made for another format.",
-    )
+    if not (low <= least and most <= high):
+        raise fail(
+            function,
+            f"the tensor {name!r} holds numbers that are not codes of {form.name}.",
+            given=f"numbers from {least} to {most}",
+            expected=f"codes from {low} to {high}",
+            fix="quantize the array again: its codes are damaged, or were made for another format.",
+        )

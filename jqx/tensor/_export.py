@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from jax import export
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, require_that
+from .._checks import as_dtype
+from .._errors import fail
 from ..numerics import QType, format_of
 from ..numerics._shared import as_qtype
 from ._json import NONE, Values, check_version, record_from_json, to_json
@@ -59,16 +60,15 @@ def fields_from_json(
 def _write(fields: Any) -> bytes:
     static = _Static(*fields)
     form = format_of(static.qtype)
-    require_that(
-        values_dtype(static.layout, form).name not in _UNSUPPORTED,
-        error=ValueError,
-        function="QTensor",
-        problem=f"jax.export cannot serialize {form.name} values.",
-        given=f"a QTensor of {form.name}, one code an element",
-        expected="packed storage: codes in bytes",
-        mend="pass q.pack() in place of q, when the function is exported and when it is called; "
-        "with zero points, which stay unpacked, use another format, such as numerics.uint3.",
-    )
+    if values_dtype(static.layout, form).name in _UNSUPPORTED:
+        raise fail(
+            "QTensor",
+            f"jax.export cannot serialize {form.name} values.",
+            given=f"a QTensor of {form.name}, one code an element",
+            expected="packed storage: codes in bytes",
+            fix="pass q.pack() in place of q, when the function is exported and when it is called; "
+            "with zero points, which stay unpacked, use another format, such as numerics.uint3.",
+        )
     return json.dumps(fields_to_json("QTensor", static)).encode()
 
 

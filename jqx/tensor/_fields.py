@@ -5,8 +5,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from .._checks import check_real, require_that, shown
-from .._errors import message
+from .._checks import check_real, shown
+from .._errors import fail
 from ..numerics import Integer, format_of
 from ..numerics._shared import E8M0, packed_length
 from ._layout import KERNELS, Layout, Packing, has_int8_layout, has_uint4_layout, values_dtype
@@ -18,23 +18,22 @@ def check_leaves(q: Any) -> None:
     for name in ("values", "scale", "zero_point", "offset", "order"):
         leaf = getattr(q, name)
         if not (hasattr(leaf, "shape") or (leaf is None and name not in ("values", "scale"))):
-            text = message(
+            raise fail(
                 "QTensor",
                 f"`{name}` is not an array.",
                 given=f"an object of type {type(leaf).__name__}",
                 expected="an array",
-                mend=f"pass jnp.asarray({name}).",
+                fix=f"pass jnp.asarray({name}).",
+                error=TypeError,
             )
-            raise TypeError(text)
     if q.zero_point is not None and not isinstance(form, Integer):
-        text = message(
+        raise fail(
             "QTensor",
             f"{form.name} has no zero point.",
             given=f"zero_point of shape {q.zero_point.shape}",
             expected="zero_point=None, or an integer qtype",
-            mend="drop the zero point.",
+            fix="drop the zero point.",
         )
-        raise ValueError(text)
     check_dtypes("QTensor", q)
 
 
@@ -60,14 +59,14 @@ def check_dtypes(function: str, q: Any, where: str = "") -> None:
     if name is not None:
         form, dtype = format_of(q.qtype), getattr(q, name).dtype
         expected = _dtypes(q)[name]
-        text = message(
+        raise fail(
             function,
             f"`{name}`{where} does not hold codes of `qtype`.",
             given=f"{name}.dtype == {dtype.name}",
             expected=f"{name}.dtype == {expected.name}, the codes of {form.name}",
-            mend=f"convert {name}, or pass the qtype of its codes.{_CHANGED}",
+            fix=f"convert {name}, or pass the qtype of its codes.{_CHANGED}",
+            error=TypeError,
         )
-        raise TypeError(text)
 
 
 def wrong_codes(q: Any) -> str | None:
@@ -93,15 +92,14 @@ def _dtypes(q: Any) -> dict[str, Any]:
 def check_blocks(blocks: Any) -> None:
     """Checks that `blocks` is a tuple of triples of positive integers."""
     if not (isinstance(blocks, tuple) and all(map(_is_block, blocks))):
-        text = message(
+        raise fail(
             "QTensor",
             "`blocks` does not describe block sizes.",
             given=f"blocks == {shown(blocks)}",
             expected="a tuple of (length, number of blocks, block size)",
-            mend="leave it out if the number of blocks divides the length; else pass for "
+            fix="leave it out if the number of blocks divides the length; else pass for "
             "example ((100, 4, 32),).",
         )
-        raise ValueError(text)
 
 
 def _is_block(block: Any) -> bool:
@@ -118,37 +116,41 @@ def check_layout(q: Any) -> None:
     layout, form = q.layout, format_of(q.qtype)
     if layout is None:
         return
-    require_that(
+    if not (
         isinstance(layout, Layout)
         and isinstance(layout.packing, Packing | None)
         and all(type(number) is int for number in layout.packing or ())
         and isinstance(layout.swapped, bool)
         and isinstance(layout.int8, bool)
         and isinstance(layout.uint4, bool)
-        and layout.kernel in ("", *KERNELS),
-        error=TypeError,
-        function="QTensor",
-        problem="`layout` is not a layout.",
-        given=f"layout == {layout!r}"
-        if isinstance(q.layout, Layout)
-        else f"an object of type {type(layout).__name__}",
-        expected="None, or a jqx.tensor.Layout",
-        mend="leave it out; QTensor.pack and QTensor.pack_for set it.",
-    )
+        and layout.kernel in ("", *KERNELS)
+    ):
+        raise fail(
+            "QTensor",
+            "`layout` is not a layout.",
+            given=f"layout == {layout!r}"
+            if isinstance(q.layout, Layout)
+            else f"an object of type {type(layout).__name__}",
+            expected="None, or a jqx.tensor.Layout",
+            fix="leave it out; QTensor.pack and QTensor.pack_for set it.",
+            error=TypeError,
+        )
     packed = layout.packing is not None
-    require_that(
+    if not (
         packed + layout.int8 + layout.uint4 <= 1
         and (form.bits < 8 or not packed)
         and (has_int8_layout(form) or not layout.int8)
-        and (has_uint4_layout(form) or not layout.uint4),
-        error=ValueError,
-        function="QTensor",
-        problem=f"codes of {form.name} cannot have this layout.",
-        given=f"layout == {layout!r}",
-        expected="packed for less than 8 bits, int8 for integers of up to 8 bits other than int8, "
-        "or uint4 for other codes of up to 4 bits",
-        mend="leave it out; QTensor.pack and QTensor.pack_for set it.",
-    )
+        and (has_uint4_layout(form) or not layout.uint4)
+    ):
+        raise fail(
+            "QTensor",
+            f"codes of {form.name} cannot have this layout.",
+            given=f"layout == {layout!r}",
+            expected="packed for less than 8 bits, int8 for integers of up to 8 bits other than "
+            "int8, "
+            "or uint4 for other codes of up to 4 bits",
+            fix="leave it out; QTensor.pack and QTensor.pack_for set it.",
+        )
 
 
 def check_shapes(q: Any) -> None:
@@ -162,16 +164,15 @@ def check_shapes(q: Any) -> None:
         for n, m in zip(shape, scale, strict=True)
     )
     if not fits:
-        text = message(
+        raise fail(
             "QTensor",
             "`scale` does not fit `values`.",
             given=f"scale.shape == {scale}, values.shape == {shape}"
             + (f", blocks == {q.blocks}" if q.blocks else ""),
             expected="the rank of values, each dim 1, that of values, or a number of blocks that "
             "divides it",
-            mend="reshape scale: values's size along the axes they share, 1 elsewhere.",
+            fix="reshape scale: values's size along the axes they share, 1 elsewhere.",
         )
-        raise ValueError(text)
     for name in ("zero_point", "offset"):
         if getattr(q, name) is not None:
             check_zero_point("QTensor", getattr(q, name), q.scale, name)
@@ -181,29 +182,26 @@ def check_shapes(q: Any) -> None:
 
 def _check_layout_shape(q: Any, layout: Layout, bits: int) -> None:
     shape = q.values.shape
-    parts = {"given": f"values.shape == {shape}, layout == {layout!r}"}
-    require_that(
-        len(shape) >= 2 or not layout.swapped,
-        error=ValueError,
-        function="QTensor",
-        problem="`values` do not have two axes to be swapped.",
-        expected="two axes or more",
-        mend="map tensors with a layout over leading axes only, or call q.unpack() first.",
-        **parts,
-    )
+    given = f"values.shape == {shape}, layout == {layout!r}"
+    if len(shape) < 2 and layout.swapped:
+        raise fail(
+            "QTensor",
+            "`values` do not have two axes to be swapped.",
+            given=given,
+            fix="map tensors with a layout over leading axes only, or call q.unpack() first.",
+        )
     if layout.packing is None:
         return
     axis, stored = layout.packing.axis, layout.stored_axis
     count = packed_length(layout.packing.length, bits)
-    require_that(
-        -len(shape) <= axis < 0 and shape[stored] == count,
-        error=ValueError,
-        function="QTensor",
-        problem="`values` do not have the packed shape.",
-        expected=f"{count} bytes along axis {stored}",
-        mend="make packed tensors with QTensor.pack.",
-        **parts,
-    )
+    if not -len(shape) <= axis < 0 or shape[stored] != count:
+        raise fail(
+            "QTensor",
+            "`values` do not have the packed shape.",
+            given=given,
+            expected=f"{count} bytes along axis {stored}",
+            fix="make packed tensors with QTensor.pack.",
+        )
 
 
 def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
@@ -216,17 +214,16 @@ def check_zero_point(
 ) -> None:
     """Checks that a zero point, or an offset, broadcasts to its scale."""
     shape, full = zero_point.shape, scale.shape
-    require_that(
-        broadcasts(shape, full),
-        error=ValueError,
-        function=function,
-        problem=f"`{name}` does not fit `scale`.",
-        given=f"{name}.shape == {shape}, scale.shape == {full}",
-        expected="the rank of scale, each dim 1 or that of scale",
-        mend=f"reshape {name}: scale's size along the axes they share, 1 elsewhere.",
-    )
+    if not broadcasts(shape, full):
+        raise fail(
+            function,
+            f"`{name}` does not fit `scale`.",
+            given=f"{name}.shape == {shape}, scale.shape == {full}",
+            expected="the rank of scale, each dim 1 or that of scale",
+            fix=f"reshape {name}: scale's size along the axes they share, 1 elsewhere.",
+        )
 
 
-def refuse_as_array(function: str, problem: str, x: Any, mend: str) -> NoReturn:
+def refuse_as_array(function: str, problem: str, x: Any, fix: str) -> NoReturn:
     """Raises, because the caller must choose between the codes and the real array."""
-    raise TypeError(message(function, problem, given=repr(x), expected="an array", mend=mend))
+    raise fail(function, problem, given=repr(x), expected="an array", fix=fix, error=TypeError)

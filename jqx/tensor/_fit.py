@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 
-from .._checks import require_that
+from .._errors import fail
 from ..calibrators import Affine, Groups
 from ..numerics import Block, format_of
 from ._fields import broadcasts
@@ -25,24 +25,23 @@ def groups_of(
     form = format_of(spec.qtype)
     if isinstance(form, Block):
         tail = getattr(spec.granularity, "tail", False)
-        require_that(
-            groups.per_scale in (form.size, 0) or (tail and groups.per_scale < form.size),
-            error=ValueError,
-            function=function,
-            problem=f"{form.name} has blocks of {form.size} elements.",
-            given=f"granularity {spec.granularity}: {groups.per_scale} elements of {shape} a block",
-            expected=f"block sizes whose product is {form.size}",
-            mend=f"pass per_group({form.size}), or per_block with size 1 for every other axis.",
-        )
+        if groups.per_scale not in (form.size, 0) and not (tail and groups.per_scale < form.size):
+            raise fail(
+                function,
+                f"{form.name} has blocks of {form.size} elements.",
+                given=f"granularity {spec.granularity}: {groups.per_scale} elements of {shape} a "
+                f"block",
+                expected=f"block sizes whose product is {form.size}",
+                fix=f"pass per_group({form.size}), or per_block with size 1 for every other axis.",
+            )
     if affine is None or affine.scale.shape == groups.scale_shape:
         return groups
-    require_that(
-        broadcasts(affine.scale.shape, shape),
-        error=ValueError,
-        function=function,
-        problem="`affine.scale` does not fit `x`.",
-        given=f"affine.scale.shape == {affine.scale.shape}, x.shape == {shape}",
-        expected=f"shape {groups.scale_shape}, the scale shape of spec",
-        mend="pass one scale per index of the axes that have their own, with size 1 elsewhere.",
-    )
+    if not broadcasts(affine.scale.shape, shape):
+        raise fail(
+            function,
+            "`affine.scale` does not fit `x`.",
+            given=f"affine.scale.shape == {affine.scale.shape}, x.shape == {shape}",
+            expected=f"shape {groups.scale_shape}, the scale shape of spec",
+            fix="pass one scale per index of the axes that have their own, with size 1 elsewhere.",
+        )
     return Groups.of_scale(shape, affine.scale.shape)

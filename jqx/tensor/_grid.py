@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import require_that
+from .._errors import fail
 from ..calibrators import Affine, Groups, absmax
 from ..gradients import ste, ste_unclipped, straight_through
 from ..gradients._shared import check_key
@@ -141,15 +141,15 @@ def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.
     if not isinstance(form, Block):
         return scale, None
     if not form.two_level:
-        require_that(
-            scale.dtype == E8M0,
-            error=TypeError,
-            function=function,
-            problem=f"the scales of {form.name} are powers of two.",
-            given=f"a scale of dtype {scale.dtype.name}",
-            expected=f"dtype {E8M0.name}",
-            mend="convert it with scale.astype(jnp.float8_e8m0fnu), if they are powers of two.",
-        )
+        if scale.dtype != E8M0:
+            raise fail(
+                function,
+                f"the scales of {form.name} are powers of two.",
+                given=f"a scale of dtype {scale.dtype.name}",
+                expected=f"dtype {E8M0.name}",
+                fix="convert it with scale.astype(jnp.float8_e8m0fnu), if they are powers of two.",
+                error=TypeError,
+            )
         return scale, None
     # A block whose scale is NaN must not make the scales of all other blocks NaN.
     known = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)

@@ -23,8 +23,7 @@ import numpy as np
 
 from .. import calibrators, gradients, numerics
 from .._added import unwritten
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from ..calibrators import _shared as _of_calibrators
 from ..gradients import _shared as _of_gradients
 from ..numerics import _shared as _of_numerics
@@ -106,15 +105,14 @@ def from_json(function: str, data: Any, kind: Any, values: Values, where: str) -
       TypeError: a class rejects its fields.
     """
     value = _value(function, data, kind, values, where)
-    require_that(
-        _fits(value, kind),
-        error=ValueError,
-        function=function,
-        problem=f"{where} has the wrong type.",
-        given=f"a {type(value).__name__}" if isinstance(data, (dict, list)) else repr(data),
-        expected=_words(kind),
-        mend="restore the file; its fields are those that to_dict returns.",
-    )
+    if not _fits(value, kind):
+        raise fail(
+            function,
+            f"{where} has the wrong type.",
+            given=f"a {type(value).__name__}" if isinstance(data, (dict, list)) else repr(data),
+            expected=_words(kind),
+            fix="restore the file; its fields are those that to_dict returns.",
+        )
     return value
 
 
@@ -147,27 +145,25 @@ def _value(function: str, data: Any, kind: Any, values: Values, where: str) -> A
 def record_from_json(function: str, data: Any, cls: type, values: Values, where: str) -> Any:
     """Returns an instance of a class from its fields as JSON."""
     kinds = _fields(cls)
-    require_that(
-        isinstance(data, dict),
-        error=ValueError,
-        function=function,
-        problem=f"{where} has no fields.",
-        given=f"a {type(data).__name__}",
-        expected=f"an object with the fields {', '.join(kinds) or '(none)'}",
-        mend="restore the file.",
-    )
+    if not isinstance(data, dict):
+        raise fail(
+            function,
+            f"{where} has no fields.",
+            given=f"a {type(data).__name__}",
+            expected=f"an object with the fields {', '.join(kinds) or '(none)'}",
+            fix="restore the file.",
+        )
     for name in data:
         _check_name(function, "field", name, kinds, where)
     missing = [name for name in kinds if name not in data and name not in unwritten(cls)]
-    require_that(
-        not missing,
-        error=ValueError,
-        function=function,
-        problem=f"{where} does not have the field {missing[0] if missing else ''!r}.",
-        given=f"the fields {', '.join(data) or '(none)'}",
-        expected=f"the fields {', '.join(kinds)}",
-        mend="restore the file, or write it again with this version of jqx.",
-    )
+    if missing:
+        raise fail(
+            function,
+            f"{where} does not have the field {missing[0] if missing else ''!r}.",
+            given=f"the fields {', '.join(data) or '(none)'}",
+            expected=f"the fields {', '.join(kinds)}",
+            fix="restore the file, or write it again with this version of jqx.",
+        )
     fields = {
         name: from_json(function, data[name], kind, values, f"{where}.{name}")
         for name, kind in kinds.items()
@@ -182,29 +178,28 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
 
 def check_values(function: str, values: Any) -> None:
     """Checks that `values` is a dict of objects by name."""
-    require_that(
-        isinstance(values, Mapping) and all(isinstance(name, str) for name in values),
-        error=TypeError,
-        function=function,
-        problem="`values` is not a dict of objects by name.",
-        given=f"an object of type {type(values).__name__}",
-        expected="a dict with strings for keys",
-        mend='pass for example values={"mine": object}.',
-    )
+    if not (isinstance(values, Mapping) and all(isinstance(name, str) for name in values)):
+        raise fail(
+            function,
+            "`values` is not a dict of objects by name.",
+            given=f"an object of type {type(values).__name__}",
+            expected="a dict with strings for keys",
+            fix='pass for example values={"mine": object}.',
+            error=TypeError,
+        )
 
 
 def check_version(function: str, data: Any, version: int) -> dict[str, Any]:
     """Returns the fields of data that has a version number, after checking that number."""
     found = data.get("version") if isinstance(data, Mapping) else None
-    require_that(
-        type(found) is int and found == version,
-        error=ValueError,
-        function=function,
-        problem="the version is unknown.",
-        given=f"version {found!r}" if isinstance(data, Mapping) else f"a {type(data).__name__}",
-        expected=f"an object with version {version}",
-        mend="read it with the version of jqx that wrote it, or write it again with this one.",
-    )
+    if not (type(found) is int and found == version):
+        raise fail(
+            function,
+            "the version is unknown.",
+            given=f"version {found!r}" if isinstance(data, Mapping) else f"a {type(data).__name__}",
+            expected=f"an object with version {version}",
+            fix="read it with the version of jqx that wrote it, or write it again with this one.",
+        )
     return {name: value for name, value in data.items() if name != "version"}
 
 
@@ -268,37 +263,32 @@ def _check_name(function: str, what: str, name: str, known: Any, where: str) -> 
 
 
 def _refuse_name(function: str, what: str, name: str, known: Any, where: str) -> NoReturn:
-    raise ValueError(
-        message(
-            function,
-            f"the {what} {name!r} at {where} is unknown.",
-            given=repr(name),
-            expected=f"one of {', '.join(known)}" if known else "none",
-            mend="restore the file, or read it with the version of jqx that wrote it.",
-        )
+    raise fail(
+        function,
+        f"the {what} {name!r} at {where} is unknown.",
+        given=repr(name),
+        expected=f"one of {', '.join(known)}" if known else "none",
+        fix="restore the file, or read it with the version of jqx that wrote it.",
     )
 
 
 def _check_value(function: str, name: Any, values: Values, where: str) -> None:
-    require_that(
-        isinstance(name, str) and name in values,
-        error=ValueError,
-        function=function,
-        problem=f"the object {name!r} at {where} is not among `values`.",
-        given=f"values with the names {', '.join(map(repr, values)) or '(none)'}",
-        expected=f"an object with the name {name!r}",
-        mend=f"pass values={{{name!r}: object}}: only objects of jqx itself are stored.",
-    )
+    if not (isinstance(name, str) and name in values):
+        raise fail(
+            function,
+            f"the object {name!r} at {where} is not among `values`.",
+            given=f"values with the names {', '.join(map(repr, values)) or '(none)'}",
+            expected=f"an object with the name {name!r}",
+            fix=f"pass values={{{name!r}: object}}: only objects of jqx itself are stored.",
+        )
 
 
 def _refuse_object(function: str, value: Any) -> NoReturn:
     kind = type(value).__name__
-    raise ValueError(
-        message(
-            function,
-            f"an object of type {kind} is neither of a class of jqx nor among `values`.",
-            given=f"{kind} of the module {type(value).__module__}",
-            expected="values of jqx.numerics, jqx.calibrators and jqx.gradients, or named objects",
-            mend='give it a name: values={"mine": object}, here and when you read it.',
-        )
+    raise fail(
+        function,
+        f"an object of type {kind} is neither of a class of jqx nor among `values`.",
+        given=f"{kind} of the module {type(value).__module__}",
+        expected="values of jqx.numerics, jqx.calibrators and jqx.gradients, or named objects",
+        fix='give it a name: values={"mine": object}, here and when you read it.',
     )

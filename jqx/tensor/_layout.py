@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._added import added
-from .._checks import require_that
+from .._errors import fail
 from ..numerics import Block, Integer, QType, format_of
 from ..numerics._shared import (
     is_signed,
@@ -172,24 +172,24 @@ def _flipped(codes: jax.Array, dtype: Any) -> jax.Array:
 
 def packed_axis(function: str, form: QType, axis: int, rank: int) -> int:
     """Returns the axis to pack along, counted from the first, after checking that it exists."""
-    require_that(
-        form.bits < 8,
-        error=ValueError,
-        function=function,
-        problem=f"codes of {form.name} already fill their bytes.",
-        given=f"{form.bits} bits",
-        expected="a format of 7 bits or less",
-        mend="leave it unpacked.",
-    )
-    require_that(
-        isinstance(axis, (int, np.integer)) and -rank <= axis < rank,
-        error=ValueError,
-        function=function,
-        problem="the axis to pack along does not exist.",
-        given=f"axis {axis!r} for rank {rank}",
-        expected=f"an axis in [{-rank}, {rank - 1}]" if rank else "an array of one axis or more",
-        mend="name an axis of the array.",
-    )
+    if not form.bits < 8:
+        raise fail(
+            function,
+            f"codes of {form.name} already fill their bytes.",
+            given=f"{form.bits} bits",
+            expected="a format of 7 bits or less",
+            fix="leave it unpacked.",
+        )
+    if not (isinstance(axis, (int, np.integer)) and -rank <= axis < rank):
+        raise fail(
+            function,
+            "the axis to pack along does not exist.",
+            given=f"axis {axis!r} for rank {rank}",
+            expected=f"an axis in [{-rank}, {rank - 1}]"
+            if rank
+            else "an array of one axis or more",
+            fix="name an axis of the array.",
+        )
     return int(axis) % rank
 
 
@@ -201,29 +201,28 @@ def depth_of(q: Any) -> int:
 def check_view(function: str, q: Any, whole: bool) -> None:
     """Checks that a view does not change the axes that the layout of a QTensor affects."""
     depth = depth_of(q)
-    require_that(
-        whole or not depth,
-        error=ValueError,
-        function=function,
-        problem=f"the codes are {q.layout}.",
-        given=repr(q),
-        expected=f"the default layout, or a view that leaves axes {list(range(-depth, 0))} whole",
-        mend="call q.unpack() first.",
-    )
+    if not whole and depth:
+        raise fail(
+            function,
+            f"the codes are {q.layout}.",
+            given=repr(q),
+            expected=f"the default layout, or a view that leaves axes {list(range(-depth, 0))} "
+            f"whole",
+            fix="call q.unpack() first.",
+        )
 
 
 def pack(q: T, axis: int) -> T:
     """Packs a QTensor in the default layout; see `QTensor.pack`."""
     form = format_of(q.qtype)
-    require_that(
-        q.layout is None,
-        error=ValueError,
-        function="QTensor.pack",
-        problem=f"the codes are {q.layout}.",
-        given=repr(q),
-        expected="codes in the default layout",
-        mend="call q.unpack() first.",
-    )
+    if q.layout is not None:
+        raise fail(
+            "QTensor.pack",
+            f"the codes are {q.layout}.",
+            given=repr(q),
+            expected="codes in the default layout",
+            fix="call q.unpack() first.",
+        )
     axis = packed_axis("QTensor.pack", form, axis, q.ndim)
     packing = Packing(axis - q.ndim, q.shape[axis])
     return dataclasses.replace(q, values=_packed(q, axis), layout=Layout(packing))

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from .._calls import called
-from .._checks import require_that, shown
-from .._errors import message
+from .._checks import shown
+from .._errors import fail
 from .._heap import give_back
 
 _LARGE = 1 << 20
@@ -86,15 +86,14 @@ class Lazy:
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
         kinds = [[_kind(x) for x in jax.tree.leaves(tree)] for tree in (given, self.spec)]
         same = jax.tree.structure(found) == jax.tree.structure(self.spec)
-        require_that(
-            same and kinds[0] == kinds[1],
-            error=ValueError,
-            function="interop.Lazy",
-            problem="the result of `make` does not match `spec`.",
-            given=lambda: shown(given),
-            expected=lambda: shown(self.spec),
-            mend="derive `spec` from `make`, such as with jax.eval_shape.",
-        )
+        if not (same and kinds[0] == kinds[1]):
+            raise fail(
+                "interop.Lazy",
+                "the result of `make` does not match `spec`.",
+                given=shown(given),
+                expected=shown(self.spec),
+                fix="derive `spec` from `make`, such as with jax.eval_shape.",
+            )
         return found
 
     def then(self, f: Callable[[Any], Any], key: str | None) -> "Lazy":
@@ -124,15 +123,14 @@ def check_read(function: str, named: Iterable[tuple[str | None, Any]]) -> None:
     for path, leaf in named:
         if isinstance(leaf, Lazy):
             own = "a leaf" if path is None else f"the leaf {path!r}"
-            raise TypeError(
-                message(
-                    function,
-                    f"{own} has not been read yet.",
-                    given=f"{leaf!r}"[:200],
-                    expected="arrays: only planning, jqx.save, and jqx.ptq with rounding to "
-                    "nearest or layer by layer accept Lazy leaves",
-                    mend="read them: jax.tree.map(lambda x: x.read(), params).",
-                )
+            raise fail(
+                function,
+                f"{own} has not been read yet.",
+                given=f"{leaf!r}"[:200],
+                expected="arrays: only planning, jqx.save, and jqx.ptq with rounding to "
+                "nearest or layer by layer accept Lazy leaves",
+                fix="read them: jax.tree.map(lambda x: x.read(), params).",
+                error=TypeError,
             )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 
 from .._checks import check_instance
-from .._errors import message
+from .._errors import fail
 from ._fields import refuse_as_array
 
 _INSTEAD = {
@@ -55,7 +55,7 @@ _ALONE = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
 def check_affine(affine: Any) -> None:
     """Checks the argument `affine` of `QTensor.quantize`."""
     if affine is not None:
-        check_instance("QTensor.quantize", "affine", affine, tuple, mend=_AFFINE)
+        check_instance("QTensor.quantize", "affine", affine, tuple, fix=_AFFINE)
 
 
 class Named(type):
@@ -84,8 +84,8 @@ class NoArray(metaclass=Named):
 
         def __array__(self, *args: Any, **kwargs: Any) -> Any:
             """Raises, because the caller must choose between the codes and the real array."""
-            mend = "pass q.dequantize() for the real array, or q.values for the codes."
-            refuse_as_array("QTensor", "a QTensor is not an array.", self, mend)
+            fix = "pass q.dequantize() for the real array, or q.values for the codes."
+            refuse_as_array("QTensor", "a QTensor is not an array.", self, fix)
 
         def __getattr__(self, name: str) -> Any:
             """Raises: looked up only if there is no such attribute."""
@@ -93,28 +93,27 @@ class NoArray(metaclass=Named):
                 raise AttributeError(name)
             own = [x for x in dir(type(self)) if not x.startswith("_")]
             close = difflib.get_close_matches(name, [*own, "values", "scale"], n=1)
-            mend = f"write q.dequantize().{name}." if hasattr(jax.Array, name) else None
-            mend = _INSTEAD.get(name, mend) or (f"did you mean q.{close[0]}?" if close else None)
-            raise AttributeError(
-                message(
-                    "QTensor",
-                    f"a QTensor has no attribute {name!r}.",
-                    given=f"q.{name}",
-                    expected="codes q.values, q.scale, q.zero_point; views such as q.T, q.reshape, "
-                    "q[...]; q.dequantize()",
-                    mend=mend or "take the attribute of q.dequantize().",
-                )
+            fix = f"write q.dequantize().{name}." if hasattr(jax.Array, name) else None
+            fix = _INSTEAD.get(name, fix) or (f"did you mean q.{close[0]}?" if close else None)
+            raise fail(
+                "QTensor",
+                f"a QTensor has no attribute {name!r}.",
+                given=f"q.{name}",
+                expected="codes q.values, q.scale, q.zero_point; views such as q.T, q.reshape, "
+                "q[...]; q.dequantize()",
+                fix=fix or "take the attribute of q.dequantize().",
+                error=AttributeError,
             )
 
 
-def _refusing(what: str, mend: str) -> Any:
+def _refusing(what: str, fix: str) -> Any:
     def refuse(self: Any, *others: Any) -> Any:
-        refuse_as_array("QTensor", f"a QTensor has no {what}.", self, mend)
+        refuse_as_array("QTensor", f"a QTensor has no {what}.", self, fix)
 
     return refuse
 
 
-for _what, (_names, _mend) in _OPERATORS.items():
+for _what, (_names, _fix) in _OPERATORS.items():
     for _name in _names.split():
         for _sign in (_name,) if _name in _ALONE else (_name, f"r{_name}"):
-            setattr(NoArray, f"__{_sign}__", _refusing(_what, _mend))
+            setattr(NoArray, f"__{_sign}__", _refusing(_what, _fix))

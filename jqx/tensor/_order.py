@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from .._errors import message
+from .._errors import fail
 
 
 def permuted_axis(order: Any) -> int | None:
@@ -26,15 +26,14 @@ def check_order(q: Any) -> None:
     if fits and order.dtype == jnp.int32:
         return
     error = ValueError if order.dtype == jnp.int32 else TypeError
-    raise error(
-        message(
-            "QTensor",
-            "`order` does not fit `values`.",
-            given=f"order {order.dtype.name}{list(shape)}, shape {q.shape}",
-            expected="int32, of the rank of values, with their size along the permuted axis (and "
-            "along axes before it that have their own orders), 1 elsewhere",
-            mend="reshape it: for a permuted last axis of a matrix, order.reshape(1, -1).",
-        )
+    raise fail(
+        "QTensor",
+        "`order` does not fit `values`.",
+        given=f"order {order.dtype.name}{list(shape)}, shape {q.shape}",
+        expected="int32, of the rank of values, with their size along the permuted axis (and "
+        "along axes before it that have their own orders), 1 elsewhere",
+        fix="reshape it: for a permuted last axis of a matrix, order.reshape(1, -1).",
+        error=error,
     )
 
 
@@ -81,13 +80,11 @@ def check_same_axis(function: str, q: Any, order: Any, axis: int) -> None:
 
 def refuse(function: str, q: Any, expected: str) -> NoReturn:
     """Raises, because a view or a contraction would need the permuted axis in order."""
-    raise ValueError(
-        message(
-            function,
-            f"axis {permuted_axis(q.order)} of the array is permuted, and cannot be cut, joined or "
-            "reshaped.",
-            given=repr(q),
-            expected=expected,
-            mend="apply it to q.dequantize(), or before the array is quantized.",
-        )
+    raise fail(
+        function,
+        f"axis {permuted_axis(q.order)} of the array is permuted, and cannot be cut, joined or "
+        "reshaped.",
+        given=repr(q),
+        expected=expected,
+        fix="apply it to q.dequantize(), or before the array is quantized.",
     )

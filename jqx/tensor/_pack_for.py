@@ -6,7 +6,7 @@ import jax
 from jax.tree_util import keystr
 
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from .._signatures import T
 from ._qtensor import QTensor
 from ._shardings import kept
@@ -79,15 +79,14 @@ def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
     """
     check_target("pack_for", target, contracted)
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)
-    require_that(
-        any(_is_quantized(leaf) for _, leaf in flat),
-        error=ValueError,
-        function="pack_for",
-        problem="there is no QTensor to lay out.",
-        given=f"a tree of {len(flat)} leaves" if flat else "a tree without leaves",
-        expected="one QTensor or more among them",
-        mend="pass what jqx.quantize_params returns.",
-    )
+    if not any(_is_quantized(leaf) for _, leaf in flat):
+        raise fail(
+            "pack_for",
+            "there is no QTensor to lay out.",
+            given=f"a tree of {len(flat)} leaves" if flat else "a tree without leaves",
+            expected="one QTensor or more among them",
+            fix="pass what jqx.quantize_params returns.",
+        )
     leaves = []
     for path, leaf in flat:
         if _is_quantized(leaf):

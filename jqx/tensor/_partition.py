@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from .._checks import require_that
+from .._errors import fail
 from ._order import permuted_axis
 
 T = TypeVar("T", bound=Any)
@@ -38,25 +38,24 @@ def partition_specs(
         if n == 1:
             continue
         size, block = q.shape[axis] // n, q.groups.sizes[axis]
-        require_that(
-            packing is None or packing.axis % q.ndim != axis,
-            error=ValueError,
-            function=function,
-            problem=f"axis {axis}{where} is partitioned, but codes are packed along it.",
-            given=f"{spec} of {q!r}",
-            expected="no byte with codes of several devices",
-            mend="pack it along another axis, or unpack() it first.",
-        )
-        require_that(
-            q.scale.shape[axis] == 1 or size % block == 0,
-            error=ValueError,
-            function=function,
-            problem=f"axis {axis}{where} is partitioned within blocks that share a scale.",
-            given=f"{spec} of {q!r}: {size} elements per device, blocks of {block}",
-            expected=f"whole blocks on each device: {_counts(q.shape[axis] // block)} parts",
-            mend="use one of these numbers of parts, use blocks that divide the part of a device, "
-            "or partition another axis.",
-        )
+        if packing is not None and packing.axis % q.ndim == axis:
+            raise fail(
+                function,
+                f"axis {axis}{where} is partitioned, but codes are packed along it.",
+                given=f"{spec} of {q!r}",
+                expected="no byte with codes of several devices",
+                fix="pack it along another axis, or unpack() it first.",
+            )
+        if q.scale.shape[axis] != 1 and size % block != 0:
+            raise fail(
+                function,
+                f"axis {axis}{where} is partitioned within blocks that share a scale.",
+                given=f"{spec} of {q!r}: {size} elements per device, blocks of {block}",
+                expected=f"whole blocks on each device: {_counts(q.shape[axis] // block)} parts",
+                fix="use one of these numbers of parts, use blocks that divide the part of a "
+                "device, "
+                "or partition another axis.",
+            )
 
     def of_parameter(parameter: Any) -> Any:
         own = PartitionSpec(
@@ -68,15 +67,14 @@ def partition_specs(
     swapped = q.layout is not None and q.layout.swapped
     stored = PartitionSpec(*entries[:-2], *reversed(entries[-2:])) if swapped else spec
     axis = None if q.order is None else permuted_axis(q.order)
-    require_that(
-        axis is None or _count(entries[axis], sizes) == 1,
-        error=ValueError,
-        function=function,
-        problem=f"axis {axis}{where} is partitioned, but it is permuted.",
-        given=f"{spec} of {q!r}",
-        expected="an axis in order, or the whole axis on each device",
-        mend="partition another axis.",
-    )
+    if axis is not None and _count(entries[axis], sizes) != 1:
+        raise fail(
+            function,
+            f"axis {axis}{where} is partitioned, but it is permuted.",
+            given=f"{spec} of {q!r}",
+            expected="an axis in order, or the whole axis on each device",
+            fix="partition another axis.",
+        )
     parameters = [
         of_parameter(x) for x in (q.scale, q.zero_point, q.offset, q.order) if x is not None
     ]
@@ -88,26 +86,24 @@ def check_parts(
 ) -> None:
     """Checks that an array has the axes that are partitioned, and that its parts are equal."""
     where = f" of {place!r}" if place else ""
-    require_that(
-        len(spec) <= x.ndim,
-        error=ValueError,
-        function=function,
-        problem=f"the partition{where} has more axes than the array.",
-        given=f"{spec} of shape {list(x.shape)}",
-        expected=f"{x.ndim} entries or fewer",
-        mend="pass an entry for each axis, None where it is not partitioned.",
-    )
+    if not len(spec) <= x.ndim:
+        raise fail(
+            function,
+            f"the partition{where} has more axes than the array.",
+            given=f"{spec} of shape {list(x.shape)}",
+            expected=f"{x.ndim} entries or fewer",
+            fix="pass an entry for each axis, None where it is not partitioned.",
+        )
     for axis, (entry, size) in enumerate(zip(spec, x.shape, strict=False)):
         n = _count(entry, sizes)
-        require_that(
-            size % n == 0,
-            error=ValueError,
-            function=function,
-            problem=f"axis {axis}{where} does not divide into parts.",
-            given=f"{spec} of shape {list(x.shape)}: {n} parts",
-            expected=f"{_counts(size)} parts",
-            mend="use one of these numbers of parts, or partition another axis.",
-        )
+        if size % n != 0:
+            raise fail(
+                function,
+                f"axis {axis}{where} does not divide into parts.",
+                given=f"{spec} of shape {list(x.shape)}: {n} parts",
+                expected=f"{_counts(size)} parts",
+                fix="use one of these numbers of parts, or partition another axis.",
+            )
 
 
 def _counts(size: int) -> str:

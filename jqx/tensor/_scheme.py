@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from .. import calibrators
 from .._checks import shown
-from .._errors import message
+from .._errors import fail, message
 from ..calibrators import Calibrator, absmax, minmax
 from ..calibrators._shared import per_channel, per_group, per_tensor, per_token
 from ..numerics import Block, QType, format_of
@@ -112,16 +112,15 @@ def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> 
     if value is None or isinstance(value, QSpec):
         return value
     if not isinstance(value, str):
-        raise TypeError(
-            message(
-                function,
-                f"`{argument}` is neither a QSpec nor a scheme.",
-                given=f"{argument} == {shown(value)}"
-                if isinstance(value, (bool, int, float, Mapping))
-                else f"an object of type {type(value).__name__}",
-                expected='a jqx.QSpec, a scheme such as "int4:group=32", or None for float',
-                mend=_mend(value, role),
-            )
+        raise fail(
+            function,
+            f"`{argument}` is neither a QSpec nor a scheme.",
+            given=f"{argument} == {shown(value)}"
+            if isinstance(value, (bool, int, float, Mapping))
+            else f"an object of type {type(value).__name__}",
+            expected='a jqx.QSpec, a scheme such as "int4:group=32", or None for float',
+            fix=_fix(value, role),
+            error=TypeError,
         )
     spec, contract = parse_scheme(value, role, function)
     if contract is not None:
@@ -136,14 +135,13 @@ def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
     if spec is not None:
         return spec
     error = TypeError if value is None else ValueError
-    raise error(
-        message(
-            function,
-            f"`{argument}` is {value}, but a format is needed.",
-            given=f"{argument} == {value!r}",
-            expected='a jqx.QSpec, or a scheme such as "int8:tensor"',
-            mend='pass for example "int8", or leave the array as it is.',
-        )
+    raise fail(
+        function,
+        f"`{argument}` is {value}, but a format is needed.",
+        given=f"{argument} == {value!r}",
+        expected='a jqx.QSpec, or a scheme such as "int8:tensor"',
+        fix='pass for example "int8", or leave the array as it is.',
+        error=error,
     )
 
 
@@ -156,7 +154,7 @@ _ONE_FOR: dict[Role, str] = {
 """What shares a scale if a scheme has no granularity, by what it is for."""
 
 
-def _mend(value: Any, role: Role) -> str:
+def _fix(value: Any, role: Role) -> str:
     """Returns how to pass a value that is almost a spec."""
     if isinstance(value, Mapping):
         return 'make a spec of the fields: jqx.QSpec("int8", symmetric=True).'
@@ -237,8 +235,8 @@ def _calibrator(function: str, text: str, given: dict[str, str]) -> Calibrator:
     if name not in _CALIBRATORS:
         expected = f"one of {', '.join(_CALIBRATORS)}"
         close = difflib.get_close_matches(name, _CALIBRATORS, n=1)
-        mend = f"write 'calibrator={close[0]}'." if close else None
-        raise _wrong(function, "the calibrator is unknown.", text, expected, mend)
+        fix = f"write 'calibrator={close[0]}'." if close else None
+        raise _wrong(function, "the calibrator is unknown.", text, expected, fix)
     return _CALIBRATORS[name]
 
 
@@ -251,12 +249,10 @@ def _integer(function: str, text: str, number: str) -> int:
 
 def _unknown(function: str, name: str, known: Mapping[str, Any]) -> ValueError:
     close = difflib.get_close_matches(name, known, n=1)
-    mend = f"write {close[0]!r}." if close else 'write for example "int8", or "int4:group=32".'
-    mend = preset_instead(name) or mend
+    fix = f"write {close[0]!r}." if close else 'write for example "int8", or "int4:group=32".'
+    fix = preset_instead(name) or fix
     expected = f"float, or one of {', '.join(known)}"
-    text = message(
-        function, "the format is unknown.", given=repr(name), expected=expected, mend=mend
-    )
+    text = message(function, "the format is unknown.", given=repr(name), expected=expected, fix=fix)
     return ValueError(text)
 
 
@@ -279,10 +275,10 @@ def preset_instead(name: str) -> str | None:
 
 
 def _wrong(
-    function: str, problem: str, given: str, expected: str, mend: str | None = None
+    function: str, problem: str, given: str, expected: str, fix: str | None = None
 ) -> ValueError:
-    mend = (
-        mend
+    fix = (
+        fix
         or 'write a format and its options, such as "int8:tensor" or "int4:group=32:asymmetric".'
     )
-    return ValueError(message(function, problem, given=given, expected=expected, mend=mend))
+    return ValueError(message(function, problem, given=given, expected=expected, fix=fix))

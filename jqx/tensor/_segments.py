@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import export
 
 from .._calls import called
-from .._checks import normalize_axes, require_that
+from .._checks import normalize_axes
+from .._errors import fail
 from ._fields import refuse_as_array
 from ._lazy import Lazy, abstract, read
 from ._qtensor import QTensor
@@ -62,15 +63,14 @@ class Segments:
         _check_parts(parts)
         (axis,) = normalize_axes("Segments", axis, parts[0].ndim, argument="axis")
         kinds = {(*_without(part.shape, axis), jnp.dtype(part.dtype).name) for part in parts}
-        require_that(
-            len(kinds) == 1,
-            error=ValueError,
-            function="Segments",
-            problem=f"the parts differ in dtype, or in shape along other axes than {axis}.",
-            given=", ".join(_kind(part) for part in parts[:4]),
-            expected=f"one dtype, and one shape except for axis {axis}",
-            mend="pass parts of one array.",
-        )
+        if len(kinds) != 1:
+            raise fail(
+                "Segments",
+                f"the parts differ in dtype, or in shape along other axes than {axis}.",
+                given=", ".join(_kind(part) for part in parts[:4]),
+                expected=f"one dtype, and one shape except for axis {axis}",
+                fix="pass parts of one array.",
+            )
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "axis", axis)
 
@@ -114,8 +114,8 @@ class Segments:
 
         def __array__(self, *args: Any, **kwargs: Any) -> Any:
             """Raises, as for a QTensor."""
-            mend = "pass segments.dequantize() for the real array."
-            refuse_as_array("Segments", "Segments are not an array.", self, mend)
+            fix = "pass segments.dequantize() for the real array."
+            refuse_as_array("Segments", "Segments are not an array.", self, fix)
 
     def __repr__(self) -> str:
         if not all(hasattr(part, "shape") and hasattr(part, "dtype") for part in self.parts):
@@ -129,26 +129,26 @@ class Segments:
 
 
 def _check_parts(parts: tuple[Any, ...]) -> None:
-    require_that(
-        parts,
-        error=ValueError,
-        function="Segments",
-        problem="there are no parts.",
-        given="no parts",
-        expected="one QTensor or array, or more",
-        mend="pass the parts in order.",
-    )
-    for part in parts:
-        require_that(
-            isinstance(part, QTensor)
-            or (hasattr(part, "shape") and hasattr(part, "dtype") and len(part.shape) > 0),
-            error=TypeError,
-            function="Segments",
-            problem="a part is neither a QTensor nor an array of one axis or more.",
-            given=f"an object of type {type(part).__name__}",
-            expected="QTensors and arrays",
-            mend="pass for example jqx.Segments([q, w[4:]]).",
+    if not parts:
+        raise fail(
+            "Segments",
+            "there are no parts.",
+            given="no parts",
+            expected="one QTensor or array, or more",
+            fix="pass the parts in order.",
         )
+    for part in parts:
+        if not isinstance(part, QTensor) and not (
+            hasattr(part, "shape") and hasattr(part, "dtype") and len(part.shape) > 0
+        ):
+            raise fail(
+                "Segments",
+                "a part is neither a QTensor nor an array of one axis or more.",
+                given=f"an object of type {type(part).__name__}",
+                expected="QTensors and arrays",
+                fix="pass for example jqx.Segments([q, w[4:]]).",
+                error=TypeError,
+            )
 
 
 def _without(shape: Sequence[int], axis: int) -> tuple[Any, ...]:

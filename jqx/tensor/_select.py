@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_instance, normalize_axes, require_that
+from .._checks import check_instance, normalize_axes
+from .._errors import fail
 from ..calibrators import Groups
 from ..numerics import format_of
 from ..numerics._shared import bit_width
@@ -113,15 +114,14 @@ def split(q: T, indices_or_sections: int | Sequence[int], axis: int) -> list[T]:
     n = q.shape[axis]
     if isinstance(indices_or_sections, (int, np.integer)):
         sections = int(indices_or_sections)
-        require_that(
-            sections > 0 and n % sections == 0,
-            error=ValueError,
-            function="QTensor.split",
-            problem="the axis cannot be split into equal parts.",
-            given=f"{sections} sections of axis {axis} of shape {q.shape}",
-            expected=f"a number that divides {n}",
-            mend="pass the places to split at, as a list.",
-        )
+        if not (sections > 0 and n % sections == 0):
+            raise fail(
+                "QTensor.split",
+                "the axis cannot be split into equal parts.",
+                given=f"{sections} sections of axis {axis} of shape {q.shape}",
+                expected=f"a number that divides {n}",
+                fix="pass the places to split at, as a list.",
+            )
         ends = [n // sections * i for i in range(1, sections)]
     else:
         ends = [int(i) for i in indices_or_sections]
@@ -241,15 +241,14 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
 
 def _check_joinable(function: str, tensors: Sequence[Any], axis: int) -> int:
     """Checks that tensors can be joined along an axis, and returns it, counted from the front."""
-    require_that(
-        len(tensors) > 0,
-        error=ValueError,
-        function=function,
-        problem="there is nothing to join.",
-        given="no tensors",
-        expected="one QTensor or more",
-        mend="pass a list of QTensors.",
-    )
+    if not len(tensors) > 0:
+        raise fail(
+            function,
+            "there is nothing to join.",
+            given="no tensors",
+            expected="one QTensor or more",
+            fix="pass a list of QTensors.",
+        )
     first = tensors[0]
     for q in tensors:
         _check_alike(function, q, first)
@@ -259,25 +258,25 @@ def _check_joinable(function: str, tensors: Sequence[Any], axis: int) -> int:
 
 def _check_alike(function: str, q: Any, first: Any) -> None:
     """Checks that a tensor has the format and the layout of another."""
-    check_instance(function, "tensors", q, type(first), mend="pass a list of QTensors.")
-    require_that(
-        (q.qtype, q.dtype) == (first.qtype, first.dtype),
-        error=TypeError,
-        function=function,
-        problem="the tensors have different formats.",
-        given=f"{first!r} and {q!r}",
-        expected="one qtype and one dtype",
-        mend="dequantize them, or quantize them to the same format.",
-    )
-    require_that(
-        q.layout == first.layout,
-        error=TypeError,
-        function=function,
-        problem="the tensors have different layouts.",
-        given=f"{first!r} and {q!r}",
-        expected="one layout",
-        mend="call q.unpack() on each of them first.",
-    )
+    check_instance(function, "tensors", q, type(first), fix="pass a list of QTensors.")
+    if (q.qtype, q.dtype) != (first.qtype, first.dtype):
+        raise fail(
+            function,
+            "the tensors have different formats.",
+            given=f"{first!r} and {q!r}",
+            expected="one qtype and one dtype",
+            fix="dequantize them, or quantize them to the same format.",
+            error=TypeError,
+        )
+    if q.layout != first.layout:
+        raise fail(
+            function,
+            "the tensors have different layouts.",
+            given=f"{first!r} and {q!r}",
+            expected="one layout",
+            fix="call q.unpack() on each of them first.",
+            error=TypeError,
+        )
 
 
 def _in_step(tensors: list[T], axis: int) -> tuple[list[T], int]:

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from .. import calibrators, numerics
 from .._added import added
 from .._calls import called
-from .._checks import check_instance, normalize_axes, require_that, shown
-from .._errors import message
+from .._checks import check_instance, normalize_axes, shown
+from .._errors import fail
 from .._treescope import changed_fields
 from ..calibrators import Calibrator, Granularity, absmax
 from ..calibrators._shared import PerGroup, is_without_blocks, per_axis, per_group, per_tensor
@@ -102,24 +102,23 @@ class QSpec:
             ("numerics", Numerics, numerics, "onnx"),
         ):
             value = getattr(self, field)
-            mend = f"pass {_of_package(package, value, kind, example)}."
-            check_instance("QSpec", field, value, kind, mend=mend)
-        require_that(
-            isinstance(form, Integer) or self.numerics == ngraph,
-            error=ValueError,
-            function="QSpec",
-            problem="`numerics` applies only to integer formats.",
-            given=f"numerics {self.numerics} for {form.name}",
-            expected="an integer qtype",
-            mend="drop numerics, or pass an integer qtype.",
-        )
+            fix = f"pass {_of_package(package, value, kind, example)}."
+            check_instance("QSpec", field, value, kind, fix=fix)
+        if not isinstance(form, Integer) and self.numerics != ngraph:
+            raise fail(
+                "QSpec",
+                "`numerics` applies only to integer formats.",
+                given=f"numerics {self.numerics} for {form.name}",
+                expected="an integer qtype",
+                fix="drop numerics, or pass an integer qtype.",
+            )
         for field in ("symmetric", "dynamic"):
             check_instance(
                 "QSpec",
                 field,
                 getattr(self, field),
                 bool,
-                mend=f"pass {field}=True or {field}=False.",
+                fix=f"pass {field}=True or {field}=False.",
             )
         check_symmetric("QSpec", qtype, self.symmetric)
         if isinstance(form, Block):
@@ -175,7 +174,7 @@ def _check_granularity(granularity: Any) -> None:
     known = _BY_NAME.get(re.sub(r"per_?|[^a-z]", "", name.lower())) if isinstance(name, str) else ""
     if type(granularity) is int:
         known = f"jqx.per_group({granularity})"
-    text = message(
+    raise fail(
         "QSpec",
         "`granularity` is not a granularity.",
         given=f"granularity == {shown(granularity)}"
@@ -183,9 +182,9 @@ def _check_granularity(granularity: Any) -> None:
         else f"an object of type {type(granularity).__name__}",
         expected="jqx.per_tensor(), per_channel(), per_token(), per_group(size), per_axis(axis), "
         "per_block({axis: size}), or a value of yours with a method groups",
-        mend=f"pass {known or 'for example jqx.per_channel()'}.",
+        fix=f"pass {known or 'for example jqx.per_channel()'}.",
+        error=TypeError,
     )
-    raise TypeError(text)
 
 
 _BY_NAME = {
@@ -206,35 +205,33 @@ def _of_package(package: Any, value: Any, kind: type, example: str) -> str:
 
 
 def _check_stacked(form: QType, stacked: Sequence[int]) -> None:
-    require_that(
-        isinstance(stacked, tuple) and all(type(axis) is int for axis in stacked),
-        error=TypeError,
-        function="QSpec",
-        problem="`stacked` does not name axes.",
-        given=f"stacked == {stacked!r}",
-        expected="a tuple of integers",
-        mend="pass for example stacked=(0,).",
-    )
-    require_that(
-        not stacked or is_two_level(form),
-        error=ValueError,
-        function="QSpec",
-        problem=f"{form.name} has no second scale, so `stacked` has no effect.",
-        given=f"stacked == {stacked}",
-        expected="a format whose scales are quantized, such as jqx.numerics.nvfp4",
-        mend="drop stacked; the granularity sets which axes have their own scale.",
-    )
+    if not (isinstance(stacked, tuple) and all(type(axis) is int for axis in stacked)):
+        raise fail(
+            "QSpec",
+            "`stacked` does not name axes.",
+            given=f"stacked == {stacked!r}",
+            expected="a tuple of integers",
+            fix="pass for example stacked=(0,).",
+            error=TypeError,
+        )
+    if stacked and not is_two_level(form):
+        raise fail(
+            "QSpec",
+            f"{form.name} has no second scale, so `stacked` has no effect.",
+            given=f"stacked == {stacked}",
+            expected="a format whose scales are quantized, such as jqx.numerics.nvfp4",
+            fix="drop stacked; the granularity sets which axes have their own scale.",
+        )
 
 
 def _check_blocks(form: Block, granularity: Granularity) -> None:
     """Checks the block size, as far as it is known without an array."""
     other = isinstance(granularity, PerGroup) and granularity.size != form.size
-    require_that(
-        not other and not is_without_blocks(granularity),
-        error=ValueError,
-        function="QSpec",
-        problem=f"{form.name} has blocks of {form.size} elements.",
-        given=f"granularity {granularity}",
-        expected=f"per_group({form.size}), or per_block of {form.size} elements",
-        mend="leave granularity out, or pass one of these.",
-    )
+    if not (not other and not is_without_blocks(granularity)):
+        raise fail(
+            "QSpec",
+            f"{form.name} has blocks of {form.size} elements.",
+            given=f"granularity {granularity}",
+            expected=f"per_group({form.size}), or per_block of {form.size} elements",
+            fix="leave granularity out, or pass one of these.",
+        )

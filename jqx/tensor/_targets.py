@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .._checks import name_of, require_that
+from .._checks import name_of
+from .._errors import fail
 from ..numerics import Integer, format_of
 from ._for_kernels import CACHES, FLOAT8, layout_for_kernel
 from ._layout import Layout, has_int8_layout, lay_out
@@ -34,29 +35,28 @@ TARGETS = {
 
 def check_target(function: str, target: Any, contracted: Any) -> None:
     """Checks the arguments of `pack_for` apart from the tensors."""
-    require_that(
-        isinstance(target, str) and target in TARGETS,
-        error=ValueError,
-        function=function,
-        problem="`target` is unknown.",
-        given=f"target == {target!r}"
-        if isinstance(target, str)
-        else f"an object of type {type(target).__name__}",
-        expected=f"one of {', '.join(map(repr, TARGETS))}",
-        mend="pass one of these, such as jax.default_backend().",
-    )
-    require_that(
-        contracted is None
-        or (isinstance(contracted, (int, np.integer)) and contracted in (-2, -1)),
-        error=ValueError,
-        function=function,
-        problem="`contracted` is neither of the last two axes.",
-        given=f"contracted == {contracted!r}"
-        if isinstance(contracted, (int, float))
-        else f"an object of type {type(contracted).__name__}",
-        expected="-2 or -1, counted from the last axis, or None",
-        mend="leave it out if the scale determines it, or pass -2 for x @ w.",
-    )
+    if not (isinstance(target, str) and target in TARGETS):
+        raise fail(
+            function,
+            "`target` is unknown.",
+            given=f"target == {target!r}"
+            if isinstance(target, str)
+            else f"an object of type {type(target).__name__}",
+            expected=f"one of {', '.join(map(repr, TARGETS))}",
+            fix="pass one of these, such as jax.default_backend().",
+        )
+    if contracted is not None and not (
+        isinstance(contracted, (int, np.integer)) and contracted in (-2, -1)
+    ):
+        raise fail(
+            function,
+            "`contracted` is neither of the last two axes.",
+            given=f"contracted == {contracted!r}"
+            if isinstance(contracted, (int, float))
+            else f"an object of type {type(contracted).__name__}",
+            expected="-2 or -1, counted from the last axis, or None",
+            fix="leave it out if the scale determines it, or pass -2 for x @ w.",
+        )
 
 
 def lay_out_for(
@@ -98,15 +98,14 @@ def cache_for(function: str, q: T, target: str) -> T:
         return q
     known = [name_of(dtype) for dtype in CACHES]
     are_numbers = isinstance(form, Integer) or form.storage in FLOAT8
-    require_that(
-        q.layout is None and are_numbers and form.storage in CACHES,
-        error=ValueError,
-        function=function,
-        problem=f"no kernel reads a cache of {form.name}.",
-        given=f"target == {target!r} for {q!r}",
-        expected=f"one of {', '.join(known)}, in the default layout",
-        mend="use one of these formats, or leave out `target`.",
-    )
+    if not (q.layout is None and are_numbers and form.storage in CACHES):
+        raise fail(
+            function,
+            f"no kernel reads a cache of {form.name}.",
+            given=f"target == {target!r} for {q!r}",
+            expected=f"one of {', '.join(known)}, in the default layout",
+            fix="use one of these formats, or leave out `target`.",
+        )
     return lay_out(q, Layout(kernel=platform))
 
 
@@ -127,15 +126,14 @@ def _contracted_axis(
         found, why = None, "each index of both axes has its own scale"
     else:
         return default if contracted is None else int(contracted)
-    require_that(
-        contracted is None or contracted == found,
-        error=ValueError,
-        function=function,
-        problem="`contracted` contradicts the scale.",
-        given=f"contracted == {contracted} for {q!r}{place}",
-        expected=f"contracted == {found}: {why}",
-        mend="leave `contracted` out.",
-    )
+    if contracted is not None and contracted != found:
+        raise fail(
+            function,
+            "`contracted` contradicts the scale.",
+            given=f"contracted == {contracted} for {q!r}{place}",
+            expected=f"contracted == {found}: {why}",
+            fix="leave `contracted` out.",
+        )
     return found
 
 

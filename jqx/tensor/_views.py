@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import _compat
 from .._checks import as_signed, is_at_least
-from .._errors import message
+from .._errors import fail
 from ..calibrators import Groups
 
 
@@ -28,14 +28,13 @@ def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     dots = [i for i, part in enumerate(parts) if part is Ellipsis]
     rest = len(shape) - sum(widths)
     if rest < 0 or len(dots) > 1:
-        raise IndexError(
-            message(
-                "QTensor.__getitem__",
-                "the index does not fit.",
-                given=f"{sum(widths)} indices and {len(dots)} ellipses for shape {tuple(shape)}",
-                expected=f"at most {len(shape)} indices and one ellipsis",
-                mend="drop the extra indices.",
-            )
+        raise fail(
+            "QTensor.__getitem__",
+            "the index does not fit.",
+            given=f"{sum(widths)} indices and {len(dots)} ellipses for shape {tuple(shape)}",
+            expected=f"at most {len(shape)} indices and one ellipsis",
+            fix="drop the extra indices.",
+            error=IndexError,
         )
     at = dots[0] if dots else len(parts)
     fill = [slice(None)] * rest or ([Ellipsis] if dots else [])
@@ -74,14 +73,13 @@ def _part(part: Any) -> Any:
         return int(array) if plain else array
     if jnp.issubdtype(dtype, jnp.bool_) and array.ndim and _compat.is_concrete(array):
         return np.asarray(array)
-    raise TypeError(
-        message(
-            "QTensor.__getitem__",
-            "the index has an unsupported type.",
-            given=f"an index of type {type(part).__name__} and dtype {dtype}",
-            expected="integers, slices, None, ..., integer arrays, and masks with known values",
-            mend="index q.values and q.scale yourself, or q.dequantize()[index].",
-        )
+    raise fail(
+        "QTensor.__getitem__",
+        "the index has an unsupported type.",
+        given=f"an index of type {type(part).__name__} and dtype {dtype}",
+        expected="integers, slices, None, ..., integer arrays, and masks with known values",
+        fix="index q.values and q.scale yourself, or q.dequantize()[index].",
+        error=TypeError,
     )
 
 
@@ -111,16 +109,16 @@ def _check_slice(part: slice) -> None:
         part.indices(0)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        text = message(
+        raise fail(
             "QTensor.__getitem__",
             "a slice has an invalid start, stop or step.",
             given=", ".join(type(end).__name__ for end in (part.start, part.stop, part.step))
             if kind is TypeError
             else "a step of 0",
             expected="None, or integers that are known when the function is traced",
-            mend="for a start that is traced, use jqx.dynamic_slice.",
-        )
-        raise kind(text) from None
+            fix="for a start that is traced, use jqx.dynamic_slice.",
+            error=kind,
+        ) from None
 
 
 def _is_mask(part: Any) -> bool:
@@ -132,16 +130,15 @@ def _check_axis_index(holds: bool, part: Any, axis: int, shape: Sequence[int]) -
         return
     n = shape[axis]
     what = f"a mask of shape {part.shape}" if _is_mask(part) else f"the index {part}"
-    raise IndexError(
-        message(
-            "QTensor.__getitem__",
-            f"{what} is out of range for axis {axis}.",
-            given=f"shape {tuple(shape)}",
-            expected="a mask of the shape of the axes it stands for"
-            if _is_mask(part)
-            else f"an index in [{-n}, {n - 1}]",
-            mend="index within the shape.",
-        )
+    raise fail(
+        "QTensor.__getitem__",
+        f"{what} is out of range for axis {axis}.",
+        given=f"shape {tuple(shape)}",
+        expected="a mask of the shape of the axes it stands for"
+        if _is_mask(part)
+        else f"an index in [{-n}, {n - 1}]",
+        fix="index within the shape.",
+        error=IndexError,
     )
 
 
@@ -283,16 +280,14 @@ def reshaped(groups: Groups, new: Sequence[int]) -> tuple[Groups, Groups]:
             for i, size in zip(sources, before, strict=True):
                 finer[i] = size
         else:
-            raise ValueError(
-                message(
-                    "QTensor.reshape",
-                    f"the scale cannot follow: axes {sources} become {targets}, and only some of "
-                    "them have their own scale.",
-                    given=f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}",
-                    expected="axes that merge or split to all have their own scale or none, or "
-                    "blocks along the last of them",
-                    mend="reshape before quantizing, or quantize with a coarser granularity.",
-                )
+            raise fail(
+                "QTensor.reshape",
+                f"the scale cannot follow: axes {sources} become {targets}, and only some of "
+                "them have their own scale.",
+                given=f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}",
+                expected="axes that merge or split to all have their own scale or none, or "
+                "blocks along the last of them",
+                fix="reshape before quantizing, or quantize with a coarser granularity.",
             )
         for j, size in zip(targets, spread, strict=True):
             after[j] = size

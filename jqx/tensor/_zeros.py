@@ -28,10 +28,10 @@ def zeros(
 ) -> Any:
     """Returns a QTensor of zeros; see `QTensor.zeros`."""
     name = "QTensor.zeros"
-    check_instance(name, "shape", shape, (tuple, list), mend="pass for example (2, 128, 64).")
+    check_instance(name, "shape", shape, (tuple, list), fix="pass for example (2, 128, 64).")
     if isinstance(spec, str):
         spec = needed_spec(name, "spec", spec, "state").resolve(len(shape), range(len(shape) - 1))
-    check_instance(name, "spec", spec, QSpec, mend='pass for example jqx.QSpec("int8"), or "int8".')
+    check_instance(name, "spec", spec, QSpec, fix='pass for example jqx.QSpec("int8"), or "int8".')
     dtype = as_dtype(name, "dtype", dtype)
     check_real(name, "`dtype`", dtype)
     q = _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .._checks import FLOATS, name_of, require_that
+from .._checks import FLOATS, name_of
+from .._errors import fail
 from ..calibrators import Affine
 from ..numerics import Integer, format_of
 from ..numerics._shared import E8M0
@@ -65,63 +66,63 @@ def check_sums(
             continue
         own = tuple(operand.spec.granularity.scale_shape(shape))
         summed = [axis for axis in summed if scale[axis] != own[axis]]
-        require_that(
-            not summed,
-            error=ValueError,
-            function=function,
-            problem=f"the scale of {operand.key!r} varies along a contracted axis: it cannot be "
-            "moved out of the sum.",
-            given=f"scale {scale} for an operand of shape {tuple(shape)}, axes {summed} contracted",
-            expected=f"size 1 along these axes, as in {own}",
-            mend="reduce the scale along these axes, or compute it by jqx.affines(plan, stats).",
-        )
+        if summed:
+            raise fail(
+                function,
+                f"the scale of {operand.key!r} varies along a contracted axis: it cannot be "
+                "moved out of the sum.",
+                given=f"scale {scale} for an operand of shape {tuple(shape)}, axes {summed} "
+                f"contracted",
+                expected=f"size 1 along these axes, as in {own}",
+                fix="reduce the scale along these axes, or compute it by jqx.affines(plan, stats).",
+            )
 
 
 def _parts(function: str, key: str, affine: Any) -> tuple[Any, Any]:
     pair = isinstance(affine, (tuple, list)) and len(affine) == 2
     fits = pair and (isinstance(affine, Affine) or not hasattr(affine, "_fields"))
-    require_that(
-        fits,
-        error=TypeError,
-        function=function,
-        problem=f"`affines[{key!r}]` is not a scale and zero point.",
-        given=f"an object of type {type(affine).__name__}",
-        expected="a jqx.calibrators.Affine, or a pair",
-        mend="these are statistics: pass jqx.affines(plan, stats)."
-        if hasattr(affine, "_fields")
-        else _MEND,
-    )
+    if not fits:
+        raise fail(
+            function,
+            f"`affines[{key!r}]` is not a scale and zero point.",
+            given=f"an object of type {type(affine).__name__}",
+            expected="a jqx.calibrators.Affine, or a pair",
+            fix="these are statistics: pass jqx.affines(plan, stats)."
+            if hasattr(affine, "_fields")
+            else _MEND,
+            error=TypeError,
+        )
     return affine[0], affine[1]
 
 
 def _check_scale(function: str, key: str, scale: Any) -> None:
     is_array = hasattr(scale, "shape") and hasattr(scale, "dtype")
     known = is_array and (name_of(scale.dtype) in FLOATS or scale.dtype == E8M0)
-    require_that(
-        known,
-        error=TypeError,
-        function=function,
-        problem=f"the scale of {key!r} is not an array of floats.",
-        given=f"dtype {name_of(scale.dtype)}" if is_array else f"a {type(scale).__name__}",
-        expected=f"an array of {', '.join(FLOATS)}, or of {E8M0.name}",
-        mend=_MEND,
-    )
+    if not known:
+        raise fail(
+            function,
+            f"the scale of {key!r} is not an array of floats.",
+            given=f"dtype {name_of(scale.dtype)}" if is_array else f"a {type(scale).__name__}",
+            expected=f"an array of {', '.join(FLOATS)}, or of {E8M0.name}",
+            fix=_MEND,
+            error=TypeError,
+        )
 
 
 def _check_zero_point(function: str, key: str, zero_point: Any, scale: Any, spec: QSpec) -> None:
     form = format_of(spec.qtype)
     is_array = hasattr(zero_point, "shape") and hasattr(zero_point, "dtype")
-    require_that(
-        isinstance(form, Integer) and is_array and zero_point.dtype == form.storage,
-        error=TypeError,
-        function=function,
-        problem=f"the zero point of {key!r} does not hold codes of {form.name}.",
-        given=f"dtype {name_of(zero_point.dtype)}"
-        if is_array
-        else f"a {type(zero_point).__name__}",
-        expected=f"an array of {form.storage.name}" if isinstance(form, Integer) else "None",
-        mend=_MEND,
-    )
+    if not (isinstance(form, Integer) and is_array and zero_point.dtype == form.storage):
+        raise fail(
+            function,
+            f"the zero point of {key!r} does not hold codes of {form.name}.",
+            given=f"dtype {name_of(zero_point.dtype)}"
+            if is_array
+            else f"a {type(zero_point).__name__}",
+            expected=f"an array of {form.storage.name}" if isinstance(form, Integer) else "None",
+            fix=_MEND,
+            error=TypeError,
+        )
     check_zero_point(function, zero_point, scale)
 
 
@@ -129,12 +130,12 @@ def _check_rank(function: str, key: str, scale: Any, site: Any) -> None:
     steps = tuple(loop.length for loop in site.loops)
     rank = len(steps) + len(site.scale_shape(key))
     shape = tuple(scale.shape)
-    require_that(
-        len(shape) == rank and shape[: len(steps)] == steps,
-        error=ValueError,
-        function=function,
-        problem=f"the scale of {key!r} does not have the axes of its array.",
-        given=f"scale.shape == {shape}",
-        expected=f"{rank} axes" + (f", the first of sizes {steps}, one per step" if steps else ""),
-        mend="give it size 1 along the axes that share a scale.",
-    )
+    if not (len(shape) == rank and shape[: len(steps)] == steps):
+        raise fail(
+            function,
+            f"the scale of {key!r} does not have the axes of its array.",
+            given=f"scale.shape == {shape}",
+            expected=f"{rank} axes"
+            + (f", the first of sizes {steps}, one per step" if steps else ""),
+            fix="give it size 1 along the axes that share a scale.",
+        )

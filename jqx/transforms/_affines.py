@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .._checks import require_that
-from .._errors import message, some
+from .._errors import fail, some
 from ..calibrators import Affine
 from ._affine_checks import Planned, check_entries
 
@@ -24,33 +23,31 @@ def check_affines(
     if affines is None:
         return {}
     kind = f"an object of type {type(affines).__name__}"
-    require_that(
-        isinstance(affines, Mapping),
-        error=TypeError,
-        function=function,
-        problem="`affines` is not a dict of scales.",
-        given=f"affines == {affines!r}" if isinstance(affines, str) else kind,
-        expected="what jqx.affines(plan, stats) returns",
-        mend=_mend(function, affines),
-    )
+    if not isinstance(affines, Mapping):
+        raise fail(
+            function,
+            "`affines` is not a dict of scales.",
+            given=f"affines == {affines!r}" if isinstance(affines, str) else kind,
+            expected="what jqx.affines(plan, stats) returns",
+            fix=_fix(function, affines),
+            error=TypeError,
+        )
     static = set(plan.static_specs())
     unknown = sorted(set(affines) - static - {weight.key for weight in plan.weights})
     missing = sorted(static - set(affines))
     if unknown or missing:
-        raise ValueError(
-            message(
-                function,
-                "`affines` does not fit the plan.",
-                given=f"{len(affines)} entries; unknown: {some(unknown)}; missing: {some(missing)}",
-                expected="an entry for every static activation of the plan, and no others",
-                mend="compute it with jqx.affines(plan, stats).",
-            )
+        raise fail(
+            function,
+            "`affines` does not fit the plan.",
+            given=f"{len(affines)} entries; unknown: {some(unknown)}; missing: {some(missing)}",
+            expected="an entry for every static activation of the plan, and no others",
+            fix="compute it with jqx.affines(plan, stats).",
         )
     check_entries(function, plan, affines)
     return dict(affines)
 
 
-def _mend(function: str, affines: Any) -> str:
+def _fix(function: str, affines: Any) -> str:
     """Returns how to fix what was passed in place of scales."""
     if isinstance(affines, tuple):
         return (
@@ -70,14 +67,14 @@ def required_affines(function: str, plan: Planned, affines: GivenAffines) -> dic
         return {}
     given = check_affines(function, plan, affines)
     missing = sorted(set(plan.static_specs()) - set(given))
-    require_that(
-        not missing,
-        error=ValueError,
-        function=function,
-        problem="static activations or outputs have no scale.",
-        given=f"affines == None; without a scale: {some(missing)}",
-        expected="an entry for every static activation and output of the plan",
-        mend="calibrate, and pass affines=jqx.affines(plan, jqx.calibrate_batches(f, plan, params, "
-        'batches)); or pass affines="dynamic" to compute every scale from the current values.',
-    )
+    if missing:
+        raise fail(
+            function,
+            "static activations or outputs have no scale.",
+            given=f"affines == None; without a scale: {some(missing)}",
+            expected="an entry for every static activation and output of the plan",
+            fix="calibrate, and pass affines=jqx.affines(plan, jqx.calibrate_batches(f, plan, "
+            "params, "
+            'batches)); or pass affines="dynamic" to compute every scale from the current values.',
+        )
     return given

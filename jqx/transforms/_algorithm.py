@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from .._checks import require_that, shown
+from .._checks import shown
+from .._errors import fail
 from ..tensor._shared import abstract
 from ._map_channels import Maps
 from ._plan import Plan
@@ -77,25 +78,25 @@ def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False
     wants = [name for name in ("rewrite", "run", "correct") if has(algorithm, name)]
     wants += ["algorithms"] if chained(algorithm) is not None else []
     fits = not is_class and (callable(algorithm) or (of_functions and bool(wants)))
-    require_that(
-        fits or is_class or not wants or of_functions,
-        error=TypeError,
-        function=function,
-        problem="`algorithm` needs the function, and batches.",
-        given=lambda: shown(algorithm),
-        expected="an algorithm that chooses codes from statistics alone, such as "
-        "jqx.algorithms.gptq()",
-        mend="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
-    )
-    require_that(
-        algorithm is None or fits,
-        error=TypeError,
-        function=function,
-        problem="`algorithm` is not an algorithm.",
-        given=f"the class {algorithm.__name__}" if is_class else lambda: shown(algorithm),
-        expected="a function (plan, params, stats) that returns the parameters, or None",
-        mend=lambda: _instead(algorithm),
-    )
+    if not fits and not is_class and wants and not of_functions:
+        raise fail(
+            function,
+            "`algorithm` needs the function, and batches.",
+            given=shown(algorithm),
+            expected="an algorithm that chooses codes from statistics alone, such as "
+            "jqx.algorithms.gptq()",
+            fix="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
+            error=TypeError,
+        )
+    if algorithm is not None and not fits:
+        raise fail(
+            function,
+            "`algorithm` is not an algorithm.",
+            given=f"the class {algorithm.__name__}" if is_class else shown(algorithm),
+            expected="a function (plan, params, stats) that returns the parameters, or None",
+            fix=_instead(algorithm),
+            error=TypeError,
+        )
 
 
 NAMES = (
@@ -217,16 +218,17 @@ def picked(function: str, chosen: Any, rounded: Any) -> Any:
         kinds = abstract(own), abstract(nearest)
         if not is_quantized(kinds[0]):
             return nearest
-        require_that(
+        if not (
             jax.tree.structure(kinds[0]) == jax.tree.structure(kinds[1])
-            and kinds[0].scale.shape == kinds[1].scale.shape,
-            error=ValueError,
-            function=function,
-            problem="the algorithm chose codes that do not fit the plan.",
-            given=repr(own),
-            expected=repr(nearest),
-            mend="return QTensors of the formats and granularities of plan.weights.",
-        )
+            and kinds[0].scale.shape == kinds[1].scale.shape
+        ):
+            raise fail(
+                function,
+                "the algorithm chose codes that do not fit the plan.",
+                given=repr(own),
+                expected=repr(nearest),
+                fix="return QTensors of the formats and granularities of plan.weights.",
+            )
         return own
 
     return jax.tree.map(pick, chosen, rounded, is_leaf=is_quantized)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from ..observers import places
 from ..observers._shared import BOTH, flags, in_total
 from ..tensor._shared import check_read
@@ -148,15 +148,14 @@ def calibrate_batches(
         settle()
         pending = place, seen.stats, bad
         found, first = (seen, batch) if found is None else (merge(found, seen), first)
-    require_that(
-        found is not None,
-        error=ValueError,
-        function=name,
-        problem="there is no batch.",
-        given="an empty `batches`, or an exhausted generator",
-        expected="one batch or more",
-        mend="pass a list, or create the generator again.",
-    )
+    if found is None:
+        raise fail(
+            name,
+            "there is no batch.",
+            given="an empty `batches`, or an exhausted generator",
+            expected="one batch or more",
+            fix="pass a list, or create the generator again.",
+        )
     assert found is not None
     settle()
     stats = found.stats
@@ -205,15 +204,14 @@ def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
     found, other = jax.tree.flatten(dequantize_params(quantized))
     own = [x for x in found if is_array(x)]
     kinds = [[f"{x.dtype.name}{list(x.shape)}" for x in each] for each in (arrays, own)]
-    require_that(
-        other == tree and kinds[0] == kinds[1],
-        error=ValueError,
-        function="calibrate_batches",
-        problem="`quantized` are not the same parameters.",
-        given=f"arrays {', '.join(kinds[1][:4])}, and in float {', '.join(kinds[0][:4])}",
-        expected="the parameters, with QTensors in place of some arrays",
-        mend="pass jqx.quantize_params(params, plan), or what an algorithm chose.",
-    )
+    if not (other == tree and kinds[0] == kinds[1]):
+        raise fail(
+            "calibrate_batches",
+            "`quantized` are not the same parameters.",
+            given=f"arrays {', '.join(kinds[1][:4])}, and in float {', '.join(kinds[0][:4])}",
+            expected="the parameters, with QTensors in place of some arrays",
+            fix="pass jqx.quantize_params(params, plan), or what an algorithm chose.",
+        )
     return [jnp.stack([jnp.asarray(a), jnp.asarray(b)]) for a, b in zip(arrays, own, strict=True)]
 
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._calls import called
-from .._checks import require_that
+from .._errors import fail
 from .._signatures import P, R
 from ..policy import Policy
 from ._affines import GivenAffines
@@ -114,16 +114,17 @@ def convert(
 
 
 def _check_used(shardings: Any, *readers: Any) -> None:
-    require_that(
-        shardings is None or any(x is not None for x in readers),
-        error=ValueError,
-        function="convert",
-        problem="`shardings` have no effect.",
-        given="shardings without partial_dtype or gather_axes",
-        expected="a dtype in which parts of sums are added, axes to gather along, or no shardings",
-        mend="pass partial_dtype=jnp.bfloat16 or gather_axes, or leave shardings out: arrays keep "
-        "theirs.",
-    )
+    if shardings is not None and not any(x is not None for x in readers):
+        raise fail(
+            "convert",
+            "`shardings` have no effect.",
+            given="shardings without partial_dtype or gather_axes",
+            expected="a dtype in which parts of sums are added, axes to gather along, or no "
+            "shardings",
+            fix="pass partial_dtype=jnp.bfloat16 or gather_axes, or leave shardings out: arrays "
+            "keep "
+            "theirs.",
+        )
 
 
 def check_converts(call: Call, plan: Plan) -> None:
@@ -148,14 +149,14 @@ def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
     if any(map(is_quantized, call.leaves)):
         return results
     for x in filter(is_quantized, results):
-        require_that(
-            rules.dequantize,
-            error=NotImplementedError,
-            function="convert",
-            problem="`f` returns a float weight that is quantized on the fly.",
-            given=repr(x),
-            expected="weights from jqx.quantize_params, which are returned quantized",
-            mend="pass quantized parameters, jqx.quantize_params(params, plan), or leave the "
-            "weight out of the result.",
-        )
+        if not rules.dequantize:
+            raise fail(
+                "convert",
+                "`f` returns a float weight that is quantized on the fly.",
+                given=repr(x),
+                expected="weights from jqx.quantize_params, which are returned quantized",
+                fix="pass quantized parameters, jqx.quantize_params(params, plan), or leave the "
+                "weight out of the result.",
+                error=NotImplementedError,
+            )
     return [real_of(x) for x in results]

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from ._counted import Counted, counts_of, is_counted, value_of
 from ._interpret import Rules, evaluate_counted, interpret
 from ._paths import Params
@@ -79,28 +78,28 @@ def weights_of(
             "of the function without its parameters"
         )
         raise
-    mend = "let it return booleans, such as tokens != 0, or non-negative numbers."
-    require_that(
-        hasattr(found, "shape") and hasattr(found, "dtype"),
-        error=TypeError,
-        function=function,
-        problem="the `weight` of an observer does not return an array.",
-        given=f"an object of type {type(found).__name__}",
-        expected="an array with the leading axes of an argument",
-        mend=mend,
-    )
+    fix = "let it return booleans, such as tokens != 0, or non-negative numbers."
+    if not (hasattr(found, "shape") and hasattr(found, "dtype")):
+        raise fail(
+            function,
+            "the `weight` of an observer does not return an array.",
+            given=f"an object of type {type(found).__name__}",
+            expected="an array with the leading axes of an argument",
+            fix=fix,
+            error=TypeError,
+        )
     dtype = jnp.dtype(found.dtype)
     is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     positive = not _compat.is_concrete(found) or bool(np.all(np.asarray(found) >= 0))
-    require_that(
-        is_real and positive,
-        error=ValueError,
-        function=function,
-        problem="the `weight` of an observer does not return weights.",
-        given=f"an array of {dtype.name}" + ("" if positive else " with entries below 0, or NaN"),
-        expected="booleans, or non-negative numbers",
-        mend=mend,
-    )
+    if not (is_real and positive):
+        raise fail(
+            function,
+            "the `weight` of an observer does not return weights.",
+            given=f"an array of {dtype.name}"
+            + ("" if positive else " with entries below 0, or NaN"),
+            expected="booleans, or non-negative numbers",
+            fix=fix,
+        )
     return jnp.asarray(found).astype(jnp.float32)
 
 
@@ -128,16 +127,15 @@ def count_arguments(
                 " of the weight"
             )
             found.append(Counted(leaf, None, why))
-    require_that(
-        shape == () or any(is_counted(x) and x.is_known for x in found),
-        error=ValueError,
-        function=function,
-        problem="no argument has the rows that the `weight` of an observer counts.",
-        given=f"a weight of shape {shape}, arguments of shapes "
-        f"{', '.join(str(x.value.shape) for x in found if is_counted(x)) or 'none'}",
-        expected="the leading axes of an argument, such as [batch, tokens]",
-        mend="let it return an array with these axes.",
-    )
+    if shape != () and not any(is_counted(x) and x.is_known for x in found):
+        raise fail(
+            function,
+            "no argument has the rows that the `weight` of an observer counts.",
+            given=f"a weight of shape {shape}, arguments of shapes "
+            f"{', '.join(str(x.value.shape) for x in found if is_counted(x)) or 'none'}",
+            expected="the leading axes of an argument, such as [batch, tokens]",
+            fix="let it return an array with these axes.",
+        )
     return found
 
 
@@ -157,17 +155,15 @@ def count_operand(
     if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
         return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
     operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
-    raise ValueError(
-        message(
-            function,
-            f"it is not known how much the rows of {site!r} count.",
-            given=("" if shape is None else f"a weight of shape {shape}, and ")
-            + f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}",
-            expected="an operand that is computed from arguments with these leading axes, by "
-            "operations through which rows can be followed",
-            mend="name other sites in observers=, or let `weight` return the leading axes of the "
-            "argument that this site reads.",
-        )
+    raise fail(
+        function,
+        f"it is not known how much the rows of {site!r} count.",
+        given=("" if shape is None else f"a weight of shape {shape}, and ")
+        + f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}",
+        expected="an operand that is computed from arguments with these leading axes, by "
+        "operations through which rows can be followed",
+        fix="name other sites in observers=, or let `weight` return the leading axes of the "
+        "argument that this site reads.",
     )
 
 

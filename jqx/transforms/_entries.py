@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._errors import message
+from .._errors import fail
 from ..observers import ObservedSite, Observer, Places
 from ..observers._shared import (
     Calibrated,
@@ -278,15 +278,14 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
     for name, found in (("observe", seen), ("merge", merged)):
         if kinds_of(found) == kinds_of(empty):
             continue
-        text = message(
+        raise fail(
             function,
             f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in what they "
             "return.",
             given=f"{kinds_of(empty)} and {kinds_of(found)}, for {entry.part.key!r}",
             expected="one structure, with the same shapes and dtypes",
-            mend=f"let `empty` return what `{name}` would return for no values.",
+            fix=f"let `empty` return what `{name}` would return for no values.",
         )
-        raise ValueError(text)
 
 
 def kinds_of(stats: Any) -> str:
@@ -302,12 +301,11 @@ def _check_looks(
         for observer in observers:
             if any(who == observer and is_for(pattern, plan, path) for who, path in looks):
                 continue
-            text = message(
+            raise fail(
                 function,
                 f"the observer {str(observer)!r} records no operand of its sites.",
                 given=f"observers[{pattern!r}]",
                 expected="an operand that its `looks_at` accepts: by default an activation that is "
                 "multiplied by a weight; for a calibrator an operand that the plan quantizes",
-                mend="name other sites, or leave that observer out.",
+                fix="name other sites, or leave that observer out.",
             )
-            raise ValueError(text)

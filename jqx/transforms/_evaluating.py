@@ -47,25 +47,25 @@ def _text(
     misfit = _misfit(f, args, kwargs)
     if misfit is not None:
         problem, expected = misfit
-        mend = "pass the arguments of f in its order."
+        fix = "pass the arguments of f in its order."
         if "too many positional" in problem:
-            mend += " Leave out what f does not take, such as labels."
+            fix += " Leave out what f does not take, such as labels."
         if any(isinstance(x, list) for x in args[1:]):
-            mend += " A batch that is a list is one argument: several are a tuple."
-        return message(function, problem, given=given or "none", expected=expected, mend=mend)
+            fix += " A batch that is a list is one argument: several are a tuple."
+        return message(function, problem, given=given or "none", expected=expected, fix=fix)
     why = next(iter(str(error).splitlines()), "")
     expected = "arguments that f accepts, in its order"
-    mend = "call f itself with them to see where it fails."
+    fix = "call f itself with them to see where it fails."
     if isinstance(error, _TRACED):
-        mend = "write f with jax.numpy, as for jax.jit: it is traced, without values."
+        fix = "write f with jax.numpy, as for jax.jit: it is traced, without values."
     elif any(hasattr(x, "aval") for x in args):
-        mend += " Under jax.vmap, f sees one example: map the batch alone, in_axes=(None, 0)."
+        fix += " Under jax.vmap, f sees one example: map the batch alone, in_axes=(None, 0)."
     return message(
         function,
         f"`f` cannot be evaluated on these arguments. {type(error).__name__}: {why[:300]}",
         given=given,
         expected=expected,
-        mend=mend,
+        fix=fix,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _compat
 from .._calls import called
-from .._errors import message, some, warn
+from .._errors import fail, message, some, warn
 from ..calibrators import Affine
 from ..calibrators._shared import needs_no_values
 from ._arguments import check_plan, check_stats
@@ -88,14 +88,12 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
         if _compat.is_concrete(n) and not bool(np.all(np.asarray(n) > 0))
     ]
     if unseen:
-        raise ValueError(
-            message(
-                "affines",
-                "some sites were never observed.",
-                given=f"a count of 0 for {', '.join(unseen[:4])}",
-                expected="at least one observation of every static activation",
-                mend="calibrate on more batches, or quantize them with dynamic=True.",
-            )
+        raise fail(
+            "affines",
+            "some sites were never observed.",
+            given=f"a count of 0 for {', '.join(unseen[:4])}",
+            expected="at least one observation of every static activation",
+            fix="calibrate on more batches, or quantize them with dynamic=True.",
         )
     seen = stats_of(stats)
     check_finite("affines", in_order(plan, seen.flags))
@@ -152,7 +150,7 @@ def _warn_of_zeros(plan: Plan, flags: Mapping[str, Any], specs: Mapping[str, Any
             "some sites saw only zeros, so that their static scale is 1.",
             given=some(bad),
             expected="batches that reach every site, such as every expert",
-            mend="calibrate on batches that reach them, or quantize their activations with "
+            fix="calibrate on batches that reach them, or quantize their activations with "
             "dynamic=True; a site whose input is always 0 needs nothing.",
         )
         warn(text)

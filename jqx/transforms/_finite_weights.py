@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._errors import message
+from .._errors import fail
 
 _MOST = 2**22
 """Maximum number of elements that are looked at at once on the host."""
@@ -21,14 +21,12 @@ def check_finite_weight(function: str, x: Any, path: str) -> None:
         return
     nans, bad = (int(np.asarray(jnp.sum(f(x)))) for f in (jnp.isnan, lambda x: ~jnp.isfinite(x)))
     counts = ((nans, "NaN"), (bad - nans, "infinite"))
-    raise ValueError(
-        message(
-            function,
-            f"the weight {path!r} is not finite.",
-            given=f"{' and '.join(f'{n} {kind}' for n, kind in counts if n)} of {x.size} elements",
-            expected="finite numbers: one other value would spoil a scale, and all that share it",
-            mend="replace these values, or add a rule that leaves this weight in float.",
-        )
+    raise fail(
+        function,
+        f"the weight {path!r} is not finite.",
+        given=f"{' and '.join(f'{n} {kind}' for n, kind in counts if n)} of {x.size} elements",
+        expected="finite numbers: one other value would spoil a scale, and all that share it",
+        fix="replace these values, or add a rule that leaves this weight in float.",
     )
 
 

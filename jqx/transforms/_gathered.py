@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._checks import require_that
 from .._compat import has_explicit_axes
+from .._errors import fail
 from ..tensor._shared import names_of, shardings_of
 from ._site import Operand
 from ._trace import is_quantized
@@ -57,16 +57,15 @@ def gathered(function: str, axes: Any, places: WeightPlaces) -> Gathered | None:
         for entry in place.spec
         for name in names_of(entry)
     }
-    require_that(
-        is_names and bool(names) and own.issuperset(names),
-        error=ValueError,
-        function=function,
-        problem="`gather_axes` are not axes along which weights are partitioned.",
-        given=f"gather_axes == {axes!r}, and weights are partitioned along {sorted(own)}"
-        + (", according to their types" if any(map(has_explicit_axes, meshes)) else ""),
-        expected="the name of a mesh axis, or a tuple of names, along which the compiler "
-        "partitions weights, according to shardings=",
-        mend="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out; "
-        "with explicit axes call jax.sharding.reshard(w, ...) in the function.",
-    )
+    if not (is_names and bool(names) and own.issuperset(names)):
+        raise fail(
+            function,
+            "`gather_axes` are not axes along which weights are partitioned.",
+            given=f"gather_axes == {axes!r}, and weights are partitioned along {sorted(own)}"
+            + (", according to their types" if any(map(has_explicit_axes, meshes)) else ""),
+            expected="the name of a mesh axis, or a tuple of names, along which the compiler "
+            "partitions weights, according to shardings=",
+            fix="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out; "
+            "with explicit axes call jax.sharding.reshard(w, ...) in the function.",
+        )
     return Gathered(places, places.without(names))

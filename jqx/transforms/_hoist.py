@@ -13,8 +13,7 @@ from jax import dtypes
 
 from .. import _compat
 from .._calls import called
-from .._checks import require_that
-from .._errors import message, some
+from .._errors import fail, some
 from ._arguments import check_function
 from ._calibrate_batches import placed
 from ._evaluate import evaluate
@@ -103,15 +102,14 @@ def hoist(
     """
     check_function("hoist", f)
     check_names("hoist", names)
-    require_that(
-        what in _WHATS,
-        error=ValueError,
-        function="hoist",
-        problem="`what` is unknown.",
-        given=f"what == {what!r}",
-        expected=f"one of {', '.join(map(repr, _WHATS))}",
-        mend="leave it out to split off everything that depends on the parameters alone.",
-    )
+    if what not in _WHATS:
+        raise fail(
+            "hoist",
+            "`what` is unknown.",
+            given=f"what == {what!r}",
+            expected=f"one of {', '.join(map(repr, _WHATS))}",
+            fix="leave it out to split off everything that depends on the parameters alone.",
+        )
     places = as_params("hoist", params)
 
     def split(*args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Any]:
@@ -157,15 +155,14 @@ class Hoisted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = self.params
-        require_that(
-            place < len(args),
-            error=ValueError,
-            function="hoist",
-            problem="there are no computed parameters.",
-            given=f"{len(args)} positional arguments",
-            expected=f"what hoist(f)(params, *args) has computed, at position {place}",
-            mend="pass them: g(computed, *args).",
-        )
+        if not place < len(args):
+            raise fail(
+                "hoist",
+                "there are no computed parameters.",
+                given=f"{len(args)} positional arguments",
+                expected=f"what hoist(f)(params, *args) has computed, at position {place}",
+                fix="pass them: g(computed, *args).",
+            )
         others = [x for i, x in enumerate(args) if i != place]
         full = placed(_positions(self.hoisting.params), self.parents, others)
         weights = Weights(self.hoisting.params, self.hoisting.names)
@@ -281,16 +278,15 @@ class _Parts:
 
     def check_program(self, program: str) -> None:
         """Raises if values that are split off are not those of another call."""
-        require_that(
-            str(self.program[0]) == program,
-            error=ValueError,
-            function="hoist",
-            problem="a value that was split off depends on the sizes of the other arguments.",
-            given=f"arguments of other sizes than those of hoist(f)(params, *args), and values "
-            f"{some(list(self._shapes))}",
-            expected="arguments with the same sizes",
-            mend="call hoist(f)(params, *args) with arguments of these sizes.",
-        )
+        if str(self.program[0]) != program:
+            raise fail(
+                "hoist",
+                "a value that was split off depends on the sizes of the other arguments.",
+                given=f"arguments of other sizes than those of hoist(f)(params, *args), and values "
+                f"{some(list(self._shapes))}",
+                expected="arguments with the same sizes",
+                fix="call hoist(f)(params, *args) with arguments of these sizes.",
+            )
 
     def run(self, tree: Any, own: Sequence[Any]) -> list[Any]:
         """Evaluates the rest of the function on computed values and the other leaves."""
@@ -311,14 +307,12 @@ class _Parts:
         ]
         wrong = [path for path, x in needed.items() if _kind(given.get(path)) != _kind(x)] + others
         if wrong:
-            raise ValueError(
-                message(
-                    "hoist",
-                    "these are not the computed parameters of this function.",
-                    given=f"{wrong[0]!r}: {_kind(given.get(wrong[0]))}",
-                    expected=f"{wrong[0]!r}: {_kind(needed.get(wrong[0]))}",
-                    mend="pass those that hoist(f)(params, *args) returns together with g.",
-                )
+            raise fail(
+                "hoist",
+                "these are not the computed parameters of this function.",
+                given=f"{wrong[0]!r}: {_kind(given.get(wrong[0]))}",
+                expected=f"{wrong[0]!r}: {_kind(needed.get(wrong[0]))}",
+                fix="pass those that hoist(f)(params, *args) returns together with g.",
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 
-from .._errors import message
+from .._errors import fail
 from ._find import Found, find
 from ._origin import Origin
 from ._paths import Weights, path_of
@@ -148,20 +148,18 @@ def _refuse(function: str, product: _Product, params: int) -> NoReturn:
     own = f"argument {params}, {weight.aval.dtype}{list(weight.aval.shape)}"
     if place is None:
         problem = f"`f` closes over its weights: argument {params}, the planned one, is its input."
-        mend = "pass the weights as an argument, f(params, x); those of an nnx model by nnx.split, "
-        mend += "or use jqx.nnx.quantize."
+        fix = "pass the weights as an argument, f(params, x); those of an nnx model by nnx.split, "
+        fix += "or use jqx.nnx.quantize."
     elif isinstance(place, str):
         problem = f"argument {params} is planned as the weight, but looks like the input of `f`."
-        mend = f"pass {place} by position, and that position as params=."
+        fix = f"pass {place} by position, and that position as params=."
     else:
         problem = f"argument {params} is planned as the weight, but looks like the input of `f`."
-        mend = f"pass params={place} to jqx.make_plan, whose plan every transform takes."
-    raise ValueError(
-        message(
-            function,
-            problem,
-            given=f"{own}, multiplied by {product.other.name}",
-            expected="weights in the argument that params= names",
-            mend=f"{mend} (If argument {params} is the weight: params=({params},).)",
-        )
+        fix = f"pass params={place} to jqx.make_plan, whose plan every transform takes."
+    raise fail(
+        function,
+        problem,
+        given=f"{own}, multiplied by {product.other.name}",
+        expected="weights in the argument that params= names",
+        fix=f"{fix} (If argument {params} is the weight: params=({params},).)",
     )

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._compat import Eqn
-from .._errors import message
+from .._errors import fail
 from ..tensor import QTensor
 from .primitives import CONTRACTIONS
 
@@ -64,14 +64,13 @@ def _differentiable_once(f: Callable[[Any], Any], dtype: DTypeLike) -> Callable[
 
     @function.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            message(
-                "simulate",
-                "`backward` has no second derivatives.",
-                given=f"backward={jnp.dtype(dtype).name} in a derivative of a gradient",
-                expected="first derivatives in reverse mode, such as jax.grad",
-                mend="leave out backward= there: jqx.simulate(f, plan, affines).",
-            )
+        raise fail(
+            "simulate",
+            "`backward` has no second derivatives.",
+            given=f"backward={jnp.dtype(dtype).name} in a derivative of a gradient",
+            expected="first derivatives in reverse mode, such as jax.grad",
+            fix="leave out backward= there: jqx.simulate(f, plan, affines).",
+            error=NotImplementedError,
         )
 
     return function

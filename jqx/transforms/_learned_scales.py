@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .._errors import message, some
+from .._errors import fail, some
 from ..calibrators import Affine
 from ..tensor import QTensor
 from ._plan import Plan
@@ -20,15 +20,13 @@ def check_no_learned_scales(
     names = {name.removesuffix("/scale") for name, _ in named if name is not None}
     learned = sorted((names & {weight.key for weight in plan.weights}).difference(given))
     if learned:
-        raise ValueError(
-            message(
-                function,
-                "the parameters hold learned scales, which the weights would not get.",
-                given=some(learned),
-                expected="parameters without them, or affines= with an entry for each",
-                mend="convert the module that was trained: jqx.linen.convert(module, variables, "
-                "x), with mode=jqx.linen.Mode.CONVERT.",
-            )
+        raise fail(
+            function,
+            "the parameters hold learned scales, which the weights would not get.",
+            given=some(learned),
+            expected="parameters without them, or affines= with an entry for each",
+            fix="convert the module that was trained: jqx.linen.convert(module, variables, "
+            "x), with mode=jqx.linen.Mode.CONVERT.",
         )
 
 
@@ -49,14 +47,12 @@ def check_scales_of_weights(
         and not _equal(q.scale, affines[keys[path]].scale)
     ]
     if other:
-        raise ValueError(
-            message(
-                function,
-                "weights have other scales than `affines` says.",
-                given=some(other),
-                expected="weights that are quantized with these scales",
-                mend="pass the scales to both: jqx.quantize_params(params, plan, affines).",
-            )
+        raise fail(
+            function,
+            "weights have other scales than `affines` says.",
+            given=some(other),
+            expected="weights that are quantized with these scales",
+            fix="pass the scales to both: jqx.quantize_params(params, plan, affines).",
         )
 
 

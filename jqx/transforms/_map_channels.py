@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._calls import called
-from .._checks import check_instance, require_that
+from .._checks import check_instance
 from .._compat import Eqn
-from .._errors import some
+from .._errors import fail, some
 from .._signatures import P, R
 from ._channel_map import ChannelMap, Channels, LowRank
 from ._entries import observed_parts
@@ -71,19 +71,18 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
     """
     name = _NAME
     check_function(name, f)
-    check_instance(name, "plan", plan, Plan, mend="call jqx.make_plan(f, policy)(params, x) first.")
+    check_instance(name, "plan", plan, Plan, fix="call jqx.make_plan(f, policy)(params, x) first.")
     given = as_maps(name, maps)
     keys = set(_places(plan))
     unknown = sorted(set(given) - keys)
-    require_that(
-        not unknown,
-        error=ValueError,
-        function=name,
-        problem="`maps` has keys that are not in the plan.",
-        given=some(unknown),
-        expected=f"keys of operands and results, such as {some(sorted(keys))}",
-        mend="take the keys of plan.sites: operand.key, or site.output_key.",
-    )
+    if unknown:
+        raise fail(
+            name,
+            "`maps` has keys that are not in the plan.",
+            given=some(unknown),
+            expected=f"keys of operands and results, such as {some(sorted(keys))}",
+            fix="take the keys of plan.sites: operand.key, or site.output_key.",
+        )
 
     def mapped(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call(name, f, plan.parameters, args, kwargs)
@@ -109,15 +108,15 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
 
 def as_maps(function: str, maps: Any) -> dict[str, tuple[Map, ...]]:
     """Returns a tuple of maps for each key, after checking their types."""
-    mend = "pass for example {'layer0/w:dot_general:lhs': jqx.ChannelMap(scale=s)}."
-    check_instance(function, "maps", maps, Mapping, mend=mend)
+    fix = "pass for example {'layer0/w:dot_general:lhs': jqx.ChannelMap(scale=s)}."
+    check_instance(function, "maps", maps, Mapping, fix=fix)
     each = {
         key: tuple(value) if isinstance(value, (tuple, list)) else (value,)
         for key, value in maps.items()
     }
     for key, values in each.items():
         for value in values:
-            check_instance(function, f"maps[{key!r}]", value, (ChannelMap, LowRank), mend=mend)
+            check_instance(function, f"maps[{key!r}]", value, (ChannelMap, LowRank), fix=fix)
     return each
 
 
@@ -161,15 +160,14 @@ def _site(item: Found, keys: Mapping[int, str]) -> _Here:
     first = keys[min(keys)]
     operands = []
     for i, origin in enumerate(item.origins):
-        require_that(
-            origin is None or i not in keys,
-            error=ValueError,
-            function=_NAME,
-            problem="a map is for a weight.",
-            given=repr(keys.get(i)),
-            expected="an operand that is not a weight, or a result",
-            mend="change the weight itself.",
-        )
+        if origin is not None and i in keys:
+            raise fail(
+                _NAME,
+                "a map is for a weight.",
+                given=repr(keys.get(i)),
+                expected="an operand that is not a weight, or a result",
+                fix="change the weight itself.",
+            )
         role = "activation" if origin is None else "weight"
         path = None if origin is None else origin.path
         operands.append(Operand(role, None, keys.get(i, f"{first}/{i}"), path))
@@ -190,15 +188,14 @@ def _check_loops(site: Site, maps: Mapping[str, Sequence[Map]]) -> None:
     loops = tuple(loop.length for loop in site.loops)
     for key in set(site.keys) & set(maps):
         for x in jax.tree.leaves(maps[key]):
-            require_that(
-                jnp.shape(x)[: len(loops)] == loops,
-                error=ValueError,
-                function=_NAME,
-                problem=f"a map of {key!r} does not step with its weight.",
-                given=f"an array of shape {jnp.shape(x)}",
-                expected=f"leading axes {loops}, one for each scan over the weight",
-                mend="repeat it: jnp.broadcast_to(x, (steps, *x.shape)).",
-            )
+            if jnp.shape(x)[: len(loops)] != loops:
+                raise fail(
+                    _NAME,
+                    f"a map of {key!r} does not step with its weight.",
+                    given=f"an array of shape {jnp.shape(x)}",
+                    expected=f"leading axes {loops}, one for each scan over the weight",
+                    fix="repeat it: jnp.broadcast_to(x, (steps, *x.shape)).",
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,15 +235,14 @@ def _check_fits(
     """Checks that a map fits these channels."""
     *stack, count = channels.shape(x.shape)
     if isinstance(each, LowRank):
-        require_that(
-            factor is not None,
-            error=ValueError,
-            function=_NAME,
-            problem=f"LowRank is not possible at {key!r}.",
-            given="an operand, or the result of another operation",
-            expected="the result of a dot_general with one weight",
-            mend="use it for the results of such contractions.",
-        )
+        if factor is None:
+            raise fail(
+                _NAME,
+                f"LowRank is not possible at {key!r}.",
+                given="an operand, or the result of another operation",
+                expected="the result of a dot_general with one weight",
+                fix="use it for the results of such contractions.",
+            )
         assert factor is not None
         rank, inputs = jnp.shape(each.b)[-2], factor[1].shape(factor[0].shape)
         wanted: dict[str, Any] = {"a": (*inputs, rank), "b": (*stack, rank, count)}
@@ -261,13 +257,13 @@ def _check_fits(
             shapes[f"factors[{i}]"] = jnp.shape(each.factors[i])
             wanted[f"factors[{i}]"] = (n, n) if fits else f"a size that divides {count}"
     for name, shape in shapes.items():
-        require_that(
-            shape == wanted[name],
-            error=ValueError,
-            function=_NAME,
-            problem=f"a map of {key!r} does not fit its channels.",
-            given=f"{name} of shape {shape}, in one step of the loops around it",
-            expected=str(wanted[name]),
-            mend="give it the channels of this value, with a leading axis for each scan over the "
-            "weight.",
-        )
+        if shape != wanted[name]:
+            raise fail(
+                _NAME,
+                f"a map of {key!r} does not fit its channels.",
+                given=f"{name} of shape {shape}, in one step of the loops around it",
+                expected=str(wanted[name]),
+                fix="give it the channels of this value, with a leading axis for each scan over "
+                "the "
+                "weight.",
+            )

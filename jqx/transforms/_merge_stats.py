@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from .._calls import called
-from .._errors import message
+from .._errors import fail
 from ._arguments import check_plan, check_stats
 from ._entries import kinds_of
 from ._observers import GivenObservers, check_observers, keys_of, without_observers
@@ -79,16 +79,14 @@ def _check_observed(
         for key in sorted(seen - set(static)):
             _check_same_kind(key, a[key], b[key])
         return
-    raise ValueError(
-        message(
-            "merge_stats",
-            "there are entries of observers that were not given."
-            if strange
-            else "`a` and `b` do not have the same entries of observers.",
-            given=f"{', '.join((strange or one_sided)[:4])}",
-            expected="entries of the observers given, the same in both",
-            mend="pass the observers= that were used for both calibrations.",
-        )
+    raise fail(
+        "merge_stats",
+        "there are entries of observers that were not given."
+        if strange
+        else "`a` and `b` do not have the same entries of observers.",
+        given=f"{', '.join((strange or one_sided)[:4])}",
+        expected="entries of the observers given, the same in both",
+        fix="pass the observers= that were used for both calibrations.",
     )
 
 
@@ -96,12 +94,10 @@ def _check_same_kind(key: str, a: Any, b: Any) -> None:
     kinds = [kinds_of(jax.eval_shape(lambda x: x, stats)) for stats in (a, b)]
     if kinds[0] == kinds[1]:
         return
-    raise ValueError(
-        message(
-            "merge_stats",
-            f"the statistics {key!r} differ in structure, shapes or dtypes.",
-            given=" and ".join(kinds),
-            expected="statistics that do not depend on the size of a batch",
-            mend="let the observer reduce the axes that a batch may change: site.reduced(x.ndim).",
-        )
+    raise fail(
+        "merge_stats",
+        f"the statistics {key!r} differ in structure, shapes or dtypes.",
+        given=" and ".join(kinds),
+        expected="statistics that do not depend on the size of a batch",
+        fix="let the observer reduce the axes that a batch may change: site.reduced(x.ndim).",
     )

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .._checks import check_instance, check_pattern
-from .._errors import message, some
+from .._errors import fail, message, some
 from ..calibrators import Calibrator
 from ..observers import Observer
 from ..observers._shared import Calibrated
@@ -24,40 +24,39 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
     """Returns `observers=` as pairs, after checking that it is a dict of observers."""
     if observers is None:
         return ()
-    mend = "pass for example observers={'.*': jqx.observers.hessian}."
-    check_instance(function, "observers", observers, Mapping, mend=mend)
+    fix = "pass for example observers={'.*': jqx.observers.hessian}."
+    check_instance(function, "observers", observers, Mapping, fix=fix)
     checked = []
     for pattern, value in observers.items():
         name = f"observers[{pattern!r}]"
-        check_pattern(function, f"a key of observers, {pattern!r},", pattern, mend=mend)
+        check_pattern(function, f"a key of observers, {pattern!r},", pattern, fix=fix)
         each = tuple(value) if isinstance(value, (tuple, list)) else (value,)
         if not each:
-            text = message(
+            raise fail(
                 function,
                 f"`{name}` records nothing.",
                 given=repr(value),
                 expected="an observer, or a tuple of observers",
-                mend="drop that entry.",
+                fix="drop that entry.",
             )
-            raise ValueError(text)
         checked.append((pattern, tuple(_as_observer(function, name, item) for item in each)))
     return tuple(checked)
 
 
 def _as_observer(function: str, name: str, value: Any) -> Observer:
-    mend = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of them."
-    check_instance(function, name, value, (Observer, Calibrator), mend=mend)
+    fix = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of them."
+    check_instance(function, name, value, (Observer, Calibrator), fix=fix)
     try:
         hash(value)
     except TypeError:
-        text = message(
+        raise fail(
             function,
             f"`{name}` cannot be hashed.",
             given=f"a {type(value).__name__}",
             expected="a frozen value: two equal observers record the same",
-            mend="write it with @dataclasses.dataclass(frozen=True).",
-        )
-        raise TypeError(text) from None
+            fix="write it with @dataclasses.dataclass(frozen=True).",
+            error=TypeError,
+        ) from None
     return Calibrated(value) if isinstance(value, Calibrator) else value
 
 
@@ -83,14 +82,13 @@ def observers_of(function: str, plan: Plan, given: Checked) -> list[tuple[Site, 
         names = [str(observer) for observer in wanted]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            text = message(
+            raise fail(
                 function,
                 "two observers of one site have the same name.",
                 given=f"{twice!r} more than once at {site.path!r}",
                 expected="observers that differ in str(observer), which names their statistics",
-                mend="let __str__ of the observer show its parameters.",
+                fix="let __str__ of the observer show its parameters.",
             )
-            raise ValueError(text)
         found.append((site, wanted))
     return found
 
@@ -98,16 +96,16 @@ def observers_of(function: str, plan: Plan, given: Checked) -> list[tuple[Site, 
 def _unmatched(function: str, plan: Plan, pattern: str) -> str:
     paths = list(dict.fromkeys(site.path for site in plan.sites))
     skipped = next((skip for skip in plan.skipped if re.fullmatch(pattern, skip.path)), None)
-    mend = "correct the regular expression, or drop it; it is matched in full."
+    fix = "correct the regular expression, or drop it; it is matched in full."
     if skipped is not None:
-        mend = "calibrate with a plan that quantizes it: what stays in float is not observed."
+        fix = "calibrate with a plan that quantizes it: what stays in float is not observed."
     at = f"; {skipped.path!r} is skipped: {skipped.reason}" if skipped is not None else ""
     return message(
         function,
         "an observer matches no site of the plan.",
         given=f"observers[{pattern!r}]{at}",
         expected=f"a match; paths are: {some([repr(path) for path in paths])}",
-        mend=mend,
+        fix=fix,
     )
 
 

@@ -10,7 +10,7 @@ import jax
 
 from .. import _compat
 from .._compat import Eqn
-from .._errors import message, some
+from .._errors import fail, some
 from ..calibrators import Affine
 from ..contractions._shared import Pending, may_quantize
 from ..numerics._shared import name_of_qtype
@@ -88,20 +88,18 @@ class OnIntegers(Rules):
             problem = f"a quantized array is carried by `{name}` in place of an array."
         held = [] if self.call is None else reaching(self.call, self.plan, eqn)
         paths = [path for path, _ in held if path is not None and self.plan.weight_at(path)]
-        mend = "pass it as an array, x.dequantize()"
+        fix = "pass it as an array, x.dequantize()"
         if paths or not held:
             rule = repr(pattern_of(paths[0])) if len(paths) == 1 else '"its/path"'
-            mend = f"leave it in float with jqx.Rule({rule}) first in the policy"
-        raise NotImplementedError(
-            message(
-                "convert",
-                problem,
-                given=f"{x!r} of {some(name for _, name in held) if held else 'a weight'}"
-                f"{_compat.at_line_of(eqn)}, in scope {_compat.scope_of(eqn) or '(none)'}",
-                expected="contractions, views such as transpose, reshape and slice, and updates",
-                mend=f"{mend}, or convert with jqx.convert(f, plan, affines, "
-                'unsupported="dequantize").',
-            )
+            fix = f"leave it in float with jqx.Rule({rule}) first in the policy"
+        raise fail(
+            "convert",
+            problem,
+            given=f"{x!r} of {some(name for _, name in held) if held else 'a weight'}"
+            f"{_compat.at_line_of(eqn)}, in scope {_compat.scope_of(eqn) or '(none)'}",
+            expected="contractions, views such as transpose, reshape and slice, and updates",
+            fix=f'{fix}, or convert with jqx.convert(f, plan, affines, unsupported="dequantize").',
+            error=NotImplementedError,
         )
 
 
@@ -133,12 +131,11 @@ def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
         and (leaf.zero_point is None) == weight.spec.symmetric
         and leaf.offset is leaf.order is None
     ):
-        text = message(
+        raise fail(
             "convert",
             "a QTensor does not fit the plan.",
             given=f"{leaf!r} for the parameter {path!r}",
             expected=f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
             f"one for each {list(groups.sizes)} elements, {zero} zero point, in order",
-            mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
+            fix="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
         )
-        raise ValueError(text)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._errors import message, warn
+from .._errors import fail, message, warn
 from .primitives import CONTRACTIONS
 
 _OPENED = {
@@ -110,7 +110,7 @@ def check_operations(function: str, planned: str, jaxpr: Any, strict: bool) -> N
         "the function has the contractions of the plan, and other operations between them.",
         given=f"{_shown(now, place)}, operation {place} {after}",
         expected=f"{_shown(before, place)}, as in the function that was quantized",
-        mend="bind that function. If the difference is meant, "
+        fix="bind that function. If the difference is meant, "
         + (
             "leave out check=."
             if strict
@@ -151,14 +151,12 @@ def _read(function: str, stored: str) -> list[str]:
             raise ValueError("not the whole")
         return names
     except (ValueError, zlib.error) as error:
-        raise ValueError(
-            message(
-                function,
-                "the operations in the plan cannot be read.",
-                given=f"{stored[:40]!r}",
-                expected="names, compressed, as make_plan writes them",
-                mend="write the file again with jqx.save(path, quantized).",
-            )
+        raise fail(
+            function,
+            "the operations in the plan cannot be read.",
+            given=f"{stored[:40]!r}",
+            expected="names, compressed, as make_plan writes them",
+            fix="write the file again with jqx.save(path, quantized).",
         ) from error
 
 
@@ -170,14 +168,12 @@ def _shown(names: list[str], place: int) -> str:
 
 def _refuse_unknown(function: str, version: str) -> None:
     given = f"a file that was written with jax {version}" if version else "a file without them"
-    raise ValueError(
-        message(
-            function,
-            "the operations of the function cannot be compared.",
-            given=f'{given}, and check="function"',
-            expected=f"a file that holds the operations of the function as jax {jax.__version__} "
-            "traces it",
-            mend="leave out check=, which compares parameters and contractions only, or write the "
-            "file again with this jax.",
-        )
+    raise fail(
+        function,
+        "the operations of the function cannot be compared.",
+        given=f'{given}, and check="function"',
+        expected=f"a file that holds the operations of the function as jax {jax.__version__} "
+        "traces it",
+        fix="leave out check=, which compares parameters and contractions only, or write the "
+        "file again with this jax.",
     )

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._checks import require_that
+from .._errors import fail
 from ..tensor._shared import shardings_of
 from ._paths import flatten, path_of, rooted
 from ._plan import Plan
@@ -22,15 +22,15 @@ def is_place(x: Any) -> bool:
 
 def as_place(function: str, place: Any, mesh: Mesh | None, path: str) -> Place:
     """Returns the sharding of a leaf, after checking its type; a PartitionSpec is put on `mesh`."""
-    require_that(
-        is_place(place),
-        error=TypeError,
-        function=function,
-        problem=f"the entry for {path!r} is not a sharding.",
-        given=f"an object of type {type(place).__name__}",
-        expected="a jax.sharding.NamedSharding, a jax.sharding.PartitionSpec, or None",
-        mend="pass the tree of parameters with a sharding in the place of each array.",
-    )
+    if not is_place(place):
+        raise fail(
+            function,
+            f"the entry for {path!r} is not a sharding.",
+            given=f"an object of type {type(place).__name__}",
+            expected="a jax.sharding.NamedSharding, a jax.sharding.PartitionSpec, or None",
+            fix="pass the tree of parameters with a sharding in the place of each array.",
+            error=TypeError,
+        )
     if mesh is None or not isinstance(place, PartitionSpec):
         return place
     return NamedSharding(mesh, place)
@@ -60,15 +60,14 @@ def of_leaf(function: str, place: Place, leaf: Any, path: str) -> Any:
 def _check_mesh(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:
     """Returns the sizes of the axes of the current mesh, after checking that there is one."""
     around = jax.sharding.get_abstract_mesh()
-    require_that(
-        not around.empty,
-        error=ValueError,
-        function=function,
-        problem=f"the mesh along whose axes {path!r} is partitioned is not known.",
-        given=f"{spec}",
-        expected="a mesh, which has the number of partitions",
-        mend="pass NamedShardings, or call it in `with jax.set_mesh(mesh):`.",
-    )
+    if around.empty:
+        raise fail(
+            function,
+            f"the mesh along whose axes {path!r} is partitioned is not known.",
+            given=f"{spec}",
+            expected="a mesh, which has the number of partitions",
+            fix="pass NamedShardings, or call it in `with jax.set_mesh(mesh):`.",
+        )
     return dict(around.shape)
 
 

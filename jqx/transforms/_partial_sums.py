@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .._checks import as_dtype, check_real, require_that
+from .._checks import as_dtype, check_real
 from .._compat import Eqn, has_explicit_axes
+from .._errors import fail
 from ..contractions._shared import Pending
 from ..tensor._shared import alone, names_of, partition_specs
 from ._site import Site
@@ -90,16 +91,15 @@ def partial_sums(function: str, dtype: Any, places: WeightPlaces) -> PartialSums
         return None
     kind = as_dtype(function, "partial_dtype", dtype)
     check_real(function, "`partial_dtype`", kind)
-    require_that(
-        any(any(map(names_of, place.spec)) for place in places.known.values()),
-        error=ValueError,
-        function=function,
-        problem="`partial_dtype` has no effect: no weight is known to be partitioned.",
-        given=f"partial_dtype == {jnp.dtype(kind).name}, "
-        + ("no shardings of partitioned weights" if places.given else "no shardings"),
-        expected="shardings of the weights, or arrays of a mesh with explicit axes",
-        mend="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out.",
-    )
+    if not any(any(map(names_of, place.spec)) for place in places.known.values()):
+        raise fail(
+            function,
+            "`partial_dtype` has no effect: no weight is known to be partitioned.",
+            given=f"partial_dtype == {jnp.dtype(kind).name}, "
+            + ("no shardings of partitioned weights" if places.given else "no shardings"),
+            expected="shardings of the weights, or arrays of a mesh with explicit axes",
+            fix="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out.",
+        )
     return PartialSums(kind, places)
 
 

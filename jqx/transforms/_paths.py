@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from .._checks import require_that
+from .._errors import fail
 from ..policy import Policy
 from ..tensor import QTensor, Segments
 
@@ -124,15 +124,15 @@ class Weights:
 
 def check_names(function: str, names: Any) -> None:
     """Checks that names are a dict of strings, or a function."""
-    require_that(
-        names is None or callable(names) or isinstance(names, Mapping),
-        error=TypeError,
-        function=function,
-        problem="`names` is neither a dict nor a function.",
-        given=f"an object of type {type(names).__name__}",
-        expected="a dict from paths to names, or a function from a tuple of keys to a name",
-        mend='pass for example names={"0": "embed", "1": "head"}.',
-    )
+    if names is not None and not callable(names) and not isinstance(names, Mapping):
+        raise fail(
+            function,
+            "`names` is neither a dict nor a function.",
+            given=f"an object of type {type(names).__name__}",
+            expected="a dict from paths to names, or a function from a tuple of keys to a name",
+            fix='pass for example names={"0": "embed", "1": "head"}.',
+            error=TypeError,
+        )
     if isinstance(names, Mapping):
         _check_names(function, names.items(), (str, type(None)))
         _check_names(function, ((path, path) for path in names), str)
@@ -203,28 +203,28 @@ def _check_table(function: str, table: Iterable[str], paths: Sequence[str]) -> N
     parts = [path.split("/") for path in paths]
     fitting = {"/".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}
     unknown = [path for path in table if path not in fitting]
-    require_that(
-        not unknown,
-        error=ValueError,
-        function=function,
-        problem="`names` has a path that the parameters do not have.",
-        given=", ".join(map(repr, unknown[:4])),
-        expected=f"paths, or prefixes of them: {', '.join(map(repr, paths[:4])) or '(none)'}",
-        mend="print a plan made without names=: it lists the paths.",
-    )
+    if unknown:
+        raise fail(
+            function,
+            "`names` has a path that the parameters do not have.",
+            given=", ".join(map(repr, unknown[:4])),
+            expected=f"paths, or prefixes of them: {', '.join(map(repr, paths[:4])) or '(none)'}",
+            fix="print a plan made without names=: it lists the paths.",
+        )
 
 
 def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) -> None:
     wrong = [(path, name) for path, name in named if not isinstance(name, kinds)]
-    require_that(
-        not wrong,
-        error=TypeError,
-        function=function,
-        problem="`names` gives a name that is not a string.",
-        given=f"{wrong[0][1]!r} for {wrong[0][0]!r}" if wrong else "",
-        expected="a string for each path; in a dict, None for what is not a weight",
-        mend='pass a dict such as {"0": "embed"}, or a function of the keys that returns strings.',
-    )
+    if wrong:
+        raise fail(
+            function,
+            "`names` gives a name that is not a string.",
+            given=f"{wrong[0][1]!r} for {wrong[0][0]!r}" if wrong else "",
+            expected="a string for each path; in a dict, None for what is not a weight",
+            fix='pass a dict such as {"0": "embed"}, or a function of the keys that returns '
+            "strings.",
+            error=TypeError,
+        )
 
 
 def nested(leaves: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._checks import require_that
 from .._compat import Eqn
+from .._errors import fail
 from ..tensor import QTensor
 from ._entries import Entry
 from ._find import addressed
@@ -113,15 +113,15 @@ def _whole(path: Any, leaf: Any) -> _Placed:
 
 
 def _check_numbers(path: str, size: int) -> None:
-    require_that(
-        size < 2**31,
-        error=NotImplementedError,
-        function="observers.places",
-        problem="a weight has more elements than int32 can number.",
-        given=f"the weight {path!r} of {size} elements",
-        expected="less than 2**31",
-        mend="split it: let rules select steps of the scan over it, such as 'layers[:16]'.",
-    )
+    if not size < 2**31:
+        raise fail(
+            "observers.places",
+            "a weight has more elements than int32 can number.",
+            given=f"the weight {path!r} of {size} elements",
+            expected="less than 2**31",
+            fix="split it: let rules select steps of the scan over it, such as 'layers[:16]'.",
+            error=NotImplementedError,
+        )
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .._added import added
-from .._errors import message, nesting
+from .._errors import fail, nesting
 from .._table import Table, Tabular
 from ..calibrators import Affine
 from ..tensor import QSpec, Segments
@@ -96,14 +96,13 @@ class Plan(Tabular):
         if not found:
             known = list(dict.fromkeys(item.path for item in (*self.sites, *self.skipped)))
             close = difflib.get_close_matches(str(path), known) or known
-            raise KeyError(
-                message(
-                    "Plan",
-                    "no contraction has that path.",
-                    given=repr(path),
-                    expected=f"one of {len(known)} paths, such as {some(close)}",
-                    mend="print the plan: it lists every path.",
-                )
+            raise fail(
+                "Plan",
+                "no contraction has that path.",
+                given=repr(path),
+                expected=f"one of {len(known)} paths, such as {some(close)}",
+                fix="print the plan: it lists every path.",
+                error=KeyError,
             )
         return found
 

@@ -56,17 +56,17 @@ def _described(origin: Origin, axes: bool) -> str:
 
 
 def plan_of_function(
-    function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any], mend: str
+    function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any], fix: str
 ) -> tuple[Plan, Call]:
     """Returns a plan with the addresses of a function, and the function traced at such arguments.
     Raises if it is not the one that the plan is for.
     """
     call = trace_call(function, f, plan.parameters, args, {}, lazy=True)
-    return _fitted(function, plan, call, contractions(call), mend), call
+    return _fitted(function, plan, call, contractions(call), fix), call
 
 
 def _fitted(
-    function: str, plan: Plan, call: Call, found: Sequence[Found], mend: str = AGAIN
+    function: str, plan: Plan, call: Call, found: Sequence[Found], fix: str = AGAIN
 ) -> Plan:
     """Returns a plan with the addresses of a function, which differ in plans of jqx 0.1, and where
     other parts of it are under jit or remat. Raises if the plan is for another function.
@@ -82,7 +82,7 @@ def _fitted(
     if alike and same_nesting(function, plan.operations, call.jaxpr):
         return _renumbered(plan, addresses_of(plan.signature), found, signature)
     check_ranks(function, plan, found)
-    check_same(function, signature, plan.signature, mend)
+    check_same(function, signature, plan.signature, fix)
     return plan
 
 
@@ -152,7 +152,7 @@ def plan_call(
                 "the policy covers parameters of integers, which stay as they are.",
                 given=some(f"{path!r} of {dtype}" for path, dtype in whole.items()),
                 expected="weights of floats",
-                mend="pass the float weights, x.astype(jnp.float32); or leave these out of the "
+                fix="pass the float weights, x.astype(jnp.float32); or leave these out of the "
                 "policy, by a rule that gives them no format.",
             )
         )

@@ -8,8 +8,7 @@ from jax.sharding import Sharding
 
 from .. import _compat
 from .._calls import called
-from .._checks import require_that
-from .._errors import message
+from .._errors import fail
 from .._signatures import T
 from ..calibrators import Affine
 from ..tensor import QTensor, Segments
@@ -113,15 +112,14 @@ def quantize_params(
     tree = jax.tree.structure(own, is_leaf=is_whole)
     known = [_weights_of(plan, name) for name, _ in named]
     for weights, (name, leaf) in zip(known, named, strict=True):
-        require_that(
-            not weights or not is_whole(abstract(leaf)),
-            error=ValueError,
-            function="quantize_params",
-            problem=f"the weight {name!r} is quantized already.",
-            given=repr(leaf) if is_whole(leaf) else "",
-            expected="a float array",
-            mend="pass the float parameters.",
-        )
+        if weights and is_whole(abstract(leaf)):
+            raise fail(
+                "quantize_params",
+                f"the weight {name!r} is quantized already.",
+                given=repr(leaf) if is_whole(leaf) else "",
+                expected="a float array",
+                fix="pass the float parameters.",
+            )
     lines = [
         parameter_line(name, leaf)
         for name, leaf in named
@@ -188,24 +186,23 @@ def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
 
 
 def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> None:
-    require_that(
-        algorithm is not None or stats is None,
-        error=ValueError,
-        function="quantize_params",
-        problem="`stats` have no effect: rounding to nearest does not read them.",
-        given="stats, and algorithm=None",
-        expected="an algorithm, or no stats",
-        mend="pass algorithm=, such as jqx.algorithms.gptq(); scales of activations go to convert.",
-    )
-    require_that(
-        algorithm is None or not (affines or donate),
-        error=ValueError,
-        function="quantize_params",
-        problem="an algorithm finds the scales of weights itself, and reads all of them at once.",
-        given="affines" if affines else "donate=True",
-        expected="neither affines nor donate together with algorithm",
-        mend="leave them out; scales of activations go to jqx.convert.",
-    )
+    if algorithm is None and stats is not None:
+        raise fail(
+            "quantize_params",
+            "`stats` have no effect: rounding to nearest does not read them.",
+            given="stats, and algorithm=None",
+            expected="an algorithm, or no stats",
+            fix="pass algorithm=, such as jqx.algorithms.gptq(); scales of activations go to "
+            "convert.",
+        )
+    if algorithm is not None and (affines or donate):
+        raise fail(
+            "quantize_params",
+            "an algorithm finds the scales of weights itself, and reads all of them at once.",
+            given="affines" if affines else "donate=True",
+            expected="neither affines nor donate together with algorithm",
+            fix="leave them out; scales of activations go to jqx.convert.",
+        )
 
 
 def _places(
@@ -218,14 +215,12 @@ def _places(
     try:
         flat = tree.flatten_up_to(rooted(plan.params, shardings))
     except ValueError as error:
-        raise ValueError(
-            message(
-                "quantize_params",
-                "`shardings` are not for these parameters.",
-                given=str(error).splitlines()[0],
-                expected="the tree of `params`, with a sharding in place of each array",
-                mend="make them from it, such as jax.tree.map(lambda x: x.sharding, params).",
-            )
+        raise fail(
+            "quantize_params",
+            "`shardings` are not for these parameters.",
+            given=str(error).splitlines()[0],
+            expected="the tree of `params`, with a sharding in place of each array",
+            fix="make them from it, such as jax.tree.map(lambda x: x.sharding, params).",
         ) from error
     pairs = zip(named, flat, strict=True)
     return [as_sharding("quantize_params", place, name or "") for (name, _), place in pairs]
@@ -272,16 +267,15 @@ def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any
 
 def _delete(x: Any, quantized: QTensor | Segments) -> None:
     """Deletes a float weight once its codes are ready."""
-    require_that(
-        _compat.is_concrete(x),
-        error=ValueError,
-        function="quantize_params",
-        problem="`donate` has no effect under jax.jit.",
-        given="donate=True and traced parameters",
-        expected="donate=False",
-        mend="call quantize_params outside of jit, or donate the argument: jax.jit(..., "
-        "donate_argnums=...).",
-    )
+    if not _compat.is_concrete(x):
+        raise fail(
+            "quantize_params",
+            "`donate` has no effect under jax.jit.",
+            given="donate=True and traced parameters",
+            expected="donate=False",
+            fix="call quantize_params outside of jit, or donate the argument: jax.jit(..., "
+            "donate_argnums=...).",
+        )
     if isinstance(x, jax.Array):
         jax.block_until_ready(quantized)
         x.delete()
@@ -293,12 +287,11 @@ def check_arguments(function: str, places: Params, params: Any) -> None:
         return
     several = isinstance(params, (tuple, list))
     kind = type(params).__name__
-    require_that(
-        several and len(params) == len(places),
-        error=ValueError,
-        function=function,
-        problem="the weights are in several arguments.",
-        given=f"a {kind} of {len(params)}" if several else f"an object of type {kind}",
-        expected=f"a tuple of {len(places)} arguments, those at the positions {places}",
-        mend="pass the arguments named in params=, as a tuple in that order.",
-    )
+    if not (several and len(params) == len(places)):
+        raise fail(
+            function,
+            "the weights are in several arguments.",
+            given=f"a {kind} of {len(params)}" if several else f"an object of type {kind}",
+            expected=f"a tuple of {len(places)} arguments, those at the positions {places}",
+            fix="pass the arguments named in params=, as a tuple in that order.",
+        )

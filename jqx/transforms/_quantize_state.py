@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._calls import called
-from .._checks import check_instance, check_pattern, require_that, shown
-from .._errors import message
+from .._checks import check_instance, check_pattern, shown
+from .._errors import fail
 from .._signatures import T
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor
@@ -80,14 +80,12 @@ def quantize_state(
     unused = [text for text in rules if text not in used]
     if unused:
         names = [repr(name) for name, _ in named[:8]]
-        raise ValueError(
-            message(
-                "quantize_state",
-                f"{unused[0]!r} matches no leaf that is left by earlier entries.",
-                given=f"{len(rules)} regular expressions",
-                expected=f"a match in full; paths are: {', '.join(names) or '(none)'}",
-                mend="correct it, move it up, or drop it.",
-            )
+        raise fail(
+            "quantize_state",
+            f"{unused[0]!r} matches no leaf that is left by earlier entries.",
+            given=f"{len(rules)} regular expressions",
+            expected=f"a match in full; paths are: {', '.join(names) or '(none)'}",
+            fix="correct it, move it up, or drop it.",
         )
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
 
@@ -102,21 +100,21 @@ def _rules(specs: Any) -> Rules:
         "specs",
         specs,
         Mapping,
-        mend='pass for example {".*/cached_(key|value)": jqx.QSpec("int8", jqx.per_token())}.',
+        fix='pass for example {".*/cached_(key|value)": jqx.QSpec("int8", jqx.per_token())}.',
     )
     rules: Rules = {}
     for text, given in specs.items():
         pair: Any = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         spec, affine = pair
-        require_that(
-            isinstance(text, str) and isinstance(spec, (QSpec, str)),
-            error=TypeError,
-            function="quantize_state",
-            problem="`specs` has an entry that is not a spec.",
-            given=f"{text!r}: {shown(given)}",
-            expected="a regular expression: a QSpec or a scheme, or a pair of it and an Affine",
-            mend="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
-        )
+        if not (isinstance(text, str) and isinstance(spec, (QSpec, str))):
+            raise fail(
+                "quantize_state",
+                "`specs` has an entry that is not a spec.",
+                given=f"{text!r}: {shown(given)}",
+                expected="a regular expression: a QSpec or a scheme, or a pair of it and an Affine",
+                fix="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
+                error=TypeError,
+            )
         spec = needed_spec("quantize_state", f"specs[{text!r}]", spec, "state")
         pattern = check_pattern("quantize_state", f"specs[{text!r}]", text)
         rules[text] = pattern, (spec, affine and Affine(*affine))
@@ -124,39 +122,37 @@ def _rules(specs: Any) -> Rules:
 
 
 def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTensor:
-    require_that(
-        not is_quantized(leaf),
-        error=ValueError,
-        function="quantize_state",
-        problem=f"the leaf {name!r} is quantized already.",
-        given=lambda: repr(leaf),
-        expected="a float array",
-        mend="quantize the float state, or leave this leaf out.",
-    )
-    require_that(
-        is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating),
-        error=TypeError,
-        function="quantize_state",
-        problem=f"the leaf {name!r} is not an array of floats.",
-        given=f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}",
-        expected="float16, bfloat16, float32 or float64",
-        mend="write a regular expression that does not match it, such as '.*(key|value)'.",
-    )
+    if is_quantized(leaf):
+        raise fail(
+            "quantize_state",
+            f"the leaf {name!r} is quantized already.",
+            given=repr(leaf),
+            expected="a float array",
+            fix="quantize the float state, or leave this leaf out.",
+        )
+    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)):
+        raise fail(
+            "quantize_state",
+            f"the leaf {name!r} is not an array of floats.",
+            given=f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}",
+            expected="float16, bfloat16, float32 or float64",
+            fix="write a regular expression that does not match it, such as '.*(key|value)'.",
+            error=TypeError,
+        )
     resolved = spec.resolve(leaf.ndim, range(leaf.ndim - 1))
     try:
         q = quantize_weight(leaf, resolved, affine)
     except (TypeError, ValueError) as error:
         error.add_note(f"  at:       the leaf {name!r} of the state")
         raise
-    require_that(
-        affine is not None or not _shares_a_scale(q) or not _is_zero(leaf),
-        error=ValueError,
-        function="quantize_state",
-        problem=f"the scale of {name!r} would come from zeros and be shared by later writes.",
-        given=f"{spec.granularity} for an array of zeros of shape {leaf.shape}",
-        expected="a scale for each part that is written at once, or a given scale",
-        mend="pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale)).",
-    )
+    if affine is None and _shares_a_scale(q) and _is_zero(leaf):
+        raise fail(
+            "quantize_state",
+            f"the scale of {name!r} would come from zeros and be shared by later writes.",
+            given=f"{spec.granularity} for an array of zeros of shape {leaf.shape}",
+            expected="a scale for each part that is written at once, or a given scale",
+            fix="pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale)).",
+        )
     return q
 
 

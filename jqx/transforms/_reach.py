@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .. import _compat
-from .._checks import require_that
+from .._errors import fail
 from ._codes import Codes
 from ._find import Found
 from ._plan import Plan
@@ -18,15 +18,14 @@ UNSUPPORTED = ("error", "dequantize")
 
 def check_unsupported(function: str, unsupported: Any) -> None:
     """Checks the value of `unsupported`."""
-    require_that(
-        unsupported in UNSUPPORTED,
-        error=ValueError,
-        function=function,
-        problem="`unsupported` is unknown.",
-        given=f"unsupported == {unsupported!r}",
-        expected=f"one of {', '.join(map(repr, UNSUPPORTED))}",
-        mend="leave it at 'error', or pass 'dequantize'.",
-    )
+    if unsupported not in UNSUPPORTED:
+        raise fail(
+            function,
+            "`unsupported` is unknown.",
+            given=f"unsupported == {unsupported!r}",
+            expected=f"one of {', '.join(map(repr, UNSUPPORTED))}",
+            fix="leave it at 'error', or pass 'dequantize'.",
+        )
 
 
 def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:

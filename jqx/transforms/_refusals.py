@@ -31,7 +31,7 @@ def check_reach(function: str, call: Call, plan: Plan) -> None:
             raise _refusal(function, plan, codes.mixed[0]) from error
 
 
-def _refusal(function: str, plan: Plan, escape: Escape, mend: str = "") -> Unsupported:
+def _refusal(function: str, plan: Plan, escape: Escape, fix: str = "") -> Unsupported:
     path = min(escape.paths)
     weight = next(weight for weight in plan.weights if weight.path == path)
     where = f", in scope {escape.scope}" if escape.scope else ""
@@ -41,7 +41,7 @@ def _refusal(function: str, plan: Plan, escape: Escape, mend: str = "") -> Unsup
             f"the weight {path!r}, which the policy quantizes, {escape.how}.",
             given=f"{weight.spec}{_compat.at_line_of(escape.eqn)}{where}",
             expected="contractions, views such as transpose, reshape and slice, and updates",
-            mend=f"{mend}leave it in float with jqx.Rule({pattern_of(path)!r}) first in the "
+            fix=f"{fix}leave it in float with jqx.Rule({pattern_of(path)!r}) first in the "
             'policy; or pass unsupported="dequantize" to both jqx.make_plan and jqx.convert.',
         )
     )

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from .._checks import require_that
+from .._errors import fail
 from ..contractions._shared import can_leave_sum
 from ..tensor import QSpec
 from ..tensor._shared import groups_of
@@ -36,15 +36,14 @@ def resolve_weights(
             for part in origin.parts:
                 path, rank = part.path, len(shapes_of[part.path])
                 spec, place = specs.setdefault(path, (operand.spec, site.rule))
-                require_that(
-                    spec == operand.spec,
-                    error=ValueError,
-                    function=function,
-                    problem=f"two rules give the weight {path!r} different specs.",
-                    given=f"rule {place}: {spec}; rule {site.rule}: {operand.spec}",
-                    expected="one spec for one weight, wherever it is used",
-                    mend="let one rule match every use of it.",
-                )
+                if spec != operand.spec:
+                    raise fail(
+                        function,
+                        f"two rules give the weight {path!r} different specs.",
+                        given=f"rule {place}: {spec}; rule {site.rule}: {operand.spec}",
+                        expected="one spec for one weight, wherever it is used",
+                        fix="let one rule match every use of it.",
+                    )
                 moved[path].update(axis - rank for axis, _ in part.moved)
                 cut[path].update(axis - rank for axis, _ in part.cut)
                 merged.setdefault(path, set()).update(part.merged)
@@ -97,15 +96,14 @@ def resolve_activation(
     stacked: Sequence[int] = (),
 ) -> QSpec:
     """Resolves the spec of an activation, or of a result, in its own axes; `where` for errors."""
-    require_that(
-        spec.dynamic or not spec.granularity.is_relative,
-        error=ValueError,
-        function=function,
-        problem=f"a static scale per token is bound to one batch size ({where}).",
-        given=f"granularity {spec.granularity} with dynamic=False",
-        expected="per_tensor() for static scales, or dynamic=True",
-        mend="pass dynamic=True, or granularity=jqx.per_tensor().",
-    )
+    if not spec.dynamic and spec.granularity.is_relative:
+        raise fail(
+            function,
+            f"a static scale per token is bound to one batch size ({where}).",
+            given=f"granularity {spec.granularity} with dynamic=False",
+            expected="per_tensor() for static scales, or dynamic=True",
+            fix="pass dynamic=True, or granularity=jqx.per_tensor().",
+        )
     resolved = spec.resolve(len(shape), kept, stacked)
     _check_kept(function, resolved, shape, kept, where)
     return resolved
@@ -123,20 +121,19 @@ def _check_kept(
 
     With `tied`, other sites contract other axes of the same weight.
     """
-    mend = f"use {_GRANULARITY}, or jqx.per_axis({', '.join(map(str, sorted(kept)))})."
+    fix = f"use {_GRANULARITY}, or jqx.per_axis({', '.join(map(str, sorted(kept)))})."
     if tied:
-        mend = "its sites contract different axes: put a separate rule for it first, with "
-        mend += "per_tensor(), or with blocks along all of them, such as per_block({0: 8, 1: 8})."
+        fix = "its sites contract different axes: put a separate rule for it first, with "
+        fix += "per_tensor(), or with blocks along all of them, such as per_block({0: 8, 1: 8})."
     try:
         groups = groups_of(function, spec, shape)
     except ValueError as error:
         raise ValueError(f"{error}\n  at:       {where}") from None
-    require_that(
-        can_leave_sum(groups, set(range(len(shape))) - set(kept)),
-        error=ValueError,
-        function=function,
-        problem=f"the scale varies along a contracted axis ({where}).",
-        given=f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept)}",
-        expected="a scale that is shared along every contracted axis, or in blocks",
-        mend=mend,
-    )
+    if not can_leave_sum(groups, set(range(len(shape))) - set(kept)):
+        raise fail(
+            function,
+            f"the scale varies along a contracted axis ({where}).",
+            given=f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept)}",
+            expected="a scale that is shared along every contracted axis, or in blocks",
+            fix=fix,
+        )

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._errors import message
+from .._errors import fail
 from ..policy import Policy, Rule
 from ._find import Found
 from ._origin import Address
@@ -121,15 +121,13 @@ def _is_whole(use: _Use, shapes: dict[str, tuple[int, ...]]) -> bool:
 
 
 def _refuse(function: str, rule: Rule, use: _Use, shape: tuple[int, ...]) -> None:
-    raise ValueError(
-        message(
-            function,
-            f"the path of a rule selects steps of {use.path!r}, which are not steps of one axis.",
-            given=f"path {rule.path!r}; a weight of the shape {list(shape)}, and a scan of "
-            f"{use.length} steps over axes {sorted(use.axes)}",
-            expected="a scan over all indices of one axis of the weight",
-            mend="let the rule match the whole weight, or keep the layers of f in one stack.",
-        )
+    raise fail(
+        function,
+        f"the path of a rule selects steps of {use.path!r}, which are not steps of one axis.",
+        given=f"path {rule.path!r}; a weight of the shape {list(shape)}, and a scan of "
+        f"{use.length} steps over axes {sorted(use.axes)}",
+        expected="a scan over all indices of one axis of the weight",
+        fix="let the rule match the whole weight, or keep the layers of f in one stack.",
     )
 
 
@@ -144,14 +142,13 @@ def check_split(function: str, found: Sequence[Found], splits: Sequence[Split]) 
                 apart |= {whole[path] for path in paths if path in whole}
     for split in splits:
         if split.path not in apart:
-            raise NotImplementedError(
-                message(
-                    function,
-                    f"the weight {split.path!r}, whose steps a rule selects, reaches its scan "
-                    "through an operation that mixes them.",
-                    given=f"bounds {list(split.bounds)} along axis {split.axis}",
-                    expected="views that keep the steps apart and in order, such as astype, "
-                    "transpose and reshape of other axes",
-                    mend="prepare the weight outside of f, or let rules match the whole weight.",
-                )
+            raise fail(
+                function,
+                f"the weight {split.path!r}, whose steps a rule selects, reaches its scan "
+                "through an operation that mixes them.",
+                given=f"bounds {list(split.bounds)} along axis {split.axis}",
+                expected="views that keep the steps apart and in order, such as astype, "
+                "transpose and reshape of other axes",
+                fix="prepare the weight outside of f, or let rules match the whole weight.",
+                error=NotImplementedError,
             )

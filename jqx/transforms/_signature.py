@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import dtypes
 
-from .._errors import message
+from .._errors import fail
 
 AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
 
@@ -52,7 +52,7 @@ def without_addresses(signature: Sequence[str]) -> list[str]:
 
 
 def check_same(
-    function: str, signature: Sequence[str], planned: Sequence[str], mend: str = AGAIN
+    function: str, signature: Sequence[str], planned: Sequence[str], fix: str = AGAIN
 ) -> None:
     """Raises if a function, or its parameters, are not those that the plan was made for."""
     if tuple(signature) == tuple(planned):
@@ -62,15 +62,13 @@ def check_same(
     own = [*planned, *["(nothing)"] * (length - len(planned))]
     found, wanted = next((a, b) for a, b in zip(pad, own, strict=True) if a != b)
     if _without_first_axis(wanted) == found:
-        mend = "map over the other arguments alone: jax.vmap(..., in_axes=(None, 0))."
-    raise ValueError(
-        message(
-            function,
-            "the plan was made for another function or other parameters.",
-            given=found,
-            expected=wanted,
-            mend=mend,
-        )
+        fix = "map over the other arguments alone: jax.vmap(..., in_axes=(None, 0))."
+    raise fail(
+        function,
+        "the plan was made for another function or other parameters.",
+        given=found,
+        expected=wanted,
+        fix=fix,
     )
 
 
@@ -83,16 +81,14 @@ def check_ranks(function: str, plan: Any, found: Sequence[Any]) -> None:
         if planned is None or [*map(len, now)] == [*map(len, planned)]:
             continue
         where = f" at path {item.path!r}" if item.path else ""
-        raise ValueError(
-            message(
-                function,
-                "an argument has another number of axes than when the plan was made.",
-                given=f"{item.op} of {_shown(now)}{where}",
-                expected=f"{_shown(planned)}, with any batch size",
-                mend="give it the axes that it had, such as x[None] for one example of a batch, or "
-                "make the plan for such an argument. To map over examples what jqx.ptq returned, "
-                "map inside: result.bind(jax.vmap(f, in_axes=(None, 0)))(x).",
-            )
+        raise fail(
+            function,
+            "an argument has another number of axes than when the plan was made.",
+            given=f"{item.op} of {_shown(now)}{where}",
+            expected=f"{_shown(planned)}, with any batch size",
+            fix="give it the axes that it had, such as x[None] for one example of a batch, or "
+            "make the plan for such an argument. To map over examples what jqx.ptq returned, "
+            "map inside: result.bind(jax.vmap(f, in_axes=(None, 0)))(x).",
         )
 
 

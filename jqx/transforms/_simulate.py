@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._calls import called
-from .._checks import as_dtype, check_real, require_that
+from .._checks import as_dtype, check_real
 from .._compat import Eqn
+from .._errors import fail
 from .._signatures import P, R
 from ..gradients import Surrogate
 from ..gradients._shared import draws
@@ -218,24 +219,24 @@ def _specs_of(plan: Plan) -> list[QSpec]:
 
 def _check_estimators(plan: Plan, backward: DTypeLike | None) -> None:
     strange = [spec for spec in _specs_of(plan) if isinstance(spec.gradient, Surrogate)]
-    require_that(
-        backward is None or not strange,
-        error=ValueError,
-        function="simulate",
-        problem="`backward` runs the forward pass on integers, which this estimator does not use.",
-        given=f"backward == {backward}, and the estimator {strange[0].gradient}" if strange else "",
-        expected="estimators that differentiate the rounding, such as jqx.gradients.ste",
-        mend="choose another gradient= for that spec, or backward=None.",
-    )
+    if backward is not None and strange:
+        raise fail(
+            "simulate",
+            "`backward` runs the forward pass on integers, which this estimator does not use.",
+            given=f"backward == {backward}, and the estimator {strange[0].gradient}"
+            if strange
+            else "",
+            expected="estimators that differentiate the rounding, such as jqx.gradients.ste",
+            fix="choose another gradient= for that spec, or backward=None.",
+        )
 
 
 def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
-    require_that(
-        key is None or any(draws(spec.gradient) for spec in _specs_of(plan)),
-        error=ValueError,
-        function="simulate",
-        problem="`key` has no effect.",
-        given="a key, but no spec whose gradient estimator draws random numbers",
-        expected="key=None",
-        mend="drop key, or use an estimator such as jqx.gradients.stochastic.",
-    )
+    if key is not None and not any(draws(spec.gradient) for spec in _specs_of(plan)):
+        raise fail(
+            "simulate",
+            "`key` has no effect.",
+            given="a key, but no spec whose gradient estimator draws random numbers",
+            expected="key=None",
+            fix="drop key, or use an estimator such as jqx.gradients.stochastic.",
+        )

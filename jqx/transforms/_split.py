@@ -17,9 +17,8 @@ import numpy as np
 from jax import lax
 
 from .. import _compat
-from .._checks import require_that
 from .._compat import Eqn
-from .._errors import message
+from .._errors import fail
 from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, abstract, lazy_parts
 from ._evaluate import evaluate
@@ -43,15 +42,14 @@ def parts_of(function: str, leaf: Any, split: Split) -> list[Any]:
     """Returns the parts of a leaf: those of Segments, or slices of an array."""
     kind = abstract(leaf)
     if isinstance(kind, Segments):
-        require_that(
-            (kind.axis, kind.bounds) == (split.axis, split.bounds),
-            error=ValueError,
-            function=function,
-            problem="Segments do not fit the plan.",
-            given=f"{leaf!r} for the parameter {split.path!r}",
-            expected=f"parts with the bounds {list(split.bounds)} along axis {split.axis}",
-            mend="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
-        )
+        if (kind.axis, kind.bounds) != (split.axis, split.bounds):
+            raise fail(
+                function,
+                "Segments do not fit the plan.",
+                given=f"{leaf!r} for the parameter {split.path!r}",
+                expected=f"parts with the bounds {list(split.bounds)} along axis {split.axis}",
+                fix="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
+            )
         return lazy_parts(leaf) if isinstance(leaf, Lazy) else list(leaf.parts)
     return [_slice(leaf, split.axis, a, b) for a, b in itertools.pairwise(split.bounds)]
 
@@ -263,13 +261,12 @@ class _Runner:
 
 def _refuse(function: str, eqn: Eqn, operands: Sequence[Any]) -> None:
     given = next(x for x in operands if isinstance(x, Segments))
-    raise NotImplementedError(
-        message(
-            function,
-            f"a scan cannot be split inside {_REFUSED[eqn.primitive.name]}.",
-            given=f"a weight of the shape {list(given.shape)} in parts with the bounds "
-            f"{list(given.bounds)}{_compat.at_line_of(eqn)}",
-            expected="a scan inside jit, remat, cond, while or other scans only",
-            mend="let the rules select whole weights there, or split the weights in f.",
-        )
+    raise fail(
+        function,
+        f"a scan cannot be split inside {_REFUSED[eqn.primitive.name]}.",
+        given=f"a weight of the shape {list(given.shape)} in parts with the bounds "
+        f"{list(given.bounds)}{_compat.at_line_of(eqn)}",
+        expected="a scan inside jit, remat, cond, while or other scans only",
+        fix="let the rules select whole weights there, or split the weights in f.",
+        error=NotImplementedError,
     )

@@ -9,7 +9,7 @@ from jax import lax
 
 from .. import _compat
 from .._compat import Eqn
-from .._errors import message
+from .._errors import fail
 from ._evaluate import evaluate
 from ._find import HIDDEN
 from ._known_values import CUSTOM, INLINE, KnownValues
@@ -191,15 +191,14 @@ def _without_rule(
 
     @value.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            message(
-                "hoist",
-                "a function with a derivative rule of its own has no derivative here.",
-                given=f"`{eqn.primitive.name}`{_compat.at_line_of(eqn)}, from which "
-                "values of parameters are split off",
-                expected="values only: the rule needs the parameters",
-                mend="differentiate f itself; g is for inference.",
-            )
+        raise fail(
+            "hoist",
+            "a function with a derivative rule of its own has no derivative here.",
+            given=f"`{eqn.primitive.name}`{_compat.at_line_of(eqn)}, from which "
+            "values of parameters are split off",
+            expected="values only: the rule needs the parameters",
+            fix="differentiate f itself; g is for inference.",
+            error=NotImplementedError,
         )
 
     return value(*(flat[i] for i in places))

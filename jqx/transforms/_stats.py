@@ -10,7 +10,7 @@ import numpy as np
 from jax import export
 
 from .. import _compat
-from .._errors import message, some, warn
+from .._errors import fail, message, some, warn
 from ..observers._shared import flags
 from ._entries import FLAGS
 from ._origin import Loop
@@ -152,7 +152,7 @@ def nonfinite_text(function: str, bad: list[str], batch: int | None = None) -> s
         f"an activation is not finite: there is {' and '.join(kinds)} in an operand of a site.",
         given=f"{where}{first}{more}",
         expected="batches on which every operand of a site is finite",
-        mend="find where it comes from (float16 overflows above 65504), leave such batches out, or "
+        fix="find where it comes from (float16 overflows above 65504), leave such batches out, or "
         'leave such rows out with on_nonfinite="ignore" of calibrate, calibrate_batches and ptq.',
     )
 
@@ -170,7 +170,7 @@ def warn_left_out(function: str, found: Mapping[str, Any], batches: Iterable[int
             "rows that are not finite were left out of the statistics.",
             given=where + some(bad),
             expected="batches on which every operand of a site is finite",
-            mend="nothing, if these few rows do not matter; otherwise find where they come from.",
+            fix="nothing, if these few rows do not matter; otherwise find where they come from.",
         )
     )
 
@@ -179,14 +179,12 @@ def check_mode(function: str, value: Any) -> bool:
     """Returns whether rows that are not finite are left out, after checking `on_nonfinite`."""
     if isinstance(value, str) and value in ("error", "ignore"):
         return value == "ignore"
-    raise ValueError(
-        message(
-            function,
-            "`on_nonfinite` is unknown.",
-            given=f"on_nonfinite == {value!r}",
-            expected="'error' or 'ignore'",
-            mend="leave it out for 'error'; 'ignore' leaves rows out that are not finite.",
-        )
+    raise fail(
+        function,
+        "`on_nonfinite` is unknown.",
+        given=f"on_nonfinite == {value!r}",
+        expected="'error' or 'ignore'",
+        fix="leave it out for 'error'; 'ignore' leaves rows out that are not finite.",
     )
 
 
@@ -203,12 +201,10 @@ def check_keys(
     if set(stats) == set(specs):
         return
     differ = sorted(set(stats) ^ set(specs))
-    raise ValueError(
-        message(
-            function,
-            f"`{argument}` does not have the entries of the plan.",
-            given=f"{len(stats)} entries; these differ: {', '.join(differ[:4])}",
-            expected=f"one entry for each of the {len(specs)} static activations of the plan",
-            mend="pass statistics from jqx.calibrate with the same plan.",
-        )
+    raise fail(
+        function,
+        f"`{argument}` does not have the entries of the plan.",
+        given=f"{len(stats)} entries; these differ: {', '.join(differ[:4])}",
+        expected=f"one entry for each of the {len(specs)} static activations of the plan",
+        fix="pass statistics from jqx.calibrate with the same plan.",
     )

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from .._checks import check_integer, require_that
-from .._errors import message
+from .._checks import check_integer
+from .._errors import fail
 from ..policy import Policy
 from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, check_dtypes, check_read, sharding_of
@@ -139,15 +139,14 @@ def trace_call(
     weights = params if isinstance(params, Weights) else Weights(params)
     params = weights.params
     positions = (params,) if isinstance(params, int) else params
-    require_that(
-        all(0 <= position < len(args) for position in positions),
-        error=ValueError,
-        function=function,
-        problem="`params` names an argument that does not exist.",
-        given=f"params == {params!r} and {len(args)} positional arguments",
-        expected="positions of arguments that hold weights",
-        mend="pass the weights as a positional argument, and its position as params=.",
-    )
+    if not all(0 <= position < len(args) for position in positions):
+        raise fail(
+            function,
+            "`params` names an argument that does not exist.",
+            given=f"params == {params!r} and {len(args)} positional arguments",
+            expected="positions of arguments that hold weights",
+            fix="pass the weights as a positional argument, and its position as params=.",
+        )
     given = (tuple(args), dict(kwargs))
     flat, tree = flatten(given), jax.tree.structure(given, is_leaf=is_whole)
     leaves = [leaf for _, leaf in flat if is_array(leaf)]
@@ -251,14 +250,13 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
 def _check_segments(function: str, call: Call, splits: Mapping[str, Split]) -> None:
     for leaf, path in zip(call.leaves, call.paths, strict=True):
         if isinstance(leaf, Segments) and path not in splits:
-            text = message(
+            raise fail(
                 function,
                 "there are Segments for a weight that the plan does not split.",
                 given=f"{leaf!r} for {path!r}",
                 expected="an array, or a QTensor if the plan quantizes it",
-                mend="quantize the parameters with this plan, or pass segments.dequantize().",
+                fix="quantize the parameters with this plan, or pass segments.dequantize().",
             )
-            raise ValueError(text)
 
 
 def _trace(f: Callable[..., Any], tree: Any, given: Sequence[Any]) -> Traced:
@@ -284,15 +282,14 @@ def as_params(function: str, params: Any) -> Params:
     if not isinstance(params, Iterable) or isinstance(params, str):
         return check_integer(function, "params", params)
     positions = tuple(check_integer(function, "params", position) for position in params)
-    require_that(
-        len(set(positions)) == len(positions),
-        error=ValueError,
-        function=function,
-        problem="`params` names an argument twice.",
-        given=f"params == {params!r}",
-        expected="positions of different arguments",
-        mend="name each argument that holds weights once.",
-    )
+    if len(set(positions)) != len(positions):
+        raise fail(
+            function,
+            "`params` names an argument twice.",
+            given=f"params == {params!r}",
+            expected="positions of different arguments",
+            fix="name each argument that holds weights once.",
+        )
     return positions
 
 
@@ -327,15 +324,14 @@ jax.tree_util.register_pytree_node(
 
 def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
     twice = [path for path, n in Counter(paths).items() if path is not None and n > 1]
-    require_that(
-        not twice,
-        error=ValueError,
-        function=function,
-        problem="two weights have the same path.",
-        given=f"{', '.join(map(repr, twice[:4]))} more than once",
-        expected="parameters whose key paths, joined by '/', differ",
-        mend="rename one, or pass names=: a key that contains '/' looks like a nested key.",
-    )
+    if twice:
+        raise fail(
+            function,
+            "two weights have the same path.",
+            given=f"{', '.join(map(repr, twice[:4]))} more than once",
+            expected="parameters whose key paths, joined by '/', differ",
+            fix="rename one, or pass names=: a key that contains '/' looks like a nested key.",
+        )
 
 
 def _check_parameters(
@@ -356,15 +352,15 @@ def _check_parameters(
         pairs = zip(names, flat, strict=True)
         own = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
         if own == [*weights.lines] and isinstance(weights.params, int):
-            mend = f"argument {place} has them: pass the arguments in the order of f."
-            check_same(function, lines, weights.lines, mend)
+            fix = f"argument {place} has them: pass the arguments in the order of f."
+            check_same(function, lines, weights.lines, fix)
     if not any(isinstance(x, (QTensor, Segments)) for x in leaves) and not _is_tree(args, weights):
         place = weights.params if isinstance(weights.params, int) else weights.params[0]
-        mend = (
+        fix = (
             f"argument {place} holds the parameters: pass them too, as in "
             "quantized.function(quantized.params, x); quantized(x) has them already."
         )
-        check_same(function, lines, weights.lines, mend)
+        check_same(function, lines, weights.lines, fix)
     check_same(function, lines, weights.lines)
 
 

@@ -61,7 +61,7 @@ def warn_of_unused_alternatives(
                 f"rule {place} of the policy has {some} without a match.",
                 given=f"{texts} in {rule}",
                 expected=f"a match of each; paths are: {shown_paths(unused[0].path, known)}",
-                mend=f"{near or 'correct the path.'} Or drop what has no match, or pass "
+                fix=f"{near or 'correct the path.'} Or drop what has no match, or pass "
                 "optional=True for a policy of several models.",
             )
         )

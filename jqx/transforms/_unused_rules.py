@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
-from .._errors import message
+from .._errors import fail
 from ..policy import Policy, Rule
 from ._find import Found
 from ._select_steps import selects
@@ -56,19 +56,17 @@ def _refuse(
     if any(re.fullmatch(rule.path, path) for path in (*named, *(x.path for x in skipped))):
         apart = [x for x in skipped if x.path not in weights]
         given += [f"at {x.path!r} {x.reason}" for x in apart][:2]
-    raise ValueError(
-        message(
-            function,
-            f"rule {place} of the policy matches no contraction"
-            + (" that an earlier rule has not taken." if shadowed else "."),
-            given="; ".join(dict.fromkeys(given)),
-            expected=f"a match; paths are: {shown_paths(rule.path, known)}",
-            mend=_op(rule, known) or _mend(rule.path, known, shadowed)
-            if weights
-            else "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
-            if any("jqx.hoist" in text for text in given)
-            else "pass the weights in an argument of f, and its position as params=.",
-        )
+    raise fail(
+        function,
+        f"rule {place} of the policy matches no contraction"
+        + (" that an earlier rule has not taken." if shadowed else "."),
+        given="; ".join(dict.fromkeys(given)),
+        expected=f"a match; paths are: {shown_paths(rule.path, known)}",
+        fix=_op(rule, known) or _fix(rule.path, known, shadowed)
+        if weights
+        else "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
+        if any("jqx.hoist" in text for text in given)
+        else "pass the weights in an argument of f, and its position as params=.",
     )
 
 
@@ -81,7 +79,7 @@ def shown_paths(pattern: str, known: Sequence[str]) -> str:
     return (", ".join(map(repr, near)) or "(none)") + more
 
 
-def _mend(pattern: str, known: Sequence[str], shadowed: bool) -> str:
+def _fix(pattern: str, known: Sequence[str], shadowed: bool) -> str:
     near = None if shadowed else near_path(pattern, known)
     if near is None:
         return "correct its path or op, move it up, or pass optional=True."

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._checks import require_that
 from .._compat import has_explicit_axes
+from .._errors import fail
 from ..contractions._shared import Pending
 from ..tensor._shared import names_of, sharding_of
 from ._param_shardings import as_sharding, is_place
@@ -53,16 +53,15 @@ class WeightPlaces:
             return None, [None] * array.ndim
         entries = (*place.spec, *(None,) * 32)
         held = operand.axes or tuple((axis,) for axis in range(array.ndim))
-        require_that(
-            not any(names_of(entries[axis]) for axes in held for axis in axes[1:]),
-            error=ValueError,
-            function="convert",
-            problem=f"the weight {operand.path!r} is partitioned along an axis that a reshape "
-            "merges into another.",
-            given=f"{place.spec}",
-            expected="the first of the merged axes to be partitioned, or none",
-            mend="partition another axis, or leave out partial_dtype and gather_axes.",
-        )
+        if any(names_of(entries[axis]) for axes in held for axis in axes[1:]):
+            raise fail(
+                "convert",
+                f"the weight {operand.path!r} is partitioned along an axis that a reshape "
+                "merges into another.",
+                given=f"{place.spec}",
+                expected="the first of the merged axes to be partitioned, or none",
+                fix="partition another axis, or leave out partial_dtype and gather_axes.",
+            )
         return place.mesh, [entries[axes[0]] if axes else None for axes in held]
 
 

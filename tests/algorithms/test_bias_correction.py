@@ -298,10 +298,10 @@ def test_what_means_nothing_is_refused():
         (lambda: bias_correction(weight=3), TypeError, "`weight`"),
         (lambda: chain(bias_correction(), gptq()), ValueError, "in the wrong order"),
     ):
-        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*to mend:"):
+        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*fix:"):
             make()
     lookup = jqx.Policy([jqx.Rule(".*", weight="int8", tables="int8")])
-    with pytest.raises(ValueError, match=r"(?s)bias_correction: .*no contraction.*to mend:"):
+    with pytest.raises(ValueError, match=r"(?s)bias_correction: .*no contraction.*fix:"):
         jqx.ptq(lambda p, i: p["t"][i], lookup, bias_correction(), progress=False)(
             {"t": normal(4, 8)}, [jnp.array([1])]
         )

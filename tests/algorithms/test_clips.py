@@ -281,7 +281,7 @@ def test_least_values_are_absorbed_where_nothing_pads():
     for own, algorithm in ((plan, equalize(absorb=False)), (weights, equalize())):
         maps = algorithm.rewrite(f, own, params, [x], progress=False).maps
         assert all(m.shift is None for m in maps.values())
-    with pytest.raises(TypeError, match=r"(?s)equalize: .*absorb.+to mend:"):
+    with pytest.raises(TypeError, match=r"(?s)equalize: .*absorb.+fix:"):
         equalize(absorb=2)
 
 
@@ -294,7 +294,7 @@ def test_a_channel_that_hardly_changes_loses_less_when_its_least_value_is_absorb
         return float(np.mean((quantized(X) - exact) ** 2))
 
     assert lost(equalize()) < lost(jqx.algorithms.nearest()) / 10
-    with pytest.raises(ValueError, match=r"(?s)equalize: no weight .+to mend:"):
+    with pytest.raises(ValueError, match=r"(?s)equalize: no weight .+fix:"):
         lost(equalize(absorb=False))
 
 

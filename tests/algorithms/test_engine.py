@@ -321,7 +321,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not(
 
 
 def refused(plan, folder, g=f, batches=BATCHES, params=PARAMS, **options):
-    with pytest.raises(ValueError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:") as info:
+    with pytest.raises(ValueError, match=r"jqx\.algorithms\.gptq: (.|\n)+fix:") as info:
         gptq(checkpoint=folder, **options).run(g, plan, params, batches, progress=False)
     return str(info.value)
 
@@ -347,12 +347,12 @@ def test_a_checkpoint_of_something_else_is_an_error(plan, tmp_path):
     (tmp_path / "other" / "notes").write_text("mine")
     for path in (tmp_path / "other", tmp_path / "other" / "notes"):
         assert "not a checkpoint folder" in refused(plan, path)
-    with pytest.raises(TypeError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:"):
+    with pytest.raises(TypeError, match=r"jqx\.algorithms\.gptq: (.|\n)+fix:"):
         gptq(checkpoint=3)
     with pytest.raises(ValueError, match="`offload` and `sequential` exclude each other"):
         gptq(offload=True, sequential=False)
     for algorithm in (gptq, jqx.algorithms.adaround, jqx.algorithms.auto_round):
-        with pytest.raises(ValueError, match=r"`offload` is unknown(.|\n)+to mend:"):
+        with pytest.raises(ValueError, match=r"`offload` is unknown(.|\n)+fix:"):
             algorithm(offload="memory")
 
 
@@ -438,7 +438,7 @@ def on_devices(p, x):
 def test_a_weight_inside_of_a_shard_map_is_an_error_that_names_the_site(sequential):
     params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
     plan = jqx.make_plan(on_devices, jqx.Policy({".*": "int4"}))(params, BATCHES[0])
-    with pytest.raises(NotImplementedError, match=r"(?s)jqx\..+'a:dot_general'.+to mend:") as info:
+    with pytest.raises(NotImplementedError, match=r"(?s)jqx\..+'a:dot_general'.+fix:") as info:
         gptq(sequential=sequential).run(on_devices, plan, params, BATCHES, progress=False)
     assert "replace a shard_map" in str(info.value)
 
@@ -545,7 +545,7 @@ def test_a_scan_of_no_steps_has_no_matrices(options):
 
 def test_scales_that_rows_share_cannot_be_dynamic(plan):
     shared = jqx.make_plan(f, jqx.Policy({".*": "int4:tensor"}))(PARAMS, BATCHES[0])
-    with pytest.raises(ValueError, match=r"(?s)jqx\.algorithms\.gptq: scales of this .+to mend:"):
+    with pytest.raises(ValueError, match=r"(?s)jqx\.algorithms\.gptq: scales of this .+fix:"):
         gptq(groups="dynamic").run(f, shared, PARAMS, BATCHES, progress=False)
 
 

@@ -368,7 +368,7 @@ def test_a_branch_that_no_batch_takes_is_rounded_and_the_report_says_so():
 def test_an_input_that_is_no_number_is_an_error_that_names_the_site():
     bad = [BATCHES[0].at[0, 0].set(jnp.nan)]
     plan = plan_of(scanned, "int4")
-    with pytest.raises(ValueError, match=r"(?s)layers:dot_general:lhs\[0\].+to mend:"):
+    with pytest.raises(ValueError, match=r"(?s)layers:dot_general:lhs\[0\].+fix:"):
         gptq().run(scanned, plan, PARAMS, bad, progress=False)
     none, options = [BATCHES[0] * jnp.nan], {"progress": False, "on_nonfinite": "ignore"}
     with pytest.warns(UserWarning, match="rows that are not finite were left out"):
@@ -417,7 +417,7 @@ def test_a_bar_shows_how_many_matrices_are_done(capsys, monkeypatch):
     ids=str,
 )
 def test_options_that_mean_nothing_are_refused(options, fact):
-    with pytest.raises(ValueError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:") as info:
+    with pytest.raises(ValueError, match=r"jqx\.algorithms\.gptq: (.|\n)+fix:") as info:
         gptq(**options)
     assert fact in str(info.value)
 
@@ -429,7 +429,7 @@ def test_a_strength_may_be_nothing_or_all():
 
 def test_a_calibrator_of_another_kind_and_unknown_options_are_refused():
     for options in ({"calibrator": "mse"}, {"bits": 4}):
-        with pytest.raises(TypeError, match=r"jqx\.algorithms\.gptq: (.|\n)+to mend:"):
+        with pytest.raises(TypeError, match=r"jqx\.algorithms\.gptq: (.|\n)+fix:"):
             gptq(**options)
 
 
@@ -497,7 +497,7 @@ def test_what_has_no_hessian_is_an_error_that_names_the_weight(name):
     f, params, fact = REFUSED[name]
     rule = jqx.Rule(weight=jqx.QSpec("int4"), tables="weight")
     plan = jqx.make_plan(f, jqx.Policy([rule]))(params, TEST)
-    with pytest.raises(NotImplementedError, match=r"jqx\.[a-z.]+: (.|\n)+to mend:") as info:
+    with pytest.raises(NotImplementedError, match=r"jqx\.[a-z.]+: (.|\n)+fix:") as info:
         gptq().run(f, plan, params, BATCHES, progress=False)
     assert f"'{next(iter(params))}" in str(info.value)
     assert fact in str(info.value)

@@ -146,7 +146,7 @@ class Observing:
 def test_what_computes_on_arrays_says_so(use):
     params = lazily(PARAMS)
     plan = jqx.make_plan(f, POLICY)(params, BATCHES[0])
-    with pytest.raises(TypeError, match=r"jqx\.[\w.]+: (.|\n)+not been read yet(.|\n)+to mend:"):
+    with pytest.raises(TypeError, match=r"jqx\.[\w.]+: (.|\n)+not been read yet(.|\n)+fix:"):
         use(params, plan)
 
 
@@ -245,7 +245,7 @@ def test_a_static_scale_inside_of_a_while_loop_needs_arrays():
         return jax.lax.while_loop(lambda carry: carry[1] < 3, step, (x, 0))[0]
 
     weight = lazily(PARAMS["layer0"]["w"])
-    with pytest.raises(NotImplementedError, match=r"jqx\.ptq: (.|\n)+while loop(.|\n)+to mend:"):
+    with pytest.raises(NotImplementedError, match=r"jqx\.ptq: (.|\n)+while loop(.|\n)+fix:"):
         quantized(g, weight, BATCHES, nearest(), policy=STATIC)
 
 
@@ -367,7 +367,7 @@ def test_a_checkpoint_needs_sources():
         return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), lambda: x)
 
     params = jax.tree.map(bare, PARAMS)
-    with pytest.raises(ValueError, match=r"cannot identify(.|\n)+'layer0/[bw]'(.|\n)+to mend:"):
+    with pytest.raises(ValueError, match=r"cannot identify(.|\n)+'layer0/[bw]'(.|\n)+fix:"):
         quantized(f, params, BATCHES, gptq(checkpoint="/tmp/never-there"))
     found = quantized(f, params, BATCHES, gptq())
     assert not any(x.source for x in jax.tree.leaves(found.params))
@@ -423,7 +423,7 @@ def test_a_shared_weight_inside_of_a_while_loop_needs_arrays():
         step = lambda carry: (jnp.tanh(carry[0] @ p["w"]), carry[1] + 1)  # noqa: E731
         return jax.lax.while_loop(lambda carry: carry[1] < 3, step, (x, 0))[0]
 
-    with pytest.raises(NotImplementedError, match=r"'w:dot_general'(.|\n)+to mend:"):
+    with pytest.raises(NotImplementedError, match=r"'w:dot_general'(.|\n)+fix:"):
         quantized(g, lazily({"w": normal(0, D, D)}), BATCHES, gptq())
 
 

@@ -164,7 +164,7 @@ def test_what_means_nothing_is_refused():
         (lambda: rewritten(rotate(steps=2, loss=nan)), ValueError, "is not finite"),
     )
     for make, error, fact in cases:
-        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.rotate: .*{fact}.*to mend:"):
+        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.rotate: .*{fact}.*fix:"):
             make()
 
 

@@ -113,10 +113,10 @@ def test_what_means_nothing_is_refused():
         (lambda: eora(rank=2.5), TypeError, "`rank`"),
         (lambda: eora(weight=3), TypeError, "`weight`"),
     ):
-        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.eora: .*{fact}.*to mend:"):
+        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.eora: .*{fact}.*fix:"):
             make()
     g = lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([2, 2], jnp.int32))  # noqa: E731
-    with pytest.raises(ValueError, match=r"(?s)eora: no site can have.*to mend:"):
+    with pytest.raises(ValueError, match=r"(?s)eora: no site can have.*fix:"):
         jqx.ptq(g, jqx.presets.w8a16(), eora(), progress=False)(normal(2, D, 4), [normal(4, D)])
 
 

@@ -343,7 +343,7 @@ def test_scales_that_do_not_fit_are_errors():
         ({"b:dot_general:lhs": good, "c:dot_general:lhs": 3 * good}, "2 of .+ and 6 of"),
     )
     for scales, fact in cases:
-        with pytest.raises(ValueError, match=rf"(?s)jqx\.algorithms.+{fact}.+to mend:"):
+        with pytest.raises(ValueError, match=rf"(?s)jqx\.algorithms.+{fact}.+fix:"):
             pairs.fold(TWO, scales)
     assert not np.array_equal(pairs.fold(TWO, {"b:dot_general:lhs": good})["b"], TWO["b"])
 

@@ -116,10 +116,10 @@ def test_what_means_nothing_is_refused():
          ValueError, "does not divide"),
     )  # fmt: skip
     for make, error, fact in cases:
-        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.rotate: .*{fact}.*to mend:"):
+        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.rotate: .*{fact}.*fix:"):
             make()
     odd = lambda w, x: x[:, :7] @ w  # noqa: E731
-    with pytest.raises(ValueError, match=r"(?s)no site can be rotated.*a divisor of 7.*to mend:"):
+    with pytest.raises(ValueError, match=r"(?s)no site can be rotated.*a divisor of 7.*fix:"):
         jqx.ptq(odd, jqx.presets.w4a4(), rotate(), progress=False)(normal(7, 2), BATCHES)
 
 
@@ -167,4 +167,4 @@ def test_queries_and_keys_are_rotated_alike():
         with pytest.raises(error, match=fact) as info:
             algorithm = rotate(products=pattern)
             algorithm.rewrite(attention, plan, HEADS, BATCHES[:1], progress=False)
-        assert "to mend:" in str(info.value)
+        assert "fix:" in str(info.value)

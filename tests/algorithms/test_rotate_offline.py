@@ -348,7 +348,7 @@ def test_blocks_and_flags():
     assert where(report) == ([x for x in OFFLINE if x != "out"], ["out", "down"])
     assert {x.factors for x in report} == {(4,)}
     assert "not a multiple of `block`" in str(report)
-    message = r"(?s)jqx\.algorithms\.rotate: .*`offline`.*to mend:"
+    message = r"(?s)jqx\.algorithms\.rotate: .*`offline`.*fix:"
     with pytest.raises(TypeError, match=message):
         rotate(offline=1)
 

@@ -334,7 +334,7 @@ def test_what_means_nothing_is_refused():
         (lambda: chain(chain(awq())), TypeError, "argument 0"),
     )
     for make, error, fact in cases:
-        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*to mend:"):
+        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*fix:"):
             make()
     with pytest.raises(TypeError, match=r"(?s)jqx\.quantize_params: .+ needs the function"):
         jqx.quantize_params(PARAMS, plan_of(W4), algorithm=smooth_quant())
@@ -346,5 +346,5 @@ def test_a_function_without_pairs_is_an_error_that_says_why():
 
     params = {"a": normal(D, H), "b": normal(H, 4)}
     for algorithm in (smooth_quant(keep=False), equalize(), awq(clip=False, keep=False)):
-        with pytest.raises(ValueError, match=r"(?s)can be scaled.+b:dot_general: tanh.+to mend:"):
+        with pytest.raises(ValueError, match=r"(?s)can be scaled.+b:dot_general: tanh.+fix:"):
             jqx.ptq(g, W8A8, algorithm, progress=False)(params, BATCHES)

@@ -362,7 +362,7 @@ GOOD = (jnp.zeros((2, 4, 8)), jnp.zeros((2, 6, 2, 8)), jnp.zeros((2, 6, 2, 8)), 
 )
 def test_what_does_not_fit_is_reported(change, options, error, problem):
     args = [change.get(i, x) for i, x in enumerate(GOOD)]
-    with pytest.raises(error, match=rf"^jqx.decode_attention: .*{problem}[^$]*to mend:"):
+    with pytest.raises(error, match=rf"^jqx.decode_attention: .*{problem}[^$]*fix:"):
         jqx.decode_attention(*args, **options)
 
 

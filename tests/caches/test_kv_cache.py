@@ -208,7 +208,7 @@ def test_without_room_nothing_is_lost_silently():
     token = normal(BATCH, 1, HEADS, WIDTH)
     for format in (*BITS, "fp8"):
         full = filled(empty(format, length=32), *[normal(BATCH, 32, HEADS, WIDTH)] * 2, [32])
-        with pytest.raises(ValueError, match=r"(?s)KVCache\.append: the cache is full.*to mend:"):
+        with pytest.raises(ValueError, match=r"(?s)KVCache\.append: the cache is full.*fix:"):
             full.append(token, token)
         assert not np.isnan(full.attend(token)).any()
         more = jax.jit(jqx.KVCache.append)(full, token, token)
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: cache.attend(token[:, :, :2]), ValueError, "`queries` do not fit"),
     )
     for call, error, fact in cases:
-        with pytest.raises(error, match=rf"(?s)jqx\.KVCache\.\w+: .*{fact}.*to mend:"):
+        with pytest.raises(error, match=rf"(?s)jqx\.KVCache\.\w+: .*{fact}.*fix:"):
             call()
 
 
@@ -252,5 +252,5 @@ def test_no_tokens_change_nothing_and_lists_are_arrays(form):
     one = [[[[1.0] * 8]]]
     assert cache.append(one, one).attend(one).shape == (1, 1, 1, 8)
     for wrong in ([[[[1] * 8]]], "word"):
-        with pytest.raises(TypeError, match=r"(?s)^jqx\.KVCache\.append: `keys`.+to mend:"):
+        with pytest.raises(TypeError, match=r"(?s)^jqx\.KVCache\.append: `keys`.+fix:"):
             cache.append(wrong, wrong)

@@ -45,7 +45,7 @@ def test_every_field_takes_what_it_is_for_and_refuses_the_rest(cls):
             try:
                 made = cls(**{**MADE[cls], field.name: value})
             except (TypeError, ValueError) as error:
-                assert "to mend: " in str(error), (field.name, value, error)
+                assert "fix: " in str(error), (field.name, value, error)
             else:
                 hash(made), str(made)
 
@@ -80,4 +80,4 @@ BLOCKS = [
 def test_blocks_of_other_types_are_refused(blocks):
     with pytest.raises(ValueError, match="`blocks` does not describe block sizes") as info:
         jqx.QTensor(jnp.zeros(10, jnp.int8), jnp.ones(4), qtype=jnp.int8, blocks=blocks)
-    assert "to mend: " in str(info.value)
+    assert "fix: " in str(info.value)

@@ -132,7 +132,7 @@ def test_a_tail_alone_has_its_size_written_down():
 
 def test_tails_that_length_and_number_do_not_tell_apart_are_refused():
     """100 in 4 blocks: of 26, or of 27."""
-    with pytest.raises(ValueError, match=r"two axes of the same length(.|\n)*to mend"):
+    with pytest.raises(ValueError, match=r"two axes of the same length(.|\n)*fix"):
         _ = Groups((100, 100), (26, 27)).blocks
 
 

@@ -233,7 +233,7 @@ def test_a_wrong_file_is_one_line(capsys, tmp_path, out):
     assert "No such file" in error_of(capsys, "quantize", tmp_path / "no", out, "--policy", "w8a16")
     (tmp_path / "bad").write_bytes(b"bad")
     error = error_of(capsys, "quantize", tmp_path / "bad", out, "--policy", "w8a16")
-    assert "is not a safetensors file" in error and "; to mend: " in error
+    assert "is not a safetensors file" in error and "; fix: " in error
 
 
 def test_codes_are_not_quantized_again(capsys, tmp_path, out):

@@ -200,6 +200,6 @@ def test_a_traced_scale_is_an_error_that_says_where_to_compute(argument, transfo
         f"jqx.tflite.Requantization.of: `{argument}` is traced and has no value.\n"
         "  given:    an array inside jit, vmap or grad\n"
         "  expected: an array with values: a multiplier is computed on the host, in float64\n"
-        "  to mend:  create the Requantization outside and pass it in (it is a pytree), or "
+        "  fix:      create the Requantization outside and pass it in (it is a pytree), or "
         "quantize the float result with a QSpec."
     )

@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused(name):
     q = dataclasses.replace(matrix((6, 8), 8, offset=False), scale=jnp.ones((1, 1)))
     with pytest.raises(ValueError, match="permuted") as caught:
         CANNOT[name](q, normal(0, 5, 8))
-    assert "to mend:" in str(caught.value)
+    assert "fix:" in str(caught.value)
 
 
 def test_gradients_beside_scales_of_scales_of_many_weights():

@@ -180,4 +180,4 @@ WRONG = {
 def test_what_cannot_be_tried_is_refused(make, error, match):
     with pytest.raises(error, match=match) as caught, using(make()):
         pass
-    assert all(part in str(caught.value) for part in ("jqx.contractions.using", "to mend:"))
+    assert all(part in str(caught.value) for part in ("jqx.contractions.using", "fix:"))

@@ -222,7 +222,7 @@ def test_measurements_of_another_plan_or_model_are_refused(quantized, found):
         text = str(error.value)
         assert f"given:    <b>a</b> as float x int8 per_channel in `{name}`" in text
         assert "expected: float x int4 per_group(16, tail=True) mse" in text
-        assert "of the model\n  to mend:  pass jqx." in text
+        assert "of the model\n  fix:      pass jqx." in text
     with pytest.raises(ValueError, match="`explanation` is of another plan than the comparison"):
         dashboard(report, comparison=found["comparison"], explanation=explanation)
     with pytest.raises(ValueError, match="of another plan than the report") as error:

@@ -135,7 +135,7 @@ QUANTIZED = quantized_by(nearest())
         (
             lambda: held_back(lambda p, x: x @ p["a"], QUANTIZED)(PARAMS, USED, USED),
             ValueError,
-            "to mend",
+            "fix",
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -143,4 +143,4 @@ QUANTIZED = quantized_by(nearest())
 def test_other_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text) as caught:
         call()
-    assert "diagnostics.held_back: " in str(caught.value) and "to mend: " in str(caught.value)
+    assert "diagnostics.held_back: " in str(caught.value) and "fix: " in str(caught.value)

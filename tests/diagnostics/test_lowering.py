@@ -135,7 +135,7 @@ def test_an_unknown_target_names_those_that_are_known():
 @pytest.mark.parametrize(("target", "extra"), [("tpu-v6e", "aot-tpu"), ("h200", "aot-gpu")])
 def test_a_missing_compiler_names_its_extra(monkeypatch, target, extra):
     monkeypatch.setattr(targets, "_is_installed", lambda module: False)
-    with pytest.raises(ImportError, match=rf'to mend:  pip install "jqx\[{extra}\]"'):
+    with pytest.raises(ImportError, match=rf'fix:      pip install "jqx\[{extra}\]"'):
         lowering(jnp.matmul, shape(2, 2), shape(2, 2), target=target)
 
 

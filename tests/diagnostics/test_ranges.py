@@ -726,7 +726,7 @@ def test_bounds_are_pytrees_by_position_or_name():
 def test_wrong_bounds_are_refused(bounds, problem):
     with pytest.raises(ValueError, match=problem) as error:
         ranges(lambda w, x, i: x @ w, DYNAMIC, bounds=bounds)(W, X, abstract(jnp.int8))
-    assert "to mend" in str(error.value)
+    assert "fix" in str(error.value)
 
 
 def test_traced_weights_and_strange_bounds_are_refused():

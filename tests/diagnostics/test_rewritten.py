@@ -339,7 +339,7 @@ def loaded(quantized, path):
     ],
 )
 def test_errors(call, facts, smooth, tmp_path):
-    with pytest.raises(ValueError, match="to mend: ") as error:
+    with pytest.raises(ValueError, match="fix: ") as error:
         call(smooth, str(tmp_path / "model.safetensors"))
     assert all(fact in str(error.value) for fact in facts), str(error.value)
 

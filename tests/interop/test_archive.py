@@ -147,7 +147,7 @@ def test_what_is_no_safetensors_file_is_refused(path, name):
     path.write_bytes(data)
     with pytest.raises(ValueError, match="is not a safetensors file") as info:
         jqx.load(path)
-    assert given in str(info.value) and "to mend: " in str(info.value)
+    assert given in str(info.value) and "fix: " in str(info.value)
 
 
 def test_a_file_that_was_cut_short_is_refused(path):
@@ -216,7 +216,7 @@ def test_a_description_that_does_not_fit_is_refused(path, name):
     rewritten(path, change)
     with pytest.raises((TypeError, ValueError), match=problem) as info:
         jqx.load(path)
-    assert "to mend" in str(info.value)
+    assert "fix" in str(info.value)
 
 
 def test_a_description_that_is_no_json_is_refused(path):

@@ -56,7 +56,7 @@ def test_what_contradicts_its_config_is_refused(tmp_path, case):
     name, fields, words = WRONG[case]
     with pytest.raises(ValueError, match=words) as caught:
         jqx.load(changed(tmp_path, name, **fields))
-    assert "to mend:" in str(caught.value)
+    assert "fix:" in str(caught.value)
 
 
 def test_layers_are_found_by_pattern(tmp_path):

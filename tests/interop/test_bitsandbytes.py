@@ -93,7 +93,7 @@ def test_what_contradicts_itself_is_refused(tmp_path, case):
     config = {"quantization_config": {"quant_method": "bitsandbytes"}}
     with pytest.raises(ValueError, match=words) as caught:
         jqx.load(str(write_folder(tmp_path, tensors, config)))
-    assert "to mend:" in str(caught.value)
+    assert "fix:" in str(caught.value)
 
 
 def test_a_state_that_is_no_json_is_refused(tmp_path):

@@ -173,7 +173,7 @@ def test_what_contradicts_its_config_is_refused(tmp_path, case):
     folder = write_folder(tmp_path, {**tensors_of(CODES), **tensors}, config_of(**fields))
     with pytest.raises(ValueError, match=words) as caught:
         jqx.load(str(folder))
-    assert "expected:" in str(caught.value) and "to mend:" in str(caught.value)
+    assert "expected:" in str(caught.value) and "fix:" in str(caught.value)
 
 
 def test_layers_that_lack_their_scale_are_refused(tmp_path):

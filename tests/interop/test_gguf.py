@@ -322,4 +322,4 @@ def test_bytes_of_chance_are_read_or_refused(path):
                 for tensor in read_gguf(path).tensors.values():
                     tensor.dequantize()
             except ValueError as error:
-                assert "to mend: " in str(error) and len(str(error)) < 2000
+                assert "fix: " in str(error) and len(str(error)) < 2000

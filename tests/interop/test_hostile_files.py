@@ -289,7 +289,7 @@ def test_what_a_tree_cannot_be_is_refused(path):
     for tree in trees:
         with pytest.raises((TypeError, ValueError)) as info:
             described(path, tree)()
-        assert "to mend: " in str(info.value), (tree, info.value)
+        assert "fix: " in str(info.value), (tree, info.value)
         assert type(info.value) in (TypeError, ValueError)
 
 

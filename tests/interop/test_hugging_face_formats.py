@@ -113,7 +113,7 @@ def test_gptq_that_contradicts_its_config_is_refused(tmp_path, case):
     tensors = {name: x for name, x in {**layer(), **tensors}.items() if x is not None}
     with pytest.raises(ValueError, match=words) as caught:
         gptq(tensors, tmp_path, **fields)
-    assert "to mend:" in str(caught.value)
+    assert "fix:" in str(caught.value)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

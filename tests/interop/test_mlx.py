@@ -121,7 +121,7 @@ def test_what_contradicts_its_config_is_refused(tmp_path, case):
     config = {"quantization": {"group_size": 64, "bits": 4, **fields}}
     with pytest.raises(ValueError, match=words) as caught:
         jqx.load(str(write_folder(tmp_path, tensors, config)))
-    assert "to mend:" in str(caught.value)
+    assert "fix:" in str(caught.value)
 
 
 @pytest.mark.slow

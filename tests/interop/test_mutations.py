@@ -164,7 +164,7 @@ def check(path):
                 if isinstance(leaf, QTensor):
                     assert leaf.shape == spec.shape
     except (ValueError, TypeError, OSError) as error:
-        assert "to mend: " in str(error) and len(str(error)) < 20_000, repr(error)
+        assert "fix: " in str(error) and len(str(error)) < 20_000, repr(error)
         return 0
     return 1
 

@@ -184,7 +184,7 @@ def test_rules_that_do_not_fit_are_refused(archive, case):
     rules, words = WRONG[case]
     with pytest.raises(ValueError, match=words) as caught:
         tree(archive, rules)
-    assert "to mend:" in str(caught.value)
+    assert "fix:" in str(caught.value)
 
 
 def test_a_missing_layer_is_reported(tmp_path):

@@ -177,7 +177,7 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(path, count):
     run = [sys.executable, "-c", FULL, str(path), str(count)]
     found = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("OSError 27 ") and "to mend: " in found.stdout
+    assert found.stdout.startswith("OSError 27 ") and "fix: " in found.stdout
     assert f"'{path}' cannot be written" in found.stdout and ".part" not in found.stdout
     assert os.listdir(path.parent) == [path.name] and path.read_bytes() == b"old"
 

@@ -19,7 +19,7 @@ from jqx.interop._quantized import _fields as fields_of_map
 
 from ..arrays import normal
 
-PARTS = r"jqx\.[A-Za-z_.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+PARTS = r"jqx\.[A-Za-z_.]+: .+(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+"
 NAMES = ("static", "asymmetric", "blocks", "nf4", "mx", "float")
 POLICY = jqx.Policy(
     [

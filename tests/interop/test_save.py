@@ -141,7 +141,7 @@ def test_what_is_not_stored_is_refused_in_four_parts(path, name):
     with pytest.raises(error) as info:
         jqx.save(path, tree)
     text = str(info.value)
-    assert words in text and "jqx.save: " in text and "to mend: " in text
+    assert words in text and "jqx.save: " in text and "fix: " in text
     assert not path.exists()
 
 

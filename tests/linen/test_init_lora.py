@@ -169,10 +169,10 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError) as error:
             jqx.linen.init_lora(module, given, X)
         text = str(error.value)
-        assert text.startswith("jqx.linen.init_lora: ") and "to mend: " in text
+        assert text.startswith("jqx.linen.init_lora: ") and "fix: " in text
         assert all(fact in text for fact in facts.split("|")), text
     jqx.linen.init_lora(Mixed(lora, half), first, X)
-    with pytest.raises(TypeError, match=r"(?s)linen\.init_lora: `quantized`.*to mend:"):
+    with pytest.raises(TypeError, match=r"(?s)linen\.init_lora: `quantized`.*fix:"):
         jqx.linen.init_lora(with_adapters(WEIGHTS), own.params, X)
-    with pytest.raises(TypeError, match=r"(?s)linen\.init_lora: `module`.*to mend:"):
+    with pytest.raises(TypeError, match=r"(?s)linen\.init_lora: `module`.*fix:"):
         jqx.linen.init_lora(own, own, X)

@@ -158,4 +158,4 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(error) as caught:
             run()
         text = str(caught.value)
-        assert "to mend: " in text and all(fact in text for fact in facts.split("|")), text
+        assert "fix: " in text and all(fact in text for fact in facts.split("|")), text

@@ -32,7 +32,7 @@ def test_a_forgotten_calibration_is_an_error_that_names_the_sites(way):
     }
     for name, call in calls.items():
         where = name if name.startswith("Mode") else f"a call of {name}"
-        match = f"(?s)have no scale.*{where}, without .*{re.escape(SITES[way])}.*to mend.*dynamic"
+        match = f"(?s)have no scale.*{where}, without .*{re.escape(SITES[way])}.*fix.*dynamic"
         with pytest.raises(ValueError, match=match):
             call()
     module.init(jax.random.key(0), images())
@@ -110,7 +110,7 @@ def test_dynamic_scales_are_those_of_the_values_of_the_call(way):
 
 
 def test_scales_are_checked():
-    with pytest.raises(ValueError, match=r"(?s)Dense: `scales` is unknown.*'batch'.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)Dense: `scales` is unknown.*'batch'.*fix"):
         jqx.linen.Dense(3, policy=W8A8, scales="batch")
     module = WAYS["whole"](W8A8, Mode.SIMULATE)
     with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is unknown"):

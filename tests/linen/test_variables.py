@@ -292,7 +292,7 @@ def test_variables_that_were_not_converted_are_named(way):
     if way == "inside another module":
         module, path = nn.Sequential([module]), "layers_0/layers_0/kernel"
     known = module.init(jax.random.key(0), x)
-    wrong = rf"(?s)not converted.*floats for {path}, .*to mend: .*jqx\.linen\.convert"
+    wrong = rf"(?s)not converted.*floats for {path}, .*fix: .*jqx\.linen\.convert"
     with pytest.raises(ValueError, match=wrong):
         module.apply(known, x)
     assert module.apply(jqx.linen.convert(module, known, x), x).shape == (2, 3)

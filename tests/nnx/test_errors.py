@@ -20,7 +20,7 @@ def linear(policy=POLICY, **options):
 
 
 def test_a_policy_and_a_mode_are_checked():
-    with pytest.raises(TypeError, match=r"(?s)Linear: `policy` is not a Policy.*to mend"):
+    with pytest.raises(TypeError, match=r"(?s)Linear: `policy` is not a Policy.*fix"):
         linear(policy="w8a8")
     with pytest.raises(TypeError, match=r"(?s)Linear: `mode` is not a Mode.*SIMULATE"):
         linear(mode="simulate")
@@ -31,7 +31,7 @@ def test_a_policy_and_a_mode_are_checked():
 
 
 def test_quantize_takes_float_modules():
-    with pytest.raises(TypeError, match=r"(?s)quantize: `model` is not a Module.*to mend"):
+    with pytest.raises(TypeError, match=r"(?s)quantize: `model` is not a Module.*fix"):
         jqx.nnx.quantize(lambda x: x, POLICY)
     with pytest.raises(
         ValueError, match=r"(?s)quantize: this model is quantized already.*parts \(Conv, Linear"
@@ -49,9 +49,7 @@ def test_quantize_takes_float_modules():
 @pytest.mark.parametrize("name", ["convert", "fix_scales", "learn_scales"])
 def test_a_model_without_quantized_parts(name):
     model = Net(nnx.Rngs(0))
-    with pytest.raises(
-        ValueError, match=rf"(?s)jqx\.nnx\.{name}: no part.*Net with 0 quant.*to mend"
-    ):
+    with pytest.raises(ValueError, match=rf"(?s)jqx\.nnx\.{name}: no part.*Net with 0 quant.*fix"):
         getattr(jqx.nnx, name)(model, images())
     with pytest.raises(TypeError, match=rf"(?s)jqx\.nnx\.{name}: `model` is not a Module"):
         getattr(jqx.nnx, name)(lambda x: x, images())
@@ -61,7 +59,7 @@ def test_a_model_that_is_converted_already_keeps_its_state():
     model = of_whole(POLICY, Mode.SIMULATE)
     jqx.nnx.convert(model, images())
     before = model(images())
-    with pytest.raises(ValueError, match=r"(?s)convert: no part.*not yet codes.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)convert: no part.*not yet codes.*fix"):
         jqx.nnx.convert(model, images())
     assert (model(images()) == before).all()
 
@@ -118,7 +116,7 @@ def test_statistics_of_fixed_scales_have_no_use():
 def test_learned_scales_are_symmetric_floats():
     spec = {"symmetric": False, "qtype": jnp.uint8}
     model = linear(jqx.presets.w8a8(activation=spec, weight={"gradient": jqx.gradients.lsq}))
-    with pytest.raises(ValueError, match=r"(?s)learn_scales: an integer zero point.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)learn_scales: an integer zero point.*fix"):
         jqx.nnx.learn_scales(model, ONES, scales="dynamic")
     assert model.learned_scales is None
 
@@ -132,7 +130,7 @@ def test_a_rule_that_matches_nothing():
 
 
 def test_a_plan_is_of_a_quantized_model():
-    with pytest.raises(TypeError, match=r"(?s)make_plan: `model` is not a Quantized.*to mend"):
+    with pytest.raises(TypeError, match=r"(?s)make_plan: `model` is not a Quantized.*fix"):
         jqx.nnx.make_plan(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), ONES)
 
 
@@ -144,7 +142,7 @@ def test_a_contraction_that_does_not_know_its_weight():
 
 
 def test_adapters_are_looked_for():
-    with pytest.raises(ValueError, match=r"(?s)merge_lora: there are no adapters.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)merge_lora: there are no adapters.*fix"):
         jqx.nnx.merge_lora(linear())
 
 
@@ -158,7 +156,7 @@ def test_weights_that_were_not_converted_are_named(way):
         model = run = jqx.nnx.quantize(model, policy, mode=mode)
     if way == "part":
         run = model.layers[0]
-    wrong = r"(?s)not converted.*floats for \S*kernel, .*to mend: .*jqx\.nnx\.convert"
+    wrong = r"(?s)not converted.*floats for \S*kernel, .*fix: .*jqx\.nnx\.convert"
     with pytest.raises(ValueError, match=wrong):
         run(jnp.ones((2, 4)))
     jqx.nnx.convert(model, jnp.ones((2, 4)))

@@ -109,12 +109,12 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError) as error:
             jqx.nnx.init_lora(model, given)
         text = str(error.value)
-        assert text.startswith("jqx.nnx.init_lora: ") and "to mend: " in text
+        assert text.startswith("jqx.nnx.init_lora: ") and "fix: " in text
         assert all(fact in text for fact in facts.split("|")), text
         assert nnx.graphdef(model) == before
     kept = with_adapters(WEIGHTS, nnx.Linear)
     jqx.nnx.init_lora(kept, first)
     assert jnp.allclose(kept(X), first(X), rtol=1e-4, atol=1e-4)
     for args, name in (((own, own), "model"), ((kept, own.params), "quantized")):
-        with pytest.raises(TypeError, match=rf"(?s)nnx\.init_lora: `{name}`.*to mend:"):
+        with pytest.raises(TypeError, match=rf"(?s)nnx\.init_lora: `{name}`.*fix:"):
             jqx.nnx.init_lora(*args)

@@ -121,5 +121,5 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError) as caught:
             run()
         text = str(caught.value)
-        assert "to mend: " in text and all(fact in text for fact in facts.split("|")), text
+        assert "fix: " in text and all(fact in text for fact in facts.split("|")), text
     assert layer.attention_fn is nnx.dot_product_attention

@@ -256,7 +256,7 @@ def test_parts_are_quantized_by_the_rules_of_the_whole():
 def test_what_runs_later_is_refused(name):
     model = jqx.nnx.quantize(Deep(nnx.Rngs(0)), POLICY)
     args = (X,) if name == "stream" else ()
-    with pytest.raises(ValueError, match=rf"(?s)`{name}` returns .*to mend"):
+    with pytest.raises(ValueError, match=rf"(?s)`{name}` returns .*fix"):
         getattr(model, name)(*args)
     model.set_attributes(mode=Mode.FLOAT)
     getattr(model, name)(*args)
@@ -266,7 +266,7 @@ def test_statistics_and_learned_scales_are_the_wholes_alone():
     policy = jqx.presets.w8a8(weight={"gradient": jqx.gradients.lsq})
     model = jqx.nnx.quantize(Deep(nnx.Rngs(0)), policy, mode=Mode.CALIBRATE)
     model(X)
-    match = r"(?s)Linear: `__call__` of a part.*blocks/0/inner.*to mend"
+    match = r"(?s)Linear: `__call__` of a part.*blocks/0/inner.*fix"
     with pytest.raises(ValueError, match=match):
         model.blocks[0].inner(X)
     jqx.nnx.learn_scales(model, X)

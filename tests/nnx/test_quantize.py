@@ -202,7 +202,7 @@ def test_captured_values_are_those_of_the_float_model():
 
 def test_attributes_that_a_method_sets_are_refused():
     model = jqx.nnx.quantize(Methods(nnx.Rngs(0)), W8A16)
-    with pytest.raises(ValueError, match=r"(?s)`counted` sets attributes.*calls.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)`counted` sets attributes.*calls.*fix"):
         model.counted(jnp.ones(8))
 
 
@@ -234,7 +234,7 @@ def test_estimators_that_draw_take_a_stream():
     assert (layer.kernel[...] == plain.kernel[...]).all()
     model = jqx.nnx.quantize(plain, policy, rngs=nnx.Rngs(quant=1))
     assert (nnx.jit(lambda model, x: model(x))(model, x) != model(x)).any()
-    with pytest.raises(ValueError, match=r"(?s)draws random numbers.*rngs=None.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)draws random numbers.*rngs=None.*fix"):
         jqx.nnx.quantize(plain, policy)
 
 

@@ -26,7 +26,7 @@ SITES = {
 def test_a_forgotten_calibration_is_an_error_that_names_the_sites(way):
     model = WAYS[way](W8A8, Mode.SIMULATE)
     before = nnx.to_pure_dict(nnx.state(model))
-    match = f"(?s)have no scale.*{{}}, without .*{re.escape(SITES[way])}.*to mend.*dynamic"
+    match = f"(?s)have no scale.*{{}}, without .*{re.escape(SITES[way])}.*fix.*dynamic"
     for mode in (Mode.SIMULATE, Mode.CONVERT):
         model.set_attributes(mode=mode)
         with pytest.raises(ValueError, match=match.format(mode)):
@@ -88,7 +88,7 @@ def test_parts_take_dynamic_scales():
 
 
 def test_scales_are_checked():
-    with pytest.raises(ValueError, match=r"(?s)Linear: `scales` is unknown.*'batch'.*to mend"):
+    with pytest.raises(ValueError, match=r"(?s)Linear: `scales` is unknown.*'batch'.*fix"):
         jqx.nnx.Linear(2, 3, policy=W8A8, scales="batch", rngs=nnx.Rngs(0))
     model = WAYS["whole"](W8A8, Mode.SIMULATE)
     with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is unknown"):

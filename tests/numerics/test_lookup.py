@@ -75,7 +75,7 @@ def test_other_dtypes_are_refused_with_their_role(name):
         rf"^jqx\.caller: Weight element type \({name}\) must be a quantized type\.",
         rf"  given:    argument is {name}",
         r"  expected: a jqx\.numerics\.QType, or one of int2, .*float8_e8m0fnu",
-        r"  to mend:  .+$",
+        r"  fix:      .+$",
     ]
     with pytest.raises(TypeError, match="\n".join(facts)):
         as_qtype("caller", "argument", name, "Weight")
@@ -106,5 +106,5 @@ def test_a_name_stands_for_the_format(name, value):
 
 
 def test_the_name_that_is_meant_is_proposed():
-    with pytest.raises(TypeError, match=r"to mend:  pass 'nf4'\."):
+    with pytest.raises(TypeError, match=r"fix:      pass 'nf4'\."):
         as_qtype("caller", "qtype", "nf3", "Output")

@@ -286,7 +286,7 @@ def test_the_families_of_specials_have_the_suffixes_of_their_names():
     ],
 )
 def test_formats_that_do_not_exist_are_refused(fields, facts):
-    parts = r"jqx\.numerics\.Minifloat: .+\n  given:    .*{}.*\n  expected: .+\n  to mend:  .+"
+    parts = r"jqx\.numerics\.Minifloat: .+\n  given:    .*{}.*\n  expected: .+\n  fix:      .+"
     with pytest.raises(ValueError, match=parts.format(re.escape(facts))):
         Minifloat(**fields)
 
@@ -303,9 +303,7 @@ def test_formats_that_do_not_exist_are_refused(fields, facts):
 )
 def test_fields_of_the_wrong_kind_are_refused_by_name(field, value):
     fields = {"exponent_bits": 4, "mantissa_bits": 3} | {field: value}
-    parts = (
-        rf"jqx\.numerics\.Minifloat: `{field}` .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
-    )
+    parts = rf"jqx\.numerics\.Minifloat: `{field}` .+(\n  given: .+)?(\n  expected: .+)?\n  fix: .+"
     with pytest.raises(TypeError, match=parts):
         Minifloat(**fields)
 

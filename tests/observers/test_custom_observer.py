@@ -295,7 +295,7 @@ def test_mistakes_are_errors_in_four_parts():
     calibrate = lambda given: jax.eval_shape(  # noqa: E731
         jqx.calibrate(f, plan, observers=given), *abstract
     )
-    parts = r"jqx\.[a-z_.]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+    parts = r"jqx\.[a-z_.]+: .+(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+"
     for given, error, facts in [
         (GRAM, TypeError, ["`observers`", "Gram"]),
         ({0: GRAM}, TypeError, ["a key of observers", "0"]),

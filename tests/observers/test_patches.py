@@ -86,5 +86,5 @@ def test_batch_groups_are_refused():
     )
     w, x = np.ones((3, 4, 6), np.float32), np.ones((2, 5, 4), np.float32)
     plan = jqx.make_plan(f, jqx.presets.w8a16())(w, x)
-    with pytest.raises(NotImplementedError, match=r"observers\.hessian: (.|\n)*to mend"):
+    with pytest.raises(NotImplementedError, match=r"observers\.hessian: (.|\n)*fix"):
         jax.eval_shape(jqx.calibrate(f, plan, observers={"": hessian}), w, x)

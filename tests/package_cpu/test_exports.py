@@ -70,5 +70,5 @@ def test_for_several_platforms_the_cpu_alone_calls_kernels():
 
 def test_without_the_package_they_are_refused(monkeypatch):
     monkeypatch.setattr(_package_cpu, "is_installed", lambda: False)
-    with pytest.raises(ImportError, match=r"jqx-cpu is not installed(.|\n)+to mend:"):
+    with pytest.raises(ImportError, match=r"jqx-cpu is not installed(.|\n)+fix:"):
         jqx.kernels_in_exports().__enter__()

@@ -136,5 +136,5 @@ def test_axes_along_which_no_weight_is_partitioned(axes, kind, given):
     elif kind is not None:
         _, places = placed(p, mesh_of(kind), P("data"))
     plan = jqx.make_plan(network, jqx.presets.w8a16())(p, x)
-    with pytest.raises(ValueError, match=r"`gather_axes` are not axes(.|\n)+to mend:"):
+    with pytest.raises(ValueError, match=r"`gather_axes` are not axes(.|\n)+fix:"):
         jqx.convert(network, plan, gather_axes=axes, shardings=places)(p, x)

@@ -152,7 +152,7 @@ def test_what_is_no_algorithm_is_refused():
     ):
         with pytest.raises(error, match=fact) as info:
             plain(algorithm)
-        assert "to mend:" in str(info.value)
+        assert "fix:" in str(info.value)
 
 
 class Hostile:

@@ -202,7 +202,7 @@ def test_wrong_efforts_are_refused():
     ):
         with pytest.raises(ValueError, match=fact) as info:
             call()
-        assert "to mend:" in str(info.value)
+        assert "fix:" in str(info.value)
 
 
 def test_where_learning_is_beyond_a_function_gptq_chooses():
@@ -213,7 +213,7 @@ def test_where_learning_is_beyond_a_function_gptq_chooses():
         y = lax.while_loop(more, lambda s: (s[0], s[1] / 2), (0, x @ p["up"]))[1]
         return y @ p["down"]
 
-    with pytest.warns(UserWarning, match=r"(?s)does not support this function.+auto_round.+mend"):
+    with pytest.warns(UserWarning, match=r"(?s)does not support this function.+auto_round.+fix"):
         found = ptq(INT3, None, f, effort="hours")
     same(found.params, ptq(INT3, GPTQ, f).params)
     assert "without auto_round(): jqx.algorithms.auto_round: a block cannot" in found.report.codes

@@ -18,7 +18,7 @@ from ..contractions.oracles import gamma
 X = jax.random.normal(jax.random.key(1), (4, 16))
 W8A8 = jqx.presets.w8a8()
 QUIET, NEAREST = {"progress": False}, jqx.algorithms.nearest()
-PARTS = r"jqx\.[\w., ()]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+PARTS = r"jqx\.[\w., ()]+: .+(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+"
 
 
 class Net(nn.Module):
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_in_four_parts(linen, model, tmp_path):
         (lambda: jqx.linen.bind(a, nn.Dense(3)), ValueError, "does not take"),
         (lambda: a.bind(module), TypeError, r"jqx\.linen\.bind\(jqx\.load\(path\), module\)"),
         (lambda: b.bind(net), TypeError, r"jqx\.nnx\.bind\(jqx\.load\(path\), model\)"),
-        (lambda: quantized.bind(module), TypeError, "mend:  pass module.apply"),
+        (lambda: quantized.bind(module), TypeError, "fix:      pass module.apply"),
         (lambda: other.bind(net), TypeError, "a function of quantized.params"),
         (lambda: jqx.ptq(net, W8A8), TypeError, r"jqx\.nnx\.ptq\(model, policy\)\(batches\)"),
         (lambda: jqx.ptq(module, W8A8), TypeError, r"jqx\.linen\.ptq\(module, policy\)"),

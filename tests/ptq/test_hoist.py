@@ -75,7 +75,7 @@ def test_a_file_without_the_structure_of_the_parameters_asks_for_it(tmp_path):
         np.testing.assert_array_equal(unbound.bind(own, like, target=False)(X), found(X))
     with pytest.raises(ValueError) as raised:
         unbound.bind(lambda p, x: x @ (p["w"] + jnp.exp(p["w"])), params)
-    assert "to mend:" in str(raised.value)
+    assert "fix:" in str(raised.value)
 
 
 def test_values_that_are_larger_are_split_off_only_when_asked():

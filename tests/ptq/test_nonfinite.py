@@ -157,7 +157,7 @@ def test_flags_merge_and_are_an_error_of_scales():
     assert merged.flags["a:dot_general:lhs"].tolist() == [0, 3, 2 * ROWS, 2 * ROWS]
     with pytest.raises(ValueError, match=r"there is infinity(.|\n)+3 rows with infinity at a:"):
         jqx.affines(plan, merged)
-    with pytest.raises(ValueError, match=r"there is infinity(.|\n)+to mend:"):
+    with pytest.raises(ValueError, match=r"there is infinity(.|\n)+fix:"):
         jqx.quantize_params(params, plan, algorithm=algorithms.nearest(), stats=merged)
     without_flags = dict(merged.items())
     with pytest.raises(ValueError, match=r"affines: an activation is not finite"):

@@ -59,7 +59,7 @@ def test_a_use_of_changed_codes_is_an_error_that_says_how_to_skip_them(use, tmp_
     for change in CHANGES.values():
         with pytest.raises(TypeError, match=r"(?s)^jqx\..*does not hold codes.*is_leaf") as refusal:
             USES[use](change(q))
-        assert "to mend:" in str(refusal.value)
+        assert "fix:" in str(refusal.value)
     assert not list(tmp_path.iterdir())
 
 

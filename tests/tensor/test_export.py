@@ -119,7 +119,7 @@ def test_what_is_not_understood_is_refused(part):
     assert data.count(part) >= 1 and len(part) == len(change)
     with pytest.raises((TypeError, ValueError), match=re.escape(problem)) as info:
         export.deserialize(bytearray(data.replace(part, change)))
-    assert "to mend" in str(info.value)
+    assert "fix" in str(info.value)
 
 
 def test_nested_scales_cross():

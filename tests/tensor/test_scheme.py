@@ -48,7 +48,7 @@ def test_options_say_the_other_fields():
      "int8:channel=1", "w8a8", "uint8", "mxfp4:group=16"],
 )  # fmt: skip
 def test_what_is_no_scheme_of_a_weight_is_refused_in_four_parts(scheme):
-    with pytest.raises(ValueError, match=r"^jqx\..+\n  given: .+\n  expected: .+\n  to mend: .+"):
+    with pytest.raises(ValueError, match=r"^jqx\..+\n  given: .+\n  expected: .+\n  fix: .+"):
         parse_scheme(scheme)
 
 
@@ -83,4 +83,4 @@ def test_schemes_are_taken_for_results_and_for_empty_caches():
     ):
         with pytest.raises((TypeError, ValueError), match=fact) as info:
             run()
-        assert "to mend:" in str(info.value)
+        assert "fix:" in str(info.value)

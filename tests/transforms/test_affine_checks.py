@@ -53,7 +53,7 @@ def test_an_entry_that_does_not_fit_is_refused_alike(name):
         with pytest.raises(error, match=words) as info:
             transform(f, PLAN, {KEY: affine})(W, X)
         text = str(info.value)
-        assert "to mend: " in text
+        assert "fix: " in text
         texts.append(text.replace(f"jqx.{transform.__name__}", "jqx.f"))
     if "size" not in name:
         assert texts[0] == texts[1]

@@ -10,7 +10,7 @@ import jqx
 
 from ..arrays import normal
 
-PARTS = r"jqx\.[a-z_]+: .+\n  given:    .+\n  expected: .+\n  to mend:  .+"
+PARTS = r"jqx\.[a-z_]+: .+(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+"
 X, PARAMS = normal(0, 2, 8), {"w": normal(1, 8, 4), "v": normal(2, 4, 4)}
 
 

@@ -224,5 +224,5 @@ def test_what_does_not_fit_is_refused():
             {"v": params["v"]}, x), ValueError, "another function"),
     )  # fmt: skip
     for call, error, fact in cases:
-        with pytest.raises(error, match=rf"(?s)jqx\.map_channels: .*{fact}.*to mend:"):
+        with pytest.raises(error, match=rf"(?s)jqx\.map_channels: .*{fact}.*fix:"):
             call()

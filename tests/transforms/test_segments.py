@@ -385,7 +385,7 @@ def test_steps_that_are_not_there_are_errors(path):
     policy = jqx.Policy({path: "int8", ".*": "int4"})
     with pytest.raises(ValueError, match=re.escape(ERRORS[path])) as caught:
         jqx.make_plan(plain, policy)(PARAMS, X)
-    assert "to mend" in str(caught.value) and path in str(caught.value)
+    assert "fix" in str(caught.value) and path in str(caught.value)
     rules = [jqx.Rule(path, weight="int8", optional=True), jqx.Rule(weight="int4")]
     assert jqx.make_plan(plain, jqx.Policy(rules))(PARAMS, X).splits == ()
 

@@ -38,7 +38,7 @@ def test_a_warning_names_the_rule_the_alternative_and_the_nearest_path():
         "  given:    'haed' in Rule('.*bias|(embed|haed)/kernel')\n"
         "  expected: a match of each; paths are: 'embed/kernel', 'head/kernel', 'scores', "
         "'up/kernel'\n"
-        "  to mend:  did you mean 'head/kernel'? Or drop what has no match, or pass optional=True "
+        "  fix:      did you mean 'head/kernel'? Or drop what has no match, or pass optional=True "
         "for a policy of several models."
     )
 

@@ -16,7 +16,8 @@ from jax import lax
 
 from ... import _compat
 from ..._calls import called
-from ..._checks import check_instance, require_that
+from ..._checks import check_instance
+from ..._errors import fail
 from ..._signatures import P
 from ...tensor._shared import alone
 from ._derivative import with_derivative
@@ -149,37 +150,36 @@ def using(*formulations: Formulation) -> Iterator[None]:
 
 
 def _check(mine: Any) -> None:
-    mend = "pass jqx.contractions.Formulation(name, reason, platforms, applies, compute)."
-    check_instance("contractions.using", "formulation", mine, Formulation, mend=mend)
-    require_that(
-        mine.op in OPS,
-        error=ValueError,
-        function="contractions.using",
-        problem="the operation of a formulation is unknown.",
-        given=f"op == {mine.op!r}",
-        expected=f"one of {', '.join(map(repr, sorted(OPS)))}",
-        mend="pass the operation that it computes as op.",
-    )
+    fix = "pass jqx.contractions.Formulation(name, reason, platforms, applies, compute)."
+    check_instance("contractions.using", "formulation", mine, Formulation, fix=fix)
+    if mine.op not in OPS:
+        raise fail(
+            "contractions.using",
+            "the operation of a formulation is unknown.",
+            given=f"op == {mine.op!r}",
+            expected=f"one of {', '.join(map(repr, sorted(OPS)))}",
+            fix="pass the operation that it computes as op.",
+        )
     platforms = mine.platforms
     known = isinstance(platforms, tuple) and platforms and {*platforms} <= {*PLATFORMS}
-    require_that(
-        known,
-        error=ValueError,
-        function="contractions.using",
-        problem="`platforms` of a formulation are not known.",
-        given=f"platforms == {platforms!r}",
-        expected=f"a tuple of {', '.join(map(repr, PLATFORMS))}",
-        mend='pass the platforms that it supports, such as platforms=("cuda",).',
-    )
-    require_that(
-        isinstance(mine.name, str) and mine.name.isidentifier() and mine.name not in FORMULATIONS,
-        error=ValueError,
-        function="contractions.using",
-        problem="the name of a formulation is not valid, or is taken.",
-        given=f"name == {mine.name!r}",
-        expected="a Python name that no formulation of jqx has",
-        mend="pass another name.",
-    )
+    if not known:
+        raise fail(
+            "contractions.using",
+            "`platforms` of a formulation are not known.",
+            given=f"platforms == {platforms!r}",
+            expected=f"a tuple of {', '.join(map(repr, PLATFORMS))}",
+            fix='pass the platforms that it supports, such as platforms=("cuda",).',
+        )
+    if not (
+        isinstance(mine.name, str) and mine.name.isidentifier() and mine.name not in FORMULATIONS
+    ):
+        raise fail(
+            "contractions.using",
+            "the name of a formulation is not valid, or is taken.",
+            given=f"name == {mine.name!r}",
+            expected="a Python name that no formulation of jqx has",
+            fix="pass another name.",
+        )
 
 
 class Planner:

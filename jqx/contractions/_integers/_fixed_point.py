@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._checks import as_like, as_real, require_that
+from ..._checks import as_like, as_real
 from ..._compat import is_concrete
-from ..._errors import message
+from ..._errors import fail
 
 LEAST_SHIFT, LARGEST_SHIFT = -31, 30
 _LOWEST, _LARGEST = -(2**31), 2**31 - 1
@@ -47,16 +47,17 @@ class FixedPointRounding(enum.Enum):
 
 def known_scale(function: str, argument: str, scale: Any) -> jax.Array:
     """Returns a scale as an array whose values Python can read."""
-    require_that(
-        is_concrete(scale),
-        error=TypeError,
-        function=function,
-        problem=f"`{argument}` is traced and has no value.",
-        given="an array inside jit, vmap or grad",
-        expected="an array with values: a multiplier is computed on the host, in float64",
-        mend="create the Requantization outside and pass it in (it is a pytree), or quantize the "
-        "float result with a QSpec.",
-    )
+    if not is_concrete(scale):
+        raise fail(
+            function,
+            f"`{argument}` is traced and has no value.",
+            given="an array inside jit, vmap or grad",
+            expected="an array with values: a multiplier is computed on the host, in float64",
+            fix="create the Requantization outside and pass it in (it is a pytree), or quantize "
+            "the "
+            "float result with a QSpec.",
+            error=TypeError,
+        )
     scale = as_like(function, argument, scale, jnp.float32)
     return as_real(function, argument, scale)
 
@@ -65,36 +66,33 @@ def factor_of(function: str, scales: dict[str, jax.Array]) -> np.ndarray:
     """Returns `lhs_scale * rhs_scale / output_scale` in float64."""
     lhs, rhs, output = (np.asarray(scale).astype(np.float64) for scale in scales.values())
     shapes = ", ".join(f"{name}.shape == {scale.shape}" for name, scale in scales.items())
-    require_that(
-        all(np.isfinite(scale).all() for scale in (lhs, rhs, output)) and (output != 0).all(),
-        error=ValueError,
-        function=function,
-        problem="a scale is not finite, or `output_scale` is zero.",
-        given=shapes,
-        expected="finite scales, and output_scale != 0",
-        mend="look for NaN and infinities in the data that the scales were calibrated on.",
-    )
+    if not (all(np.isfinite(scale).all() for scale in (lhs, rhs, output)) and (output != 0).all()):
+        raise fail(
+            function,
+            "a scale is not finite, or `output_scale` is zero.",
+            given=shapes,
+            expected="finite scales, and output_scale != 0",
+            fix="look for NaN and infinities in the data that the scales were calibrated on.",
+        )
     try:
         factor = np.asarray(lhs * rhs / output)
     except ValueError:
-        text = message(
+        raise fail(
             function,
             "the scales do not broadcast.",
             given=shapes,
             expected="shapes that broadcast by NumPy's rules",
-            mend="line them up with the result: its size along their own axes, 1 elsewhere.",
-        )
-        raise ValueError(text) from None
+            fix="line them up with the result: its size along their own axes, 1 elsewhere.",
+        ) from None
     largest = np.max(np.abs(factor), initial=0)
-    require_that(
-        np.isfinite(largest) and quantize_multiplier(largest)[1] <= LARGEST_SHIFT,
-        error=ValueError,
-        function=function,
-        problem="lhs_scale * rhs_scale / output_scale is too large.",
-        given=f"up to {largest:.3g}",
-        expected=f"less than 2**{LARGEST_SHIFT}",
-        mend="calibrate output_scale: every accumulator except 0 would saturate.",
-    )
+    if not (np.isfinite(largest) and quantize_multiplier(largest)[1] <= LARGEST_SHIFT):
+        raise fail(
+            function,
+            "lhs_scale * rhs_scale / output_scale is too large.",
+            given=f"up to {largest:.3g}",
+            expected=f"less than 2**{LARGEST_SHIFT}",
+            fix="calibrate output_scale: every accumulator except 0 would saturate.",
+        )
     return factor
 
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from ..._checks import is_at_least, require_that
+from ..._checks import is_at_least
+from ..._errors import fail
 from ...numerics import format_of
 from ...numerics._shared import common_dtype, name_of_qtype
 from ...tensor import QTensor
@@ -133,15 +134,14 @@ def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Mul
 def check_splittable(function: str, lhs: QTensor, rhs: QTensor) -> None:
     """Raises if codes are too wide even for a split into digits."""
     for q in (lhs, rhs):
-        require_that(
-            format_of(q.qtype).bits <= 16,
-            error=ValueError,
-            function=function,
-            problem="codes of 32 bits overflow the int32 accumulator.",
-            given=f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)}",
-            expected="integer formats of 16 bits or fewer",
-            mend="quantize to int16 or int8, or dequantize an operand.",
-        )
+        if not format_of(q.qtype).bits <= 16:
+            raise fail(
+                function,
+                "codes of 32 bits overflow the int32 accumulator.",
+                given=f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)}",
+                expected="integer formats of 16 bits or fewer",
+                fix="quantize to int16 or int8, or dequantize an operand.",
+            )
 
 
 def _integer(
@@ -175,16 +175,15 @@ def _runs(
     if not is_at_least(products, limit + 1):
         yield lhs, rhs
         return
-    require_that(
-        not export.is_symbolic_dim(products),
-        error=ValueError,
-        function="dot_general",
-        problem="sums of a symbolic length may not fit an int32.",
-        given=f"sums of {products} products of {name_of_qtype(lhs.qtype)} by "
-        f"{name_of_qtype(rhs.qtype)}",
-        expected=f"a length known to be {limit:,} at most",
-        mend='bound the size: jax.export.symbolic_shape("t", constraints=["t <= 4096"]).',
-    )
+    if export.is_symbolic_dim(products):
+        raise fail(
+            "dot_general",
+            "sums of a symbolic length may not fit an int32.",
+            given=f"sums of {products} products of {name_of_qtype(lhs.qtype)} by "
+            f"{name_of_qtype(rhs.qtype)}",
+            expected=f"a length known to be {limit:,} at most",
+            fix='bound the size: jax.export.symbolic_shape("t", constraints=["t <= 4096"]).',
+        )
     pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)
     i, j = max(pairs, key=lambda pair: lhs.shape[pair[0]])
     n = lhs.shape[i]

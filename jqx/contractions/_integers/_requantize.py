@@ -22,9 +22,9 @@ from ..._checks import (
     check_instance,
     check_integer,
     check_real,
-    require_that,
 )
 from ..._compat import is_concrete
+from ..._errors import fail
 from ...numerics import Integer, QType, format_of
 from ...numerics._shared import as_qtype
 from ...tensor import QSpec, QTensor
@@ -102,7 +102,7 @@ class Requantization:
             "rounding",
             self.rounding,
             FixedPointRounding,
-            mend="pass for example jqx.tflite.FixedPointRounding.SINGLE.",
+            fix="pass for example jqx.tflite.FixedPointRounding.SINGLE.",
         )
         zero, bias = self.zero_point, self.bias
         fields = {
@@ -119,15 +119,14 @@ class Requantization:
         for field, value in fields.items():
             object.__setattr__(self, field, value)
         _check_shift(fields["shift"])
-        require_that(
-            form.low <= fields["low"] <= fields["high"] <= form.high,
-            error=ValueError,
-            function=name,
-            problem=f"`low` and `high` are not a range of codes of {form.name}.",
-            given=f"low == {fields['low']}, high == {fields['high']}",
-            expected=f"{form.low} <= low <= high <= {form.high}",
-            mend="pass codes of qtype, or leave them out.",
-        )
+        if not form.low <= fields["low"] <= fields["high"] <= form.high:
+            raise fail(
+                name,
+                f"`low` and `high` are not a range of codes of {form.name}.",
+                given=f"low == {fields['low']}, high == {fields['high']}",
+                expected=f"{form.low} <= low <= high <= {form.high}",
+                fix="pass codes of qtype, or leave them out.",
+            )
 
     @classmethod
     def of(
@@ -234,7 +233,7 @@ def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTenso
         "requantization",
         requantization,
         Requantization,
-        mend="create one with jqx.tflite.Requantization.of(...).",
+        fix="create one with jqx.tflite.Requantization.of(...).",
     )
     return as_result(requantized(x, requantization), requantization)
 
@@ -270,7 +269,7 @@ def requantize_float(y: jax.Array, output: Any, function: str = "dot_general") -
             "output",
             spec,
             QSpec,
-            mend='pass a QSpec or a scheme such as "int8", one of them and an Affine, or '
+            fix='pass a QSpec or a scheme such as "int8", one of them and an Affine, or '
             "jqx.tflite.Requantization.of(...).",
         )
     return QTensor.quantize(y, needed_spec(function, "output", spec, "array"), affine)
@@ -278,15 +277,15 @@ def requantize_float(y: jax.Array, output: Any, function: str = "dot_general") -
 
 def _integers_of(function: str, qtype: Any) -> Integer:
     form = format_of(qtype)
-    require_that(
-        isinstance(form, Integer) and form.bits <= 16,
-        error=TypeError,
-        function=function,
-        problem=f"accumulators cannot be requantized to {form.name}.",
-        given=f"qtype {form.name}",
-        expected="an integer format of 16 bits or less, such as jnp.int8",
-        mend="pass such a format, or a QSpec, which quantizes the float result.",
-    )
+    if not (isinstance(form, Integer) and form.bits <= 16):
+        raise fail(
+            function,
+            f"accumulators cannot be requantized to {form.name}.",
+            given=f"qtype {form.name}",
+            expected="an integer format of 16 bits or less, such as jnp.int8",
+            fix="pass such a format, or a QSpec, which quantizes the float result.",
+            error=TypeError,
+        )
     assert isinstance(form, Integer)
     return form
 
@@ -295,15 +294,14 @@ def _integers(field: str, x: Any, form: Integer) -> jax.Array:
     """Returns an array of codes of `form`; the value of a Python number must be in its range."""
     if isinstance(x, (bool, int, float)):
         value = check_integer("tflite.Requantization", field, x)
-        require_that(
-            form.low <= value <= form.high,
-            error=ValueError,
-            function="tflite.Requantization",
-            problem=f"`{field}` is out of the range of {form.name}.",
-            given=f"{field} == {value}",
-            expected=f"an integer in [{form.low}, {form.high}]",
-            mend="pass an integer in this range.",
-        )
+        if not form.low <= value <= form.high:
+            raise fail(
+                "tflite.Requantization",
+                f"`{field}` is out of the range of {form.name}.",
+                given=f"{field} == {value}",
+                expected=f"an integer in [{form.low}, {form.high}]",
+                fix="pass an integer in this range.",
+            )
     array = as_like("tflite.Requantization", field, x, form.storage)
     of = "output" if field == "zero_point" else "accumulator"
     check_dtype("tflite.Requantization", field, array, form.storage, of=of)
@@ -315,15 +313,14 @@ def _check_shift(shift: jax.Array) -> None:
     if not is_concrete(shift):
         return
     least, largest = (int(f(np.asarray(shift), initial=0)) for f in (np.min, np.max))
-    require_that(
-        least >= LEAST_SHIFT and largest <= LARGEST_SHIFT,
-        error=ValueError,
-        function="tflite.Requantization",
-        problem="`shift` is out of range.",
-        given=f"shifts from {least} to {largest}",
-        expected=f"{LEAST_SHIFT} to {LARGEST_SHIFT}, negative for a factor below a half",
-        mend="compute it with jqx.tflite.Requantization.of(...).",
-    )
+    if not (least >= LEAST_SHIFT and largest <= LARGEST_SHIFT):
+        raise fail(
+            "tflite.Requantization",
+            "`shift` is out of range.",
+            given=f"shifts from {least} to {largest}",
+            expected=f"{LEAST_SHIFT} to {LARGEST_SHIFT}, negative for a factor below a half",
+            fix="compute it with jqx.tflite.Requantization.of(...).",
+        )
 
 
 def _lined_up(field: str, x: jax.Array | None, shape: tuple[int, ...]) -> Any:
@@ -331,15 +328,16 @@ def _lined_up(field: str, x: jax.Array | None, shape: tuple[int, ...]) -> Any:
     if x is None:
         return None
     missing = len(shape) - x.ndim
-    require_that(
-        missing >= 0 and all(m in (1, n) for m, n in zip(x.shape, shape[missing:], strict=True)),
-        error=ValueError,
-        function="tflite.requantize",
-        problem=f"`{field}` does not fit the accumulators.",
-        given=f"{field}.shape == {x.shape}, accumulator.shape == {shape}",
-        expected="the last axes of the accumulators, each of size 1 or theirs",
-        mend="reshape it: the size of the result along the axes that it has, 1 elsewhere.",
-    )
+    if not (
+        missing >= 0 and all(m in (1, n) for m, n in zip(x.shape, shape[missing:], strict=True))
+    ):
+        raise fail(
+            "tflite.requantize",
+            f"`{field}` does not fit the accumulators.",
+            given=f"{field}.shape == {x.shape}, accumulator.shape == {shape}",
+            expected="the last axes of the accumulators, each of size 1 or theirs",
+            fix="reshape it: the size of the result along the axes that it has, 1 elsewhere.",
+        )
     return jnp.reshape(x, (1,) * missing + x.shape)
 
 

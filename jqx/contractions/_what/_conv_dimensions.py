@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._checks import require_that
+from ..._errors import fail
 from ._axes import OperandAxes
 
 
@@ -180,15 +180,14 @@ def _dilated(n: int, step: int) -> int:
 
 
 def check_ranks(lhs: Any, rhs: Any) -> None:
-    require_that(
-        lhs.ndim == rhs.ndim >= 2,
-        error=ValueError,
-        function="conv_general_dilated",
-        problem="the operands have different ranks, or less than two axes.",
-        given=f"lhs.shape == {lhs.shape}, rhs.shape == {rhs.shape}",
-        expected="operands of rank 2 + the number of spatial axes",
-        mend="reshape an operand.",
-    )
+    if not lhs.ndim == rhs.ndim >= 2:
+        raise fail(
+            "conv_general_dilated",
+            "the operands have different ranks, or less than two axes.",
+            given=f"lhs.shape == {lhs.shape}, rhs.shape == {rhs.shape}",
+            expected="operands of rank 2 + the number of spatial axes",
+            fix="reshape an operand.",
+        )
 
 
 def window_of(

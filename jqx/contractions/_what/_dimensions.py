@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._errors import message
+from ..._errors import fail
 from ._axes import OperandAxes
 
 
@@ -36,14 +36,14 @@ class Dimensions:
         def normal(axes: Sequence[int], rank: int) -> tuple[int, ...]:
             for axis in axes:
                 if not -rank <= axis < rank:
-                    text = message(
+                    raise fail(
                         "dot_general",
                         f"axis {axis} of `dimension_numbers` is out of range.",
                         given=f"dimension_numbers == {numbers}, ranks {lhs_rank} and {rhs_rank}",
                         expected=f"an axis in [{-rank}, {rank - 1}]",
-                        mend="name axes that the operands have.",
+                        fix="name axes that the operands have.",
+                        error=TypeError,
                     )
-                    raise TypeError(text)
             return tuple(int(axis) % rank for axis in axes)
 
         return cls(

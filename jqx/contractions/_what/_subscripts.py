@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ..._errors import message
+from ..._errors import fail
 
 Label = Any
 """The user's label of an axis; for an axis of an ellipsis, `("...", its place from the last)`."""
@@ -170,6 +170,6 @@ def _show(items: Sequence[Any]) -> str:
 
 
 def _refuse(
-    problem: str, given: str, expected: str, mend: str, error: type[Exception] = ValueError
+    problem: str, given: str, expected: str, fix: str, error: type[Exception] = ValueError
 ) -> NoReturn:
-    raise error(message("einsum", problem, given=given, expected=expected, mend=mend))
+    raise fail("einsum", problem, given=given, expected=expected, fix=fix, error=error)

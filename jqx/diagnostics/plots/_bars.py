@@ -56,7 +56,7 @@ def sqnr_bars(
       'SQNR, dB'
     """
     check_instance(
-        "diagnostics.plots.sqnr_bars", "found", found, (Comparison, Report), mend="pass either."
+        "diagnostics.plots.sqnr_bars", "found", found, (Comparison, Report), fix="pass either."
     )
     given = _bars_of(found)
     check_some("diagnostics.plots.sqnr_bars", given)
@@ -126,8 +126,8 @@ def sensitivity_bars(
       >>> plots.sensitivity_bars(found).axes[0].get_title(loc="left")
       'cost of quantizing each weight (weight_error)'
     """
-    mend = "pass the result of diagnostics.sensitivity."
-    check_instance("diagnostics.plots.sensitivity_bars", "found", found, Sensitivities, mend=mend)
+    fix = "pass the result of diagnostics.sensitivity."
+    check_instance("diagnostics.plots.sensitivity_bars", "found", found, Sensitivities, fix=fix)
     check_some("diagnostics.plots.sensitivity_bars", found.ranked)
     ranked = found.ranked[:_MOST] if len(found.ranked) > _MOST + 1 else found.ranked
     rest = found.ranked[len(ranked) :]

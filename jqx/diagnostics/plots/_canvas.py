@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
-from ..._checks import check_instance, require_that
+from ..._checks import check_instance
+from ..._errors import fail
 
 SMALL = 8.0
 """Font size in points of text other than titles."""
@@ -31,23 +32,22 @@ def axes_for(function: str, ax: Axes | None, width: float, height: float) -> tup
     if ax is None:
         figure = Picture(figsize=(width, height), layout="constrained")
         return figure, figure.subplots()
-    mend = "pass axes, such as figure.subplots(), or leave ax= out."
-    check_instance(function, "ax", ax, Axes, mend=mend)
+    fix = "pass axes, such as figure.subplots(), or leave ax= out."
+    check_instance(function, "ax", ax, Axes, fix=fix)
     figure: Any = ax.figure
     return figure if isinstance(figure, Figure) else figure.figure, ax
 
 
 def check_some(function: str, given: Any) -> None:
     """Checks that there is something to draw."""
-    require_that(
-        len(given) > 0,
-        error=ValueError,
-        function=function,
-        problem="there is nothing to draw.",
-        given="nothing",
-        expected="one or more",
-        mend="pass one or more items.",
-    )
+    if not len(given) > 0:
+        raise fail(
+            function,
+            "there is nothing to draw.",
+            given="nothing",
+            expected="one or more",
+            fix="pass one or more items.",
+        )
 
 
 def tidy(axis: Axes, grid: str = "x") -> None:

@@ -40,7 +40,7 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
       'bytes of the weights, and bits a weight, with scales'
     """
     check_instance(
-        "diagnostics.plots.front", "found", found, Assignment, mend="pass the result of search."
+        "diagnostics.plots.front", "found", found, Assignment, fix="pass the result of search."
     )
     figure, axis = axes_for("diagnostics.plots.front", ax, 7, 4.4)
     points = [point for point in found.front if point.error > 0]

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ..._checks import require_that
+from ..._errors import fail
 from .._comparison import Comparison
 from .._names import in_model_order
 from .._table import decibels
@@ -52,15 +52,14 @@ def heat_map(
     """
     check_some("diagnostics.plots.heat_map", found)
     names = [[row.name for row in comparison.sites] for comparison in found.values()]
-    require_that(
-        all(own == names[0] for own in names),
-        error=ValueError,
-        function="diagnostics.plots.heat_map",
-        problem="the comparisons have different sites.",
-        given=f"{', '.join(str(len(own)) for own in names)} sites",
-        expected="the same sites in each",
-        mend="compare one function under policies that quantize the same contractions.",
-    )
+    if not all(own == names[0] for own in names):
+        raise fail(
+            "diagnostics.plots.heat_map",
+            "the comparisons have different sites.",
+            given=f"{', '.join(str(len(own)) for own in names)} sites",
+            expected="the same sites in each",
+            fix="compare one function under policies that quantize the same contractions.",
+        )
     check_some("diagnostics.plots.heat_map", names[0])
     order = in_model_order(names[0])
     values = np.array([[c.sites[i].local_sqnr for c in found.values()] for i in order], float)

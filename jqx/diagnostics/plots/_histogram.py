@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..._checks import check_instance, require_that
+from ..._checks import check_instance
+from ..._errors import fail
 from ...numerics import format_of
 from ...tensor import QTensor
 from .._colors import ACCENT, COLORS
@@ -50,17 +51,16 @@ def histogram(
       'int4 per_axis(1)'
     """
     check_instance(
-        "diagnostics.plots.histogram", "q", q, QTensor, mend="pass QTensor.quantize(x, spec)."
+        "diagnostics.plots.histogram", "q", q, QTensor, fix="pass QTensor.quantize(x, spec)."
     )
-    require_that(
-        np.shape(x) == q.shape,
-        error=ValueError,
-        function="diagnostics.plots.histogram",
-        problem="`x` and `q` have different shapes.",
-        given=f"shapes {np.shape(x)} and {q.shape}",
-        expected="equal shapes",
-        mend="pass the array that q was made from.",
-    )
+    if np.shape(x) != q.shape:
+        raise fail(
+            "diagnostics.plots.histogram",
+            "`x` and `q` have different shapes.",
+            given=f"shapes {np.shape(x)} and {q.shape}",
+            expected="equal shapes",
+            fix="pass the array that q was made from.",
+        )
     values = _some(in_steps(jnp.asarray(x), q))
     grid = np.unique(_some(in_steps(q.dequantize(), q)).round(4))
     form = format_of(q.qtype)

@@ -6,8 +6,9 @@ from typing import Generic, TypeVar
 
 import jax
 
-from ..._checks import check_instance, require_that
+from ..._checks import check_instance
 from ..._compat import Eqn
+from ..._errors import fail
 from .._origin import Origin
 from ._contractions import CONTRACTIONS as OF_CONTRACTIONS
 from ._contractions import Contraction
@@ -84,18 +85,17 @@ def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
       ['dot_general']
     """
     name = "transforms.primitive_rules"
-    mend = "pass for example {'my_primitive': jqx.transforms.View(track, apply)}."
-    check_instance(name, "rules", rules, Mapping, mend=mend)
+    fix = "pass for example {'my_primitive': jqx.transforms.View(track, apply)}."
+    check_instance(name, "rules", rules, Mapping, fix=fix)
     for primitive, rule in rules.items():
-        check_instance(name, f"rules[{primitive!r}]", rule, (Contraction, View), mend=mend)
-        require_that(
-            primitive not in {*OF_CONTRACTIONS, *OF_VIEWS},
-            error=ValueError,
-            function=name,
-            problem="jqx already has a rule for this primitive.",
-            given=f"rules[{primitive!r}]",
-            expected="the name of another primitive",
-            mend="leave it out.",
-        )
+        check_instance(name, f"rules[{primitive!r}]", rule, (Contraction, View), fix=fix)
+        if primitive in {*OF_CONTRACTIONS, *OF_VIEWS}:
+            raise fail(
+                name,
+                "jqx already has a rule for this primitive.",
+                given=f"rules[{primitive!r}]",
+                expected="the name of another primitive",
+                fix="leave it out.",
+            )
     with _ADDED((*rules.items(), *_ADDED.value)):
         yield

@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import NamedSharding, Sharding
 
 from ... import _compat
-from ..._checks import require_that
 from ..._compat import Eqn
+from ..._errors import fail
 from ...tensor import QTensor
 from ...tensor._shared import shardings_of
 from .._weight import map_codes
@@ -25,15 +25,15 @@ def sharded_as(weight: Any, sharding: Sharding) -> Any:
 def _sharded_as(q: QTensor, sharding: Sharding) -> Any:
     if isinstance(sharding, NamedSharding):
         return shardings_of("jit", q, sharding)
-    require_that(
-        sharding.is_fully_replicated,
-        error=NotImplementedError,
-        function="jit",
-        problem="the sharding of a quantized weight does not name mesh axes.",
-        given=f"{sharding} for {q!r}",
-        expected="a jax.sharding.NamedSharding",
-        mend="shard it with a mesh and a PartitionSpec, or outside of f.",
-    )
+    if not sharding.is_fully_replicated:
+        raise fail(
+            "jit",
+            "the sharding of a quantized weight does not name mesh axes.",
+            given=f"{sharding} for {q!r}",
+            expected="a jax.sharding.NamedSharding",
+            fix="shard it with a mesh and a PartitionSpec, or outside of f.",
+            error=NotImplementedError,
+        )
     return jax.tree.map(lambda _: sharding, q)
 
 

@@ -123,4 +123,4 @@ def test_what_is_no_rule_is_refused(rules, error, match):
     with pytest.raises(error, match=match) as caught, primitive_rules(rules):
         pass
     assert "jqx.transforms.primitive_rules" in str(caught.value)
-    assert "to mend:" in str(caught.value)
+    assert "fix:" in str(caught.value)
