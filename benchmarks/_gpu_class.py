@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from jqx.diagnostics._contraction import KINDS
-from jqx.diagnostics._hlo import Instruction, Program, is_product
-from jqx.diagnostics._hlo_kernels import kernels
+from jqx.diagnostics._hlo import Instruction, Program, is_product, kernels
+from jqx.diagnostics._lowering import KINDS
 
 
 def launches(program: Program) -> int:

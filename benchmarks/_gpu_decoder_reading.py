@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 from _gpu_decoder_model import ATTENTION, Config
 
-from jqx.diagnostics._contraction import Contraction
-from jqx.diagnostics._hlo import Program, bits
-from jqx.diagnostics._hlo_kernels import kernels
-from jqx.diagnostics._lowering import Lowering
+from jqx.diagnostics._hlo import Program, bits, kernels
+from jqx.diagnostics._lowering import Contraction, Lowering
 
 JQX = re.compile(r"/jqx_\w+/pallas_call$")
 PARAMS = "params"  # the argument that holds the weights

@@ -46,7 +46,7 @@ from _gpu_rows import BASELINE, GROUPS, PREFILL_SHAPES, SMOKE, Gemm, Group, Row,
 from _gpu_torch import TORCH, TorchVariant, reason_without_torch
 from _harness import environment, print_environment, print_table, write_json
 
-from jqx.diagnostics import _targets as targets
+from jqx.diagnostics import _lowering as targets
 from jqx.diagnostics._hlo import Program
 
 START = time.perf_counter()

@@ -14,7 +14,6 @@ from . import onednn as onednn
 from . import presets as presets
 from . import tflite as tflite
 from ._late import late as _late
-from ._old_names import renamed as _renamed
 from .caches import KVCache as KVCache
 from .caches import decode_attention as decode_attention
 from .calibrators._shared import per_axis as per_axis
@@ -78,20 +77,7 @@ if _typing.TYPE_CHECKING:
     from .diagnostics import report as report
     from .interop import load as load
     from .interop import save as save
-else:  # type checkers report old names, as they do unknown ones
-    _old = _renamed(
-        __name__,
-        {
-            "FixedPointRounding": "jqx.tflite.FixedPointRounding",
-            "Requantization": "jqx.tflite.Requantization",
-            "dynamic_dequantize": "jqx.onednn.dynamic_dequantize",
-            "onednn_dequantize": "jqx.onednn.onednn_dequantize",
-            "onednn_quantize": "jqx.onednn.onednn_quantize",
-            "requantize": "jqx.tflite.requantize",
-            "zeros": "jqx.QTensor.zeros",
-        },
-        stacklevel=3,
-    )
+else:  # type checkers report unknown names
     __getattr__, __dir__ = _late(
         __name__,
         {
@@ -100,6 +86,5 @@ else:  # type checkers report old names, as they do unknown ones
             "interop": ("load", "save"),
             "parallel": (),
         },
-        _old,
     )
 __version__ = "0.1.0"

@@ -48,13 +48,10 @@ def check_instance(
         return
     kinds = kind if isinstance(kind, tuple) else (kind,)
     names = " or ".join(map(_with_article, kinds))
-    plain = isinstance(value, (str, int, float, type(None)))
-    kind_of = f"an object of type {type(value).__name__}"
     raise fail(
         function,
         f"`{argument}` is not {names}.",
-        given=f"{argument} == {shown(value)}" if plain else kind_of,
-        expected=names,
+        given=shown_as(argument, value),
         fix=fix,
         error=TypeError,
     )
@@ -84,6 +81,13 @@ def shown(value: Any, limit: int = 200) -> str:
     except Exception:  # an integer with more digits than Python prints; an object of a user
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def shown_as(argument: str, value: Any) -> str:
+    """Returns the value of an argument as shown in messages: an object as its type."""
+    if isinstance(value, (str, int, float, type(None))):
+        return f"{argument} == {shown(value)}"
+    return f"an object of type {type(value).__name__}"
 
 
 def _with_article(kind: type) -> str:

@@ -32,22 +32,11 @@ def as_path(function: str, path: Any) -> str:
     """Returns a path as a string, after checking it."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise fail(
-            function,
-            "`path` is not a path.",
-            given=f"an object of type {type(path).__name__}",
-            expected="a string, or a pathlib.Path",
-            fix="pass the name of a file.",
-            error=TypeError,
-        )
+        problem = f"`path` is neither a string nor a pathlib.Path: {type(path).__name__}."
+        raise fail(function, problem, fix="pass the name of a file.", error=TypeError)
     if not (text and "\0" not in text):
-        raise fail(
-            function,
-            "`path` is not the name of a file.",
-            given=f"path == {shown(text)}",
-            expected="a name without zero characters",
-            fix="pass the name of a file.",
-        )
+        problem = f"`path` == {shown(text)} is not the name of a file."
+        raise fail(function, problem, fix="pass the name of a file.")
     return str(text)
 
 
@@ -81,14 +70,9 @@ class Replacement:
         self._part = new_part(self._target)
         folder = self._target.parent
         if not folder.is_dir():
-            raise fail(
-                function,
-                f"{self.path!r} cannot be written.",
-                given=f"there is no folder {str(folder)!r}",
-                expected="an existing folder",
-                fix="create it first, for example with os.makedirs.",
-                error=FileNotFoundError,
-            )
+            problem = f"{self.path!r} cannot be written: there is no folder {str(folder)!r}."
+            fix = "create it first, for example with os.makedirs."
+            raise fail(function, problem, fix=fix, error=FileNotFoundError)
 
     def __enter__(self) -> "Replacement":
         mode = 0o666 if self._old is None else 0o600  # minus the umask
@@ -102,10 +86,10 @@ class Replacement:
                     return self
                 self._file.close()
 
-    def write(self, place: int, data: Any) -> None:
+    def write(self, start: int, data: Any) -> None:
         """Writes bytes at a position."""
         with self._written():
-            self._file.seek(place)
+            self._file.seek(start)
             self._file.write(data)
 
     def commit(self) -> None:
@@ -178,8 +162,8 @@ def _remove_free(path: pathlib.Path) -> None:
 
 def _fcntl() -> Any:
     """Returns the module that locks files, if the system has it."""
-    known = importlib.util.find_spec("fcntl") is not None
-    return importlib.import_module("fcntl") if known else None
+    has_fcntl = importlib.util.find_spec("fcntl") is not None
+    return importlib.import_module("fcntl") if has_fcntl else None
 
 
 def lock(file: Any, *, wait: bool = True) -> bool:
@@ -192,13 +176,6 @@ def lock(file: Any, *, wait: bool = True) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def unlock(file: Any) -> None:
-    """Unlocks an open file."""
-    fcntl = _fcntl()
-    if fcntl is not None and not file.closed:
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _hand_on(old: os.stat_result, path: pathlib.Path) -> None:
@@ -224,14 +201,9 @@ def _check_regular(function: str, path: str, status: os.stat_result) -> None:
 
 
 def _refuse_kind(function: str, path: str, kind: str, error: type[OSError]) -> NoReturn:
-    raise fail(
-        function,
-        f"{path!r} is not a file.",
-        given=kind,
-        expected="a regular file",
-        fix="pass the name of a file.",
-        error=error,
-    )
+    problem = f"{path!r} is not a file."
+    fix = "pass the name of a file."
+    raise fail(function, problem, given=kind, expected="a regular file", fix=fix, error=error)
 
 
 @contextlib.contextmanager

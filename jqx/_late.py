@@ -3,6 +3,8 @@
 Their imports are below `if TYPE_CHECKING:`, where editors and type checkers read them.
 """
 
+import difflib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ class Late:
 
 
 def late(
-    module: str, names: Mapping[str, Sequence[str]], otherwise: Callable[[str], Any]
+    module: str, names: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the `__getattr__` and the `__dir__` of a package.
 
@@ -32,9 +34,8 @@ def late(
       module: the name of the package.
       names: for each of its modules that is imported late, the names that the package takes from
         it.
-      otherwise: finds all other names, or raises AttributeError.
     """
-    sources = {name: source for source, found in names.items() for name in found}
+    sources = {name: source for source, taken in names.items() for name in taken}
 
     def getattr_of_late(name: str) -> Any:
         if name == "__all__":  # for `import *`
@@ -45,9 +46,44 @@ def late(
             value = getattr(importlib.import_module(f"{module}.{sources[name]}"), name)
             setattr(sys.modules[module], name, value)
             return value
-        return otherwise(name)
+        return _unknown(module, name)
 
     def dir_of_all() -> list[str]:
         return sorted({*vars(sys.modules[module]), *names, *sources})
 
     return getattr_of_late, dir_of_all
+
+
+def unknown(module: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module, whose error for a name has the names that are near."""
+    return functools.partial(_unknown, module)
+
+
+def _unknown(module: str, name: str) -> Any:
+    text = f"module {module!r} has no attribute {name!r}"
+    if name.startswith("_"):
+        raise AttributeError(text)
+    if name in _OTHER_LIBRARIES:
+        raise AttributeError(f"{text}: it is called jqx.{_OTHER_LIBRARIES[name]}")
+    folders = [x for x in _FOLDERS if name in dir(importlib.import_module(f"jqx.{x}"))]
+    near = [f"jqx.{folder}.{name}" for folder in folders]
+    public = [x for x in dir(sys.modules[module]) if not x.startswith("_")]
+    near = near or difflib.get_close_matches(name, public)
+    raise AttributeError(f"{text}: did you mean {' or '.join(near)}?" if near else text)
+
+
+_FOLDERS = ("algorithms", "calibrators", "diagnostics", "gradients", "numerics", "presets")
+
+_OTHER_LIBRARIES = {
+    **dict.fromkeys(("QArray", "QuantizedTensor", "QuantizedArray"), "QTensor"),
+    **dict.fromkeys(("QuantizationRule", "QRule"), "Rule"),
+    **dict.fromkeys(("QConfig", "QuantizationConfig", "QuantArgs", "QuantSpec"), "QSpec"),
+    **dict.fromkeys(("quantize_model", "quantize_", "post_training_quantization"), "ptq"),
+    **dict.fromkeys(("qat", "prepare_qat", "fake_quantize_model"), "simulate"),
+    **dict.fromkeys(("fake_quant", "FakeQuantize"), "fake_quantize"),
+    **dict.fromkeys(("rtn", "round_to_nearest"), "algorithms.nearest"),
+    **dict.fromkeys(("quarot", "spinquant", "hadamard"), "algorithms.rotate"),
+    **dict.fromkeys(("ste", "straight_through_estimator"), "gradients.ste"),
+    "smoothquant": "algorithms.smooth_quant",
+}
+"""What jqx calls things that other libraries have under these names."""

@@ -26,48 +26,48 @@ WORKAROUNDS = {
         "A product of int8 with one row or column leaves the int8 library: both operands are "
         "copied to int32. So a row, or a column, is added.",
         (
-            "contractions._integers._products.rows_product",
-            "contractions._integers._products.needs_shape",
+            "contractions._exact.rows_product",
+            "contractions._exact.needs_shape",
         ),
     ),
     "a_left_operand_that_is_not_in_order_is_multiplied_as_int32": Workaround(
         "The same happens if the left operand is not contracted along its last axes. So it is "
         "transposed, with a row of zeros below that XLA does not undo.",
         (
-            "contractions._integers._products.needs_transpose",
-            "contractions._integers._products.rows_product",
+            "contractions._exact.needs_transpose",
+            "contractions._exact.rows_product",
         ),
     ),
     "sixteen_bit_floats_are_multiplied_in_some_layouts_alone": Workaround(
         "A product of 16-bit floats in other layouts is computed in float32, with copies of both. "
         "So they are widened before.",
-        ("contractions._how._tiles.tiles", "contractions._how._convert.convert_wide"),
+        ("contractions._plain.tiles", "contractions._plain.convert_wide"),
     ),
     "a_transposed_product_of_sixteen_bit_floats_cannot_run": Workaround(
         "A product of 16-bit floats into float32 is merged with transposes of its operands and its "
         "result, and the merged one mostly cannot run. So barriers keep them apart.",
-        ("contractions._dot_gradients.rows_product",),
+        ("contractions._dot_general.rows_product",),
     ),
     "padding_is_folded_into_an_int8_convolution_that_then_sums_wrongly": Workaround(
         "Whether the int8 library sums a convolution is decided before padding is folded into its "
         "window: a window that extends beyond the image is then summed wrongly. So a barrier keeps "
         "the padding separate.",
-        ("contractions._how._conv._int8_conv",),
+        ("contractions._conv._int8_conv",),
     ),
     "a_sum_of_codes_beside_their_product_holds_them_as_int32": Workaround(
         "A sum of int8 codes that a product or a convolution also reads holds all of them in "
         "int32. So they are summed by a product with ones.",
-        ("contractions._how._conv._kernel_sums", "contractions._integers._products._sums_of_rows"),
+        ("contractions._conv._kernel_sums", "contractions._exact._sums_of_rows"),
     ),
     "a_loop_over_narrow_codes_converts_all_of_them_before_it": Workaround(
         "Slices of 8-bit floats or 4-bit codes that a loop converts are slices of a copy of all, "
         "converted before it. So codes are tied to its steps.",
-        ("contractions._how._slices._tied",),
+        ("contractions._blocks._tied",),
     ),
     "the_largest_of_many_floats_is_no_NaN": Workaround(
         "The maximum of some thousand floats is a number even if one of them is NaN. So magnitudes "
         "are compared as integers, and NaN is detected separately.",
-        ("calibrators._groups.Groups", "calibrators._delayed.Delayed"),
+        ("calibrators._granularity.Groups", "calibrators._wrappers.Delayed"),
     ),
     "codes_that_the_backward_pass_reads_are_kept_as_quotients": Workaround(
         "Codes that a backward pass reads again are kept as the quotients that were rounded, four "
@@ -78,7 +78,7 @@ WORKAROUNDS = {
     "joining_codes_of_two_bits_ends_the_process": Workaround(
         "A program that joins arrays of 2-bit integers aborts the process while it is compiled. So "
         "they are joined as bytes.",
-        ("tensor._select._joined",),
+        ("tensor._views._joined",),
     ),
     "a_bitcast_of_four_bit_floats_in_a_loop_is_not_compiled": Workaround(
         "A program that casts the bits of 4-bit floats to integers inside a loop does not compile. "

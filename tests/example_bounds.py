@@ -9,8 +9,7 @@ import sys
 
 import jax
 
-from jqx.diagnostics._interval_forms import Follower
-from jqx.diagnostics._interval_notes import Notes
+from jqx.diagnostics._interval_walk import Follower, Notes
 from jqx.diagnostics._intervals import anything
 from jqx.diagnostics._ranges import _parameter
 from jqx.transforms import _make_plan

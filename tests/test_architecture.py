@@ -24,13 +24,11 @@ LAYERS = [
         "_compat_kernels",
         "_files",
         "_heap",
-        "_html",
         "_late",
-        "_old_names",
-        "_treescope",
+        "_table",
         "_xla_cpu",
     ),
-    ("_package_cpu", "_table"),
+    ("_package_cpu",),
     ("numerics",),
     ("gradients",),
     ("ops",),
@@ -174,7 +172,7 @@ def test_an_init_file_lists_each_name_once(path):
     for node in parsed(path)[0].body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                internal = alias.asname in ("_renamed", "_late")
+                internal = alias.asname in ("_unknown", "_late")
                 internal |= path.parent.name == "contractions" and alias.name == "QTensor"
                 if alias.asname != alias.name and not internal:
                     yield f"{alias.name} is not re-exported"
@@ -207,7 +205,7 @@ def callers(name):
 def test_one_walk_gives_equations_their_addresses():
     """Nobody else asks which equations count in addresses."""
     assert callers("is_marked") == ["transforms/_find.py"]
-    assert "diagnostics/_interval_forms.py" in callers("addressed")
+    assert "diagnostics/_interval_walk.py" in callers("addressed")
 
 
 def test_the_planner_alone_tells_platforms_apart():
@@ -216,9 +214,9 @@ def test_the_planner_alone_tells_platforms_apart():
     """
     found = [name for name in callers("platform_dependent") if name.startswith("contractions/")]
     assert found == [
-        "contractions/_dot_gradients.py",
-        "contractions/_how/_conv.py",
-        "contractions/_how/_formulation.py",
+        "contractions/_conv.py",
+        "contractions/_dot_general.py",
+        "contractions/_formulation.py",
     ]
 
 
@@ -237,18 +235,16 @@ PUBLIC = {
         presets tflite
     """,
     "algorithms": """
-        AdaRound AlgorithmReport AutoRound Awq AwqReport BiasCorrection BiasReport BlockReport
-        BlocksReport Chain Chosen Compensation
-        CompensationReport Eora Equalize Gptq Loftq MatrixReport Memory Nearest Pair Pairs Rotate
-        Rotation RotationReport ScaledTogether SiteShift SmoothQuant
+        AlgorithmReport AwqReport BiasReport BlockReport BlocksReport Chosen Compensation
+        CompensationReport MatrixReport Memory Pair Pairs Rotation RotationReport ScaledTogether
+        SiteShift
         adaround auto_round awq bias_correction chain eora equalize find_pairs gptq loftq nearest
         own_text rotate smooth_quant
     """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average
-        AbsMax absmax AcrossDevices Delayed delayed Entropy entropy Fixed fixed Hqq hqq
-        MinMax minmax Mse mse Percentile percentile Rms rms Rounded Ceil ceil
-        FourOverSix four_over_six
+        absmax AcrossDevices Delayed delayed Entropy entropy fixed Hqq hqq
+        minmax Mse mse Percentile percentile rms Rounded ceil four_over_six
     """,
     "diagnostics": """
         compare Comparison SiteError held_back HeldBack dashboard Dashboard
@@ -332,34 +328,6 @@ def test_no_folder_exports_an_internal_name():
 def test_what_a_folder_shares_is_not_public():
     for path in ROOT.glob("*/_shared.py"):
         assert not exported(path) & exported(path.with_name("__init__.py")), name_of(path)
-
-
-OLD = {
-    "jqx.FixedPointRounding": jqx.tflite.FixedPointRounding,
-    "jqx.Requantization": jqx.tflite.Requantization,
-    "jqx.calibrators.Hqo": jqx.calibrators.Hqq,
-    "jqx.calibrators.hqo": jqx.calibrators.hqq,
-    "jqx.calibrators.per_axis": jqx.per_axis,
-    "jqx.diagnostics.sqnr": None,
-    "jqx.dynamic_dequantize": jqx.onednn.dynamic_dequantize,
-    "jqx.gradients.Parq": jqx.gradients.parq,
-    "jqx.gradients.StraightThrough": type(jqx.gradients.ste),
-    "jqx.numerics.RoundMode": jqx.RoundMode,
-    "jqx.numerics.divide": None,
-    "jqx.onednn_dequantize": jqx.onednn.onednn_dequantize,
-    "jqx.onednn_quantize": jqx.onednn.onednn_quantize,
-    "jqx.requantize": jqx.tflite.requantize,
-    "jqx.zeros": jqx.QTensor.zeros,
-}
-
-
-@pytest.mark.parametrize("old", OLD)
-def test_an_old_name_works_and_says_what_to_write_instead(old):
-    module, name = old.rsplit(".", 1)
-    with pytest.warns(DeprecationWarning, match=rf"^{old} will be removed in the next") as caught:
-        found = getattr(importlib.import_module(module), name)
-    assert caught[0].filename == __file__
-    assert found is not None and OLD[old] in (None, found)
 
 
 def test_a_name_that_never_was_is_no_attribute():

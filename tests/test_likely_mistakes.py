@@ -440,10 +440,6 @@ MISTAKES = {
     "x, params": (lambda: jqx.make_plan(g, W8A16)(X, P), "pass params=1"),
     "x, a list": (lambda: jqx.make_plan(lambda x, p: x @ p[0], W8A16)(X, [P["w"]]), "params=1"),
     "x, params by name": (lambda: jqx.make_plan(g, W8A16)(X, params=P), "by position"),
-    "a batch of a dict, params": (
-        lambda: jqx.make_plan(lambda b, p: f(p, b["x"]), W8A16)({"x": X}, P),
-        "pass params=1",
-    ),
     "tokens, params": (
         lambda: jqx.make_plan(lambda t, p: p["w"][t] @ p["v"].T, W8A16)(np.zeros((2, 3), int), P),
         "its position as params=",
@@ -578,7 +574,7 @@ UNKNOWN = {
     "a diagnostic": (lambda: jqx.sensitivity, "jqx.diagnostics.sensitivity"),
     "an estimator": (lambda: jqx.lsq, "jqx.gradients.lsq"),
     "a preset": (lambda: jqx.w8a8, "jqx.presets.w8a8"),
-    "a preset that does not exist": (lambda: jqx.presets.w3a7, "w8a8_dynamic"),
+    "a preset that does not exist": (lambda: jqx.presets.w8a8_dyn, "w8a8_dynamic"),
     "an estimator among calibrators": (lambda: jqx.calibrators.lsq, "jqx.gradients.lsq"),
     "a calibrator": (lambda: jqx.calibrators.max, "absmax"),
     "Qwix's array": (lambda: jqx.QArray, "it is called jqx.QTensor"),
@@ -622,7 +618,7 @@ def test_errors_of_jax_for_a_quantized_array_name_what_to_write(name):
 
 
 def test_names_of_algorithms_and_presets_in_messages_exist():
-    from jqx.tensor._scheme import PRESETS
+    from jqx.tensor._spec import PRESETS
     from jqx.transforms._algorithm import NAMES
 
     assert sorted(PRESETS) == sorted(x for x in dir(jqx.presets) if not x.startswith("_"))

@@ -10,24 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_instance, check_integer, shown
 from .._errors import fail
-from .._files import Path, as_path
+from .._fields import choice, number, whole
+from .._files import Path
 from ..calibrators import Calibrator
 from ..numerics import format_of
 from ..numerics._shared import RoundMode
-from ..observers._shared import check_weight
 from ..tensor import QSpec
 from ..transforms import Plan, Weight
 from ..transforms._shared import Chosen, OnNonfinite
-from ._factor import corrected
+from ._gptq import Stack, parted
 from ._grids import Grids, calibrated
 from ._layers import layer_by_layer
-from ._matrices import Matrix, Unsupported, observers_of, settled
-from ._offload import Where, check_offload
-from ._options import algorithm
+from ._matrices import Matrix, Unsupported, corrected, observers_of, settled
+from ._options import algorithm, check_options
 from ._report import MatrixReport
-from ._stack import Stack, parted
+from ._store import Where
 
 Array = np.ndarray
 
@@ -49,7 +47,7 @@ _MOMENTS, _EPSILON = (0.9, 0.999), 1e-8
 
 @algorithm("adaround", "pass options by name: adaround(steps=500).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaRound:
+class adaround:
     """Learns for each weight whether to round it up or down: an algorithm of `jqx.ptq`, made for
     convolutions.
 
@@ -108,39 +106,16 @@ class AdaRound:
     lazy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        name = "algorithms.adaround"
-        check_integer(name, "steps", self.steps)
-        for field, least, most in (
-            ("steps", 1, 1e9),
-            ("learning_rate", 1e-9, 10),
-            ("pull", 0, 1e9),
-            ("strength", 0, 1),
-        ):
-            value = getattr(self, field)
-            if not (isinstance(value, (int, float)) and least <= value <= most):
-                raise fail(
-                    name,
-                    f"`{field}` is out of range.",
-                    given=f"{field} == {shown(value)}",
-                    expected=f"a number from {least:g} to {most:g}",
-                    fix="leave it out for the default.",
-                )
-        for field, choices in (("propagation", ("none", "qep")), ("unsupported", _WHAT)):
-            if getattr(self, field) not in choices:
-                raise fail(
-                    name,
-                    f"`{field}` is unknown.",
-                    given=f"{field} == {shown(getattr(self, field))}",
-                    expected=f"one of {', '.join(map(repr, choices))}",
-                    fix="pass one of these.",
-                )
-        if self.calibrator is not None:
-            fix = "pass for example jqx.calibrators.mse."
-            check_instance(name, "calibrator", self.calibrator, Calibrator, fix=fix)
-        if self.checkpoint is not None:
-            as_path(name, self.checkpoint)
-        check_weight(name, self.weight)
-        check_offload(name, self.offload)
+        check_options(
+            "algorithms.adaround",
+            self,
+            steps=whole(1, 10**9),
+            learning_rate=number(1e-9, 10),
+            pull=number(0, 1e9),
+            propagation=choice("none", "qep"),
+            strength=number(0, 1),
+            unsupported=choice("error", "round"),
+        )
 
     @property
     def observers(self) -> Mapping[str, Any]:
@@ -177,10 +152,10 @@ class AdaRound:
 
     def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
         """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
-        found: list[MatrixReport] = []
+        entries: list[MatrixReport] = []
         for part in parted(matrices):
-            found += self._solve(part, grids, weight)
-        return found
+            entries += self._solve(part, grids, weight)
+        return entries
 
     def _solve(
         self, matrices: Sequence[Matrix], grids: Grids, weight: Weight
@@ -188,7 +163,13 @@ class AdaRound:
         start = time.perf_counter()
         stack = Stack.of(matrices, grids, self.spec_of(weight.spec), "given")
         for matrix in matrices:
-            _check(matrix)
+            if bad := int(np.sum(~np.isfinite(matrix.hessian))):
+                raise fail(
+                    "algorithms.adaround",
+                    f"the inputs of {matrix.name} are not finite.",
+                    given=f"{bad} sums of products of {matrix.rows} inputs",
+                    fix="calibrate on other batches, without NaN and infinities.",
+                )
         goal = np.stack(
             [self._goal(w, matrix) for w, matrix in zip(stack.w, matrices, strict=True)]
         )
@@ -202,12 +183,13 @@ class AdaRound:
                 options=(self.steps, self.learning_rate, self.pull),
             )
         )
-        few, nearest = [x.why_few() for x in matrices], stack.nearest()
-        learned = np.where(np.array(few)[:, None, None] == "", learned, nearest)
-        damping = [None if why else 0.0 for why in few]
-        given = matrices, weight.path, stack.w, nearest, learned
-        rounded, entries = settled(*given, damping, start, few)
-        grids.write(stack.places, rounded)
+        reasons, nearest = [x.why_few() for x in matrices], stack.nearest()
+        learned = np.where(np.array(reasons)[:, None, None] == "", learned, nearest)
+        damping = [None if reason else 0.0 for reason in reasons]
+        rounded, entries = settled(
+            matrices, weight.path, stack.w, nearest, learned, damping, start, reasons
+        )
+        grids.write(stack.element_ids, rounded)
         return entries
 
     def _goal(self, w: Array, matrix: Matrix) -> Array:
@@ -215,23 +197,6 @@ class AdaRound:
         if matrix.drift is None:
             return w
         return corrected(w, matrix.hessian, matrix.drift.cross, self.strength, _DAMPING)
-
-
-_WHAT = ("error", "round")
-
-
-def _check(matrix: Matrix) -> None:
-    bad = int(np.sum(~np.isfinite(matrix.hessian)))
-    if not bad:
-        return
-    raise fail(
-        "algorithms.adaround",
-        f"the inputs of {matrix.name} are not finite.",
-        given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of their "
-        "products are not finite",
-        expected="inputs without NaN and infinities",
-        fix="calibrate on other batches.",
-    )
 
 
 def _up(v: jax.Array) -> jax.Array:
@@ -268,8 +233,8 @@ def _learned(
         error = w - values(part)
         return jnp.sum(jnp.einsum("nrk,nkj->nrj", error, products) * error, -1, keepdims=True)
 
-    before = lost((part >= 0.5).astype(np.float32))
-    unit = jnp.where(before > 0, 1 / jnp.where(before > 0, before, 1), 0)
+    rounding_loss = lost((part >= 0.5).astype(np.float32))
+    unit = jnp.where(rounding_loss > 0, 1 / jnp.where(rounding_loss > 0, rounding_loss, 1), 0)
 
     def loss(v: jax.Array, k: jax.Array) -> jax.Array:
         done = k / steps
@@ -280,12 +245,12 @@ def _learned(
         return jnp.sum(unit * lost(h) + jnp.where(done < _FREE, 0, pull) * undecided)
 
     def step(k: jax.Array, state: Any) -> Any:
-        v, first, second = state
+        v, mean, square = state
         slope = jax.grad(loss)(v, k.astype(np.float32))
-        (a, b), at = _MOMENTS, k.astype(np.float32) + 1
-        first, second = a * first + (1 - a) * slope, b * second + (1 - b) * slope**2
-        moved = (first / (1 - a**at)) / (jnp.sqrt(second / (1 - b**at)) + _EPSILON)
-        return v - rate * moved, first, second
+        (a, b), count = _MOMENTS, k.astype(np.float32) + 1
+        mean, square = a * mean + (1 - a) * slope, b * square + (1 - b) * slope**2
+        moved = (mean / (1 - a**count)) / (jnp.sqrt(square / (1 - b**count)) + _EPSILON)
+        return v - rate * moved, mean, square
 
     none = jnp.zeros_like(start)
     v, _, _ = jax.lax.fori_loop(0, steps, step, (start, none, none))
@@ -305,21 +270,18 @@ def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Arr
         h, slope, i, _ = state
         move = gap * (1 - 2 * h)
         gain = move * (2 * slope - move * diagonal)
-        at = jnp.argmax(gain, -1, keepdims=True)
+        column = jnp.argmax(gain, -1, keepdims=True)
         # A gain below the rounding error of the sums does not count.
-        gained = jnp.take_along_axis(gain, at, -1) > 1e-6 * jnp.sum(
+        gained = jnp.take_along_axis(gain, column, -1) > 1e-6 * jnp.sum(
             gap**2 * diagonal, -1, keepdims=True
         )
-        chosen = (jnp.arange(h.shape[-1])[None, None] == at) & gained
-        moved = jnp.sum(jnp.where(chosen, move, 0), -1, keepdims=True)
-        rows = jnp.take_along_axis(products, at, 1)
-        return jnp.where(chosen, 1 - h, h), slope - moved * rows, i + 1, jnp.any(gained)
+        is_flipped = (jnp.arange(h.shape[-1])[None, None] == column) & gained
+        moved = jnp.sum(jnp.where(is_flipped, move, 0), -1, keepdims=True)
+        rows = jnp.take_along_axis(products, column, 1)
+        return jnp.where(is_flipped, 1 - h, h), slope - moved * rows, i + 1, jnp.any(gained)
 
     def is_improving(state: Any) -> jax.Array:
         return state[3] & (state[2] < 4 * h.shape[-1])
 
     slope = jnp.einsum("nrk,nkj->nrj", error, products)
     return jax.lax.while_loop(is_improving, change, (h, slope, 0, jnp.bool_(True)))[0]
-
-
-adaround = AdaRound

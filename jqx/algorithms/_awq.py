@@ -10,8 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_flags, shown
-from .._errors import fail
+from .._fields import check_fields, flag, whole
 from .._table import Printed
 from ..observers import absmax, hessian, mean_abs
 from ..observers._shared import check_weight
@@ -19,12 +18,11 @@ from ..tensor import QSpec
 from ..transforms import Plan
 from ..transforms._shared import Chosen, OnNonfinite, quantize_weight
 from ._channels import Visit
-from ._factor import objective
 from ._grids import Grids
-from ._kept import Unpaired
 from ._labels import Array
+from ._matrices import objective
 from ._options import algorithm
-from ._scaled import Scaled, scaled_together
+from ._scaled import Scaled, Unpaired, scaled_together
 
 _NO_LESS = 1e-4
 _LEAST_RANGE = 0.5
@@ -70,7 +68,7 @@ class AwqReport(Printed, tuple[ScaledTogether, ...]):
 
 @algorithm("awq", "pass options by name, such as jqx.algorithms.awq(steps=20).")
 @dataclasses.dataclass(frozen=True)
-class Awq:
+class awq:
     """Scales channels of weights by `a**ratio / w**(1 - ratio)`, and divides their inputs by it.
 
     Here `a` is the mean magnitude of the inputs of a channel, and `w` that of its weights, relative
@@ -116,19 +114,8 @@ class Awq:
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        name = "algorithms.awq"
-        if not (
-            isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 1
-        ):
-            raise fail(
-                name,
-                "`steps` is out of range.",
-                given=f"steps == {shown(self.steps)}",
-                expected="an integer from 2",
-                fix="leave it out: the default is 20, as in the paper.",
-            )
-        check_flags(name, duo=self.duo, clip=self.clip, keep=self.keep)
-        check_weight(name, self.weight)
+        check_fields("algorithms.awq", self, steps=whole(2), duo=flag(), clip=flag(), keep=flag())
+        check_weight("algorithms.awq", self.weight)
 
     def rewrite(
         self,
@@ -144,66 +131,79 @@ class Awq:
         applied at sites.
         """
         observers = tuple(x(weight=self.weight) for x in (hessian, mean_abs, absmax))
-        given = f, plan, params, list(batches), observers, progress, on_nonfinite
-        scaled = Scaled.of("algorithms.awq", *given, every=self.clip or self.keep)
+        scaled = Scaled.of(
+            "algorithms.awq",
+            f,
+            plan,
+            params,
+            list(batches),
+            observers,
+            progress,
+            on_nonfinite,
+            all_sites=self.clip or self.keep,
+        )
         unpaired = Unpaired(scaled, observers[1], scaled.visits if self.keep else ())
         relative = _relative(scaled)
         sites = [
-            _Site.of(scaled, visit, observers, relative[visit.place], unpaired.numbers(visit))
+            _Site.of(scaled, visit, observers, relative[visit.leaf_index], unpaired.numbers(visit))
             for visit in scaled.visits
         ]
         factors, report = self._scales(scaled, sites, unpaired.count)
-        kept = unpaired.kept(factors)
-        basis = partial(scaled.folds.folded, factors=factors, kept=kept.of)
+        site_scales = unpaired.kept(factors)
+        basis = partial(scaled.folds.folded, factors=factors, site_scales=site_scales.of)
         params = basis(params)
         if self.clip:
             params = self._clipped(scaled, sites, params, factors)
-        return Chosen(params, report, kept.maps(), basis, few=scaled.few.why)
+        return Chosen(params, report, site_scales.maps(), basis, few=scaled.few_rows.why)
 
     def _scales(
         self, scaled: Scaled, sites: Sequence["_Site"], count: int
     ) -> tuple[Array, AwqReport]:
         """Returns the factors with the least error, by number."""
         a, w = _means(count, sites, "inputs"), _means(count, sites, "weights")
-        together = scaled_together(count, [site.numbers for site in sites])
-        read = [(site.numbers, site.few) for site in sites]
+        set_of = scaled_together(count, [site.numbers for site in sites])
+        read = [(site.numbers, site.is_few) for site in sites]
         largest = np.zeros(count)
         for site in sites:
-            np.maximum.at(largest, site.numbers[~site.few], site.largest[~site.few])
-        best = before = np.full(together.max() + 1, np.inf)
+            np.maximum.at(largest, site.numbers[~site.is_few], site.largest[~site.is_few])
+        best = initial_error = np.full(set_of.max() + 1, np.inf)
         ratios, duos = np.zeros(len(best)), np.zeros(len(best), bool)
         factors = np.ones(count)
-        ways = (False, True) if self.duo else (True,)
-        tried = [(i / (self.steps - 1), duo) for duo in ways for i in range(1, self.steps)]
+        duo_options = (False, True) if self.duo else (True,)
+        tried = [(i / (self.steps - 1), duo) for duo in duo_options for i in range(1, self.steps)]
         for ratio, duo in [(0.0, False), *tried]:  # unchanged weights first
             scale = a**ratio / (w ** (1 - ratio) + _NO_LESS if duo else 1)
-            scale = _centred(scale, together)
+            scale = _centred(scale, set_of)
             scaled.level(scale, largest, read)
-            lost = np.zeros(len(best))
+            error = np.zeros(len(best))
             for i, _, q in scaled.rounded([(x.visit, x.numbers) for x in sites], scale):
-                where = together[sites[i].numbers.max()]
-                lost[where] += sites[i].lost(q / scale[sites[i].numbers][..., None, :])
+                where = set_of[sites[i].numbers.max()]
+                error[where] += sites[i].lost(q / scale[sites[i].numbers][..., None, :])
             if not ratio:
-                before = lost
-            better = lost < best
-            best = np.where(better, lost, best)
+                initial_error = error
+            better = error < best
+            best = np.where(better, error, best)
             ratios, duos = np.where(better, ratio, ratios), np.where(better, duo, duos)
-            factors = np.where(better[together], 1 / scale, factors)
+            factors = np.where(better[set_of], 1 / scale, factors)
         factors[0] = 1
         names = [[] for _ in best]
-        rows, kept = np.ones(len(best)), np.zeros(len(best), bool)
+        rows, at_run_time = np.ones(len(best)), np.zeros(len(best), bool)
         for site in sites:
-            where = together[site.numbers.max()]
+            where = set_of[site.numbers.max()]
             names[where].append(f"{site.name}{list(site.visit.steps) or ''}")
             rows[where] = max(site.rows, 1)
-            own = site.numbers[site.numbers >= scaled.folds.count]
-            kept[where] |= np.any(factors[own] != 1)
-        known = zip(names, ratios, duos, before / rows, best / rows, kept, strict=True)
+            without_pair = site.numbers[site.numbers >= scaled.folds.count]
+            at_run_time[where] |= np.any(factors[without_pair] != 1)
         entries = [
             ScaledTogether(
-                tuple(own), float(ratio), bool(duo), float(lost), float(after), bool(is_kept)
+                tuple(names[i]),
+                float(ratios[i]),
+                bool(duos[i]),
+                float(initial_error[i] / rows[i]),
+                float(best[i] / rows[i]),
+                bool(at_run_time[i]),
             )
-            for own, ratio, duo, lost, after, is_kept in [*known][1:]
+            for i in range(1, len(best))
         ]
         return factors, AwqReport(entries)
 
@@ -212,28 +212,28 @@ class Awq:
     ) -> Any:
         """Returns parameters with clipped groups, where clipping reduces the error."""
         leaves = scaled.folds.leaves(params)
-        places = {site.visit.place: site for site in sites}
-        for place, first in places.items():
-            own = [site for site in sites if site.visit.place == place]
-            grids = Grids.of({"": leaves[place]}, {"": first.spec})
-            whole = np.asarray(leaves[place], np.float32).ravel()
-            label = grids.label(np.arange(whole.size, dtype=np.int32))
+        site_of_leaf = {site.visit.leaf_index: site for site in sites}
+        for leaf_index, one_site in site_of_leaf.items():
+            leaf_sites = [site for site in sites if site.visit.leaf_index == leaf_index]
+            grids = Grids.of({"": leaves[leaf_index]}, {"": one_site.spec})
+            values = np.asarray(leaves[leaf_index], np.float32).ravel()
+            label = grids.label(np.arange(values.size, dtype=np.int32))
             low, high = np.zeros((2, len(grids.scale)), np.float32)
-            np.minimum.at(low, label, whole)
-            np.maximum.at(high, label, whole)
+            np.minimum.at(low, label, values)
+            np.maximum.at(high, label, values)
             best, part = np.full(len(low), np.inf), np.ones(len(low), np.float32)
             for step in range(self.steps):
                 share = np.float32(1 - step / self.steps * (1 - _LEAST_RANGE))
-                cut = np.clip(whole, (low * share)[label], (high * share)[label])
-                q = quantize_weight(jnp.asarray(cut.reshape(first.shape)), first.spec)
-                lost = np.asarray(q.dequantize()).ravel() - whole
+                cut = np.clip(values, (low * share)[label], (high * share)[label])
+                q = quantize_weight(jnp.asarray(cut.reshape(one_site.shape)), one_site.spec)
+                change = np.asarray(q.dequantize()).ravel() - values
                 error = np.zeros(len(low))
-                for site in own:
-                    site.add_error(error, lost, label, factors)
+                for site in leaf_sites:
+                    site.add_error(error, change, label, factors)
                 better = error < best
                 best, part = np.where(better, error, best), np.where(better, share, part)
-            cut = np.clip(whole, (low * part)[label], (high * part)[label])
-            leaves[place] = jnp.asarray(cut.reshape(first.shape), leaves[place].dtype)
+            cut = np.clip(values, (low * part)[label], (high * part)[label])
+            leaves[leaf_index] = jnp.asarray(cut.reshape(one_site.shape), leaves[leaf_index].dtype)
         return scaled.folds.with_leaves(params, leaves)
 
 
@@ -256,7 +256,7 @@ class _Site:
       largest: the largest magnitude, likewise.
       weights: the mean magnitude of the weight, relative to the largest of its group, likewise.
       rows: number of inputs.
-      few: which of the matrices only few rows reached, [*batch].
+      is_few: which of the matrices only few rows reached, [*batch].
     """
 
     name: str
@@ -271,7 +271,7 @@ class _Site:
     largest: Array
     weights: Array
     rows: float
-    few: Array
+    is_few: Array
 
     @classmethod
     def of(
@@ -280,8 +280,8 @@ class _Site:
         folds = scaled.folds
         weight = folds.weight(visit)
         assert weight is not None
-        seen, means, most = (scaled.observed(visit, x) for x in observers)
-        elements, few = visit.elements, scaled.is_few(visit)
+        sums, means, maxima = (scaled.observed(visit, x) for x in observers)
+        elements, is_few = visit.elements, scaled.is_few(visit)
         rows = np.maximum(np.asarray(means.rows, np.float64), 1)
         return cls(
             folds.name(visit),
@@ -290,80 +290,79 @@ class _Site:
             folds.shape(visit),
             elements,
             numbers,
-            scaled.weights[visit.place][elements],
-            np.where(few[..., None, None], 0, np.asarray(seen.products, np.float32)),
+            scaled.weights[visit.leaf_index][elements],
+            np.where(is_few[..., None, None], 0, np.asarray(sums.products, np.float32)),
             scaled.per_channel(visit, means.total / rows) / scaled.share(visit)[..., None],
-            scaled.per_channel(visit, most.largest),
+            scaled.per_channel(visit, maxima.largest),
             relative[elements].mean(-2),
-            float(np.max(seen.rows)),
-            few,
+            float(np.max(sums.rows)),
+            is_few,
         )
 
     def lost(self, rounded: Array) -> float:
         """Returns the squared error of the product, summed over the inputs."""
-        lost = (rounded - self.w).astype(np.float32)
+        difference = (rounded - self.w).astype(np.float32)
         matrices = zip(
-            lost.reshape(-1, *lost.shape[-2:]),
+            difference.reshape(-1, *difference.shape[-2:]),
             self.products.reshape(-1, *self.products.shape[-2:]),
             strict=True,
         )
-        return float(sum(objective(x, own).sum() for x, own in matrices))
+        return float(sum(objective(x, gram).sum() for x, gram in matrices))
 
-    def add_error(self, error: Array, lost: Array, label: Array, factors: Array) -> None:
+    def add_error(self, error: Array, difference: Array, label: Array, factors: Array) -> None:
         """Adds the squared error that each group contributes to the product, by the label of the
         group. Inputs are multiplied by their factors.
         """
-        by = factors[self.numbers]
-        products = self.products * (by[..., :, None] * by[..., None, :]).astype(np.float32)
+        scaling = factors[self.numbers]
+        products = self.products * (scaling[..., :, None] * scaling[..., None, :]).astype(
+            np.float32
+        )
         elements = self.elements
         count = elements.shape[-1]
-        for places, own in zip(
+        for element_ids, gram in zip(
             elements.reshape(-1, *elements.shape[-2:]),
             products.reshape(-1, count, count),
             strict=True,
         ):
-            groups = label[places]
+            groups = label[element_ids]
             starts = np.flatnonzero(np.any(np.diff(groups, axis=1, prepend=-1) != 0, axis=0))
             for start, stop in zip(starts, [*starts[1:], count], strict=True):
-                x = lost[places[:, start:stop]]
-                np.add.at(error, groups[:, start], objective(x, own[start:stop, start:stop]))
+                x = difference[element_ids[:, start:stop]]
+                np.add.at(error, groups[:, start], objective(x, gram[start:stop, start:stop]))
 
 
 def _relative(scaled: Scaled) -> dict[int, Array]:
     """Returns the magnitudes of weights, relative to the largest that shares their scale: by leaf,
     flat.
     """
-    found = {}
+    magnitudes = {}
     for visit in scaled.visits:
-        weight, place = scaled.folds.weight(visit), visit.place
-        if place not in found and weight is not None:
-            x = scaled.weights[place]
+        weight, leaf_index = scaled.folds.weight(visit), visit.leaf_index
+        if leaf_index not in magnitudes and weight is not None:
+            x = scaled.weights[leaf_index]
             grids = Grids.of({"": x.reshape(scaled.folds.shape(visit))}, {"": weight.spec})
             label, size = grids.label(np.arange(x.size, dtype=np.int32)), np.abs(x)
-            most = np.zeros(len(grids.scale), np.float32)
-            np.maximum.at(most, label, size)
-            found[place] = size / (most[label] + np.float32(1e-6))
-    return found
+            largest = np.zeros(len(grids.scale), np.float32)
+            np.maximum.at(largest, label, size)
+            magnitudes[leaf_index] = size / (largest[label] + np.float32(1e-6))
+    return magnitudes
 
 
 def _means(count: int, sites: Sequence[_Site], field: str) -> Array:
     """Returns the mean of a statistic over the channels of each number; 1 if there are none."""
-    total, seen = np.zeros(count), np.zeros(count)
+    total, counts = np.zeros(count), np.zeros(count)
     for site in sites:
-        numbers = site.numbers[~site.few]
-        np.add.at(total, numbers, getattr(site, field)[~site.few])
-        np.add.at(seen, numbers, 1)
-    return np.maximum(np.where(seen > 0, total / np.maximum(seen, 1), 1), _NO_LESS)
+        numbers = site.numbers[~site.is_few]
+        np.add.at(total, numbers, getattr(site, field)[~site.is_few])
+        np.add.at(counts, numbers, 1)
+    return np.maximum(np.where(counts > 0, total / np.maximum(counts, 1), 1), _NO_LESS)
 
 
-def _centred(scale: Array, together: Array) -> Array:
+def _centred(scale: Array, set_of: Array) -> Array:
     """Returns scales, normalized so that the least and the largest of each set multiply to 1."""
-    low, high = np.full(together.max() + 1, np.inf), np.zeros(together.max() + 1)
-    scale = np.maximum(np.broadcast_to(scale, together.shape), _NO_LESS)
-    np.minimum.at(low, together, scale)
-    np.maximum.at(high, together, scale)
+    low, high = np.full(set_of.max() + 1, np.inf), np.zeros(set_of.max() + 1)
+    scale = np.maximum(np.broadcast_to(scale, set_of.shape), _NO_LESS)
+    np.minimum.at(low, set_of, scale)
+    np.maximum.at(high, set_of, scale)
     middle = np.where(high > 0, np.sqrt(np.where(np.isfinite(low), low, 1) * high), 1)
-    return np.where(together > 0, scale / middle[together], 1)
-
-
-awq = Awq
+    return np.where(set_of > 0, scale / middle[set_of], 1)

@@ -1,15 +1,17 @@
 """Several algorithms, run one after another."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
+from .._calls import called
 from .._checks import shown
 from .._errors import fail
+from ..transforms import Plan
 from ..transforms._shared import has
 
 
 @dataclasses.dataclass(frozen=True, init=False)
-class Chain:
+class chain:
     """Runs several algorithms of `jqx.ptq` in order.
 
     First come those that change weights. Then at most one chooses codes; without one, weights are
@@ -27,7 +29,7 @@ class Chain:
       >>> import jqx
       >>> algorithms = jqx.algorithms.awq(), jqx.algorithms.gptq()
       >>> [type(x).__name__ for x in jqx.algorithms.chain(*algorithms).algorithms]
-      ['Awq', 'Gptq']
+      ['awq', 'gptq']
     """
 
     algorithms: tuple[Any, ...]
@@ -36,12 +38,11 @@ class Chain:
         name = "algorithms.chain"
         for i, algorithm in enumerate(algorithms):
             is_one = callable(algorithm) or has(algorithm, "run") or _kind(algorithm) != 1
-            if not is_one or isinstance(algorithm, (type, Chain)):
+            if not is_one or isinstance(algorithm, (type, chain)):
                 raise fail(
                     name,
-                    f"argument {i} is not an algorithm.",
+                    f"argument {i} is not an algorithm, such as jqx.algorithms.awq().",
                     given=shown(algorithm),
-                    expected="algorithms, such as jqx.algorithms.awq()",
                     fix="call the class; pass the algorithms of an inner chain directly.",
                     error=TypeError,
                 )
@@ -52,11 +53,8 @@ class Chain:
                 name,
                 "the algorithms are in the wrong order." if algorithms else "there is none.",
                 given=", ".join(type(x).__name__ for x in algorithms) or "no argument",
-                expected="algorithms that change weights, then at most one that chooses codes, "
-                "then "
-                "those that correct the remaining error",
-                fix="put them in that order, such as chain(smooth_quant(), gptq(), "
-                "bias_correction()).",
+                fix="pass those that change weights, then at most one that chooses codes, then "
+                "those that correct: chain(smooth_quant(), gptq(), bias_correction()).",
             )
         object.__setattr__(self, "algorithms", algorithms)
 
@@ -66,4 +64,27 @@ def _kind(algorithm: Any) -> int:
     return 0 if has(algorithm, "rewrite") else 2 if has(algorithm, "correct") else 1
 
 
-chain = Chain
+# Rounding to nearest, for when `ptq` should not choose an algorithm itself.
+
+
+@called("algorithms.nearest", "it has no options: jqx.algorithms.nearest().")
+@dataclasses.dataclass(frozen=True)
+class nearest:
+    """Rounds weights to nearest, and changes nothing else: an algorithm of `jqx.ptq`. Without an
+    algorithm, `jqx.ptq` takes the one that measured best for the plan.
+
+    It reads batches only if activations have static scales.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f, policy = lambda w, x: x @ w, jqx.Policy({".*": "int4"})
+      >>> quantize = jqx.ptq(f, policy, jqx.algorithms.nearest(), progress=False)
+      >>> quantize(jnp.array([[7.0], [2.4]]), [jnp.ones((1, 2))]).params.dequantize()[:, 0]
+      Array([7., 2.], dtype=float32)
+    """
+
+    lazy: ClassVar[bool] = True
+
+    def __call__(self, plan: Plan, params: Any, stats: Any) -> Any:
+        """Returns the parameters unchanged; weights without chosen codes are rounded later."""
+        return params

@@ -8,17 +8,147 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .._errors import fail, message
+from .._errors import fail
 from ..observers import Hessian, ObservedSite, hessian, places
 from ..observers._shared import Weight, has_rows
 from ..transforms import Plan, Site
 from ..transforms._shared import flags_of
-from ._factor import objective
-from ._few import reached, why_few
 from ._grids import Group
-from ._report import UNKNOWN, MatrixReport, effective, name_of
+from ._options import linalg
+from ._report import UNKNOWN, MatrixReport, effective, left_rounded, name_of, reached, why_few
 
 Array = np.ndarray
+
+
+# What GPTQ computes from a Hessian: an order of columns, and the triangular factor of its inverse,
+# in float64 on the host.
+
+
+Order = Literal["given", "activation", "groups"]
+
+
+_LEAST, _MOST = 1e-6, 1e6
+"""Limits of the damping by Ledoit and Wolf."""
+
+
+class Factor(NamedTuple):
+    """The inverse of a damped Hessian.
+
+    Attributes:
+      upper: upper triangular; `upper.T @ upper` is the inverse.
+      damping: what was added to the diagonal, relative to its mean.
+    """
+
+    upper: Array
+    damping: float
+
+
+def damped(hessian: Array, damping: float) -> Array:
+    """Returns a Hessian plus a multiple of the mean of its diagonal. The diagonal entries of dead
+    channels, which no input reached, are 1.
+    """
+    result = np.array(hessian)
+    np.fill_diagonal(result, _damped(np.diagonal(hessian), damping))
+    return result
+
+
+def _damped(diagonal: Array, damping: float) -> Array:
+    dead = diagonal <= 0
+    mean = diagonal[~dead].mean() if not dead.all() else 1.0
+    return np.where(dead, 1, diagonal + damping * mean)
+
+
+def shrunk(hessian: Array, rows: float, fourth: float) -> float:
+    """Returns the damping of least expected error for a Hessian of so many independent inputs
+    (Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices",
+    Journal of Multivariate Analysis 88, 2004).
+
+    Their estimate is a mean of `S`, the mean of `x x'`, and of a multiple of the identity, with
+    weights by how far `S` is expected to be from what infinitely many inputs give, and by how far
+    it is from that multiple. It is 1e-6 at least, and 1e6 at most.
+
+    Args:
+      hessian: sum of `x x'` over the inputs.
+      rows: number of inputs.
+      fourth: sum of `|x|^4`.
+    """
+    diagonal = np.diagonal(hessian) / rows
+    live = diagonal > 0
+    squares = float(np.vdot(hessian, hessian)) / rows**2
+    from_identity = squares - live.sum() * diagonal[live].mean() ** 2 if live.any() else 0.0
+    from_truth = (fourth / rows - squares) / rows
+    if from_identity <= from_truth:  # also of one input, or of none
+        return _MOST
+    return float(np.clip(from_truth / (from_identity - from_truth), _LEAST, _MOST))
+
+
+def factor(
+    hessian: Array, damping: float, limit: float = 1.0, order: Array | None = None
+) -> Factor | None:
+    """Returns the factor of the inverse of a Hessian with the least damping that makes it positive
+    definite: `damping`, then ten times as much each time, up to `limit`, or once if it is larger.
+    `None` if that is not enough. `order` is the order of channels in the factor; `None` keeps it.
+    """
+    order = np.arange(len(hessian)) if order is None else order
+    back = order[::-1]
+    limit = max(limit, damping)
+    while damping <= limit:
+        # Each array replaces the one before, so that only one exists besides the Hessian.
+        work = hessian.T[np.ix_(back, back)].T
+        np.fill_diagonal(work, _damped(np.diagonal(hessian)[order], damping)[::-1])
+        try:
+            work = linalg().cholesky(work, lower=True, overwrite_a=True, check_finite=True)
+        except (linalg().LinAlgError, ValueError):
+            damping *= 10
+            continue
+        # Reversed, the Hessian is L L.T. So it is R R.T with R = L[::-1, ::-1], upper triangular.
+        (invert,) = linalg().get_lapack_funcs(("trtri",), (work,))
+        inverse, _ = invert(work, lower=True, overwrite_c=True)
+        return Factor(inverse[::-1, ::-1], damping)
+    return None
+
+
+def order_of(hessian: Array, group: Array, order: Order) -> Array:
+    """Returns the order in which columns are rounded.
+
+    `activation`: columns of the largest inputs first; each stays in its group. `groups`: the same
+    inside each group, and groups ordered by their largest input, with a smaller group last, so that
+    each group stays together (group-aware reordering).
+    """
+    count = len(group)
+    if order == "given":
+        return np.arange(count)
+    weight = np.nan_to_num(np.diagonal(hessian))
+    if order == "activation":
+        return np.argsort(-weight, kind="stable")
+    size = np.bincount(group)
+    largest = np.full(len(size), -np.inf)
+    np.maximum.at(largest, group, weight)
+    is_small = size < size.max()
+    rank = np.empty(len(size), int)
+    rank[np.lexsort((-largest, is_small))] = np.arange(len(size))
+    return np.lexsort((-weight, rank[group]))
+
+
+def carried_over(upper: Array, cross: Array, strength: float) -> Array:
+    """Returns what GPTAQ adds to the columns after a rounded one. `cross` is the sum of
+    `(float - quantized) quantized.T` of inputs.
+    """
+    return strength * np.triu(cross @ upper.T, 1) @ upper
+
+
+def corrected(w: Array, hessian: Array, cross: Array, strength: float, damping: float) -> Array:
+    """Returns a matrix [rows, columns] corrected for quantized inputs (Arai and Ichikawa,
+    "Quantization Error Propagation", arXiv:2504.09629).
+    """
+    solved = linalg().solve(damped(hessian, damping), cross.T, assume_a="pos").T
+    return w + strength * w @ solved
+
+
+def objective(difference: Array, hessian: Array) -> Array:
+    """Returns `d @ hessian @ d` for each row `d`: its squared error over the inputs."""
+    return np.einsum("nk,nk->n", difference @ hessian, difference)
+
 
 Unsupported = Literal["error", "round"]
 """What to do with a weight whose inputs cannot be observed."""
@@ -31,9 +161,9 @@ class Matrix:
     Attributes:
       sites: their names.
       step: the number of the step in each scan over the weight around the site, such as a layer.
-      at: the index among matrices that are multiplied by at once, such as an expert or a group of
-        a convolution; `()` if there is only one.
-      places: for each entry the number of its element of the weight, [rows, columns].
+      index: the index among matrices that are multiplied by at once, such as an expert or a group
+        of a convolution; `()` if there is only one.
+      element_ids: for each entry the number of its element of the weight, [rows, columns].
       hessian: sum of `x x^T` of the inputs, float64 [columns, columns].
       rows: number of inputs.
       drift: how the inputs differ from those of the float function, if that is known.
@@ -43,38 +173,38 @@ class Matrix:
 
     sites: tuple[str, ...]
     step: tuple[int, ...]
-    at: tuple[int, ...]
-    places: Array
+    index: tuple[int, ...]
+    element_ids: Array
     hessian: Array
     rows: int
     drift: "Drift | None" = None
     total: int = 0
     fourth: float = 0.0
 
-    def why_few(self, least: float | None = None) -> str:
-        """Returns why there are too few inputs; empty if there are enough. `least` is how many each
-        column needs; `None` is 1 for matrices that are multiplied by at once, or that only some
+    def why_few(self, per_column: float | None = None) -> str:
+        """Returns why there are too few inputs; empty if there are enough. Each column needs
+        `per_column`; `None` is 1 for matrices that are multiplied by at once, or that only some
         rows reach, and 0 for others.
         """
-        channels, is_part = self.places.shape[1], bool(self.at) or self.rows < self.total
-        least = float(is_part) if least is None else least
-        return why_few(self.rows, channels) if self.rows < max(least * channels, 1) else ""
+        channels, is_part = self.element_ids.shape[1], bool(self.index) or self.rows < self.total
+        per_column = float(is_part) if per_column is None else per_column
+        return why_few(self.rows, channels) if self.rows < max(per_column * channels, 1) else ""
 
     @property
     def name(self) -> str:
         """Its name in reports."""
-        return name_of(self.sites, (*self.step, *self.at))
+        return name_of(self.sites, (*self.step, *self.index))
 
     def loss(self, w: Array, rounded: Array) -> Array:
         """Returns the squared error of each row of the result, summed over the inputs: of `rounded`
         on the actual inputs, relative to `w` on those of the float function.
         """
-        lost = w - rounded
-        error = objective(lost, self.hessian)
+        difference = w - rounded
+        error = objective(difference, self.hessian)
         if self.drift is None:
             return error
-        mixed = np.einsum("nk,nk->n", w @ self.drift.cross, lost)
-        return error + 2 * mixed + objective(w, self.drift.own)
+        mixed = np.einsum("nk,nk->n", w @ self.drift.cross, difference)
+        return error + 2 * mixed + objective(w, self.drift.gram)
 
 
 class Drift(NamedTuple):
@@ -82,11 +212,11 @@ class Drift(NamedTuple):
 
     Attributes:
       cross: sum of `d x^T`, where `x` are the quantized inputs, float64 [columns, columns].
-      own: sum of `d d^T`.
+      gram: sum of `d d^T`.
     """
 
     cross: Array
-    own: Array
+    gram: Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,28 +240,28 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
     """Returns the matrices of weights. Sites that multiply by the same elements share one, with the
     sum of their Hessians.
     """
-    found: dict[bytes, Matrix] = {}
+    by_elements: dict[bytes, Matrix] = {}
     flags = flags_of(stats)
     for site in plan.sites:
         mine = [x for x in site.operands if x.path in group.sizes]
         if not mine:
             continue
         others = [x for x in site.operands if x.path is None]
-        known = stats.get(f"{mine[0].key}@{places}")
-        seen = stats.get(f"{others[0].key}@{hessian}") if others else None
-        if known is None or seen is None:
+        place_numbers = stats.get(f"{mine[0].key}@{places}")
+        sums = stats.get(f"{others[0].key}@{hessian}") if others else None
+        if place_numbers is None or sums is None:
             raise _refusal(function, site)
-        products = np.asarray(seen.products)
-        elements = group.numbers(plan.weights_in(site), np.asarray(known))
-        rows = np.broadcast_to(np.asarray(seen.rows), products.shape[:-2])
+        products = np.asarray(sums.products)
+        elements = group.numbers(plan.weights_in(site), np.asarray(place_numbers))
+        rows = np.broadcast_to(np.asarray(sums.rows), products.shape[:-2])
         rows, totals = counted(rows, reached(flags.get(others[0].key), site.op))
         for step in np.ndindex(elements.shape[:-2]):
-            own, gram = np.ascontiguousarray(elements[step]), products[step].astype(np.float64)
+            numbers, gram = np.ascontiguousarray(elements[step]), products[step].astype(np.float64)
             depth = len(site.loops)
             count, total = int(rows[step]), int(totals[step])
-            where = (site.name,), step[:depth], step[depth:], own
-            new = Matrix(*where, gram, count, total=total, fourth=float(seen.fourth[step]))
-            old = found.get(own.tobytes())
+            where = (site.name,), step[:depth], step[depth:], numbers
+            new = Matrix(*where, gram, count, total=total, fourth=float(sums.fourth[step]))
+            old = by_elements.get(numbers.tobytes())
             if old is not None:
                 new = dataclasses.replace(
                     old,
@@ -141,9 +271,9 @@ def matrices_of(function: str, plan: Plan, group: Group, stats: Mapping[str, Any
                     total=old.total + new.total,
                     fourth=old.fourth + new.fourth,
                 )
-            found[own.tobytes()] = new
-    _check_apart(function, group.path, list(found.values()))
-    return list(found.values())
+            by_elements[numbers.tobytes()] = new
+    _check_apart(function, group.path, list(by_elements.values()))
+    return list(by_elements.values())
 
 
 def counted(rows: Array, counts: Array | None) -> tuple[Array, Array]:
@@ -163,7 +293,7 @@ def settled(
     rounded: Array,
     damping: Sequence[float | None],
     start: float,
-    why: Sequence[str] | None = None,
+    reasons: Sequence[str] | None = None,
 ) -> tuple[Array, list[MatrixReport]]:
     """Returns rounded matrices, with rows rounded to nearest where that has a smaller error, and
     the report of each.
@@ -176,27 +306,27 @@ def settled(
       rounded: the values as they were chosen.
       damping: damping of the Hessian of each.
       start: the start time, from `time.perf_counter`.
-      why: why some were rounded to nearest; empty for others.
+      reasons: why some were rounded to nearest; empty for others.
     """
-    lost = [
+    losses = [
         (matrix.loss(x, y), matrix.loss(x, z))
         for matrix, x, y, z in zip(matrices, w, nearest, rounded, strict=True)
     ]
-    worse = np.array([~(after <= before) for before, after in lost])
+    worse = np.array([~(chosen_loss <= nearest_loss) for nearest_loss, chosen_loss in losses])
     seconds = (time.perf_counter() - start) / len(matrices)
     entries = [
         MatrixReport(
             sites=matrix.sites,
             step=matrix.step,
-            at=matrix.at,
+            at=matrix.index,
             path=path,
-            shape=(matrix.places.shape[0], matrix.places.shape[1]),
-            before=float(before.sum()) / max(matrix.rows, 1),
-            after=float(np.where(kept, before, after).sum()) / max(matrix.rows, 1),
-            damping=own,
+            shape=(matrix.element_ids.shape[0], matrix.element_ids.shape[1]),
+            before=float(nearest_loss.sum()) / max(matrix.rows, 1),
+            after=float(np.where(is_worse, nearest_loss, chosen_loss).sum()) / max(matrix.rows, 1),
+            damping=added,
             inputs=matrix.rows,
             dead=int(np.sum(np.diagonal(matrix.hessian) <= 0)),
-            kept=int(kept.sum()),
+            kept=int(is_worse.sum()),
             seconds=seconds,
             why=reason,
             rank=effective(
@@ -204,8 +334,8 @@ def settled(
             ),
             effective_inputs=effective(np.trace(matrix.hessian), matrix.fourth),
         )
-        for matrix, own, reason, kept, (before, after) in zip(
-            matrices, damping, why or [""] * len(matrices), worse, lost, strict=True
+        for matrix, added, reason, is_worse, (nearest_loss, chosen_loss) in zip(
+            matrices, damping, reasons or [""] * len(matrices), worse, losses, strict=True
         )
     ]
     return np.where(worse[..., None], nearest, rounded), entries
@@ -215,37 +345,32 @@ def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:
     """Returns the report of weights whose matrices are not known: rounded to nearest."""
     sites = [x.name for x in plan.sites if not set(group.sizes).isdisjoint(plan.weights_in(x))]
     rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
-    return MatrixReport(
-        tuple(sites), (), (), group.path, (rows, columns), 0.0, 0.0, None, 0, 0, 0, 0.0, UNKNOWN
-    )
+    return left_rounded(tuple(sites), (), (), group.path, (rows, columns), UNKNOWN)
 
 
 def stacked(matrices: Sequence[Matrix]) -> Array:
     """Returns the element numbers of matrices of one shape, [matrices, rows, columns]."""
-    return np.stack([matrix.places for matrix in matrices])
+    return np.stack([matrix.element_ids for matrix in matrices])
 
 
 def by_shape(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
     """Groups matrices by shape."""
-    found: dict[tuple[int, ...], list[Matrix]] = {}
+    groups: dict[tuple[int, ...], list[Matrix]] = {}
     for matrix in matrices:
-        found.setdefault(matrix.places.shape, []).append(matrix)
-    return list(found.values())
+        groups.setdefault(matrix.element_ids.shape, []).append(matrix)
+    return list(groups.values())
 
 
-def _refusal(function: str, site: Site) -> NotImplementedError:
-    return NotImplementedError(
-        message(
-            function,
-            f"the inputs of {site.name!r} were not observed.",
-            given=f"the weight {site.path!r} in a {site.op}",
-            expected="a product of an activation and a weight whose elements can be located, not "
-            "inside a shard_map; statistics of jqx.observers.hessian and "
-            "jqx.observers.places",
-            fix="pass the statistics of calibrate_batches(..., observers=algorithm.observers); "
-            "replace a shard_map by jit over sharded arrays while codes are chosen; or add a "
-            "rule that leaves that site in float.",
-        )
+def _refusal(function: str, site: Site) -> Exception:
+    return fail(
+        function,
+        f"the inputs of {site.name!r} were not observed.",
+        given=f"the weight {site.path!r} in a {site.op}; only products of an activation and a "
+        "weight whose elements can be located are observed, and none inside a shard_map",
+        fix="pass the statistics of calibrate_batches(..., observers=algorithm.observers); "
+        "replace a shard_map by jit over sharded arrays while codes are chosen; or add a "
+        "rule that leaves that site in float.",
+        error=NotImplementedError,
     )
 
 
@@ -253,14 +378,14 @@ def _check_apart(function: str, path: str, matrices: list[Matrix]) -> None:
     """Raises if two matrices share some of their elements."""
     if not matrices:  # in a scan of no steps
         return
-    elements = np.concatenate([matrix.places.ravel() for matrix in matrices])
+    elements = np.concatenate([matrix.element_ids.ravel() for matrix in matrices])
     if np.bincount(elements).max() == 1:
         return
     raise fail(
         function,
-        f"sites multiply by the weight {path!r} in different ways.",
+        f"sites multiply by the weight {path!r} in different ways: they contract other axes of it, "
+        "and share elements.",
         given=", ".join(matrix.name for matrix in matrices[:4]),
-        expected="sites that contract the same axes of it, or have no element in common",
         fix="add a rule that leaves it in float.",
         error=NotImplementedError,
     )

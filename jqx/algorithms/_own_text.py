@@ -1,5 +1,6 @@
 """Text that a language model writes itself, to calibrate it with."""
 
+import dataclasses
 import io
 import os
 from collections.abc import Callable, Sequence
@@ -13,11 +14,224 @@ from jax import lax
 
 from .._calls import called
 from .._checks import check_integer, shown
-from .._errors import fail
+from .._errors import fail, message, warn
 from .._files import Path, Replacement
-from ..transforms._shared import advancing, arrays_of, check_concrete, check_function
-from ._checkpoint import Checkpoint, digest
-from ._decoding import Decoding, decoding_of
+from ..transforms._shared import (
+    Unable,
+    advancing,
+    arrays_of,
+    check_concrete,
+    check_function,
+    stepwise,
+)
+from ._layers import Checkpoint, digest
+
+# One step of a language model, from a step function or from a plain function of tokens.
+
+
+_SEEN = 8
+"""Positions at which a derived step is compared with the function."""
+
+Logits = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A model that is given a token of each row at a time.
+
+    Attributes:
+      start: `start(params) -> (values, cache)`, what each step reads in place of the parameters,
+        and the cache before the first token.
+      step: `step(values, cache, tokens, position) -> (logits, cache)`, tokens [rows] and logits
+        [rows, vocabulary]; jitted, and the cache is donated.
+    """
+
+    start: Callable[[Any], tuple[Any, Any]]
+    step: Callable[..., tuple[Any, Any]]
+
+
+class NotCausal(ValueError):
+    """Logits depend on later tokens."""
+
+
+def decoding_of(
+    name: str, f: Logits, params: Any, rows: int, length: int, slow: bool = True
+) -> Decoding:
+    """Returns the steps of a causal function `f(params, tokens)`, [rows, length] or [length] to
+    logits for each token, of parameters that are all arrays.
+
+    Where each step has to evaluate all positions, this warns, or raises unless `slow`.
+
+    Raises:
+      TypeError: the result of `f` is something else.
+      NotCausal: a result depends on later tokens.
+      Unable: each step would have to evaluate all positions.
+    """
+    forms = _forms(name, f, params, rows, length)
+    checked = min(_SEEN, length)
+    takes_few = not isinstance(tokens_of(f, params, rows, checked), str)
+    evaluated = checked if takes_few else length  # a table of places may have one length
+    tokens, logits = _sample(name, forms[0], params, (rows, evaluated), checked)
+    reason = ""
+    for form in forms:
+        try:
+            steps = _derived(form, params, rows, length)
+            _check_same(steps, params, tokens, logits)
+            return steps
+        except Unable as error:
+            reason = reason or str(error)
+    if not slow:
+        raise Unable(reason)
+    warn(
+        message(
+            name,
+            "the function is evaluated for all positions at each token, which is slow.",
+            given=reason,
+            fix="pass a step function with its cache: own_text(step, params, cache, ...).",
+        )
+    )
+    return _all_positions(forms[0], rows, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How a function takes tokens: `f(params, tokens)` of tokens [*lead, length], for all rows at
+    once, or mapped over rows.
+    """
+
+    f: Logits
+    lead: tuple[int, ...]
+    is_mapped: bool
+
+    def all(self, params: Any, tokens: Any) -> Any:
+        """Returns the logits of all rows."""
+        if not self.is_mapped:
+            return self.f(params, tokens)
+        by_row = tokens.reshape(-1, *self.lead, tokens.shape[-1])
+        logits = jax.vmap(lambda x: self.f(params, x))(by_row)
+        return logits.reshape(*tokens.shape, -1)
+
+
+def tokens_of(f: Logits, params: Any, rows: int, length: int) -> jax.ShapeDtypeStruct | str:
+    """Returns the tokens that a function maps to logits, [rows, length], [1, length] or [length],
+    or as text what it does instead.
+    """
+    arrays, filled = arrays_of(params)
+    reasons = []
+    for shape in dict.fromkeys([(rows, length), (1, length), (length,)]):
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        try:
+            result = jax.eval_shape(lambda a, x: f(filled(a), x), arrays, tokens)
+        except Exception as error:
+            reasons.append(f"for {[*shape]}: {' '.join(str(error).split())[:200]}")
+            continue
+        kind = getattr(result, "dtype", np.int32)
+        if jnp.issubdtype(kind, jnp.floating) and result.shape[:-1] == shape:
+            return tokens
+        kinds = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", result)
+        reasons.append(f"its result for int32{[*shape]} is {kinds}")
+    return "; ".join(reasons)
+
+
+def _forms(name: str, f: Logits, params: Any, rows: int, length: int) -> list[_Form]:
+    """Returns the ways in which a function takes rows of tokens."""
+    tokens = tokens_of(f, params, rows, length)
+    if not isinstance(tokens, str):
+        mapped = _Form(f, tokens.shape[:-1] and (1,), True)
+        return [_Form(f, (rows,), False), mapped] if tokens.shape == (rows, length) else [mapped]
+    raise fail(
+        name,
+        "the function does not map tokens to logits.",
+        given=tokens,
+        expected=f"float logits [{rows}, {length}, vocabulary], or [{length}, vocabulary]",
+        fix="pass lambda params, tokens: ..., which returns the logits alone, or a step "
+        "function with its cache; other functions need batches of their own inputs.",
+        error=TypeError,
+    )
+
+
+def _derived(form: _Form, params: Any, rows: int, length: int) -> Decoding:
+    """Returns the steps of a function, from its jaxpr."""
+    lead = form.lead
+    tokens = jax.ShapeDtypeStruct((*lead, length), jnp.int32)
+    derived = stepwise(form.f, tokens, params)
+
+    def start(params: Any) -> Any:
+        cache, parts = derived.start(params)
+        if form.is_mapped:
+            cache = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), cache)
+        return (params, parts), cache
+
+    def step(values: Any, cache: Any, tokens: Any, position: Any) -> Any:
+        params, parts = values
+        run = lambda state, x: derived.step(state, position, x, parts, params)  # noqa: E731
+        if form.is_mapped:
+            row_tokens = tokens.reshape(rows, *[1 for _ in lead], 1)
+            logits, cache = jax.vmap(run)(cache, row_tokens)
+        else:
+            logits, cache = run(cache, tokens[:, None])
+        return logits.reshape(rows, -1), cache
+
+    return Decoding(jax.jit(start), jax.jit(step, donate_argnums=1))
+
+
+def _all_positions(form: _Form, rows: int, length: int) -> Decoding:
+    """Returns steps that evaluate all positions; the cache is the tokens."""
+
+    def start(params: Any) -> Any:
+        return params, jnp.zeros((rows, length), jnp.int32)
+
+    def step(params: Any, cache: Any, tokens: Any, position: Any) -> Any:
+        cache = lax.dynamic_update_slice(cache, tokens[:, None], (0, position))
+        logits = form.all(params, cache)
+        return lax.dynamic_index_in_dim(logits, position, 1, keepdims=False), cache
+
+    return Decoding(start, jax.jit(step, donate_argnums=1))
+
+
+def _sample(
+    name: str, form: _Form, params: Any, shape: tuple[int, int], checked: int
+) -> tuple[Any, Any]:
+    """Returns random tokens, and their logits by the function, at the first positions. Raises if
+    logits depend on later tokens.
+    """
+    run = jax.jit(lambda params, tokens: form.all(params, tokens)[:, :checked])
+    size = jax.eval_shape(run, params, jax.ShapeDtypeStruct(shape, jnp.int32)).shape[-1]
+    tokens = np.random.default_rng(0).integers(0, size, shape).astype(np.int32)
+    altered, last_tokens = tokens.copy(), tokens[:, checked - 1]
+    altered[:, checked - 1] = np.where(last_tokens == 0, 1, last_tokens - 1)
+    logits, changed = (np.asarray(run(params, x), np.float64) for x in (tokens, altered))
+    a, b = logits[:, :-1], changed[:, :-1]
+    if _near(a, b, params):
+        return tokens[:, :checked], logits
+    raise fail(
+        name,
+        "the function is not causal: logits depend on later tokens.",
+        given=f"with another last token, earlier logits change by {np.abs(a - b).max():.3g}",
+        fix="pass batches of your own inputs, if this is not a model that writes text.",
+        error=NotCausal,
+    )
+
+
+def _check_same(steps: Decoding, params: Any, tokens: Any, logits: Any) -> None:
+    """Raises `Unable` if steps do not have the logits of the function."""
+
+    values, cache = steps.start(params)
+    by_position = []
+    for position, current in enumerate(tokens.T):
+        new_logits, cache = steps.step(values, cache, current, np.int32(position))
+        by_position.append(np.asarray(new_logits, np.float64))
+    if not _near(np.stack(by_position, 1), logits, params):
+        raise Unable("evaluated one position at a time, its logits differ")
+
+
+def _near(a: Any, b: Any, params: Any) -> bool:
+    """Whether logits are those of another order of sums."""
+    kinds = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    eps = max([float(jnp.finfo(x).eps) for x in kinds], default=1e-7)
+    largest = np.abs(b[np.isfinite(b)]).max(initial=0)
+    return np.allclose(a, b, rtol=0, atol=max(1e-3, 8 * eps) * largest, equal_nan=True)
+
 
 _NAME = "algorithms.own_text"
 _CHUNK = 32
@@ -91,13 +305,11 @@ def own_text(
     """
     check_function(_NAME, step)
     check_concrete(_NAME, params, (cache,))
-    for name, value, least in (("rows", rows, 1), ("length", length, 2)):
-        if not check_integer(_NAME, name, value) >= least:
+    for name, value, minimum in (("rows", rows, 1), ("length", length, 2)):
+        if check_integer(_NAME, name, value) < minimum:
             raise fail(
                 _NAME,
-                f"`{name}` is too small.",
-                given=f"{name} == {value}",
-                expected=f"{least} or more",
+                f"`{name}` is {value}, and not {minimum} or more.",
                 fix="16 rows of 512 tokens are enough for models of a hundred million weights.",
             )
     if not (isinstance(temperature, (int, float)) and 0 < temperature < np.inf):
@@ -105,25 +317,24 @@ def own_text(
             _NAME,
             "`temperature` is not a positive number.",
             given=f"temperature == {shown(temperature)}",
-            expected="a number above zero; 1.0 draws from the distribution of the model",
-            fix="leave it out for 1.0.",
+            fix="leave it out for 1.0, the distribution of the model.",
         )
     arrays, filled = arrays_of(params)
     f = lambda arrays, *args: step(filled(arrays), *args)  # noqa: E731
     if cache is None:
-        own = decoding_of(_NAME, f, arrays, rows, length)
+        decoding = decoding_of(_NAME, f, arrays, rows, length)
     else:
-        own = Decoding(
+        decoding = Decoding(
             lambda arrays: (arrays, jax.tree.map(jnp.array, cache)),  # steps donate the copy
             jax.jit(f, donate_argnums=1),
         )
     key = jax.random.key(0) if key is None else key
     how = temperature, never, checkpoint, progress
-    return written(own, arrays, start, rows, length, key, *how)
+    return written(decoding, arrays, start, rows, length, key, *how)
 
 
 def written(
-    own: Decoding,
+    decoding: Decoding,
     arrays: Any,
     start: Any,
     rows: int,
@@ -135,50 +346,48 @@ def written(
     progress: bool = True,
 ) -> jax.Array:
     """Returns the text that steps write; arguments as in `own_text`."""
-    size, jaxpr = _vocabulary(own, arrays, rows)
-    first, banned = _tokens("start", start, size), _tokens("never", never, size)
-    values, kept = own.start(arrays)
+    size, jaxpr = _vocabulary(decoding, arrays, rows)
+    first_tokens, banned = _tokens("start", start, size), _tokens("never", never, size)
+    values, state_cache = decoding.start(arrays)
 
     @partial(jax.jit, donate_argnums=0)
-    def draw(text: Any, logits: Any, key: Any, place: Any) -> Any:
+    def draw(text: Any, logits: Any, key: Any, position: Any) -> Any:
         tokens, is_good = text
         logits = logits.astype(jnp.float32) / temperature
         is_good &= ~jnp.any(jnp.isnan(logits))
         logits = logits.at[:, banned].set(-jnp.inf)
-        new = jax.random.categorical(jax.random.fold_in(key, place), logits).astype(jnp.int32)
-        tokens = lax.dynamic_update_slice(tokens, new[:, None], (0, place + 1))
+        new = jax.random.categorical(jax.random.fold_in(key, position), logits).astype(jnp.int32)
+        tokens = lax.dynamic_update_slice(tokens, new[:, None], (0, position + 1))
         return (tokens, is_good), new
 
-    tokens = jnp.zeros((rows, length), jnp.int32).at[:, 0].set(jnp.asarray(first, jnp.int32))
-    state, saved, begun = (tokens, kept, jnp.asarray(True)), None, 0
+    tokens = jnp.zeros((rows, length), jnp.int32).at[:, 0].set(jnp.asarray(first_tokens, jnp.int32))
+    state, saved, begun = (tokens, state_cache, jnp.asarray(True)), None, 0
     if checkpoint is not None:
-        options = first, rows, length, jax.random.key_data(key), temperature, banned
+        options = first_tokens, rows, length, jax.random.key_data(key), temperature, banned
         made_of = {"function": str(jaxpr), "parameters": arrays, "options": options}
         saved = _Saved(checkpoint, {name: digest(x) for name, x in made_of.items()})
         begun, state = saved.read(state)
-    tokens, kept, is_good = state
-    now, text, state = tokens[:, begun], (tokens, is_good), None
+    tokens, state_cache, is_good = state
+    current, text, state = tokens[:, begun], (tokens, is_good), None
     with advancing("write", "token", rows * (length - 1), progress) as advance:
         advance(rows * begun)
         for begin in range(begun, length - 1, _CHUNK):
             end = min(begin + _CHUNK, length - 1)
-            for place in map(np.int32, range(begin, end)):
-                logits, kept = own.step(values, kept, now, place)
-                text, now = draw(text, logits, key, place)
-                now.block_until_ready()  # callbacks of many steps at once may use up all threads
+            for position in map(np.int32, range(begin, end)):
+                logits, state_cache = decoding.step(values, state_cache, current, position)
+                text, current = draw(text, logits, key, position)
+                # Callbacks of many steps at once may use up all threads.
+                current.block_until_ready()
             if not bool(text[1]):
                 raise fail(
                     _NAME,
-                    "logits hold a NaN.",
-                    given=f"at one of the positions {begin} to {end - 1}",
-                    expected="logits without NaN",
+                    f"logits hold a NaN, at one of the positions {begin} to {end - 1}.",
                     fix="look for what is not finite in the model, or pass a shorter length=, if "
-                    "the "
-                    "model has fewer positions.",
+                    "the model has fewer positions.",
                 )
             advance(rows * (end - begin))
             if saved is not None and (end % (_SAVED * _CHUNK) == 0 or end == length - 1):
-                saved.write(end, (text[0], kept, text[1]))
+                saved.write(end, (text[0], state_cache, text[1]))
     return text[0]
 
 
@@ -188,11 +397,11 @@ class _Saved:
     def __init__(self, path: Path, made_of: dict[str, str]):
         self._file = os.path.join(Checkpoint(_NAME, path, made_of).folder, "text.npz")
 
-    def write(self, place: int, state: Any) -> None:
+    def write(self, position: int, state: Any) -> None:
         """Writes what the next position reads."""
         leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
         data = io.BytesIO()  # as bytes: files support only NumPy's own dtypes
-        np.savez(data, np.asarray(place), *[x.reshape(-1).view(np.uint8) for x in leaves])
+        np.savez(data, np.asarray(position), *[x.reshape(-1).view(np.uint8) for x in leaves])
         with Replacement(_NAME, self._file) as file:
             file.write(0, data.getbuffer())
             file.commit()
@@ -203,35 +412,34 @@ class _Saved:
             return 0, state
         leaves, tree = jax.tree.flatten(state)
         with np.load(self._file, allow_pickle=False) as file:
-            place, *found = (file[name] for name in file.files)
-        pairs = zip(found, leaves, strict=True)
-        return int(place), tree.unflatten(
+            position, *arrays = (file[name] for name in file.files)
+        pairs = zip(arrays, leaves, strict=True)
+        return int(position), tree.unflatten(
             [jax.device_put(x.view(y.dtype).reshape(y.shape), y.sharding) for x, y in pairs]
         )
 
 
-def _vocabulary(own: Decoding, arrays: Any, rows: int) -> tuple[int, Any]:
+def _vocabulary(decoding: Decoding, arrays: Any, rows: int) -> tuple[int, Any]:
     """Returns the number of tokens, and the jaxpr of a step, after checking what it returns."""
 
-    def one(arrays: Any, tokens: Any, place: Any) -> Any:
-        values, cache = own.start(arrays)
-        return own.step(values, cache, tokens, place), cache
+    def one(arrays: Any, tokens: Any, position: Any) -> Any:
+        values, cache = decoding.start(arrays)
+        return decoding.step(values, cache, tokens, position), cache
 
-    tokens, place = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((rows,), ()))
-    jaxpr, (found, before) = jax.make_jaxpr(one, return_shape=True)(arrays, tokens, place)
-    is_pair = isinstance(found, (tuple, list)) and len(found) == 2
-    shape = getattr(found[0], "shape", None) if is_pair else None
-    is_same = is_pair and jax.tree.map(_kind, found[1]) == jax.tree.map(_kind, before)
+    tokens, position = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((rows,), ()))
+    jaxpr, (result, first_cache) = jax.make_jaxpr(one, return_shape=True)(arrays, tokens, position)
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    shape = getattr(result[0], "shape", None) if is_pair else None
+    is_same = is_pair and jax.tree.map(_kind, result[1]) == jax.tree.map(_kind, first_cache)
     if not (shape is not None and len(shape) == 2 and shape[0] == rows and is_same):
         raise fail(
             _NAME,
             "`step` does not return logits, and the cache as it was given.",
-            given=f"{jax.tree.map(_kind, found)}, for a cache {jax.tree.map(_kind, before)}",
+            given=f"{jax.tree.map(_kind, result)}, for a cache {jax.tree.map(_kind, first_cache)}",
             expected=f"(logits [{rows}, vocabulary], cache)",
             fix="let it take the tokens [rows] of one position, and return the logits of the next.",
             error=TypeError,
         )
-    assert shape is not None
     return int(shape[1]), jaxpr
 
 
@@ -239,15 +447,14 @@ def _kind(x: Any) -> str:
     return f"{x.dtype}{[*x.shape]}"
 
 
-def _tokens(name: str, given: Any, size: int) -> np.ndarray:
+def _tokens(name: str, tokens: Any, size: int) -> np.ndarray:
     """Returns tokens as integers, after checking that the vocabulary has them."""
-    found = np.asarray(given, np.int64 if np.size(given) == 0 else None)
-    if not (np.issubdtype(found.dtype, np.integer) and np.all((found >= 0) & (found < size))):
+    numbers = np.asarray(tokens, np.int64 if np.size(tokens) == 0 else None)
+    if not (np.issubdtype(numbers.dtype, np.integer) and np.all((numbers >= 0) & (numbers < size))):
         raise fail(
             _NAME,
             f"`{name}` is not a token.",
-            given=f"{name} == {shown(given)}",
-            expected=f"integers from 0 to {size - 1}",
-            fix="pass numbers of tokens, not their text.",
+            given=f"{name} == {shown(tokens)}",
+            fix=f"pass numbers of tokens, integers from 0 to {size - 1}, not their text.",
         )
-    return found
+    return numbers

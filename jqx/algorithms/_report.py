@@ -1,13 +1,15 @@
 """Reports of algorithms on the matrices of weights, and on blocks."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._table import Printed, Table, Tabular
-from ._memory import Memory
+from ..transforms import Site
+from ..transforms._shared import flags_of
+from ._store import Memory
 
 
 def name_of(sites: Sequence[str], step: Sequence[int]) -> str:
@@ -74,6 +76,18 @@ class MatrixReport:
         return name_of(self.sites, self.step)
 
 
+def left_rounded(
+    sites: tuple[str, ...],
+    step: tuple[int, ...],
+    index: tuple[int, ...],
+    path: str,
+    shape: tuple[int, int],
+    reason: str,
+) -> MatrixReport:
+    """Returns the report of a matrix that is rounded to nearest without its inputs."""
+    return MatrixReport(sites, step, index, path, shape, 0.0, 0.0, None, 0, 0, 0, 0.0, reason)
+
+
 def effective(total: float, squares: float) -> float:
     """Returns how many equal numbers have the same sum, and the same sum of squares, as some
     numbers; 0 if these are zeros, or if a sum is not finite.
@@ -87,11 +101,11 @@ def not_chosen(report: Any) -> tuple[list[tuple[str, str]], int]:
     the reason, and how many it has. Sites that an algorithm does not support are not among them.
     """
     if isinstance(report, AlgorithmReport):
-        own = [(x.name, x.why) for x in report if x.why and x.why != UNKNOWN]
-        return own, len(report)
+        entries = [(x.name, x.why) for x in report if x.why and x.why != UNKNOWN]
+        return entries, len(report)
     if isinstance(report, BlocksReport):
-        own = [(name, why) for name, why in report.nearest if why == NOT_REACHED]
-        return own, len(report.nearest) + sum(len(x.sites) for x in report)
+        entries = [(name, reason) for name, reason in report.nearest if reason == NOT_REACHED]
+        return entries, len(report.nearest) + sum(len(x.sites) for x in report)
     return [], 0
 
 
@@ -161,14 +175,14 @@ class AlgorithmReport(Tabular, Sequence[MatrixReport]):
         A small `rank` is no fault by itself. In SmolLM2, with 4,096 inputs, it is 1 to 201, of 576
         or 1,536 columns.
         """
-        known = [x for x in self.entries if not x.why]
-        few = [(x.inputs, x) for x in known if x.inputs < x.shape[1]]
-        led = [(x.effective_inputs, x) for x in known if x.inputs >= x.shape[1]]
+        fitted = [x for x in self.entries if not x.why]
+        short = [(x.inputs, x) for x in fitted if x.inputs < x.shape[1]]
+        led = [(x.effective_inputs, x) for x in fitted if x.inputs >= x.shape[1]]
         led = [(count, x) for count, x in led if 0 < count < min(x.shape[1], x.inputs / 2)]
-        dead = [(x.dead, x) for x in known if x.dead and x.dead >= _DEAD * x.shape[1]]
+        dead = [(x.dead, x) for x in fitted if x.dead and x.dead >= _DEAD * x.shape[1]]
         notes = []
-        for found, pick, what in (
-            (few, min, "is small: {} have fewer inputs than columns (least: "),
+        for matrices, pick, template in (
+            (short, min, "is small: {} have fewer inputs than columns (least: "),
             (
                 led,
                 min,
@@ -176,9 +190,9 @@ class AlgorithmReport(Tabular, Sequence[MatrixReport]):
             ),
             (dead, max, "leaves columns out: {} have a tenth or more dead (most: "),
         ):
-            if found:
-                count, x = pick(found, key=lambda each: each[0] / each[1].shape[1])
-                text = what.format(f"{len(found)} of {len(known)} matrices")
+            if matrices:
+                count, x = pick(matrices, key=lambda item: item[0] / item[1].shape[1])
+                text = template.format(f"{len(matrices)} of {len(fitted)} matrices")
                 notes.append(f"calibration {text}{x.name}, {count:,.0f} of {x.shape[1]:,})")
         return tuple(notes)
 
@@ -192,26 +206,26 @@ class AlgorithmReport(Tabular, Sequence[MatrixReport]):
 
 
 def _row(entries: Sequence[MatrixReport]) -> tuple[str, ...]:
-    first, several = entries[0], len(entries) > 1
-    shape = f"{first.shape[0]} x {first.shape[1]}"
+    head, several = entries[0], len(entries) > 1
+    shape = f"{head.shape[0]} x {head.shape[1]}"
     damping = [entry.damping for entry in entries if entry.damping is not None]
     inputs = sorted({entry.inputs for entry in entries})
-    before, after, dead, kept, seconds = (
-        sum(getattr(entry, field) for entry in entries)
+    total = {
+        field: sum(getattr(entry, field) for entry in entries)
         for field in ("before", "after", "dead", "kept", "seconds")
-    )
+    }
     return (
-        first.layer if several else first.name,
+        head.layer if several else head.name,
         f"{len(entries)} x ({shape})" if several else shape,
-        f"{before:.4g}",
-        f"{after:.4g}",
+        f"{total['before']:.4g}",
+        f"{total['after']:.4g}",
         f"{max(damping):g}" if len(damping) == len(entries) else "rounded",
         f"{inputs[0]:,}" if len(inputs) == 1 else f"{inputs[0]:,} to {inputs[-1]:,}",
         f"{min(entry.effective_inputs for entry in entries):,.0f}",
         f"{min(entry.rank for entry in entries):,.1f}",
-        f"{dead:,}",
-        f"{kept:,}",
-        f"{seconds:.2f}",
+        f"{total['dead']:,}",
+        f"{total['kept']:,}",
+        f"{total['seconds']:.2f}",
     )
 
 
@@ -258,10 +272,75 @@ class BlocksReport(Printed, Sequence[BlockReport]):
     def __str__(self) -> str:
         lines = [f"{'loss before':>11} {'after':>10} {'best step':>9} {'seconds':>8}  block"]
         for x in self.entries:
-            more = f" and {len(x.sites) - 1} more" if len(x.sites) > 1 else ""
+            suffix = f" and {len(x.sites) - 1} more" if len(x.sites) > 1 else ""
             lines.append(
                 f"{x.before:11.4g} {x.after:10.4g} {x.best:9} {x.seconds:8.2f}  "
-                f"{name_of(x.sites[:1], x.step)}{more}"
+                f"{name_of(x.sites[:1], x.step)}{suffix}"
             )
         lines += [f"rounded to nearest: {name}, {reason}" for name, reason in self.nearest]
         return "\n".join(lines)
+
+
+# Matrices that few rows reached, such as experts with few tokens. Chance decides what few rows
+# have in common, so no algorithm fits a matrix to them: rounding to nearest would lose less.
+
+
+Array = np.ndarray
+
+UNREACHED = "no batch has reached it"
+"""Why a matrix is not fitted that has no inputs."""
+
+_KNOWN = ("dot_general", "ragged_dot")
+"""Operations whose rows are rows of the operand."""
+
+
+def why_few(rows: float, channels: int) -> str:
+    """Returns why a matrix is not fitted to its inputs."""
+    return f"{rows:.0f} inputs of {channels} channels are too few" if rows else UNREACHED
+
+
+def reached(flags: Any, op: str) -> Array | None:
+    """Returns how many rows of an operand reached each matrix of its site, and how many there are:
+    [*steps, *matrices, 2]; `None` if that is not known. Rows of zeros do not reach a matrix: they
+    are those of other experts.
+    """
+    return None if flags is None or op not in _KNOWN else np.asarray(flags)[..., 2:]
+
+
+def is_few(counts: Array, channels: int) -> Array:
+    """Returns which matrices only some rows reached, and fewer than they have channels."""
+    rows, total = counts[..., 0], counts[..., 1]
+    return (rows == 0) | ((rows < total) & (rows < channels))
+
+
+class Few:
+    """The matrices that few rows reached, and their names with the reason, as far as they are asked
+    for.
+    """
+
+    def __init__(self, stats: Mapping[str, Any]):
+        self._flags = flags_of(stats)
+        self.why: dict[str, str] = {}
+
+    def share(self, site: Site, key: str, steps: tuple[int, ...] = ()) -> Array:
+        """Returns the part of the rows of an operand that reaches each matrix of a site,
+        [*matrices], in some steps of its scans; 1 if that is not known, or if there is no row.
+        """
+        counts = reached(self._flags.get(key), site.op)
+        if counts is None:
+            return np.ones(())
+        rows, total = counts[steps][..., 0], counts[steps][..., 1]
+        return np.where(rows > 0, rows, 1) / np.where(rows > 0, total, 1)
+
+    def at(self, site: Site, key: str, channels: int, steps: tuple[int, ...] = ()) -> Any:
+        """Returns which matrices of a site only few rows reached, [*matrices], in some steps of its
+        scans; `False` if that is not known.
+        """
+        counts = reached(self._flags.get(key), site.op)
+        if counts is None:
+            return np.zeros((), bool)
+        has_few = is_few(counts[steps], channels)
+        for index in np.argwhere(has_few):
+            rows = float(counts[(*steps, *index, 0)])
+            self.why[name_of([site.name], (*steps, *index.tolist()))] = why_few(rows, channels)
+        return has_few

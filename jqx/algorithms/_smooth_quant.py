@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_flags, shown
-from .._errors import fail
+from .._fields import check_fields, flag, nothing, number
 from ..numerics import format_of
 from ..observers import Mean, Observer, absmax
 from ..observers._shared import check_weight
@@ -18,10 +17,9 @@ from ..tensor import QSpec
 from ..transforms import Plan
 from ..transforms._shared import Chosen, OnNonfinite
 from ._channels import Visit
-from ._kept import Unpaired
 from ._labels import Array
 from ._options import algorithm
-from ._scaled import Scaled, scaled_together
+from ._scaled import Scaled, Unpaired, scaled_together
 
 _LEAST = 1e-5
 """Magnitudes below it count as zero."""
@@ -55,7 +53,7 @@ class _MeanSquare(Mean):
 
 @algorithm("smooth_quant", "pass options by name: jqx.algorithms.smooth_quant(strength=.8).")
 @dataclasses.dataclass(frozen=True)
-class SmoothQuant:
+class smooth_quant:
     """Divides channels of activations by `a**strength / w**(1 - strength)`, and multiplies the
     weights by it. Here `a` is the largest magnitude of a channel over batches, and `w` that of its
     weights. This is an algorithm of `jqx.ptq` that changes weights, but not the function.
@@ -113,17 +111,8 @@ class SmoothQuant:
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.strength is not None and not (
-            isinstance(self.strength, (int, float)) and 0 <= self.strength <= 1
-        ):
-            raise fail(
-                "algorithms.smooth_quant",
-                "`strength` is out of range.",
-                given=f"strength == {shown(self.strength)}",
-                expected="a number from 0 to 1",
-                fix="leave it out: the default depends on the plan.",
-            )
-        check_flags("algorithms.smooth_quant", keep=self.keep)
+        strength = number(0, 1) | nothing()
+        check_fields("algorithms.smooth_quant", self, strength=strength, keep=flag())
         check_weight("algorithms.smooth_quant", self.weight)
 
     def rewrite(
@@ -139,28 +128,37 @@ class SmoothQuant:
         """Returns parameters with scaled channels, and the scales that are applied at sites."""
         largest, square = absmax(weight=self.weight), _MeanSquare(weight=self.weight)
         observers = (largest, square) if self.strength is None else (largest,)
-        given = f, plan, params, list(batches), observers, progress, on_nonfinite
-        scaled = Scaled.of("algorithms.smooth_quant", *given, every=self.keep)
+        scaled = Scaled.of(
+            "algorithms.smooth_quant",
+            f,
+            plan,
+            params,
+            list(batches),
+            observers,
+            progress,
+            on_nonfinite,
+            all_sites=self.keep,
+        )
         visits = scaled.visits
         quantized = [x for x in visits if scaled.spec_of_operand(x) is not None]
         unpaired = Unpaired(scaled, largest, quantized if self.keep else ())
         if unpaired.count == 1:
             scaled.pairs.refuse("algorithms.smooth_quant")
         numbers = [unpaired.numbers(x) for x in visits]
-        seen = [scaled.per_channel(x, scaled.observed(x, largest).largest) for x in visits]
+        maxima = [scaled.per_channel(x, scaled.observed(x, largest).largest) for x in visits]
         a, w = np.zeros((2, unpaired.count))
-        for x, own, visit in zip(numbers, seen, visits, strict=True):
-            np.maximum.at(a, x, own)
+        for x, site_maxima, visit in zip(numbers, maxima, visits, strict=True):
+            np.maximum.at(a, x, site_maxima)
             np.maximum.at(w, x, scaled.largest_weight(visit))
-        together = scaled_together(unpaired.count, numbers)
-        sets = [int(together[x.max()]) for x in numbers]
+        set_of = scaled_together(unpaired.count, numbers)
+        sets = [int(set_of[x.max()]) for x in numbers]
         steps = [_step(scaled.spec_of_operand(x)) for x in visits]
-        is_static = np.zeros(together.max() + 1, bool)
+        is_static = np.zeros(set_of.max() + 1, bool)
         is_static[[i for i, step in zip(sets, steps, strict=True) if step]] = True
         is_static[0] = False
         strength: Any = self.strength
         if strength is None:
-            strength = np.where(is_static[together], _STATIC, _DYNAMIC)
+            strength = np.where(is_static[set_of], _STATIC, _DYNAMIC)
         scale = _scale(strength, a, w)
         scaled.level(
             scale, a, [(x, scaled.is_few(y)) for x, y in zip(numbers, visits, strict=True)]
@@ -168,24 +166,20 @@ class SmoothQuant:
         is_left = np.zeros_like(is_static)
         if self.strength is None:
             sites = [
-                _Site.of(scaled, visit, own, most, step, square)
-                for visit, own, most, step, i in zip(
-                    visits, numbers, seen, steps, sets, strict=True
-                )
-                if is_static[i]
+                _Site.of(scaled, visit, numbers[i], maxima[i], steps[i], square)
+                for i, visit in enumerate(visits)
+                if is_static[sets[i]]
             ]
-            is_left = _left(scaled, sites, scale, together, is_static)
-            scale = np.where(is_left[together], 1, scale)
-        found = {(scaled.folds.name(x), is_left[i]) for x, i in zip(visits, sets, strict=True)}
-        left = {name for name, own in found if own and (name, False) not in found}
-        kept = unpaired.kept(1 / scale)
-        basis = partial(scaled.folds.folded, factors=1 / scale, kept=kept.of)
-        maps = kept.maps()
+            is_left = _left(scaled, sites, scale, set_of, is_static)
+            scale = np.where(is_left[set_of], 1, scale)
+        names = [scaled.folds.name(x) for x in visits]
+        is_scaled = ~is_left[sets]
+        left = set(names) - {name for name, scales in zip(names, is_scaled, strict=True) if scales}
+        site_scales = unpaired.kept(1 / scale)
+        basis = partial(scaled.folds.folded, factors=1 / scale, site_scales=site_scales.of)
+        maps = site_scales.maps()
         report = scaled.pairs.keeping(maps, left=left)
-        return Chosen(basis(params), report, maps, basis, few=scaled.few.why)
-
-
-smooth_quant = SmoothQuant
+        return Chosen(basis(params), report, maps, basis, few=scaled.few_rows.why)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,10 +213,10 @@ class _Site:
         step: float,
         square: Observer,
     ) -> "_Site":
-        found, is_known = scaled.observed(visit, square), ~scaled.is_few(visit)[..., None]
-        mean = found.total / np.maximum(np.asarray(found.rows, np.float64), 1)
+        stats, is_known = scaled.observed(visit, square), ~scaled.is_few(visit)[..., None]
+        mean = stats.total / np.maximum(np.asarray(stats.rows, np.float64), 1)
         squares = scaled.per_channel(visit, mean) / scaled.share(visit)[..., None]
-        w = scaled.weights[visit.place][visit.elements]
+        w = scaled.weights[visit.leaf_index][visit.elements]
         weights = np.einsum("...oj,...oj->...j", w, w)
         return cls(visit, numbers, largest, is_known * squares, is_known * weights, step)
 
@@ -249,19 +243,19 @@ def _step(spec: QSpec | None) -> float:
 
 
 def _left(
-    scaled: Scaled, sites: Sequence[_Site], scale: Array, together: Array, is_static: Array
+    scaled: Scaled, sites: Sequence[_Site], scale: Array, set_of: Array, is_static: Array
 ) -> Array:
     """Returns which sets of channels are not scaled, because nothing would clearly be gained."""
 
     def lost(scale: Array) -> Array:
-        found = np.zeros(len(is_static))
+        errors = np.zeros(len(is_static))
         for i, w, rounded in scaled.rounded([(x.visit, x.numbers) for x in sites], scale):
-            found[together[sites[i].numbers.max()]] += sites[i].lost(rounded - w, scale)
-        return found
+            errors[set_of[sites[i].numbers.max()]] += sites[i].lost(rounded - w, scale)
+        return errors
 
-    before, after = lost(np.ones_like(scale)), lost(scale)
-    part = np.where(before > 0, after / np.where(before > 0, before, 1), 1)
-    of_sets = np.log(np.maximum(part[is_static & (before > 0)], _TINY))
+    error_before, error_after = lost(np.ones_like(scale)), lost(scale)
+    part = np.where(error_before > 0, error_after / np.where(error_before > 0, error_before, 1), 1)
+    of_sets = np.log(np.maximum(part[is_static & (error_before > 0)], _TINY))
     if of_sets.sum() < len(of_sets) * np.log(_CLEAR):
         return np.zeros_like(is_static)
     return is_static & (part >= _OBVIOUS)
@@ -269,7 +263,7 @@ def _left(
 
 def _scale(strength: Any, a: Array, w: Array) -> Array:
     """Returns the divisors of channels; 1 for number 0 and for channels without statistics."""
-    known = (a > _LEAST) & (w > _LEAST)
-    known[0] = False
-    a, w = np.where(known, a, 1), np.where(known, w, 1)
+    is_known = (a > _LEAST) & (w > _LEAST)
+    is_known[0] = False
+    a, w = np.where(is_known, a, 1), np.where(is_known, w, 1)
     return a**strength / w ** (1 - strength)

@@ -2,17 +2,20 @@
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
+from .._checks import check_integer, shown
+from .._errors import fail
 from ..numerics import Numerics, QType
-from ._granularity import Granularity
-from ._groups import Groups
+from ..ops import affine_from_range
+from ._granularity import Granularity, Groups
 
 T = TypeVar("T")
 
@@ -135,3 +138,98 @@ def poisoned(affine: Affine, nans: jax.Array) -> Affine:
     """Returns the affine with NaN for every scale that saw a NaN."""
     scale = jnp.where(nans > 0, jnp.full_like(affine.scale, jnp.nan), affine.scale)
     return affine._replace(scale=scale)
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+_MOST = 2**20
+
+
+def check_number(
+    function: str, argument: str, value: Any, holds: Callable[[float], bool], expected: str
+) -> float:
+    """Returns `value` as a float, after checking that float32 can hold it and that it `holds`."""
+    if not (
+        isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    ):
+        raise fail(
+            function,
+            f"`{argument}` must be a number.",
+            given=f"an object of type {type(value).__name__}",
+            fix=f"pass a Python number, {expected}.",
+            error=TypeError,
+        )
+    if not (abs(value) <= _LARGEST and holds(float(value))):
+        raise fail(
+            function,
+            f"`{argument}` is out of range.",
+            given=f"{argument} == {shown(value)}",
+            fix=f"pass a finite number, {expected}.",
+        )
+    return float(value)
+
+
+def check_count(function: str, argument: str, value: Any, least: int) -> int:
+    """Returns `value` as an integer, after checking that it is at least `least` and not absurdly
+    large for a number of steps, bins or candidates.
+    """
+    value = check_integer(function, argument, value)
+    if not least <= value <= _MOST:
+        raise fail(
+            function,
+            f"`{argument}` is too {'small' if value < least else 'large'}.",
+            given=f"{argument} == {shown(value)}",
+            fix=f"pass a number from {least} to {_MOST}.",
+        )
+    return value
+
+
+# The scale and zero point that cover a range of values and zero.
+
+
+def cover(low: jax.Array, high: jax.Array, spec: Affinity) -> Affine:
+    """Returns the scale and zero point that cover `[low, high]`; an empty range counts as 0."""
+    empty = low > high
+    low, high = (jnp.where(empty, jnp.zeros_like(v), v) for v in (low, high))
+    return Affine(
+        *affine_from_range(
+            low, high, qtype=spec.qtype, symmetric=spec.symmetric, numerics=spec.numerics
+        )
+    )
+
+
+# A base class for calibrators that change one step of another calibrator and keep the rest.
+
+
+class Around(Calibrator):
+    """Delegates statistics and scales to another calibrator.
+
+    Attributes:
+      calibrator: the other calibrator.
+    """
+
+    calibrator: Calibrator
+
+    def empty(self, shape: Sequence[int]) -> Any:
+        """Returns the statistics of no values."""
+        return self.calibrator.empty(shape)
+
+    def observe(self, x: jax.Array, spec: Affinity) -> Any:
+        """Returns the statistics of one array."""
+        return self.calibrator.observe(x, spec)
+
+    def merge(self, a: Any, b: Any) -> Any:
+        """Returns the statistics of both."""
+        return self.calibrator.merge(a, b)
+
+    def observed(self, stats: Any) -> jax.Array:
+        """Returns how many arrays were observed."""
+        return self.calibrator.observed(stats)
+
+    def nans(self, stats: Any) -> jax.Array:
+        """Returns how many NaN values were observed."""
+        return self.calibrator.nans(stats)
+
+    def affine(self, stats: Any, spec: Affinity) -> Affine:
+        """Returns the scale and zero point computed from the statistics."""
+        return self.calibrator.affine(stats, spec)

@@ -13,5 +13,11 @@ from ._granularity import per_channel as per_channel
 from ._granularity import per_group as per_group
 from ._granularity import per_tensor as per_tensor
 from ._granularity import per_token as per_token
-from ._where import needs_no_values as needs_no_values
-from ._where import observe_where as observe_where
+from ._ranges import AbsMax as AbsMax
+from ._ranges import Fixed as Fixed
+from ._ranges import MinMax as MinMax
+from ._ranges import Rms as Rms
+from ._searches import Ceil as Ceil
+from ._searches import FourOverSix as FourOverSix
+from ._wrappers import needs_no_values as needs_no_values
+from ._wrappers import observe_where as observe_where

@@ -15,10 +15,11 @@ from .._checks import as_dtype, as_real, check_real
 from .._errors import fail
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
-from ._bare import check_bare
-from ._dot_general import Operand, as_operand, dot_general, is_empty
-from ._how._blocks import can_leave_sum, shares_scale
-from ._how._conv import (
+from ._blocks import can_leave_sum, shares_scale
+from ._conv import (
+    Convolution,
+    Window,
+    check_ranks,
     conv_accumulator,
     conv_accumulator_depthwise,
     conv_convert,
@@ -28,15 +29,15 @@ from ._how._conv import (
     conv_image,
     conv_integer,
     conv_tiles,
+    package_convolution,
+    package_convolution_sums,
+    window_of,
 )
-from ._how._conv_cpu import package_convolution, package_convolution_sums
-from ._how._formulation import ELSEWHERE, Planner, formulation
-from ._integers._bytes import is_integer
-from ._integers._integer import check_splittable
-from ._integers._requantize import Requantization, requantize
-from ._output import Asked, Output, as_asked, check_requantized
-from ._what._conv_dimensions import Window, check_ranks, window_of
-from ._what._convolution import Convolution
+from ._dimensions import check_bare
+from ._dot_general import Operand, as_operand, dot_general, is_empty
+from ._exact import check_splittable, is_integer
+from ._formulation import ELSEWHERE, Planner, formulation
+from ._requantize import Asked, Output, Requantization, as_asked, check_requantized, requantize
 
 NAME = "conv_general_dilated"
 

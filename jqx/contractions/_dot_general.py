@@ -1,9 +1,13 @@
 """`dot_general` on arrays and QTensors."""
 
+import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -13,16 +17,11 @@ from .._errors import fail
 from ..numerics._shared import common_dtype
 from ..tensor import QTensor
 from ..tensor._shared import check_dtypes, kernel_of
-from ._bare import in_order, of_offset
-from ._how._blocks import can_leave_sum
-from ._how._kernels import as_activation
-from ._how._planner import plan
-from ._how._requantized import REQUANTIZED, Requantized
-from ._how._scales import HowTo
-from ._integers._requantize import Requantization, as_result
-from ._output import Asked, Output, as_asked, check_requantized
-from ._what._dimensions import Dimensions
-from ._what._product import Product
+from ._blocks import HowTo, can_leave_sum
+from ._dimensions import Dimensions, in_order, of_offset
+from ._kernels import as_activation
+from ._planner import REQUANTIZED, Product, Requantized, plan
+from ._requantize import Asked, Output, Requantization, as_asked, as_result, check_requantized
 
 Operand = ArrayLike | QTensor
 
@@ -286,3 +285,197 @@ def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> Non
             if kept
             else "quantize with jqx.per_tensor().",
         )
+
+
+# `matmul` on arrays and QTensors.
+
+
+@overload
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: None = None,
+) -> jax.Array: ...
+@overload
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: Asked,
+) -> QTensor: ...
+@called("matmul")
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: Output = None,
+) -> Any:
+    """Multiplies matrices; both may be quantized. Otherwise it is `jax.numpy.matmul`.
+
+    Args:
+      lhs: array or QTensor of one axis or more; contracted along its last axis.
+      rhs: array or QTensor of one axis or more; contracted along its second last, or only axis.
+      precision: as in `jax.lax.dot_general`.
+      preferred_element_type: dtype of the result; `None` takes the promoted dtype of the operands.
+      output: how to quantize the result, as in `jqx.dot_general`.
+
+    Returns:
+      Array, or a QTensor if `output` is given; leading axes broadcast as in `jax.numpy.matmul`.
+
+    Raises:
+      ValueError: as in `dot_general`; an operand has no axes; leading axes do not broadcast.
+
+    Gradient: as in `dot_general`.
+    NaN and infinities: as in `dot_general`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.eye(2) * 3.0, jqx.QSpec(jnp.int8))
+      >>> jnp.ones((4, 2)) @ w == jqx.matmul(jnp.ones((4, 2)), w)
+      Array([[ True,  True],
+             [ True,  True],
+             [ True,  True],
+             [ True,  True]], dtype=bool)
+    """
+    left, right = as_operand(lhs), as_operand(rhs)
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    if not isinstance(left, QTensor) and not isinstance(right, QTensor) and output is None:
+        return jnp.matmul(left, right, **options)
+    options["output"] = output
+    if not (left.ndim >= 1 and right.ndim >= 1):
+        raise fail(
+            "matmul",
+            "an operand has no axis to contract.",
+            given=f"lhs.shape == {left.shape}, rhs.shape == {right.shape}",
+            expected="operands of one axis or more",
+            fix="give it an axis, or multiply by the scalar before quantizing.",
+        )
+    if right.ndim <= 2:
+        return dot_general(left, right, (((left.ndim - 1,), (0,)), ((), ())), **options)
+    if left.ndim > 1:
+        batch = _broadcast_shapes(left.shape, right.shape)
+        left, right = _broadcast_leading(left, batch), _broadcast_leading(right, batch)
+    axes = tuple(range(right.ndim - 2)) if left.ndim > 1 else ()
+    numbers = (((left.ndim - 1,), (right.ndim - 2,)), (axes, axes))
+    return dot_general(left, right, numbers, **options)
+
+
+def _broadcast_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(lhs[:-2], rhs[:-2])
+    except ValueError:
+        raise fail(
+            "matmul",
+            "the leading axes do not broadcast.",
+            given=f"lhs.shape == {lhs}, rhs.shape == {rhs}",
+            expected="leading axes that are equal or 1, aligned right",
+            fix="reshape an operand, or contract with jqx.dot_general.",
+        ) from None
+
+
+def _broadcast_leading(x: Any, batch: tuple[int, ...]) -> Any:
+    """Broadcasts all axes except the last two to `batch`; a shared scale stays shared."""
+    shape = (*batch, *x.shape[-2:])
+    return x.broadcast_to(shape) if isinstance(x, QTensor) else jnp.broadcast_to(x, shape)
+
+
+# The backward pass of a product of arrays, in a dtype of choice.
+
+
+def dot_gradients(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: lax.DotDimensionNumbers,
+    cotangent: jax.Array,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of both operands, as float32 or wider.
+
+    Operands are rounded to `dtype`, and products are summed in float32 or wider. (On CPU, a product
+    with a bfloat16 result would be computed in float32 throughout.)
+    """
+    wide = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    d = Dimensions.of(numbers, lhs.ndim, rhs.ndim)
+    batch, lefts = len(d.lhs_batch), len(d.lhs_free)
+    ahead = tuple(range(batch))
+    left = tuple(range(batch, batch + lefts))
+    right = tuple(range(batch + lefts, cotangent.ndim))
+    x, w, g = lhs.astype(dtype), rhs.astype(dtype), cotangent.astype(dtype)
+    # Free axes keep their order; contracted axes have the order of the left operand.
+    of_lhs = [*d.lhs_batch, *d.lhs_free, *_in_order(d.lhs_contracting, d.rhs_contracting)]
+    of_rhs = [*d.rhs_batch, *_in_order(d.rhs_contracting, d.lhs_contracting), *d.rhs_free]
+    dx = _product(g, w, ((right, d.rhs_free), (ahead, d.rhs_batch)), of_lhs, wide)
+    dw = _product(x, g, ((d.lhs_free, left), (d.lhs_batch, ahead)), of_rhs, wide)
+    return dx, dw
+
+
+def _product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: lax.DotDimensionNumbers,
+    axes: Sequence[int],
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Returns a product whose axes are those of the result at the places in `axes`."""
+    order = tuple(axes.index(axis) for axis in range(len(axes)))
+
+    def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        y = lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype)
+        return jnp.transpose(y, order)
+
+    if lhs.dtype.itemsize != 2:
+        return plain(lhs, rhs)
+    in_rows = partial(rows_product, numbers=numbers, order=order, dtype=dtype)
+    return lax.platform_dependent(lhs, rhs, cpu=in_rows, default=plain)
+
+
+def rows_product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: lax.DotDimensionNumbers,
+    order: Sequence[int],
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Returns a transposed product of 16-bit floats, of matrices whose last axes are contracted.
+
+    XLA on CPU makes one product of a product and transposes around it, and most of these it cannot
+    run on 16-bit floats. So barriers keep them apart, and a single row, which under `vmap` would be
+    one axis of many, has a row of zeros below.
+    """
+    d = Dimensions.of(numbers, lhs.ndim, rhs.ndim)
+    batch = len(d.lhs_batch)
+    left = _transposed(lhs, (*d.lhs_batch, *d.lhs_free, *d.lhs_contracting))
+    right = _transposed(rhs, (*d.rhs_batch, *d.rhs_free, *d.rhs_contracting))
+    ahead, m = left.shape[:batch], left.shape[batch : batch + len(d.lhs_free)]
+    n = right.shape[batch : batch + len(d.rhs_free)]
+    k = math.prod(left.shape[batch + len(m) :])
+    left, right = (x.reshape(*ahead, math.prod(own), k) for x, own in ((left, m), (right, n)))
+    if is_row := math.prod(m) == 1:
+        left = jnp.concatenate([left, jnp.zeros_like(left)], batch)
+    axes = tuple(range(batch))
+    last = (batch + 1,)
+    y = lax.dot_general(left, right, ((last, last), (axes, axes)), preferred_element_type=dtype)
+    y = lax.slice_in_dim(y, 0, 1, axis=batch) if is_row else y
+    return _transposed(y.reshape(*ahead, *m, *n), order)
+
+
+def _transposed(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Returns a transpose that is not merged with what is before it or after it."""
+    if list(order) == list(range(x.ndim)):
+        return x
+    return lax.optimization_barrier(jnp.transpose(lax.optimization_barrier(x), order))
+
+
+def _in_order(axes: Sequence[int], partners: Sequence[int]) -> list[int]:
+    """Returns axes in the order of their partners."""
+    return [axis for _, axis in sorted(zip(partners, axes, strict=True))]

@@ -17,13 +17,14 @@ from ..numerics import Block, format_of, ngraph
 from ..numerics._shared import RoundMode
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import fit, kernel_of
+from ._blocks import HowTo
+from ._dimensions import Dimensions
 from ._dot_general import as_stored, contract, is_empty
-from ._how._formulation import CPU, PLATFORMS, Planner, formulation
-from ._how._kernels_cpu import by_kernel, multiplies_bytes, quantizing
-from ._how._kernels_of_codes import derived_as, multiplies_codes, products
-from ._how._scales import HowTo
-from ._integers._integer import in_fitting_shapes
-from ._what._dimensions import Dimensions
+from ._exact import in_fitting_shapes
+from ._formulation import CPU, PLATFORMS, Planner, formulation
+from ._kernels import derived_as, multiplies_codes, products
+from ._kernels_cpu import by_kernel, multiplies_bytes, quantizing
+from ._ragged_dot import Args, Groups, has_kernel, of_tiles, ragged_dot, tiles_for_kernel
 
 FEW = 64
 """Up to this number of rows, a kernel quantizes them, on a GPU again for each tile of columns. More
@@ -102,11 +103,11 @@ def _product(
     _, q, dimensions = as_stored(x, q, dimensions)
     codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
     how = HowTo.of(codes, q, dimensions, precision)._replace(dtype=jnp.dtype(dtype))
-    args = Args(how, spec)
+    args = DotArgs(how, spec)
     return PENDING.compute(Rows(x, codes, q, args), x, scale, q)
 
 
-class Args(NamedTuple):
+class DotArgs(NamedTuple):
     """The static arguments of a contraction that quantizes its left operand.
 
     Attributes:
@@ -148,8 +149,8 @@ REASON = (
 )
 
 
-def _is_for(platform: str) -> Callable[[Rows[Args]], bool]:
-    def applies(case: Rows[Args]) -> bool:
+def _quantizes_on(platform: str) -> Callable[[Rows[DotArgs]], bool]:
+    def applies(case: Rows[DotArgs]) -> bool:
         how, spec = case.how
         few = platform == "tpu" or how.dimensions.rows(case.lhs) <= FEW
         known = has_codes_of_kernels(spec)
@@ -158,18 +159,18 @@ def _is_for(platform: str) -> Callable[[Rows[Args]], bool]:
     return applies
 
 
-@formulation(REASON, ("tpu",), _is_for("tpu"), op="dot_general:quantized", finds=True)
-def kernel_quantizing_tpu(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> jax.Array:
+@formulation(REASON, ("tpu",), _quantizes_on("tpu"), op="dot_general:quantized", finds=True)
+def kernel_quantizing_tpu(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs) -> jax.Array:
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
     return _by_kernel(x.astype(wide), scale, q, args, products_tpu)
 
 
-@formulation(REASON, ("cuda",), _is_for("gpu"), op="dot_general:quantized", finds=True)
-def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> jax.Array:
+@formulation(REASON, ("cuda",), _quantizes_on("gpu"), op="dot_general:quantized", finds=True)
+def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs) -> jax.Array:
     return _by_kernel(x, scale, q, args, products_gpu)
 
 
-def _is_for_package(case: Rows[Args]) -> bool:
+def _is_for_package(case: Rows[DotArgs]) -> bool:
     how, spec = case.how
     few = how.dimensions.rows(case.lhs) <= FEW
     return few and has_codes_of_kernels(spec) and multiplies_bytes(case.codes, case.rhs, how)
@@ -183,7 +184,7 @@ def _is_for_package(case: Rows[Args]) -> bool:
     op="dot_general:quantized",
     finds=True,
 )
-def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> jax.Array:
+def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs) -> jax.Array:
     kernel = functools.partial(quantizing, how=args.how, form=format_of(args.spec.qtype))
 
     def plain(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
@@ -199,7 +200,7 @@ def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -
     lambda case: True,
     op="dot_general:quantized",
 )
-def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, args: Args) -> jax.Array:
+def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs) -> jax.Array:
     how = args.how
     return contract(quantized(x, scale, args.spec), q, how.dimensions, how.precision, how.dtype)
 
@@ -214,7 +215,7 @@ PENDING = Planner(
 
 
 def _by_kernel(
-    x: jax.Array, scale: jax.Array, q: QTensor, args: Args, kernel: Callable[..., jax.Array]
+    x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs, kernel: Callable[..., jax.Array]
 ) -> jax.Array:
     def run(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
         return products(x, scale, q, args.how, format_of(args.spec.qtype), kernel)
@@ -228,3 +229,104 @@ def _by_kernel(
 def quantized(x: jax.Array, scale: jax.Array, spec: QSpec) -> QTensor:
     """Returns an array quantized with a scale."""
     return QTensor.quantize(x, spec, Affine(scale))
+
+
+# `ragged_dot` of rows that are still to be quantized.
+
+
+class QuantizingArgs(NamedTuple):
+    """The static arguments of a product of groups that quantizes its rows.
+
+    Attributes:
+      how: those of the product.
+      spec: how rows are quantized.
+    """
+
+    how: Args
+    spec: QSpec
+
+
+def ragged_dot_pending(
+    rows: Pending,
+    rhs: Any,
+    group_sizes: jax.Array,
+    *,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike,
+) -> jax.Array:
+    """Returns `jqx.ragged_dot` of rows that are still to be quantized."""
+    x, spec = rows.x, rows.spec
+    args = QuantizingArgs(Args(precision, jnp.dtype(preferred_element_type)), spec)
+    if not isinstance(rhs, QTensor) or 0 in (x.shape[0], rhs.shape[0]):
+        return _first(rows.quantized(), rhs, group_sizes, args.how)
+    scale = rows.scale()
+    codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
+    return ROWS_PENDING.compute(Rows(x, codes, rhs, args), x, scale, rhs, group_sizes)
+
+
+def _first(rows: QTensor, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
+    return ragged_dot(rows, rhs, sizes, precision=how.precision, preferred_element_type=how.dtype)
+
+
+def _quantizes_rows_on(platform: str) -> Callable[[Rows[QuantizingArgs]], bool]:
+    def applies(case: Rows[QuantizingArgs]) -> bool:
+        few = platform == "tpu" or case.lhs.shape[0] <= FEW
+        case_of_codes = Groups(case.codes, case.rhs, case.how.how)
+        return few and has_codes_of_kernels(case.how.spec) and has_kernel(case_of_codes, platform)
+
+    return applies
+
+
+@formulation(REASON, ("tpu",), _quantizes_rows_on("tpu"), op="ragged_dot:quantized", finds=True)
+def ragged_kernel_quantizing_tpu(
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
+) -> jax.Array:
+    wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+    return _rows_by_kernel(x.astype(wide), scale, q, sizes, args, products_tpu)
+
+
+@formulation(REASON, ("cuda",), _quantizes_rows_on("gpu"), op="ragged_dot:quantized", finds=True)
+def ragged_kernel_quantizing_gpu(
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
+) -> jax.Array:
+    return _rows_by_kernel(x, scale, q, sizes, args, products_gpu)
+
+
+@formulation(
+    "rows in groups to be quantized, and matrices that no kernel reads here: the rows are "
+    "quantized first",
+    PLATFORMS,
+    lambda case: True,
+    op="ragged_dot:quantized",
+)
+def ragged_quantize_first(
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
+) -> jax.Array:
+    return _first(quantized(x, scale, args.spec), q, sizes, args.how)
+
+
+ROWS_PENDING = Planner(
+    "ragged_dot:quantized",
+    ragged_kernel_quantizing_tpu,
+    ragged_kernel_quantizing_gpu,
+    ragged_quantize_first,
+)
+
+
+def _rows_by_kernel(
+    x: jax.Array,
+    scale: jax.Array,
+    q: QTensor,
+    sizes: jax.Array,
+    args: QuantizingArgs,
+    kernel: Callable[..., jax.Array],
+) -> jax.Array:
+    def run(x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array) -> jax.Array:
+        tiles = tiles_for_kernel(sizes, x.shape[0])
+        each = jnp.broadcast_to(scale, (x.shape[0], scale.shape[1]))
+        return of_tiles(tiles, x, each, q, args.how, args.spec.qtype, kernel)
+
+    def plain(x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array) -> jax.Array:
+        return ragged_quantize_first.compute(x, scale, q, sizes, args)
+
+    return derived_as(run, plain)(x, scale, q, sizes)

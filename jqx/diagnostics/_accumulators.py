@@ -17,8 +17,7 @@ from ..ops._shared import affine_dequantize, affine_quantize
 from ..tensor import QSpec, QTensor
 from ..transforms import Site
 from ..transforms._shared import Address, contraction_of
-from ._interval_arrays import contract
-from ._intervals import ANY, Interval, least, limits, most, of_value, wide
+from ._intervals import ANY, Interval, contract, least, limits, most, of_value, wide
 
 _DTYPES = (8, 16, 32, 64)
 
@@ -72,14 +71,14 @@ class Accumulator:
         low, high = limits(jnp.int32)
         return max(self.sums[0] / low, self.sums[1] / high, 0.0)
 
-    def merge(self, other: "Accumulator") -> "Accumulator":
+    def merge(self, accumulator: "Accumulator") -> "Accumulator":
         """Returns the union of both, for two steps of a loop."""
 
         def joined(a: Ends | None, b: Ends | None) -> Ends | None:
             return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
 
-        lhs, rhs = joined(self.lhs, other.lhs), joined(self.rhs, other.rhs)
-        return dataclasses.replace(self, lhs=lhs, rhs=rhs, sums=joined(self.sums, other.sums))
+        lhs, rhs = joined(self.lhs, accumulator.lhs), joined(self.rhs, accumulator.rhs)
+        return dataclasses.replace(self, lhs=lhs, rhs=rhs, sums=joined(self.sums, accumulator.sums))
 
 
 def not_reached(site: Site) -> Accumulator:
@@ -87,20 +86,20 @@ def not_reached(site: Site) -> Accumulator:
     return Accumulator(site.path, site.op, None, None, 0, None, "not reached", site.label)
 
 
-class _Seen(NamedTuple):
+class _Operand(NamedTuple):
     """An operand as used by a site.
 
     Attributes:
       real: the real values of its codes.
       codes: the codes less their zero points; `None` if they are not integers.
       sizes: number of elements along each axis that share a scale.
-      every: the possible codes of its format, less any zero point.
+      possible: the possible codes of its format, less any zero point.
     """
 
     real: Interval
     codes: Interval | None
     sizes: Sequence[int]
-    every: Interval | None
+    possible: Interval | None
 
 
 def at_site(
@@ -108,37 +107,37 @@ def at_site(
     eqn: Eqn,
     xs: Sequence[Interval],
     affines: Mapping[str, Affine],
-    found: dict[Address, Accumulator],
+    accumulators: dict[Address, Accumulator],
 ) -> list[Interval]:
     """Records the accumulator of a site, and returns its operands as used by the site."""
-    seen = [
-        _seen(operand.spec, operand.role == "weight", affines.get(operand.key), x, v.aval)
+    operands = [
+        _operand(operand.spec, operand.role == "weight", affines.get(operand.key), x, v.aval)
         for operand, x, v in zip(site.operands, xs, eqn.invars, strict=False)
     ]
-    row = _accumulator(site, eqn, seen)
-    old = found.get(site.address)
-    found[site.address] = row if old is None else old.merge(row)
-    return [*(s.real for s in seen), *xs[len(seen) :]]
+    row = _accumulator(site, eqn, operands)
+    old = accumulators.get(site.address)
+    accumulators[site.address] = row if old is None else old.merge(row)
+    return [*(s.real for s in operands), *xs[len(operands) :]]
 
 
 def of_output(site: Site, x: Interval, affines: Mapping[str, Affine], aval: Any) -> Interval:
     """Returns the result of a site after its quantization."""
-    return _seen(site.output, False, affines.get(site.output_key), x, aval).real
+    return _operand(site.output, False, affines.get(site.output_key), x, aval).real
 
 
-def _accumulator(site: Site, eqn: Eqn, seen: Sequence[_Seen]) -> Accumulator:
-    lhs, rhs = seen[0], seen[-1]
+def _accumulator(site: Site, eqn: Eqn, operands: Sequence[_Operand]) -> Accumulator:
+    lhs, rhs = operands[0], operands[-1]
     ends = [None if s.codes is None else (s.codes.low, s.codes.high) for s in (lhs, rhs)]
-    if len(seen) == 1:
+    if len(operands) == 1:
         return Accumulator(site.path, site.op, ends[0], None, 0, None, "lookup", site.label)
     axes = (axes.contracted for axes in contraction_of(eqn).axes(eqn))
     sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(*axes, strict=True)]
     products = math.prod(sizes)
     row = Accumulator(site.path, site.op, ends[0], ends[1], products, None, "float", site.label)
-    if lhs.codes is None or rhs.codes is None or lhs.every is None or rhs.every is None:
+    if lhs.codes is None or rhs.codes is None or lhs.possible is None or rhs.possible is None:
         return row
     sums = contract(eqn, lhs.codes, rhs.codes, sizes)
-    how = _how(lhs.every.largest, rhs.every.largest, row.products)
+    how = _how(lhs.possible.largest, rhs.possible.largest, row.products)
     return dataclasses.replace(row, sums=(int(sums.low), int(sums.high)), how=how)
 
 
@@ -152,7 +151,7 @@ def _how(lhs: int, rhs: int, products: int) -> str:
     return "int32" if parts <= 1 else f"int32 in {parts} parts, float32"
 
 
-def _size(lhs: _Seen, rhs: _Seen, i: int, j: int, eqn: Eqn) -> int:
+def _size(lhs: _Operand, rhs: _Operand, i: int, j: int, eqn: Eqn) -> int:
     """Returns how many elements along a pair of axes are summed before a scale changes."""
     n, numbers = eqn.invars[1].aval.shape[j], eqn.params.get("dimension_numbers")
     spatial = isinstance(numbers, ConvDimensionNumbers) and i in numbers.lhs_spec[2:]
@@ -160,23 +159,23 @@ def _size(lhs: _Seen, rhs: _Seen, i: int, j: int, eqn: Eqn) -> int:
     return math.gcd(*(size for size in (left, rhs.sizes[j]) if 0 < size < n)) or n
 
 
-def _seen(
+def _operand(
     spec: QSpec | None, is_weight: bool, affine: Affine | None, x: Interval, aval: Any
-) -> _Seen:
+) -> _Operand:
     if is_weight and x.codes is not None:
         q = x.codes
-        every = _all_codes(q.qtype, q.zero_point is None)
-        return _Seen(x, _less_zero_points(q), q.groups.sizes, every)
+        possible = _all_codes(q.qtype, q.zero_point is None)
+        return _Operand(x, _less_zero_points(q), q.groups.sizes, possible)
     if spec is None:
-        return _Seen(x, None, aval.shape, None)
-    every = _all_codes(spec.qtype, spec.symmetric)
+        return _Operand(x, None, aval.shape, None)
+    possible = _all_codes(spec.qtype, spec.symmetric)
     if is_weight:
-        return _Seen(x, every, aval.shape, every)
+        return _Operand(x, possible, aval.shape, possible)
     sizes = spec.granularity.groups(aval.shape).sizes
     if affine is not None and not isinstance(spec.qtype, Block):
         real, codes = _static(x, spec, Affine(*affine), aval.dtype)
-        return _Seen(real, codes, sizes, every)
-    return _Seen(_near(x, spec), _all_codes(spec.qtype, spec.symmetric, x), sizes, every)
+        return _Operand(real, codes, sizes, possible)
+    return _Operand(_near(x, spec), _all_codes(spec.qtype, spec.symmetric, x), sizes, possible)
 
 
 def _less_zero_points(q: QTensor) -> Interval | None:
@@ -186,8 +185,8 @@ def _less_zero_points(q: QTensor) -> Interval | None:
         return None
     if form.bits > 16:
         return Interval(int(form.low) - int(form.high), int(form.high) - int(form.low))
-    ones = dataclasses.replace(q, scale=jnp.ones(q.scale.shape), dtype=jnp.float32)
-    return of_value(ones.dequantize().astype(jnp.int32))
+    unscaled = dataclasses.replace(q, scale=jnp.ones(q.scale.shape), dtype=jnp.float32)
+    return of_value(unscaled.dequantize().astype(jnp.int32))
 
 
 def _all_codes(qtype: Any, symmetric: bool, x: Interval = ANY) -> Interval | None:
@@ -229,8 +228,8 @@ def _near(x: Interval, spec: QSpec) -> Interval:
     if not isinstance(format_of(spec.qtype), Integer) or math.isinf(x.largest):
         return Interval(2 * min(x.low, 0.0), 2 * max(x.high, 0.0))
     ends = jnp.asarray([-x.largest, x.largest], jnp.float32)
-    whole = dataclasses.replace(spec, granularity=per_tensor())
-    step = float(QTensor.quantize(ends, whole).real_scale().max())
+    one_scale = dataclasses.replace(spec, granularity=per_tensor())
+    step = float(QTensor.quantize(ends, one_scale).real_scale().max())
     return Interval(
         x.low - step if x.low < 0 else 0.0,
         x.high + step if x.high > 0 else 0.0,

@@ -1,7 +1,7 @@
 """`explain`: the compiled contraction of each site, and whether it runs on codes."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
@@ -19,14 +19,13 @@ from ..transforms._shared import (
     is_array,
     label_of,
     lay_out_weights,
+    placed,
     rooted,
 )
-from ._contraction import Contraction
+from ._compare import params_and_others
 from ._hlo import CODES
-from ._lowering import Lowering, lowering
-from ._lowering_table import multiplied, remarks, text_table
-from ._schemes import scheme_of_site, scheme_of_tensor
-from ._targets import target_of
+from ._lowering import Contraction, Lowering, lowering, multiplied, remarks, target_of
+from ._report import scheme_of, scheme_of_site
 
 HEAD = ("site", "plan", "really", "multiplies", "runs", "times", "remarks")
 
@@ -103,25 +102,36 @@ class Explanation(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a dict for `json.dumps`."""
+        sites = [asdict(site) for site in self.sites]
+        for site in sites:
+            del site["label"]
         return {
             "target": self.lowering.target,
-            "sites": [
-                {
-                    "path": site.path,
-                    "op": site.op,
-                    "plan": site.plan,
-                    "really": site.really,
-                    "contractions": [c.to_dict() for c in site.contractions],
-                }
-                for site in self.sites
-            ],
+            "sites": sites,
             "others": [c.to_dict() for c in self.others],
             "plain": list(self.plain),
         }
 
     def table(self) -> Table:
         """Returns the rows as text."""
-        return text_table(HEAD, _rows(self), _footer(self))
+        rows: list[tuple[str, ...]] = []
+        for site in self.sites:
+            parts = [_cells(c) for c in site.contractions] or [("-", "-", "-", "")]
+            rows.append((site.name, site.plan or "-", site.really, *parts[0]))
+            rows += (("", "", "", *part) for part in parts[1:])
+        rows += (("(no site)", "-", "-", *_cells(c)) for c in self.others)
+        codes = sum(site.is_quantized for site in self.sites)
+        count, target = len(self.sites), self.lowering.target
+        lines = [f"{codes} of {count} contractions read codes on {target}"]
+        if self.plain:
+            lines.insert(
+                0,
+                f"{len(self.plain)} weights are not in the layout that the target reads fastest: "
+                "target= of quantize_params, or pack_for, converts them",
+            )
+        if any(site.really == "gone" for site in self.sites):
+            lines.append(GONE)
+        return Table(HEAD, tuple(rows), "\n".join(lines), texts=len(HEAD))
 
 
 @called("explain", "pass the function and its arguments: jqx.explain(f, params, x, plan=plan).")
@@ -176,49 +186,31 @@ def explain(
             raise fail(
                 "explain",
                 "`affines` has no use without a plan.",
-                given="affines, and plan == None",
-                expected="the plan that these scales belong to",
-                fix="pass plan=, or only the converted function.",
+                fix="pass the plan that these scales belong to, or only the converted function.",
             )
-        low = lowering(f, *args, target=target)
-        return _without_plan(low, _plain(args, target))
+        return _without_plan(lowering(f, *args, target=target), _plain(args, target))
     check_plan("explain", plan, order="explain(f, *args, plan=plan)", policies=True)
-    known = make_plan(f, plan)(*args) if isinstance(plan, Policy) else plan
-    quantized = _with_codes(args, known)
-    return _with_plan(
-        lowering(
-            convert(f, known, "dynamic" if affines is None else affines), *quantized, target=target
-        ),
-        known,
-        _plain(_planned(quantized, known, target), target),
-        _already(args, known),
-    )
+    if isinstance(plan, Policy):
+        plan = make_plan(f, plan)(*args)
+    params, others = params_and_others(plan, args)
+    weights = _with_codes(params, plan)
+    quantized = convert(f, plan, "dynamic" if affines is None else affines)
+    program = lowering(quantized, *placed(plan.params, weights, others), target=target)
+    # Weights that quantize_params would leave as they are for this target, because of their views.
+    laid_out = lay_out_weights(weights, plan, target)
+    changed = jax.tree.map(_unless_same, weights, laid_out, is_leaf=_is_quantized)
+    plain = _plain(placed(plan.params, changed, others), target)
+    return _with_plan(program, plan, plain, _schemes_outside(params, plan))
 
 
 def _plain(args: Any, target: str) -> tuple[str, ...]:
     """Returns the paths of QTensors that would have another layout if packed for a target."""
     target_of("explain", target)
-    flat, _ = jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_quantized)
     return tuple(
-        keystr(path[1:], simple=True, separator="/")
-        for path, q in flat
-        if _is_quantized(q) and pack_for(q, target).layout != q.layout
+        path.partition("/")[2]
+        for path, q in _quantized_leaves(args)
+        if pack_for(q, target).layout != q.layout
     )
-
-
-def _planned(args: Sequence[Any], plan: Plan, target: str) -> list[Any]:
-    """Returns the arguments without the weights that quantize_params would leave as they are for a
-    target, because of their views.
-    """
-    places = (plan.params,) if isinstance(plan.params, int) else plan.params
-    params = args[plan.params] if isinstance(plan.params, int) else tuple(args[i] for i in places)
-    given = list(args)
-    laid_out = lay_out_weights(params, plan, target)
-    for i, own in zip(
-        places, (laid_out,) if isinstance(plan.params, int) else laid_out, strict=True
-    ):
-        given[i] = jax.tree.map(_unless_same, args[i], own, is_leaf=_is_quantized)
-    return given
 
 
 def _unless_same(x: Any, laid_out: Any) -> Any:
@@ -226,32 +218,26 @@ def _unless_same(x: Any, laid_out: Any) -> Any:
     return None if same else x
 
 
-def _already(args: Any, plan: Plan) -> dict[str, str]:
-    """Returns the schemes of the given QTensors that the plan does not quantize, by path."""
-    places = plan.params
-    own = args[places] if isinstance(places, int) else [args[i] for i in places]
-    tree = rooted(places, own)
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)
-    found = {keystr(path, simple=True, separator="/"): q for path, q in flat if _is_quantized(q)}
+def _schemes_outside(params: Any, plan: Plan) -> dict[str, str]:
+    """Returns the schemes of the QTensors that the plan does not quantize, by path."""
     planned = {operand.path for site in plan.sites for operand in site.operands}
-    return {path: scheme_of_tensor(q) for path, q in found.items() if path not in planned}
+    leaves = _quantized_leaves(rooted(plan.params, params))
+    return {path: scheme_of(q) for path, q in leaves if path not in planned}
 
 
-def _with_codes(args: tuple[Any, ...], plan: Plan) -> list[Any]:
-    """Returns the arguments with the weights of a plan as abstract QTensors."""
-    given = list(args)
-    places = (plan.params,) if isinstance(plan.params, int) else plan.params
-    leaves = jax.tree.leaves([given[i] for i in places], is_leaf=_is_quantized)
-    if any(map(_is_quantized, leaves)):
-        return given
+def _quantized_leaves(tree: Any) -> list[tuple[str, QTensor]]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)
+    return [(keystr(path, simple=True, separator="/"), q) for path, q in flat if _is_quantized(q)]
+
+
+def _with_codes(params: Any, plan: Plan) -> Any:
+    """Returns parameters with the weights of a plan as abstract QTensors, unless they are some."""
+    if any(map(_is_quantized, jax.tree.leaves(params, is_leaf=_is_quantized))):
+        return params
     shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x,
-        tuple(given[i] for i in places),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, params
     )
-    made = quantize_params(shapes[0] if isinstance(plan.params, int) else shapes, plan)
-    for i, params in zip(places, (made,) if isinstance(plan.params, int) else made, strict=True):
-        given[i] = params
-    return given
+    return quantize_params(shapes, plan)
 
 
 def _is_quantized(x: Any) -> bool:
@@ -259,43 +245,42 @@ def _is_quantized(x: Any) -> bool:
 
 
 def _with_plan(
-    low: Lowering, plan: Plan, plain: tuple[str, ...], already: Mapping[str, str]
+    program: Lowering, plan: Plan, plain: tuple[str, ...], schemes_outside: Mapping[str, str]
 ) -> Explanation:
-    found = _by_site(low)
+    by_site = _by_site(program)
     sites = []
     for site in plan.sites:
-        parts = tuple(found.pop(site.name, ()))
-        specs = scheme_of_site(site)
-        really = _really(site.op, parts)
-        sites.append(Explained(site.path, site.op, specs, really, parts, site.label))
+        parts = tuple(by_site.pop(site.name, ()))
+        really, scheme = _really(site.op, parts), scheme_of_site(site)
+        sites.append(Explained(site.path, site.op, scheme, really, parts, site.label))
     for i, skip in enumerate(plan.skipped):
-        parts = tuple(found.pop(plan.name_of_skipped(i), ()))
+        parts = tuple(by_site.pop(plan.name_of_skipped(i), ()))
         reason = f"left in float: {skip.reason}"
-        if skip.path in already:
-            reason = f"quantized already: {already[skip.path]}"
+        if skip.path in schemes_outside:
+            reason = f"quantized already: {schemes_outside[skip.path]}"
         really, label = _really(skip.op, parts), plan.label_of_skipped(i)
         sites.append(Explained(skip.path, skip.op, reason, really, parts, label))
-    others = tuple(c for parts in found.values() for c in parts)
-    return Explanation(tuple(sites), others, low, plain)
+    others = tuple(c for parts in by_site.values() for c in parts)
+    return Explanation(tuple(sites), others, program, plain)
 
 
-def _without_plan(low: Lowering, plain: tuple[str, ...]) -> Explanation:
-    found = _by_site(low)
-    others = tuple(found.pop("", ()))
+def _without_plan(program: Lowering, plain: tuple[str, ...]) -> Explanation:
+    by_site = _by_site(program)
+    others = tuple(by_site.pop("", ()))
     sites = []
-    for name, parts in found.items():
+    for name, parts in by_site.items():
         path, _, op = name.rpartition(":")
         op = op.partition("#")[0].partition("~")[0]
         label = label_of(path, name, is_weight=False)
         sites.append(Explained(path, op, "", _really(op, tuple(parts)), tuple(parts), label))
-    return Explanation(tuple(sites), others, low, plain)
+    return Explanation(tuple(sites), others, program, plain)
 
 
-def _by_site(low: Lowering) -> dict[str, list[Contraction]]:
-    found: dict[str, list[Contraction]] = {}
-    for contraction in low.contractions:
-        found.setdefault(contraction.site, []).append(contraction)
-    return found
+def _by_site(program: Lowering) -> dict[str, list[Contraction]]:
+    by_site: dict[str, list[Contraction]] = {}
+    for contraction in program.contractions:
+        by_site.setdefault(contraction.site, []).append(contraction)
+    return by_site
 
 
 def _really(op: str, contractions: tuple[Contraction, ...]) -> Really:
@@ -324,29 +309,5 @@ def _are_codes(dtypes: tuple[str, ...]) -> bool:
     return any(CODES.fullmatch(dtype) for dtype in dtypes)
 
 
-def _rows(explanation: Explanation) -> list[tuple[str, ...]]:
-    rows = []
-    for site in explanation.sites:
-        head = (site.name, site.plan or "-", site.really)
-        parts = [_cells(c) for c in site.contractions] or [("-", "-", "-", "")]
-        rows += [(*head, *parts[0]), *(("", "", "", *part) for part in parts[1:])]
-    rows += [("(no site)", "-", "-", *_cells(c)) for c in explanation.others]
-    return rows
-
-
 def _cells(c: Contraction) -> tuple[str, ...]:
     return multiplied(c), c.runs, "?" if c.times is None else str(c.times), remarks(c)
-
-
-def _footer(explanation: Explanation) -> str:
-    done = sum(site.is_quantized for site in explanation.sites)
-    count = len(explanation.sites)
-    text = f"{done} of {count} contractions read codes on {explanation.lowering.target}"
-    if any(site.really == "gone" for site in explanation.sites):
-        text += f"\n{GONE}"
-    if not explanation.plain:
-        return text
-    layouts = (
-        f"{len(explanation.plain)} weights are not in the layout that the target reads fastest: "
-    )
-    return f"{layouts}target= of quantize_params, or pack_for, converts them\n{text}"

@@ -22,17 +22,19 @@ from ..transforms._shared import (
     placed,
     real_of,
 )
-from ._compare import Sums, comparison_of, side_by_side
-from ._comparison import Comparison, SiteError
-from ._members import (
+from ._compare import (
+    Comparison,
     Members,
+    SiteError,
+    Sums,
     as_planned,
     checked_call,
+    comparison_of,
     is_quantized_function,
     params_and_others,
     places_of,
+    side_by_side,
 )
-from ._table import finite
 
 _NAME = "diagnostics.held_back"
 
@@ -57,8 +59,8 @@ class HeldBack(Tabular):
     def table(self) -> Table:
         """Returns the rows as text."""
         pairs = [
-            (site, site.local_sqnr, other.local_sqnr)
-            for site, other in zip(self.used.sites, self.held_back.sites, strict=True)
+            (site, site.local_sqnr, held.local_sqnr)
+            for site, held in zip(self.used.sites, self.held_back.sites, strict=True)
         ]
         result = self.used.result
         pairs.append((result, result.sqnr, self.held_back.result.sqnr))
@@ -67,12 +69,6 @@ class HeldBack(Tabular):
         note = "error: energy of the difference, relative to that of the float result; of a site: "
         note += "with only this site quantized, on float operands"
         return Table(head, rows, note, texts=2)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns both comparisons as a dict for `json.dumps`; infinite and NaN values are
-        `None`.
-        """
-        return finite(dataclasses.asdict(self))
 
 
 @called(_NAME, "call it in two steps: held_back(f, quantized)(params, used, others).")
@@ -117,7 +113,6 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
             _NAME,
             "`quantized` is not a quantized function.",
             given=f"an object of type {type(quantized).__name__}",
-            expected="the result of jqx.ptq",
             fix="pass quantized = jqx.ptq(f, policy)(params, batches).",
             error=TypeError,
         )
@@ -125,13 +120,13 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
     def measured(params: Any, used: Iterable[Any], others: Iterable[Any]) -> HeldBack:
         compiled: list[Callable[[Any], _All]] = []
 
-        def one(batch: Any) -> _All:
+        def sums_of_batch(batch: Any) -> _All:
             if not compiled:
                 compiled.append(_sums_of(f, quantized, params, batch))
             return compiled[0](batch)
 
-        found = [_summed(one, batches) for batches in (used, others)]
-        return HeldBack(*(comparison_of(quantized.plan, *own) for own in found))
+        sums = [_summed(sums_of_batch, batches) for batches in (used, others)]
+        return HeldBack(*(comparison_of(quantized.plan, *pair) for pair in sums))
 
     return measured
 
@@ -146,56 +141,54 @@ def _sums_of(
     """Returns a compiled function of a batch that returns its sums. It is checked with a batch."""
     plan = quantized.plan
     scales = plan.scales_of(_NAME, quantized.affines)
-    given = placed(places_of(f, plan), params, inputs_of(batch))
-    f, given = as_planned(f, plan, given, {})
-    checked_call(_NAME, f, plan, given, {}, plan.parameters)
-    members = Members.of(_NAME, quantized, params_and_others(plan, given)[0])
-    (arrays, filled), (own, own_filled) = map(arrays_of, (members.params, quantized.params))
+    arguments = placed(places_of(f, plan), params, inputs_of(batch))
+    f, arguments = as_planned(f, plan, arguments, {})
+    checked_call(_NAME, f, plan, arguments, {}, plan.parameters)
+    members = Members.of(_NAME, quantized, params_and_others(plan, arguments)[0])
+    (arrays, filled), (weights, weights_filled) = map(arrays_of, (members.params, quantized.params))
 
     @jax.jit
-    def sums(arrays: Any, own: Any, scales: Any, members: Members, batch: Any) -> _All:
+    def sums(arrays: Any, weights: Any, scales: Any, members: Members, batch: Any) -> _All:
         arguments = arguments_of(plan, filled(arrays), batch)
-        call, known = members.call(_NAME, f, plan, arguments, {})
-        both, records = side_by_side(call, known, call.leaves, scales, members.others(call))
-        found = quantized.function(*arguments_of(plan, own_filled(own), batch))
-        leaves = filter(is_array, jax.tree.leaves(found, is_leaf=is_quantized))
-        pairs = [(x[0], real_of(z)) for x, z in zip(both, leaves, strict=True)]
+        call, call_plan = members.call(_NAME, f, plan, arguments, {})
+        members_results, records = side_by_side(
+            call, call_plan, call.leaves, scales, members.others(call)
+        )
+        results = quantized.function(*arguments_of(plan, weights_filled(weights), batch))
+        leaves = filter(is_array, jax.tree.leaves(results, is_leaf=is_quantized))
+        pairs = [(x[0], real_of(z)) for x, z in zip(members_results, leaves, strict=True)]
         return Sums.of_results(pairs), records
 
     members = members._replace(params=None)
-    return lambda batch: sums(arrays, own, scales, members, Batch(batch))
+    return lambda batch: sums(arrays, weights, scales, members, Batch(batch))
 
 
-def _summed(one: Callable[[Any], _All], batches: Iterable[Any]) -> _All:
+def _summed(sums_of_batch: Callable[[Any], _All], batches: Iterable[Any]) -> _All:
     """Returns the sums over batches."""
     check_batches(_NAME, batches)
-    total = None
+    total: _All | None = None
     for batch in batches:
-        found = one(batch)
-        total = found if total is None else _merged(total, found)
+        sums = sums_of_batch(batch)
+        total = sums if total is None else _merged(total, sums)
     if total is None:
         raise fail(
             _NAME,
-            "there is no batch.",
-            given="an empty list of batches, or an exhausted generator",
-            expected="one batch or more that were used, and one or more that were held back",
+            "there is no batch: an empty list, or an exhausted generator.",
             fix="pass lists: held_back(f, quantized)(params, used, others).",
         )
-    assert total is not None
     return total
 
 
 @jax.jit
 def _merged(a: _All, b: _All) -> _All:
-    is_sums = lambda x: isinstance(x, Sums)  # noqa: E731
-    return jax.tree.map(Sums.merge, a, b, is_leaf=is_sums)
+    return jax.tree.map(Sums.merge, a, b, is_leaf=lambda x: isinstance(x, Sums))
 
 
-def _row(site: SiteError, used: float, other: float) -> tuple[str, ...]:
-    errors = (f"{10 ** (-x / 10):.4g}" for x in (used, other))
-    return (site.name or "(argument)", site.op, *errors, f"{_ratio(used, other):.2f}")
+def _row(site: SiteError, used: float, held: float) -> tuple[str, ...]:
+    errors = (f"{10 ** (-x / 10):.4g}" for x in (used, held))
+    return (site.name or "(argument)", site.op, *errors, f"{_ratio(used, held):.2f}")
 
 
-def _ratio(used: float, other: float) -> float:
+def _ratio(used: float, held: float) -> float:
     """Returns the ratio of two errors, from their signal-to-noise ratios in dB."""
-    return 10 ** ((used - other) / 10)
+    return 10 ** ((used - held) / 10)

@@ -2,9 +2,11 @@
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
+from typing import Any, NamedTuple
 
 SHAPED = ("broadcast", "bitcast", "reshape", "transpose", "copy")
 LIBRARY = re.compile(
@@ -45,8 +47,8 @@ class Instruction:
 
     def attribute(self, pattern: str) -> str:
         """Returns the first group of the pattern in the line, or an empty string."""
-        found = re.search(pattern, self.line)
-        return found[1] if found else ""
+        match = re.search(pattern, self.line)
+        return match[1] if match else ""
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,28 @@ class Program:
     @functools.cached_property
     def named(self) -> dict[str, dict[str, Instruction]]:
         """The instructions of each computation by name."""
-        return {name: {it.name: it for it in body} for name, body in self.computations.items()}
+        return {
+            name: {instruction.name: instruction for instruction in body}
+            for name, body in self.computations.items()
+        }
 
     @functools.cached_property
     def home(self) -> dict[str, str]:
         """The name of the computation that contains an instruction, by its line."""
-        return {it.line: name for name, body in self.computations.items() for it in body}
+        return {
+            instruction.line: name
+            for name, body in self.computations.items()
+            for instruction in body
+        }
 
     @functools.cached_property
     def callers(self) -> dict[str, Instruction]:
         """The fusion that runs a computation."""
         return {
-            it.attribute(CALLED): it
+            instruction.attribute(CALLED): instruction
             for body in self.computations.values()
-            for it in body
-            if it.opcode == "fusion"
+            for instruction in body
+            if instruction.opcode == "fusion"
         }
 
     @classmethod
@@ -98,33 +107,35 @@ class Program:
             yield instruction
             return
         for body in self.called(instruction):
-            inner = [found for it in body for found in self.contractions(it)]
+            inner = [product for part in body for product in self.contractions(part)]
             yield from inner or self._sums(body)
 
     def _sums(self, body: Sequence[Instruction]) -> Iterator[Instruction]:
         """Yields the products of elements that are summed as a contraction, under its name."""
-        named = {it.name: it for it in body}
-        for it in body:
-            if it.opcode == "reduce":
-                source = named.get(it.operands[0])
+        named = {instruction.name: instruction for instruction in body}
+        for instruction in body:
+            if instruction.opcode == "reduce":
+                source = named.get(instruction.operands[0])
                 while source is not None and source.opcode in ("convert", *SHAPED):
                     source = named.get(source.operands[0])
                 if source is not None and source.opcode == "multiply":
-                    op_name = next(filter(MULTIPLIES.search, (it.op_name, source.op_name)), "")
+                    op_name = next(
+                        filter(MULTIPLIES.search, (instruction.op_name, source.op_name)), ""
+                    )
                     if op_name:
                         yield replace(source, op_name=op_name)
 
-    def operands_of(self, instruction: Instruction, first: int = 0) -> list[Instruction]:
+    def operands_of(self, instruction: Instruction, start: int = 0) -> list[Instruction]:
         """Returns two operands from `first` on, wherever the instruction is."""
         named = self.named[self.home[instruction.line]]
-        two = instruction.operands[first : first + 2]
+        two = instruction.operands[start : start + 2]
         return [named[name] for name in two if name in named]
 
     def leading(self, instruction: Instruction, dtype: str) -> int:
         """Returns how many of the first operands have a dtype, if others follow."""
         named = self.named[self.home[instruction.line]]
         dtypes = [named[name].dtype if name in named else "" for name in instruction.operands]
-        count = next((i for i, found in enumerate(dtypes) if found != dtype), 0)
+        count = next((i for i, operand_dtype in enumerate(dtypes) if operand_dtype != dtype), 0)
         return count if count + 1 < len(dtypes) else 0
 
     def called(self, instruction: Instruction) -> Iterator[list[Instruction]]:
@@ -140,27 +151,27 @@ class Program:
         kernel reads are left out.
         """
         outermost = kernel.attribute(CALLED)
-        found: dict[int, Instruction] = {}
-        todo, seen = [source], set()
+        parameters: dict[int, Instruction] = {}
+        todo, visited = [source], set()
         while todo:
-            it = todo.pop()
-            if it.line in seen:
+            instruction = todo.pop()
+            if instruction.line in visited:
                 continue
-            seen.add(it.line)
-            home = self.home[it.line]
+            visited.add(instruction.line)
+            home = self.home[instruction.line]
             named = self.named[home]
-            if any(True for _ in self.contractions(it)):
+            if any(True for _ in self.contractions(instruction)):
                 continue
-            if it.opcode != "parameter":
-                todo += [named[name] for name in it.operands if name in named]
+            if instruction.opcode != "parameter":
+                todo += [named[name] for name in instruction.operands if name in named]
                 continue
-            place = int(it.attribute(r"parameter\((\d+)\)"))
+            index = int(instruction.attribute(r"parameter\((\d+)\)"))
             if home == outermost:
-                found[place] = it
+                parameters[index] = instruction
             elif home in self.callers:
                 caller = self.callers[home]
-                todo.append(self.named[self.home[caller.line]][caller.operands[place]])
-        return found
+                todo.append(self.named[self.home[caller.line]][caller.operands[index]])
+        return parameters
 
     def name_of(self, kernel: Instruction, inner: Instruction) -> str:
         """Returns the name scopes of a contraction in a kernel. If a compiler rewrote it and
@@ -169,11 +180,11 @@ class Program:
         if inner.op_name or kernel.op_name:
             return inner.op_name or kernel.op_name
         reading = {kernel.name}
-        for it in self.computations[self.home[kernel.line]]:  # in order
-            if reading & {*it.operands}:
-                if it.op_name:
-                    return it.op_name
-                reading.add(it.name)
+        for instruction in self.computations[self.home[kernel.line]]:  # in order
+            if reading & {*instruction.operands}:
+                if instruction.op_name:
+                    return instruction.op_name
+                reading.add(instruction.name)
         return ""
 
 
@@ -204,3 +215,252 @@ def _instruction(line: str) -> Instruction | None:
         line,
         re.sub(r"\\(.)", r"\1", name[1]) if (name := OP_NAME.search(line)) else "",
     )
+
+
+# The kernels that a compiled program launches.
+#
+# A kernel is an instruction that the runtime launches: a fusion, a library call, a copy. A program
+# is followed from its entry into loops, branches and calls. For each value it is recorded which
+# arguments of the program it comes from, and whether a kernel wrote it from codes only, with more
+# bits than the codes: a widened copy of a weight.
+
+
+@dataclass(frozen=True)
+class Value:
+    """Provenance of an array: the paths of the arguments it comes from; whether these include
+    codes, and indices; and the instruction that wrote it as a widened copy of codes, if any.
+    """
+
+    origins: frozenset[str] = frozenset()
+    codes: str = ""
+    counted: bool = False
+    widened: Instruction | None = None
+
+    @classmethod
+    def of_argument(cls, parameter: Instruction) -> "Value":
+        codes = parameter.dtype if CODES.fullmatch(parameter.dtype) else ""
+        return cls(
+            frozenset({parameter.op_name or parameter.name}),
+            codes,
+            parameter.dtype in ("s32", "u32", "s64"),
+        )
+
+    @classmethod
+    def union(cls, values: Sequence[Any]) -> "Value":
+        """Returns the provenance of a value computed from all of them; copies end here."""
+        flat = list(_flat(values))
+        origins = frozenset[str]().union(*(value.origins for value in flat))
+        codes = min((value.codes for value in flat if value.codes), key=bits, default="")
+        return cls(origins, codes, any(value.counted for value in flat))
+
+    def written_by(self, kernel: Instruction) -> "Value":
+        """Returns the provenance of the result of a kernel without a contraction."""
+        is_wider = self.codes and not self.counted and bits(kernel.dtype) > bits(self.codes)
+        return replace(self, widened=kernel if is_wider and kernel.dtype != "pred" else None)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An instruction that is launched, how often, and the provenance of its operands.
+
+    Attributes:
+      instruction: the instruction.
+      times: how often it runs; `None` in a loop that runs until a condition fails.
+      value: provenance of its result, from all operands.
+      reads: its operands, in order.
+    """
+
+    instruction: Instruction
+    times: int | None
+    value: Value
+    reads: tuple[Any, ...] = ()
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """Paths of the arguments that it is computed from."""
+        return self.value.origins
+
+    @property
+    def cycles(self) -> int | None:
+        """Cycles that the TPU compiler estimates for one run, without memory accesses."""
+        cycles = self.instruction.attribute(r'"estimated_cycles":"(\d+)"')
+        return int(cycles) if cycles else None
+
+
+def kernels(program: Program) -> list[Kernel]:
+    """Returns the kernels in order; those of a loop once, with the number of its iterations."""
+    walk = _Walk(program, [])
+    walk.follow(program.entry, [], 1)
+    return walk.launched
+
+
+class _Step(NamedTuple):
+    """An instruction during the walk, with the provenance of its operands: a `Value` for an array,
+    a list for a tuple. The other fields are those of the computation that contains it.
+    """
+
+    instruction: Instruction
+    read: list[Any]
+    arguments: list[Any]
+    times: int | None
+    named: Mapping[str, Instruction]
+
+    @property
+    def called(self) -> str:
+        """The computation that it calls."""
+        return self.instruction.attribute(CALLED)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Follows a program and collects its kernels, with a method for each kind of opcode."""
+
+    program: Program
+    launched: list[Kernel]
+
+    def follow(self, name: str, arguments: list[Any], times: int | None) -> Any:
+        """Follows a computation; returns the provenance of its result."""
+        values: dict[str, Any] = {}
+        result: Any = Value()
+        named = self.program.named[name]
+        for instruction in self.program.computations[name]:
+            read = [values[operand] for operand in instruction.operands if operand in values]
+            visit = _OPCODES.get(instruction.opcode, _Walk.launch)
+            result = values[instruction.name] = visit(
+                self, _Step(instruction, read, arguments, times, named)
+            )
+        return result
+
+    def parameter(self, step: _Step) -> Any:
+        index = int(step.instruction.attribute(r"parameter\((\d+)\)"))
+        return step.arguments[index] if step.arguments else Value.of_argument(step.instruction)
+
+    def nothing(self, step: _Step) -> Any:
+        return Value()
+
+    def all_read(self, step: _Step) -> Any:
+        return step.read
+
+    def first_read(self, step: _Step) -> Any:
+        return step.read[0]
+
+    def view(self, step: _Step) -> Any:
+        return step.read[0] if len(step.read) == 1 else step.read
+
+    def element(self, step: _Step) -> Any:
+        elements = step.read[0]
+        index = int(step.instruction.attribute(r"index=(\d+)"))
+        return elements[index] if isinstance(elements, list) else elements
+
+    def call(self, step: _Step) -> Any:
+        if step.called not in self.program.computations:
+            return self.launch(step)
+        return self.follow(step.called, step.read, step.times)
+
+    def loop(self, step: _Step) -> Any:
+        trips = _trips(self.program, step.instruction, step.named)
+        times = None if step.times is None or trips is None else step.times * trips
+        return _merge(step.read[0], self.follow(step.called, step.read, times))
+
+    def branches(self, step: _Step) -> Any:
+        listed = step.instruction.attribute(r"branch_computations=\{(.*?)\}")
+        bodies = re.findall(r"%([\w.\-]+)", listed) or [
+            step.instruction.attribute(rf"{which}_computation=%?([\w.\-]+)")
+            for which in ("true", "false")
+        ]
+        results = [
+            self.follow(body, [argument], step.times)
+            for body, argument in zip(bodies, step.read[1:], strict=False)
+        ]
+        return reduce(_merge, results) if results else Value()
+
+    def launch(self, step: _Step) -> Any:
+        instruction = step.instruction
+        if instruction.opcode == "fusion-start":  # its own shape starts with the operands
+            root = self.program.computations[step.called][-1]
+            instruction = replace(instruction, dtype=root.dtype, dims=root.dims)
+        value = Value.union(step.read)
+        self.launched.append(Kernel(instruction, step.times, value, tuple(step.read)))
+        contracts = any(True for _ in self.program.contractions(instruction))
+        return replace(value, codes="") if contracts else value.written_by(instruction)
+
+
+_OPCODES: dict[str, Callable[[_Walk, _Step], Any]] = {
+    "parameter": _Walk.parameter,
+    "constant": _Walk.nothing,
+    "iota": _Walk.nothing,
+    "after-all": _Walk.nothing,
+    "partition-id": _Walk.nothing,
+    "tuple": _Walk.all_read,
+    "get-tuple-element": _Walk.element,
+    "bitcast": _Walk.view,
+    "optimization-barrier": _Walk.view,
+    "copy-start": _Walk.first_read,
+    "copy-done": _Walk.view,
+    "fusion-done": _Walk.view,
+    "async-done": _Walk.view,
+    "async-start": _Walk.call,
+    "call": _Walk.call,
+    "while": _Walk.loop,
+    "conditional": _Walk.branches,
+}
+"""Opcodes that are not launched; every other opcode is a kernel."""
+
+
+def _trips(program: Program, loop: Instruction, named: Mapping[str, Instruction]) -> int | None:
+    """Returns how often a loop runs: as written by the compiler, or by the bound of a counter."""
+    if count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+        return int(count)
+    condition = loop.attribute(r"condition=%?([\w.\-]+)")
+    root = (program.computations.get(condition) or [loop])[-1]
+    sides = [program.named[condition][name] for name in root.operands if root is not loop]
+    start = named.get(loop.operands[0])
+    if "direction=LT" not in root.line or len(sides) != 2 or start is None:
+        return None
+    index = int(sides[0].attribute(r"index=(\d+)") or len(start.operands))
+    if index >= len(start.operands):
+        return None
+    initial = _number(named.get(start.operands[index]), named)
+    bound = _number(sides[1], program.named[condition])
+    step = _step(program, loop.attribute(CALLED), index)
+    if initial is None or bound is None or not step:
+        return None
+    return max(-(-(bound - initial) // step), 0)
+
+
+def _step(program: Program, body: str, index: int) -> int | None:
+    """Returns the increment that the body of a loop adds to a counter."""
+    named, root = program.named[body], program.computations[body][-1]
+    addition = named.get(root.operands[index]) if index < len(root.operands) else None
+    if addition is None or addition.opcode != "add":
+        return None
+    counter, added = (named.get(name) for name in addition.operands)
+    while counter is not None and counter.opcode in ("copy", "bitcast"):
+        counter = named.get(counter.operands[0])
+    counter_index = counter is not None and counter.attribute(r"get-tuple-element\(.*index=(\d+)")
+    return _number(added, named) if counter_index == str(index) else None
+
+
+def _number(constant: Instruction | None, named: Mapping[str, Instruction]) -> int | None:
+    """Reads an integer constant, through copies of it."""
+    while constant is not None and constant.opcode in ("copy", "bitcast"):
+        constant = named.get(constant.operands[0])
+    digits = constant.attribute(r" constant\((-?\d+)\)") if constant is not None else ""
+    return int(digits) if digits else None
+
+
+def _flat(values: Any) -> Iterator[Value]:
+    if isinstance(values, Value):
+        yield values
+    else:
+        for value in values:
+            yield from _flat(value)
+
+
+def _merge(a: Any, b: Any) -> Any:
+    """Returns the union of two values; it is a copy if one of them is."""
+    if isinstance(a, list) and isinstance(b, list):
+        return [_merge(x, y) for x, y in zip(a, b, strict=False)]
+    union = Value.union([a, b])
+    copies = [value.widened for value in _flat([a, b]) if value.widened is not None]
+    return replace(union, widened=copies[0] if copies else None)

@@ -3,11 +3,20 @@ and phones. These functions escape the text passed to them.
 """
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .._html import grid_html
-from .._table import Table
+from .._table import Table, grid_html
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+"""The palette of Okabe and Ito, for any kind of colour vision."""
+
+OTHERS = "#8a8a8a"
+"""The colour after the last one of the palette, and of parts that are not quantized."""
+
+ACCENT = "#D55E00"
+"""The colour of highlights."""
 
 OPEN = 15
 """Number of rows of a list that are shown unfolded."""
@@ -26,7 +35,6 @@ color:var(--ink);font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,sans-s
 font-variant-numeric:tabular-nums}
 h1{font-size:1.5rem;line-height:1.2;margin:.2rem 0}
 h2{font-size:1.1rem;margin:2rem 0 .3rem;padding-top:.8rem;border-top:1px solid var(--line)}
-h3{font-size:.95rem;margin:1rem 0 .3rem}
 p{margin:.3rem 0 .6rem;overflow-wrap:anywhere}
 .soft{color:var(--soft)}.bad{color:var(--bad)}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(10rem,1fr));gap:.6rem;
@@ -46,19 +54,11 @@ margin:.6rem 0}
 .bars li{display:grid;grid-template-columns:minmax(0,5fr) minmax(0,5fr) minmax(0,6fr) 4.5rem;
 gap:0 .8rem;align-items:center;padding:.14rem 0}
 .bars .name{overflow-wrap:anywhere;line-height:1.25}
-.bars .what{color:var(--soft);font-size:.82rem;line-height:1.25;overflow-wrap:anywhere}
+.bars .detail{color:var(--soft);font-size:.82rem;line-height:1.25;overflow-wrap:anywhere}
 .bars .track{position:relative;background:var(--track);height:.72rem;border-radius:3px}
 .bars .track i{position:absolute;left:0;top:0;bottom:0;background:var(--bar);border-radius:3px}
 .bars .track u{position:absolute;top:-3px;bottom:-3px;width:2px;background:var(--ink)}
 .bars .value{text-align:right}
-.strip{position:relative;margin:.6rem 2.7rem .2rem 0;height:7rem;
-border-bottom:1px solid var(--soft)}
-.strip svg{position:absolute;inset:0;width:100%;height:100%}
-.strip hr{position:absolute;left:0;right:0;margin:0;border:0;border-top:1px solid var(--line)}
-.strip em{position:absolute;left:100%;padding-left:.3rem;font:.72rem/1 inherit;font-size:.72rem;
-color:var(--soft);font-style:normal;transform:translateY(-50%);white-space:nowrap}
-.strip rect{fill:var(--bar)}.strip rect.bad{fill:var(--bad)}
-.strip polyline{fill:none;stroke:var(--ink);stroke-width:1.3;vector-effect:non-scaling-stroke}
 .scroll{overflow:auto;max-height:34rem;width:fit-content;max-width:100%;
 border:1px solid var(--line);border-radius:6px;margin:.5rem 0}
 table{border-collapse:collapse;font-size:.86rem}
@@ -75,7 +75,7 @@ overflow:auto;max-height:30rem}
 dt{font-weight:600;margin-top:.5rem}dd{margin:0}
 @media(max-width:640px){body{padding:.8rem .8rem 2rem}
 .bars li{grid-template-columns:minmax(0,1fr) auto;padding:.3rem 0}
-.bars .what{grid-row:3;grid-column:1/3}.bars .track{grid-row:2;grid-column:1/3;margin:.15rem 0}
+.bars .detail{grid-row:3;grid-column:1/3}.bars .track{grid-row:2;grid-column:1/3;margin:.15rem 0}
 .stack{grid-template-columns:5rem 1fr 4.4rem}
 table{font-size:.78rem}th,td{padding:.25rem .4rem}}
 @media print{details>*{display:block}}
@@ -89,7 +89,7 @@ class Row(NamedTuple):
       name: name of the row.
       value: value as text.
       share: length of its bar, from 0 to 1.
-      what: further description.
+      detail: further description.
       faults: problems.
       mark: position of a mark on its bar, from 0 to 1.
     """
@@ -97,7 +97,7 @@ class Row(NamedTuple):
     name: str
     value: str
     share: float
-    what: str = ""
+    detail: str = ""
     faults: str = ""
     mark: float | None = None
 
@@ -147,16 +147,17 @@ def stacks(
       names: names of the parts.
       colors: colours of the parts.
     """
-    most = max((sum(parts) for _, parts, _ in rows), default=0) or 1.0
+    longest = max((sum(parts) for _, parts, _ in rows), default=0) or 1.0
     inside = ""
-    for name, parts, whole in rows:
+    for name, parts, total in rows:
         segments = "".join(
-            f'<i style="width:{100 * part / most:.3f}%;background:{color}" title="{text(own)}"></i>'
-            for part, own, color in zip(parts, names, colors, strict=True)
+            f'<i style="width:{100 * part / longest:.3f}%;background:{color}"'
+            f' title="{text(label)}"></i>'
+            for part, label, color in zip(parts, names, colors, strict=True)
             if part
         )
         inside += (
-            f'<span>{text(name)}</span><div class="whole">{segments}</div><b>{text(whole)}</b>'
+            f'<span>{text(name)}</span><div class="whole">{segments}</div><b>{text(total)}</b>'
         )
     return f'<div class="stack">{inside}</div>{key(zip(names, colors, strict=True))}'
 
@@ -171,17 +172,17 @@ def key(entries: Iterable[tuple[str, str]], line: str = "") -> str:
     return f'<div class="key">{inside}</div>'
 
 
-def bars(rows: Sequence[Row], what: str, shown: int = OPEN) -> str:
+def bars(rows: Sequence[Row], plural: str, shown: int = OPEN) -> str:
     """Returns a list of bars; for a long list, the first rows, and the others folded."""
-    found = f'<ol class="bars">{"".join(map(_bar, rows[:shown]))}</ol>'
-    rest = rows[shown:MOST]
-    if rest:
-        more = f"The other {len(rest):,} {what}"
-        found += f"<details><summary>{text(more)}</summary>"
-        found += f'<ol class="bars">{"".join(map(_bar, rest))}</ol></details>'
+    page = f'<ol class="bars">{"".join(map(_bar, rows[:shown]))}</ol>'
+    others = rows[shown:MOST]
+    if others:
+        summary = f"The other {len(others):,} {plural}"
+        page += f"<details><summary>{text(summary)}</summary>"
+        page += f'<ol class="bars">{"".join(map(_bar, others))}</ol></details>'
     if len(rows) > MOST:
-        found += note(f"{len(rows) - MOST:,} more {what} are left out of this page.")
-    return found
+        page += note(f"{len(rows) - MOST:,} more {plural} are left out of this page.")
+    return page
 
 
 def _bar(row: Row) -> str:
@@ -189,7 +190,7 @@ def _bar(row: Row) -> str:
     mark = "" if row.mark is None else f'<u style="left:{100 * _part(row.mark):.2f}%"></u>'
     return (
         f'<li><span class="name">{text(row.name)}</span>'
-        f'<span class="what">{text(row.what)}{faults}</span>'
+        f'<span class="detail">{text(row.detail)}{faults}</span>'
         f'<span class="track"><i style="width:{100 * _part(row.share):.2f}%"></i>{mark}</span>'
         f'<span class="value">{text(row.value)}</span></li>'
     )
@@ -217,3 +218,105 @@ def folded(title: str, inside: str) -> str:
 def code(lines: str) -> str:
     """Returns lines of a program, or its output."""
     return f"<pre>{text(lines)}</pre>"
+
+
+# Names of tensors in pictures and pages: order, common parts, groups of layers.
+
+_PARTS = re.compile(r"\d+|\D+")
+_COMPONENT = re.compile(r"[/.]?[^/.\[]+|\[[^\]]*\]?|[/.]")
+
+
+class Group(NamedTuple):
+    """Consecutive rows that belong together, such as those of one layer.
+
+    Attributes:
+      name: common prefix of their names; empty if there is none.
+      start: index of the first row.
+      stop: index after the last row.
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+def in_model_order(names: Sequence[str]) -> list[int]:
+    """Returns the order in which names are shown: the given order, which is that of the model; but
+    with numbers in natural order if the names are sorted as text, as JAX sorts the keys of a dict.
+    """
+    order = list(range(len(names)))
+    components = [re.split(r"[/.]", name) for name in names]
+    if list(names) == sorted(names) or components == sorted(components):
+        return sorted(order, key=lambda i: _natural(names[i]))
+    return order
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Returns a key that sorts numbers by their value."""
+    components = re.split(r"[/.]", name)
+    parts = [part for component in components for part in [*_PARTS.findall(component), ""]]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+
+
+def _shared_ends(names: Sequence[str]) -> tuple[str, str]:
+    """Returns the prefix and suffix of whole components that all names share; empty if a name would
+    be left empty, or there is only one name.
+    """
+    split = [_COMPONENT.findall(name) for name in names]
+    if len(split) < 2:
+        return "", ""
+    limit = min(map(len, split)) - 1
+    start = 0
+    while start < limit and len({parts[start] for parts in split}) == 1:
+        start += 1
+    if start and any(parts[start].strip("/.[]").isdecimal() for parts in split):
+        start -= 1  # a number needs the word before it
+    end = 0
+    while end < limit - start and len({parts[-1 - end] for parts in split}) == 1:
+        end += 1
+    components = split[0]
+    return "".join(components[:start]), "".join(components[len(components) - end :])
+
+
+def shortened(names: Sequence[str]) -> tuple[list[str], str]:
+    """Returns names without their shared parts, and these as a pattern, which may be empty."""
+    prefix, suffix = _shared_ends(names)
+    short = [name[len(prefix) : len(name) - len(suffix)].lstrip("/.") for name in names]
+    return short, f"{prefix}{'/' * bool(prefix)}…{suffix}" if prefix or suffix else ""
+
+
+def groups_of(names: Sequence[str]) -> list[Group]:
+    """Returns names in groups of consecutive names that begin with the same layer, or with the same
+    parent if there are no layer numbers.
+    """
+    groups: list[Group] = []
+    for row, name in enumerate(names):
+        layer = _group(name)
+        if groups and layer and groups[-1].name == layer:
+            groups[-1] = groups[-1]._replace(stop=row + 1)
+        else:
+            groups.append(Group(layer, row, row + 1))
+    return groups
+
+
+def _group(name: str) -> str:
+    *parts, leaf_name = _COMPONENT.findall(name) or [""]
+    if leaf_name.strip("/.").isdecimal():
+        return ""  # a number alone is not a name
+    for i, part in enumerate(parts):
+        if any(map(str.isdecimal, part)):
+            return "".join(parts[: i + 1])
+    return "".join(parts)
+
+
+def within(name: str, group: str) -> str:
+    """Returns the rest of a name within its group."""
+    return name[len(group) :].lstrip("/.")
+
+
+def cut(text: str, limit: int = 44) -> str:
+    """Returns text of at most `most` characters: the start and end of longer text."""
+    if len(text) <= limit:
+        return text
+    end = 2 * limit // 3
+    return f"{text[: limit - 1 - end]}…{text[-end:]}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _compat
 from .._errors import fail
-from .._table import Table, Tabular
+from .._table import Table, Tabular, finite
 from ..calibrators import Affine
 from ..policy import Policy
 from ..transforms import Plan
@@ -25,10 +25,15 @@ from ..transforms._shared import (
     trace_call,
 )
 from ._accumulators import Accumulator, not_reached
-from ._interval_forms import Follower
-from ._interval_notes import Notes, Overflow
-from ._intervals import Interval, anything, flushed, is_integer, limits, of_value
-from ._table import finite
+from ._interval_walk import Follower, Notes, Overflow
+from ._intervals import (
+    Interval,
+    anything,
+    flushed,
+    is_integer,
+    limits,
+    of_value,
+)
 
 Bound = tuple[float, float]
 """The minimum and the maximum of the elements of an argument."""
@@ -145,22 +150,20 @@ def ranges(
     if bounds is not None and not isinstance(bounds, Mapping):
         raise fail(
             "diagnostics.ranges",
-            "`bounds` is not a mapping.",
-            given=f"an object of type {type(bounds).__name__}",
-            expected="positions or names of arguments, and the ranges of their elements",
-            fix="pass for example bounds={1: (0.0, 1.0)}.",
+            f"`bounds` is not a mapping, but of type {type(bounds).__name__}.",
+            fix="pass positions or names of arguments, for example bounds={1: (0.0, 1.0)}.",
             error=TypeError,
         )
 
     def found(*args: Any, **kwargs: Any) -> Ranges:
         call = trace_call("diagnostics.ranges", f, params, args, kwargs)
-        known = as_plan("diagnostics.ranges", plan, call, params)
-        given = known.check_affines("diagnostics.ranges", affines)
+        call_plan = as_plan("diagnostics.ranges", plan, call, params)
+        scales = call_plan.check_affines("diagnostics.ranges", affines)
         notes = Notes()
-        leaves = _leaves(call, known, given, args, kwargs, bounds or {})
-        results = Follower(known, given, notes).run(call.jaxpr, leaves, consts=call.consts)
+        leaves = _leaves(call, call_plan, scales, args, kwargs, bounds or {})
+        results = Follower(call_plan, scales, notes).run(call.jaxpr, leaves, consts=call.consts)
         return Ranges(
-            sites=tuple(notes.sites.get(s.address, not_reached(s)) for s in known.sites),
+            sites=tuple(notes.sites.get(s.address, not_reached(s)) for s in call_plan.sites),
             overflows=tuple(notes.overflows.values()),
             unknown=dict(notes.unknown),
             results=tuple((x.low, x.high) for x in results),
@@ -172,38 +175,36 @@ def ranges(
 def _leaves(
     call: Call,
     plan: Plan,
-    given: Mapping[str, Affine],
+    scales: Mapping[str, Affine],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     bounds: Mapping[int | str, Any],
 ) -> list[Interval]:
     """Returns the intervals of the arrays among the arguments."""
     positions = (plan.params,) if isinstance(plan.params, int) else plan.params
-    named = {**dict(enumerate(args)), **kwargs}
-    rest = [name for name in named if name not in positions]
+    arguments = {**dict(enumerate(args)), **kwargs}
+    inputs = [name for name in arguments if name not in positions]
     for name in bounds:
-        what = "an argument of weights" if name in named else "no argument"
-        if name not in rest:
+        if name not in inputs:
+            kind = "an argument of weights, which are known" if name in arguments else "no argument"
             raise fail(
                 "diagnostics.ranges",
-                f"`bounds` names {what}.",
-                given=f"bounds[{name!r}]",
-                expected=f"one of {', '.join(map(repr, rest)) or 'no arguments'}: weights are "
-                f"known",
+                f"bounds[{name!r}] names {kind}.",
+                expected=f"one of {', '.join(map(repr, inputs)) or 'no arguments'}",
                 fix="count positions from 0, as in f(*args); pass the names of keyword arguments.",
             )
-    pairs = {name: iter(_pairs(name, bounds[name], named[name])) for name in bounds}
+    pairs = {name: iter(_pairs(name, bounds[name], arguments[name])) for name in bounds}
 
-    def known(keys: Any, x: Any, path: str | None) -> Interval:
+    def interval(keys: Any, x: Any, path: str | None) -> Interval:
         name = keys[1].idx if keys[0].idx == 0 else keys[1].key
         if name in pairs:
             return _bounded(name, x, next(pairs[name]))
-        return _parameter(x, path, plan, given) if name in positions else anything(x)
+        return _parameter(x, path, plan, scales) if name in positions else anything(x)
 
-    return [known(*leaf) for leaf in zip(call.keys, call.leaves, call.paths, strict=True)]
+    return [interval(*leaf) for leaf in zip(call.keys, call.leaves, call.paths, strict=True)]
 
 
-def _parameter(x: Any, path: str | None, plan: Plan, given: Mapping[str, Affine]) -> Interval:
+def _parameter(x: Any, path: str | None, plan: Plan, scales: Mapping[str, Affine]) -> Interval:
     """Returns a known parameter: a weight of the plan with the values of its codes."""
     arrays = jax.tree.leaves(x)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays):
@@ -212,18 +213,17 @@ def _parameter(x: Any, path: str | None, plan: Plan, given: Mapping[str, Affine]
         raise fail(
             "diagnostics.ranges",
             f"the parameter {path!r} is traced, so that its values are not known.",
-            given="a call under jax.jit, or another transformation",
-            expected="arrays, or jax.ShapeDtypeStructs for weights that may be anything",
-            fix="call it outside jax.jit.",
+            fix="call it outside jax.jit and other transformations, or pass jax.ShapeDtypeStructs "
+            "for weights that may be anything.",
         )
     weight = plan.weight_at(path)
     q = x if is_quantized(x) else None
     if weight is not None and q is None:
-        q = quantize_weight(x, weight.spec, given.get(weight.key))
+        q = quantize_weight(x, weight.spec, scales.get(weight.key))
     if q is None:
         return of_value(x)
-    known = of_value(q.dequantize())
-    return known if weight is None else dataclasses.replace(known, codes=q)
+    values = of_value(q.dequantize())
+    return values if weight is None else dataclasses.replace(values, codes=q)
 
 
 def _is_pair(x: Any) -> bool:
@@ -235,20 +235,19 @@ def _pairs(name: int | str, bounds: Any, argument: Any) -> list[Bound]:
     """Returns the bounds of each array of an argument."""
     leaves = jax.tree.leaves(argument, is_leaf=is_quantized)
     try:
-        whole = jax.tree.broadcast(bounds, argument, lambda x: _is_pair(x) or is_quantized(x))
+        tree = jax.tree.broadcast(bounds, argument, lambda x: _is_pair(x) or is_quantized(x))
     except ValueError:
-        whole = None
-    pairs = jax.tree.leaves(whole, is_leaf=_is_pair)
+        tree = None
+    pairs = jax.tree.leaves(tree, is_leaf=_is_pair)
     fits = len(pairs) == len(leaves) and all(map(_is_pair, pairs))
     pairs = [pair for pair, x in zip(pairs, leaves, strict=False) if is_array(x)]
     if not (fits and pairs and all(low <= high for low, high in pairs)):
         raise fail(
             "diagnostics.ranges",
             f"`bounds` does not fit the argument {name!r}.",
-            given=f"bounds[{name!r}], and {len(leaves)} leaves, {sum(map(is_array, leaves))} "
-            f"arrays",
-            expected="a pair (low, high) with low <= high, or a pytree of them for its arrays",
-            fix=f"pass for example bounds={{{name!r}: (0.0, 1.0)}}.",
+            given=f"an argument of {len(leaves)} leaves, {sum(map(is_array, leaves))} arrays",
+            fix=f"pass a pair with low <= high, such as bounds={{{name!r}: (0.0, 1.0)}}, or a "
+            "pytree of pairs for its arrays.",
         )
     return pairs
 
@@ -257,13 +256,11 @@ def _bounded(name: int | str, x: Any, pair: Bound) -> Interval:
     low, high = (float(end) for end in pair)
     if not is_integer(x.dtype):
         return flushed(low, high, x.dtype)
-    least, largest = limits(x.dtype)
-    if not (least <= low and high <= largest):
+    smallest, largest = limits(x.dtype)
+    if low < smallest or high > largest:
         raise fail(
             "diagnostics.ranges",
-            f"`bounds` of the argument {name!r} exceed its dtype.",
-            given=f"{pair} for {x.dtype}",
-            expected=f"at least {least} and at most {largest}",
-            fix="pass bounds that the dtype holds.",
+            f"`bounds` of the argument {name!r} exceed its dtype: {pair} for {x.dtype}.",
+            fix=f"pass bounds of at least {smallest} and at most {largest}.",
         )
     return Interval(math.ceil(pair[0]), math.floor(pair[1]))

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import jax
@@ -18,19 +17,15 @@ from .._files import Path
 from ..tensor import QTensor
 from ..tensor._shared import NONE, Lazy, Values, check_codes, check_values, check_version
 from ..transforms._shared import advancing
-from ._coded import CodedLeaf
-from ._formats import read_leaves
-from ._quantized import unbound
+from ._codec import CodedLeaf
 from ._safetensors import KEY, shape_of
-from ._source import files_of, open_source
-from ._tree import Read, Stored, map_stored, parse
+from ._source import files_of, open_source, read_leaves
+from ._tree import Read, Stored, map_stored, parse, unbound
 
 Leaf = Stored | CodedLeaf
 
 QUANTIZED = "jqx.quantized"
 """The entry that describes the quantized function whose weights the tree has."""
-
-VERSION = 1
 
 
 class Archive:
@@ -91,12 +86,14 @@ class Archive:
         self._source = f"{' '.join(map(files_of, files))} {config} {real}"
         try:
             self.config: Mapping[str, Any] | None = self._reader.config
-            known, keys = self._reader.metadata, (KEY, QUANTIZED)
-            own = {key: known.get(key) for key in keys if self._reader.describes_tree}
-            self.metadata: dict[str, Any] = {key: known[key] for key in known if key not in own}
-            self.quantized: Any = own.get(QUANTIZED)
+            metadata, keys = self._reader.metadata, (KEY, QUANTIZED)
+            descriptions = {key: metadata.get(key) for key in keys if self._reader.describes_tree}
+            self.metadata: dict[str, Any] = {
+                key: metadata[key] for key in metadata if key not in descriptions
+            }
+            self.quantized: Any = descriptions.get(QUANTIZED)
             self.format: str
-            self.format, self._tree = self._parse(own.get(KEY), values, real)
+            self.format, self._tree = self._parse(descriptions.get(KEY), values, real)
             self._leaves = self._named()
         except BaseException:
             self._reader.__exit__()
@@ -157,32 +154,23 @@ class Archive:
 
     def _leaf(self, path: str) -> Leaf:
         if path not in self:
-            raise fail(
-                "interop.Archive",
-                f"there is no leaf {shown(path)}.",
-                given=f"a file of {len(self.paths)} leaves: {', '.join(self.paths[:5])}, ...",
-                expected="one of archive.paths",
-                fix="choose a path from archive.paths.",
-            )
+            problem = f"there is no leaf {shown(path)} among {len(self.paths)}."
+            raise fail("interop.Archive", problem, fix="choose a path from archive.paths.")
         return self._leaves[path]
 
     def _parse(self, text: str | None, values: Values, dtype: np.dtype | None) -> tuple[str, Any]:
         if text is None:
             return read_leaves(self._reader, dtype)
         if dtype is not None:
-            raise fail(
-                "load",
-                "`dtype` has no use.",
-                given=f"dtype == {dtype}, and a file that jqx.save wrote",
-                expected="dtype=None: the file stores each real dtype",
-                fix="leave it out; q.astype(dtype) of a QTensor changes it.",
-            )
+            problem = f"`dtype` == {dtype} has no use: the file of jqx.save says each real dtype."
+            fix = "leave it out; q.astype(dtype) of a QTensor changes it."
+            raise fail("load", problem, fix=fix)
         with nesting("load"):
             try:
                 data = json.loads(text)
             except ValueError:
                 data = None
-            return "jqx", parse(check_version("load", data, VERSION).get("tree"), values)
+            return "jqx", parse(check_version("load", data).get("tree"), values)
 
     def _named(self) -> dict[str, Leaf]:
         """Returns the leaves by path, after checking that they take every tensor once."""
@@ -192,25 +180,13 @@ class Archive:
         def take(name: str, dtype: np.dtype) -> Any:
             spec = self._spec(name, dtype)
             if name not in unused:
-                raise fail(
-                    "load",
-                    f"the tensor {name!r} has two places in the tree.",
-                    given="the same name for two arrays",
-                    expected="a tensor for each array",
-                    fix="write the file again with jqx.save.",
-                )
+                raise _not_as_written(f"the tensor {name!r} has two places in the tree.")
             unused.remove(name)
             return spec
 
         def add(leaf: Leaf) -> None:
             if leaf.path in leaves:
-                raise fail(
-                    "load",
-                    f"the path {leaf.path!r} has two places in the tree.",
-                    given="the same path for two leaves",
-                    expected="a path for each leaf",
-                    fix="write the file again with jqx.save.",
-                )
+                raise _not_as_written(f"the path {leaf.path!r} has two places in the tree.")
             leaf.make(take)
             unused.difference_update(leaf.consumed)
             leaves[leaf.path] = leaf
@@ -218,25 +194,13 @@ class Archive:
         with nesting("load"):
             map_stored(add, self._tree)
         if unused:
-            raise fail(
-                "load",
-                f"the tensor {min(unused, default='')!r} has no place in the tree.",
-                given=f"{len(unused)} tensors that are not in the tree",
-                expected="none",
-                fix="write the file again with jqx.save.",
-            )
+            raise _not_as_written(f"the tensor {min(unused)!r} has no place in the tree.")
         return leaves
 
     def _spec(self, name: str, dtype: np.dtype) -> jax.ShapeDtypeStruct:
         entries = self._reader.entries
         if name not in entries:
-            raise fail(
-                "load",
-                f"the tensor {name!r} is missing.",
-                given=f"a file of {len(entries)} tensors: {', '.join(islice(entries, 5))}, ...",
-                expected=f"a tensor {name!r}",
-                fix="write the file again: tensors of its tree were removed.",
-            )
+            raise _not_as_written(f"the tensor {name!r} is missing.")
         self._reader.check_dtype(name, dtype)
         return jax.ShapeDtypeStruct(shape_of(entries[name], dtype), dtype)
 
@@ -244,9 +208,9 @@ class Archive:
 def _real(dtype: DTypeLike | None) -> np.dtype | None:
     if dtype is None:
         return None
-    found = as_dtype("load", "dtype", dtype)
-    check_real("load", "`dtype`", found)
-    return found
+    real = as_dtype("load", "dtype", dtype)
+    check_real("load", "`dtype`", real)
+    return real
 
 
 def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:
@@ -342,3 +306,7 @@ def _read(archive: Archive, advance: Callable[[], Any], path: str) -> Any:
     leaf = archive.read(path)
     advance()
     return leaf
+
+
+def _not_as_written(problem: str) -> Exception:
+    return fail("load", problem, fix="write the file again with jqx.save.")

@@ -35,15 +35,27 @@ import numpy as np
 from ..calibrators import Groups
 from ..numerics import Codebook, Integer, nf4
 from ..tensor import QTensor
-from ._bits import repacked
-from ._coded import CodedLeaf, abstract, checked, real_dtype, refuse, weight
+from ._codec import (
+    CodedLeaf,
+    Encoded,
+    abstract,
+    check_names_in_float,
+    checked,
+    codes_of,
+    module_of,
+    real_dtype,
+    refuse,
+    refuse_leaf,
+    repacked,
+    scale_of,
+    weight,
+)
 from ._config import Config
-from ._encoded import Encoded, check_names_in_float, codes_of, module_of, refuse_leaf, scale_of
-from ._source import Source
+from ._safetensors import Source
 
 _STATE, _ROWS = ".quant_state.bitsandbytes__", ".SCB"
 
-MARKS = (f"{_STATE}nf4", f"{_STATE}fp4", ".absmax", _ROWS, ".weight_format")
+BITSANDBYTES_MARKS = (f"{_STATE}nf4", f"{_STATE}fp4", ".absmax", _ROWS, ".weight_format")
 """Suffixes of the names of tensors that float checkpoints do not have."""
 
 _U8, _I8, _F32 = np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.float32)
@@ -59,7 +71,7 @@ class LayerConfig(NamedTuple):
     dtype: str
 
 
-def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+def bitsandbytes_leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a checkpoint."""
     for name in source.entries:
         if name.endswith(_ROWS):
@@ -74,19 +86,13 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
     state_config.one_of("quant_type", (kind,))
     size, (rows, columns) = state_config.integer("blocksize"), _shape(state_config)
     if columns % size or columns % 2:
-        refuse(
-            source,
-            path,
-            "has blocks that cross rows.",
-            given=f"blocks of {size} in rows of {columns}",
-            expected="whole blocks in each row, as in a QTensor",
-        )
+        refuse(source, path, f"has blocks of {size} that cross rows of {columns}.")
     storage = source.dtype(path) if path in source.entries else _U8
     total = rows * columns // 2
     storage = storage if total % storage.itemsize == 0 else _U8
     checked(source, path, (total // storage.itemsize, 1), (_U8, *_STORAGE))
-    form, places = _table(source, f"{path}.quant_map", 16, kind)
-    pairs = _pairs(places)
+    form, code_order = _table(source, f"{path}.quant_map", 16, kind)
+    pairs = _pairs(code_order)
     groups = Groups((rows, columns), (1, size))
     count = columns // size
     tensors: list[tuple[str, np.dtype]] = [(path, storage)]
@@ -102,12 +108,12 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
 
     def decode(codes: np.ndarray, *scales: np.ndarray) -> list[np.ndarray]:
         raw = np.ascontiguousarray(codes).reshape(-1).view(_U8).reshape(rows, -1)
-        values = repacked(raw, 4, columns, before=partial(np.take, pairs))
+        values = repacked(raw, 4, columns, convert=partial(np.take, pairs))
         return [values, *(scales if nested is None else nested.decode(*scales))]
 
     real = asked or _DTYPES[state_config.one_of("dtype", tuple(_DTYPES))]
-    like = weight(groups, form, scale, real_dtype(source, real, None))
-    return CodedLeaf(path, tuple(tensors), like, decode, tuple(consumed))
+    template = weight(groups, form, scale, real_dtype(source, real, None))
+    return CodedLeaf(path, tuple(tensors), template, decode, tuple(consumed))
 
 
 def _int8(source: Source, module: str, asked: np.dtype | None) -> CodedLeaf:
@@ -121,19 +127,16 @@ def _int8(source: Source, module: str, asked: np.dtype | None) -> CodedLeaf:
     for name in consumed:
         checked(source, name, (), (_U8,))
         if source.read(name, _U8).item() != 0:
-            refuse(
-                source,
-                name,
-                "is not that of rows.",
-                given=f"{source.read(name, _U8).item()}, a layout for the kernels of some GPUs",
-                expected="0",
-            )
+            layout = source.read(name, _U8).item()
+            refuse(source, name, f"is {layout}, a layout for kernels of some GPUs, not 0.")
 
     def decode(codes: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         return [codes, rows * np.float32(1 / 127)]
 
-    like = weight(Groups(shape, (1, shape[1])), Integer(8), _F32, real_dtype(source, asked, None))
-    return CodedLeaf(path, ((path, _I8), (scales, _F32)), like, decode, tuple(consumed))
+    template = weight(
+        Groups(shape, (1, shape[1])), Integer(8), _F32, real_dtype(source, asked, None)
+    )
+    return CodedLeaf(path, ((path, _I8), (scales, _F32)), template, decode, tuple(consumed))
 
 
 def _read_state(source: Source, name: str) -> Config:
@@ -143,13 +146,7 @@ def _read_state(source: Source, name: str) -> Config:
     try:
         return Config(json.loads(text), name)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        refuse(
-            source,
-            name,
-            "is not JSON.",
-            given=f"{length} bytes",
-            expected=f"a JSON object of at most {_MOST} bytes",
-        )
+        refuse(source, name, f"is not JSON of at most {_MOST} bytes: {length} bytes.")
 
 
 def _shape(state_config: Config) -> tuple[int, int]:
@@ -169,22 +166,16 @@ def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook,
     numbers = source.read(name, _F32)
     entries = np.unique(numbers)
     if not np.isfinite(numbers).all() or len(entries) < 2:
-        refuse(
-            source,
-            name,
-            "is not a table of numbers.",
-            given=f"{len(entries)} numbers",
-            expected=f"{count} finite numbers",
-        )
-    found = tuple(map(float, entries))
-    form = nf4 if found == nf4.entries else Codebook(found, label)
+        refuse(source, name, f"holds {len(entries)} numbers, not {count} finite ones.")
+    values = tuple(map(float, entries))
+    form = nf4 if values == nf4.entries else Codebook(values, label)
     return form, np.searchsorted(entries, numbers).astype(np.uint8)
 
 
-def _pairs(places: np.ndarray) -> np.ndarray:
+def _pairs(code_order: np.ndarray) -> np.ndarray:
     """Returns a table for each byte: codes replaced by places, the first in the low half."""
     byte = np.arange(256)
-    return places[byte >> 4] | places[byte & 15] << np.uint8(4)
+    return code_order[byte >> 4] | code_order[byte & 15] << np.uint8(4)
 
 
 class _Nested(NamedTuple):
@@ -215,29 +206,29 @@ class _Nested(NamedTuple):
         assert offset is not None
         checked(source, f"{path}.nested_absmax", (-(-rows * count // size),), (_F32,))
         name = f"{path}.nested_quant_map"
-        form, places = _table(source, name, 256, "scales")
-        like: Any = _F32
+        form, code_order = _table(source, name, 256, "scales")
+        template: Any = _F32
         if size % count == 0 or count % size == 0:
             blocks = (min(max(size // count, 1), rows), min(size, count))
             groups = Groups((rows, count), blocks)
-            like = QTensor(
+            template = QTensor(
                 abstract((rows, count), _U8),
                 abstract(groups.scale_shape, _F32),
                 offset=abstract((1, 1), _F32),
                 qtype=form,
                 blocks=groups.blocks,
             )
-        return cls(like, source.read(name, _F32), places, size, np.float32(offset))
+        return cls(template, source.read(name, _F32), code_order, size, np.float32(offset))
 
     def decode(self, codes: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
         """Returns the leaves of the scales."""
         if isinstance(self.like, QTensor):
             return [self.places[codes], scales, self.offset.reshape(1)]
-        each = np.repeat(scales, self.size)[: codes.size]
-        return [self.entries[codes] * each + self.offset]
+        factors = np.repeat(scales, self.size)[: codes.size]
+        return [self.entries[codes] * factors + self.offset]
 
 
-def encode(path: str, leaf: QTensor) -> Encoded:
+def encode_bitsandbytes(path: str, leaf: QTensor) -> Encoded:
     """Returns the encoded form of a QTensor of nf4, without quantized scales.
 
     Raises:
@@ -249,14 +240,9 @@ def encode(path: str, leaf: QTensor) -> Encoded:
     fits = leaf.ndim == 2 and leaf.groups.sizes[0] == 1
     power = size >= 32 and size & (size - 1) == 0 and leaf.shape[-1] % size == 0
     if leaf.qtype != nf4 or not (plain and fits and power) or isinstance(leaf.scale, QTensor):
-        refuse_leaf(
-            path,
-            leaf,
-            "bitsandbytes",
-            expected="matrices of nf4, float32 scales in blocks of 32, 64, 128 or so along rows",
-            fix="quantize it with jqx.QSpec('nf4', jqx.per_block({0: 1, 1: 64})), or leave it in "
-            "float.",
-        )
+        expected = "matrices of nf4, float32 scales in blocks of 32, 64, 128 or so along rows"
+        fix = "quantize it with jqx.QSpec('nf4', jqx.per_block({0: 1, 1: 64})), or leave it."
+        refuse_leaf(path, leaf, "bitsandbytes", expected=expected, fix=fix)
     dtype = np.dtype(leaf.dtype).name
     state = {"quant_type": "nf4", "blocksize": size, "dtype": dtype, "shape": list(leaf.shape)}
     text = np.frombuffer(json.dumps(state).encode(), np.uint8)
@@ -267,28 +253,28 @@ def encode(path: str, leaf: QTensor) -> Encoded:
 
     def make(q: QTensor) -> Mapping[str, np.ndarray]:
         codes = codes_of(q).reshape(-1, 2)
-        made = codes[:, :1] << np.uint8(4) | codes[:, 1:]
+        pairs = codes[:, :1] << np.uint8(4) | codes[:, 1:]
         table = np.asarray(nf4.entries, np.float32)
-        return dict(zip(names, (made, scale_of(q).reshape(-1), table, text), strict=True))
+        return dict(zip(names, (pairs, scale_of(q).reshape(-1), table, text), strict=True))
 
     return Encoded(tensors, make, LayerConfig(dtype))
 
 
-def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
+def bitsandbytes_config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization_config` of a checkpoint.
 
     Raises:
       ValueError: if loaders would skip a layer.
     """
     check_names_in_float(layers, floats, "bitsandbytes")
-    first, *_ = layers.values()
+    layer, *_ = layers.values()
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": False,
-        "bnb_4bit_compute_dtype": first.dtype,
+        "bnb_4bit_compute_dtype": layer.dtype,
         "bnb_4bit_quant_storage": "uint8",
         "llm_int8_skip_modules": [name.removesuffix(".weight") for name in floats],
     }

@@ -70,12 +70,12 @@ class Config:
         """Returns the lower-case value of fields that mean the same, after checking that they are
         equal; the default if there are none.
         """
-        found = [key for key in keys if self.data.get(key) is not None]
-        first = str(self.data[found[0]]).lower() if found else default
-        for key in found:
-            if str(self.data[key]).lower() != first:
-                self.refuse(key, f"{first!r}, as {found[0]}")
-        return first
+        fields = [key for key in keys if self.data.get(key) is not None]
+        value = str(self.data[fields[0]]).lower() if fields else default
+        for key in fields:
+            if str(self.data[key]).lower() != value:
+                self.refuse(key, f"{value!r}, as {fields[0]}")
+        return value
 
     def part(self, key: str) -> "Config":
         """Returns an inner object."""
@@ -85,14 +85,10 @@ class Config:
         """Raises an error: the value of a field is not allowed."""
         self._refuse(f"{key} == {shown(self.data.get(key))}", expected, self.where)
 
-    def _refuse(self, given: str, expected: str, where: str) -> NoReturn:
-        raise fail(
-            "interop.read",
-            f"{where} has a value that jqx does not support.",
-            given=given,
-            expected=expected,
-            fix="correct the config, or convert the checkpoint with the library that wrote it.",
-        )
+    def _refuse(self, detail: str, expected: str, where: str) -> NoReturn:
+        problem = f"{where} has a value that jqx does not support."
+        fix = "correct the config, or convert the checkpoint with the library that wrote it."
+        raise fail("interop.read", problem, given=detail, expected=expected, fix=fix)
 
 
 def read_json(path: str) -> Any:
@@ -107,22 +103,12 @@ def read_json(path: str) -> Any:
         text = file.read(min(size, _MOST_BYTES) + 1)
     try:
         if not len(text) <= _MOST_BYTES:
-            raise fail(
-                "interop.read",
-                f"{path!r} is too long.",
-                given=f"more than {_MOST_BYTES:,} bytes",
-                expected="a config, or an index of tensors",
-                fix="check the file.",
-            )
+            problem = f"{path!r} has over {_MOST_BYTES:,} bytes, too many for a config or an index."
+            raise fail("interop.read", problem, fix="check the file.")
         return json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise fail(
-            "interop.read",
-            f"{path!r} is not JSON that can be read.",
-            given=str(error) or type(error).__name__,
-            expected="a JSON object",
-            fix="copy or download it again.",
-        ) from None
+        problem = f"{path!r} is not JSON that can be read: {error or type(error).__name__}."
+        raise fail("interop.read", problem, fix="copy or download it again.") from None
 
 
 def read_config(folder: str) -> Mapping[str, Any] | None:
@@ -130,15 +116,15 @@ def read_config(folder: str) -> Mapping[str, Any] | None:
     which is a file of its own; `None` if there is none of them.
     """
     paths = [os.path.join(folder, name) for name in ("config.json", *_OLD_NAMES)]
-    known = {path: read_json(path) for path in paths if os.path.lexists(path)}
-    for path, data in known.items():
+    configs = {path: read_json(path) for path in paths if os.path.lexists(path)}
+    for path, data in configs.items():
         Config(data, repr(path))
-    found = known.pop(paths[0], None)
-    if not known or quantization_of(found) is not None:
-        return found
-    path, data = next(iter(known.items()))
+    config = configs.pop(paths[0], None)
+    if not configs or quantization_of(config) is not None:
+        return config
+    path, data = next(iter(configs.items()))
     method = "gptq" if path == paths[1] else "awq"
-    return {**(found or {}), "quantization_config": {"quant_method": method, **data}}
+    return {**(config or {}), "quantization_config": {"quant_method": method, **data}}
 
 
 _OLD_NAMES = ("quantize_config.json", "quant_config.json")
@@ -172,16 +158,16 @@ def wrapped(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any
 
 def method_of(config: Mapping[str, Any] | None) -> Any:
     """Returns the quantization method in the config of a model; `None` if there is none."""
-    found = quantization_of(config)
-    return None if found is None else _method(found.data)
+    quantization = quantization_of(config)
+    return None if quantization is None else _method(quantization.data)
 
 
 def _method(data: Mapping[str, Any]) -> Any:
     """Returns the method in a quantization config."""
     if data.get("load_in_4bit") is True or data.get("load_in_8bit") is True:
         return "bitsandbytes"
-    known = data.get("quant_method", data.get("method"))  # `method` is GPTQModel's own name
-    return "compressed-tensors" if known is None and "config_groups" in data else known
+    method = data.get("quant_method", data.get("method"))  # `method` is GPTQModel's own name
+    return "compressed-tensors" if method is None and "config_groups" in data else method
 
 
 def quantization_of(config: Mapping[str, Any] | None) -> Config | None:
@@ -191,11 +177,11 @@ def quantization_of(config: Mapping[str, Any] | None) -> Config | None:
     Raises:
       ValueError: if parts have different ones.
     """
-    (where, first), *others = [*_found(config or {}, ""), ("", None)]
+    (where, fields), *others = [*_found(config or {}, ""), ("", None)]
     for part, data in others[:-1]:
-        if "." in where and data != first:
+        if "." in where and data != fields:
             Config({KEYS[0]: data}, part).refuse(KEYS[0], f"the same in all parts, as in {where}")
-    return None if first is None else Config(first, where)
+    return None if fields is None else Config(fields, where)
 
 
 def _found(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
@@ -211,8 +197,8 @@ _MOST_PARTS = 4
 
 def _parts(config: Mapping[str, Any]) -> list[str]:
     """Returns the keys of the configs of parts of a model."""
-    own = (key for key, item in config.items() if isinstance(item, Mapping) and key not in KEYS)
-    return [key for key in own if key.endswith("_config")]
+    nested = (key for key, item in config.items() if isinstance(item, Mapping) and key not in KEYS)
+    return [key for key in nested if key.endswith("_config")]
 
 
 def without_quantization(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:

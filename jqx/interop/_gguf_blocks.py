@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..numerics import Block, Integer, mxfp4
-from ._bits import pack
+from ._codec import pack
 
 
 class GgufBlocks(NamedTuple):
@@ -130,8 +130,8 @@ def _product(codes: Any, factor: np.ndarray) -> np.ndarray:
     """Returns the integers of blocks times the factor of each block, exact in float32."""
     with np.errstate(invalid="ignore"):
         product = np.multiply(codes, factor.astype(np.float32)[..., None], dtype=np.float32)
-    *outer, blocks, each = product.shape
-    return product.reshape(*outer, blocks * each)
+    *outer, blocks, group_size = product.shape
+    return product.reshape(*outer, blocks * group_size)
 
 
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
@@ -163,10 +163,10 @@ def _runs(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
     packed = packed.reshape(*outer, length // run, run)
     # NumPy moves a run at once if it is one element, and byte by byte otherwise.
     element = np.dtype((np.void, run))
-    whole = np.ascontiguousarray(packed.view(element)).view(np.uint8)
+    contiguous = np.ascontiguousarray(packed.view(element)).view(np.uint8)
     parts = np.empty((*packed.shape[:-1], 8 // bits, run), np.uint8)
     for i in range(8 // bits):
-        part = whole >> np.uint8(i * bits) & np.uint8(2**bits - 1)
+        part = contiguous >> np.uint8(i * bits) & np.uint8(2**bits - 1)
         parts.view(element)[..., i, :] = part.view(element)
     return parts.reshape(*outer, length * 8 // bits)
 
@@ -183,9 +183,9 @@ def _fives(raw: np.ndarray) -> Parts:
 
 
 def _k2(raw: np.ndarray) -> Parts:
-    both = raw["scales"]
+    pairs = raw["scales"]
     codes = _runs(raw["codes"], 2, 32)
-    return Parts(codes, raw["scale"], raw["minimum"], both & np.uint8(15), both >> np.uint8(4))
+    return Parts(codes, raw["scale"], raw["minimum"], pairs & np.uint8(15), pairs >> np.uint8(4))
 
 
 def _k3(raw: np.ndarray) -> Parts:
@@ -284,5 +284,5 @@ _OTHERS = {
 
 def name_of(number: int) -> str:
     """Returns the name of a type, also if it cannot be read."""
-    found = FORMATS.get(number)
-    return found.name if found else _OTHERS.get(number, f"type {number}")
+    form = FORMATS.get(number)
+    return form.name if form else _OTHERS.get(number, f"type {number}")

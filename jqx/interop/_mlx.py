@@ -24,21 +24,29 @@ from ..calibrators import Groups
 from ..numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
 from ..numerics._shared import E8M0
 from ..tensor import QTensor
-from ._bits import repacked, stream_length, to_stream
-from ._coded import FLOATS, CodedLeaf, abstract, checked, real_dtype, refuse, weight
-from ._config import Config
-from ._encoded import (
+from ._codec import (
+    FLOATS,
+    CodedLeaf,
     Encoded,
+    abstract,
+    checked,
     codes_of,
     for_rows,
     minimums_of,
     module_of,
+    real_dtype,
+    refuse,
     refuse_leaf,
+    repacked,
     scale_of,
+    stream_length,
+    to_stream,
+    weight,
 )
-from ._source import Source
+from ._config import Config
+from ._safetensors import Source
 
-MARKS = (".scales", ".biases")
+MLX_MARKS = (".scales", ".biases")
 """Suffixes of the names of tensors that float checkpoints do not have."""
 
 _BITS = (2, 3, 4, 5, 6, 8)
@@ -56,7 +64,7 @@ class LayerConfig(NamedTuple):
     mode: str
 
 
-def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
+def mlx_leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a checkpoint."""
     assert source.config is not None
     config = Config(source.config["quantization"], "quantization")
@@ -64,16 +72,16 @@ def leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     for name in source.entries:
         module = name.removesuffix(end)
         if name.endswith(end) and config.data.get(module) is not False:
-            own = config.part(module) if isinstance(config.data.get(module), Mapping) else config
-            yield _leaf(source, module, _layer_config(own, own is config), dtype)
+            layer = config.part(module) if isinstance(config.data.get(module), Mapping) else config
+            yield _leaf(source, module, _layer_config(layer, layer is config), dtype)
 
 
-def _layer_config(config: Config, whole: bool) -> LayerConfig:
+def _layer_config(config: Config, of_model: bool) -> LayerConfig:
     """Returns the config of a layer. That of the whole model must say sizes; in that of one layer
     they have defaults.
     """
     mode = config.one_of("mode", ("affine", *_FLOATS), "affine")
-    for key in ("group_size", "bits") if whole and mode == "affine" else ():
+    for key in ("group_size", "bits") if of_model and mode == "affine" else ():
         config.integer(key)
     if mode == "affine":
         return LayerConfig(config.integer("group_size", 64), config.one_of("bits", _BITS, 4), mode)
@@ -90,31 +98,26 @@ def _leaf(source: Source, module: str, layer: LayerConfig, asked: np.dtype | Non
     stored, _ = checked(source, names[0], None, (_U32,))
     columns = stored[-1] * 32 // bits if stored else 0
     if len(stored) not in (2, 3) or stored[-1] * 32 % bits or columns % size or 0 in stored:
-        refuse(
-            source,
-            names[0],
-            "does not hold a whole number of groups.",
-            given=f"uint32{list(stored)}, for {bits} bits and groups of {size}",
-            expected="rows of words that hold whole groups, two axes or three",
-        )
+        problem = f"of {list(stored)} words does not hold whole groups of {size} {bits}-bit codes."
+        refuse(source, names[0], problem)
     shape = (*stored[:-1], columns)
     groups = Groups(shape, (*(1,) * (len(shape) - 1), size))
     entries = (*shape[:-1], columns // size)
     kinds = FLOATS if mode == "affine" else (_U8,)
     _, kind = checked(source, names[1], entries, kinds)
     tensors = [(names[0], _U32), (names[1], kind)]
-    more: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     real, scale, form = real_dtype(source, asked, kind), kind, Integer(bits, signed=False)
     if mode == "affine":
         checked(source, names[2], entries, (kind,))
         tensors.append((names[2], kind))
-        more["offset"] = abstract(groups.scale_shape, kind)
+        parts["offset"] = abstract(groups.scale_shape, kind)
     else:
         form, scale = _FLOATS[mode], E8M0
         if form == nvfp4:
-            ones = abstract((1,) * len(shape), jnp.float32)
+            unit_scale = abstract((1,) * len(shape), jnp.float32)
             code = jnp.dtype(jnp.float8_e4m3fn)
-            scale = QTensor(abstract(groups.scale_shape, code), ones, qtype=code)
+            scale = QTensor(abstract(groups.scale_shape, code), unit_scale, qtype=code)
 
     def decode(codes: np.ndarray, scales: np.ndarray, *biases: np.ndarray) -> list[np.ndarray]:
         values = repacked(codes.reshape(-1, codes.shape[-1]), bits, columns)
@@ -124,11 +127,11 @@ def _leaf(source: Source, module: str, layer: LayerConfig, asked: np.dtype | Non
             return [values, scales.view(jnp.float8_e4m3fn), np.ones(1, np.float32)]
         return [values, scales if mode == "affine" else scales.view(E8M0), *biases]
 
-    like = weight(groups, form, scale, real, **more)
-    return CodedLeaf(names[0], tuple(tensors), like, decode)
+    template = weight(groups, form, scale, real, **parts)
+    return CodedLeaf(names[0], tuple(tensors), template, decode)
 
 
-def encode(path: str, leaf: QTensor) -> Encoded:
+def encode_mlx(path: str, leaf: QTensor) -> Encoded:
     """Returns the encoded form of a QTensor.
 
     Raises:
@@ -139,21 +142,17 @@ def encode(path: str, leaf: QTensor) -> Encoded:
     size = leaf.groups.sizes[-1]
     fits = leaf.ndim in (2, 3) and leaf.order is None and leaf.shape[-1] % max(size, 1) == 0
     if isinstance(form, Block):
-        names = {known: mode for mode, known in _FLOATS.items()}
-        known = form in names and size == form.size and rows
+        names = {block_form: mode for mode, block_form in _FLOATS.items()}
+        block_form = form in names and size == form.size and rows
         inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
-        if fits and known and leaf.offset is None and (inner is None or inner.size == 1):
+        if fits and block_form and leaf.offset is None and (inner is None or inner.size == 1):
             return _floats(path, module, leaf, LayerConfig(size, form.bits, names[form]))
     elif isinstance(form, Integer) and fits and form.bits in _BITS and size in _GROUPS:
         return _affine(path, module, leaf, form)
-    refuse_leaf(
-        path,
-        leaf,
-        "MLX",
-        expected=f"integers of {', '.join(map(str, _BITS))} bits in groups of "
-        f"{', '.join(map(str, _GROUPS))}, mxfp4, mxfp8 or nvfp4; inputs in order",
-        fix="quantize it like that, leave it in float, or write compressed-tensors.",
-    )
+    bits, groups = (", ".join(map(str, sizes)) for sizes in (_BITS, _GROUPS))
+    expected = f"integers of {bits} bits in groups of {groups}, mxfp4, mxfp8 or nvfp4"
+    fix = "quantize it so with inputs in order, leave it in float, or write compressed-tensors."
+    refuse_leaf(path, leaf, "MLX", expected=expected, fix=fix)
 
 
 def _affine(path: str, module: str, leaf: QTensor, form: Integer) -> Encoded:
@@ -169,12 +168,12 @@ def _affine(path: str, module: str, leaf: QTensor, form: Integer) -> Encoded:
     def make(q: QTensor) -> Mapping[str, np.ndarray]:
         codes = codes_of(q).astype(np.int16) + (2 ** (bits - 1) if form.signed else 0)
         scale = for_rows(scale_of(q), q).astype(np.float64)
-        made = {
+        arrays = {
             f"{module}.weight": to_stream(codes.astype(np.uint8), bits).view("<u4"),
             f"{module}.scales": scale.astype(kind),
             f"{module}.biases": minimums_of(path, q, scale, kind, "MLX"),
         }
-        return made
+        return arrays
 
     return Encoded(tensors, make, LayerConfig(size, bits, "affine"))
 
@@ -201,13 +200,9 @@ def _floats(path: str, module: str, leaf: QTensor, layer: LayerConfig) -> Encode
         scale: Any = q.scale
         if isinstance(scale, QTensor):
             if np.asarray(scale.scale).item() != 1:
-                refuse_leaf(
-                    path,
-                    q,
-                    "MLX",
-                    expected="nvfp4 whose scales have the factor 1",
-                    fix="quantize it to mxfp4, or write compressed-tensors.",
-                )
+                expected = "nvfp4 whose scales have the factor 1"
+                fix = "quantize it to mxfp4, or write compressed-tensors."
+                refuse_leaf(path, q, "MLX", expected=expected, fix=fix)
             scale = scale.values
         codes = codes_of(q) if layer.bits == 8 else to_stream(codes_of(q), layer.bits)
         words = np.ascontiguousarray(codes).view("<u4")
@@ -216,9 +211,11 @@ def _floats(path: str, module: str, leaf: QTensor, layer: LayerConfig) -> Encode
     return Encoded(tensors, make, layer)
 
 
-def config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
+def mlx_config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict[str, Any]:
     """Returns `quantization` of a checkpoint."""
-    (most, _), *_ = Counter(layers.values()).most_common(1)
-    own = {path.removesuffix(".weight"): x._asdict() for path, x in layers.items() if x != most}
+    (common, _), *_ = Counter(layers.values()).most_common(1)
+    overrides = {
+        path.removesuffix(".weight"): x._asdict() for path, x in layers.items() if x != common
+    }
     plain = {name.removesuffix(".weight"): False for name in floats}
-    return {**most._asdict(), **own, **plain}
+    return {**common._asdict(), **overrides, **plain}

@@ -1,6 +1,9 @@
 """`verify`: reads a written model again and compares it with the float model."""
 
+from __future__ import annotations
+
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -14,16 +17,16 @@ import numpy as np
 from .._calls import called
 from .._checks import check_instance, check_pattern, shown
 from .._errors import fail
+from .._table import Table, Tabular
 from ..calibrators._shared import per_block
 from ..diagnostics import Comparison, compare
-from ..diagnostics._shared import scheme_of, sqnr
+from ..diagnostics._shared import decibels, finite, scheme_of, sqnr
 from ..policy import Policy, Rule
 from ..tensor import QSpec, QTensor
 from ..transforms import make_plan
 from ..transforms._shared import with_bar
 from ._archive import Archive, load
 from ._named_tree import Rules, tree
-from ._verification import TensorCheck, Verification
 
 _SAME = 45.0
 """Minimum SQNR in dB of floats that are not weights of codes, relative to the float model: two
@@ -99,18 +102,18 @@ def verify(
     least = float(least)
     _check_arguments(function, batch, ignore)
     with contextlib.ExitStack() as opened:
-        own = _opened(file, names, opened)
-        wanted = _opened(reference, None, opened)
-        rows = tuple(_rows(own, wanted, least, [*ignore], progress))
+        leaves = _opened(file, names, opened)
+        reference_leaves = _opened(reference, None, opened)
+        rows = tuple(_rows(leaves, reference_leaves, least, [*ignore], progress))
     problems = [f"{row.path!r}: {problem}" for row in rows for problem in row.problems]
     sites = None
     if function is not None and not problems:
         assert batch is not None
         sites = _sites(function, file, reference, names, batch)
         for site in (*sites.sites, sites.result):
-            found = site.local_sqnr if site is not sites.result else site.sqnr
-            if not found >= least:
-                problems.append(f"the site {site.name!r}: {found:.1f} dB")
+            local = site.local_sqnr if site is not sites.result else site.sqnr
+            if not local >= least:
+                problems.append(f"the site {site.name!r}: {local:.1f} dB")
     return Verification(rows, sites, tuple(problems))
 
 
@@ -121,28 +124,23 @@ class _Leaves(NamedTuple):
     read: Callable[[str], Any]
 
 
-def _opened(given: Any, names: Rules | None, opened: contextlib.ExitStack) -> _Leaves:
+def _opened(source: Any, names: Rules | None, opened: contextlib.ExitStack) -> _Leaves:
     """Returns the leaves of a path, an archive or a tree."""
-    if isinstance(given, (str, os.PathLike)):
-        given = opened.enter_context(Archive(given))
-    if isinstance(given, Archive) and names is None:
-        return _leaves(given.paths, given.read)
+    if isinstance(source, (str, os.PathLike)):
+        source = opened.enter_context(Archive(source))
+    if isinstance(source, Archive) and names is None:
+        return _leaves(source.paths, source.read)
     if names is not None:
-        archive: Any = given
+        archive: Any = source
         check_instance("interop.verify", "file", archive, Archive, fix="pass a path, with names.")
-        given = tree(archive, names)
-    flat = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_coded)
+        source = tree(archive, names)
+    flat = jax.tree_util.tree_leaves_with_path(source, is_leaf=_is_coded)
     leaves = {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in flat}
     fits = leaves and all(hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves.values())
     if not fits:
-        raise fail(
-            "interop.verify",
-            "there is nothing to compare.",
-            given=f"an object of type {type(given).__name__}",
-            expected="a path, an open Archive, or a tree of arrays and QTensors",
-            fix="pass for example the folder that was written.",
-            error=TypeError,
-        )
+        problem = f"there is nothing to compare: {type(source).__name__}."
+        fix = "pass a path, an open Archive, or a tree of arrays and QTensors."
+        raise fail("interop.verify", problem, fix=fix, error=TypeError)
     return _leaves([*leaves], leaves.__getitem__)
 
 
@@ -150,13 +148,8 @@ def _leaves(paths: Sequence[str], read: Callable[[str], Any]) -> _Leaves:
     keys = {_key(path): path for path in paths}
     twice = next((path for path in paths if keys[_key(path)] != path), None)
     if twice is not None:
-        raise fail(
-            "interop.verify",
-            "two tensors have the same name.",
-            given=f"{twice!r} and {keys.get(_key(twice or ''), '')!r}",
-            expected='names that differ in more than "/" and "."',
-            fix="rename one of them.",
-        )
+        problem = f"two tensors have the same name: {twice!r} and {keys[_key(twice)]!r}."
+        raise fail("interop.verify", problem, fix="rename one of them.")
     return _Leaves(keys, read)
 
 
@@ -169,30 +162,27 @@ def _is_coded(x: Any) -> bool:
 
 
 def _rows(
-    own: _Leaves, wanted: _Leaves, least: float, ignore: Sequence[str], progress: bool
+    checked: _Leaves, reference: _Leaves, min_sqnr: float, ignore: Sequence[str], progress: bool
 ) -> Iterator[TensorCheck]:
-    every = dict.fromkeys((*own.paths, *wanted.paths))
+    union = dict.fromkeys((*checked.paths, *reference.paths))
     for pattern in ignore:
         check_pattern("interop.verify", "ignore", pattern)
-        paths = (leaves.paths.get(key, "") for leaves in (own, wanted) for key in every)
+        paths = (leaves.paths.get(key, "") for leaves in (checked, reference) for key in union)
         if not any(re.fullmatch(pattern, path) for path in paths):
-            raise fail(
-                "interop.verify",
-                "a pattern of `ignore` matches nothing.",
-                given=shown(pattern),
-                expected="regular expressions of whole paths",
-                fix="drop it, or look at the paths of the file.",
-            )
-    for key in with_bar("verify", "tensor", every, progress):
-        path = own.paths.get(key) or wanted.paths[key]
+            problem = f"the pattern {shown(pattern)} of `ignore` matches no whole path."
+            raise fail("interop.verify", problem, fix="drop it, or look at the paths of the file.")
+    for key in with_bar("verify", "tensor", union, progress):
+        path = checked.paths.get(key) or reference.paths[key]
         if any(re.fullmatch(pattern, path) for pattern in ignore):
             continue
-        if key not in own.paths:
+        if key not in checked.paths:
             yield TensorCheck(path, "-", math.nan, math.nan, ("missing in the file",))
-        elif key not in wanted.paths:
-            yield _alone(path, own.read(path))
+        elif key not in reference.paths:
+            yield _alone(path, checked.read(path))
         else:
-            yield _compared(path, own.read(path), wanted.read(wanted.paths[key]), least)
+            yield _compared(
+                path, checked.read(path), reference.read(reference.paths[key]), min_sqnr
+            )
 
 
 def _alone(path: str, x: Any) -> TensorCheck:
@@ -210,10 +200,10 @@ def _wrong_scales(x: Any) -> list[str]:
         "a scale is negative": (values < 0).any(),
         "a scale is not finite": not np.isfinite(values).all(),
     }
-    return [text for text, found in wrong.items() if found]
+    return [text for text, holds in wrong.items() if holds]
 
 
-def _compared(path: str, x: Any, real: Any, least: float) -> TensorCheck:
+def _compared(path: str, x: Any, real: Any, min_sqnr: float) -> TensorCheck:
     kind = scheme_of(x) if _is_coded(x) else x.dtype.name
     if tuple(x.shape) != tuple(real.shape):
         text = f"shape {tuple(x.shape)}, not {tuple(real.shape)}"
@@ -229,36 +219,36 @@ def _compared(path: str, x: Any, real: Any, least: float) -> TensorCheck:
         text = f"{x.dtype.name}, and {want.dtype.name} in the model"
         return TensorCheck(path, kind, math.nan, math.nan, (text,))
     real, want = want.astype(np.float32), want.astype(np.float32)
-    found = np.asarray(x.dequantize() if _is_coded(x) else x).astype(np.float32)
+    values = np.asarray(x.dequantize() if _is_coded(x) else x).astype(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         if not _is_coded(x):
-            want, least = want.astype(x.dtype).astype(np.float32), _CLOSE
-        error = float(np.abs(found - real).max()) if found.size else 0.0
-    decibel, problems = sqnr(real, found), []
-    if np.isfinite(real).all() and not np.isfinite(found).all():
+            want, min_sqnr = want.astype(x.dtype).astype(np.float32), _CLOSE
+        error = float(np.abs(values - real).max()) if values.size else 0.0
+    decibel, problems = sqnr(real, values), []
+    if np.isfinite(real).all() and not np.isfinite(values).all():
         problems.append("numbers that are not finite")
-    elif not decibel >= least and not np.array_equal(found, real, equal_nan=True):
-        problems.append(f"less than {least:g} dB")
-    elif not (sqnr(want, found) >= _SAME or _is_coded(x) or np.array_equal(found, want, True)):
+    elif not decibel >= min_sqnr and not np.array_equal(values, real, equal_nan=True):
+        problems.append(f"less than {min_sqnr:g} dB")
+    elif not (sqnr(want, values) >= _SAME or _is_coded(x) or np.array_equal(values, want, True)):
         problems.append(f"less than {_SAME:g} dB")
-    problems += _wrong_rows(found, real, problems)
+    problems += _wrong_rows(values, real, problems)
     if not _is_coded(x) and _SCALES.fullmatch(path):
         problems += _wrong_scales(x)
     return TensorCheck(path, kind, decibel, error, tuple(problems))
 
 
-def _wrong_rows(found: np.ndarray, real: np.ndarray, problems: Sequence[str]) -> list[str]:
+def _wrong_rows(values: np.ndarray, real: np.ndarray, problems: Sequence[str]) -> list[str]:
     """Returns the problems of single rows (all axes but the last are rows); if the whole tensor is
     wrong, only which rows are lost.
     """
-    if found.ndim < 2 or not found.size or not np.isfinite(real).all():
+    if values.ndim < 2 or not values.size or not np.isfinite(real).all():
         return []
-    found, real = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (found, real))
+    values, real = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (values, real))
     with np.errstate(invalid="ignore"):
-        power, noise = (real**2).sum(-1), ((found - real) ** 2).sum(-1)
-    lost = ~found.any(-1) & real.any(-1)
-    far = (noise > power) & (power > _FEEBLE * power.mean()) & (not problems)
-    counts = {"are zeros": int(lost.sum()), "are worse than zeros": int(far.sum())}
+        power, noise = (real**2).sum(-1), ((values - real) ** 2).sum(-1)
+    zeroed = ~values.any(-1) & real.any(-1)
+    noisy = (noise > power) & (power > _FEEBLE * power.mean()) & (not problems)
+    counts = {"are zeros": int(zeroed.sum()), "are worse than zeros": int(noisy.sum())}
     return [f"{count} rows {text}" for text, count in counts.items() if count]
 
 
@@ -275,8 +265,8 @@ def _sites(
             is_function = archive.quantized is not None
             params = None if is_function else _tree(archive, names)
         if is_function:
-            whole = load(file)
-            return compare(function, whole.plan, whole.affines, weights=whole.params)(
+            loaded = load(file)
+            return compare(function, loaded.plan, loaded.affines, weights=loaded.params)(
                 reference, *batch
             )
     else:
@@ -302,21 +292,89 @@ def _spec(q: QTensor) -> QSpec:
 
 
 def _check_arguments(function: Any, batch: Any, ignore: Any) -> None:
-    if function is None != batch is None:
-        raise fail(
-            "interop.verify",
-            "a function needs a batch, and a batch a function.",
-            given="only one of them",
-            expected="function=f, batch=(x, ...), for f(reference, x, ...)",
-            fix="pass both or neither.",
-        )
+    if (function is None) != (batch is None):
+        problem = "a function needs a batch, and a batch a function."
+        fix = "pass both or neither: function=f, batch=(x, ...), for f(reference, x, ...)."
+        raise fail("interop.verify", problem, fix=fix)
     fits = isinstance(ignore, (list, tuple)) and all(isinstance(x, str) for x in ignore)
     if not fits:
-        raise fail(
-            "interop.verify",
-            "`ignore` does not hold patterns.",
-            given=shown(ignore),
-            expected="a list of regular expressions",
-            fix="pass for example ignore=['lm_head.weight'].",
-            error=TypeError,
+        problem = "`ignore` does not hold patterns."
+        fix = "pass for example ignore=['lm_head.weight']."
+        raise fail("interop.verify", problem, given=shown(ignore), fix=fix, error=TypeError)
+
+
+# The result of `verify`: each tensor compared with the float model, and the problems found.
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCheck:
+    """A tensor of a file, compared with that of the float model.
+
+    Attributes:
+      path: name of the tensor.
+      scheme: format of the tensor, or its dtype if it is not quantized.
+      sqnr: signal-to-noise ratio, `10 log10(sum x**2 / sum (x - q)**2)`, in dB; inf if the two are
+        equal, NaN if the other tensor is missing or numbers are not finite.
+      max_error: largest absolute difference.
+      problems: the problems of the tensor; empty if there are none.
+    """
+
+    path: str
+    scheme: str
+    sqnr: float
+    max_error: float
+    problems: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification(Tabular):
+    """The result of `verify`. Prints as a table; `check()` raises if there are problems.
+
+    Attributes:
+      tensors: in the order of the file; tensors missing in the file come last.
+      sites: errors of the contractions of a function; `None` if no function was given.
+      problems: all problems, one line each.
+    """
+
+    tensors: tuple[TensorCheck, ...]
+    sites: Comparison | None
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+    def check(self) -> Verification:
+        """Returns itself if there are no problems.
+
+        Raises:
+          ValueError: if there are problems; the message lists them.
+        """
+        if self.problems:
+            raise ValueError("jqx.interop.verify: " + "; ".join(self.problems))
+        return self
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        rows = tuple(
+            (
+                row.path,
+                row.scheme,
+                ", ".join(row.problems) or "-",
+                decibels(row.sqnr),
+                "-" if math.isnan(row.max_error) else f"{row.max_error:.3g}",
+            )
+            for row in self.tensors
         )
+        wrong = sum(bool(row.problems) for row in self.tensors)
+        footer = f"{len(rows)} tensors, {wrong} of them wrong"
+        if self.sites is not None:
+            footer += f"\n\n{self.sites}"
+        unlisted = len(self.problems) - sum(len(row.problems) for row in self.tensors)
+        footer += f"\n{unlisted} sites wrong" if unlisted else ""
+        return Table(("path", "scheme", "wrong", "SQNR dB", "max error"), rows, footer, texts=3)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a dict for `json.dumps`; infinite and NaN values are `None`."""
+        return finite(dataclasses.asdict(self))

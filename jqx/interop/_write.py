@@ -11,19 +11,23 @@ import numpy as np
 
 from .._calls import called
 from .._checks import check_integer, shown
-from .._errors import fail
+from .._errors import fail, some
 from .._files import Path, as_path
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import as_spec
 from ..transforms._shared import with_bar
-from . import _awq, _bitsandbytes, _compressed_config, _compressed_write, _fp8, _gptq, _mlx
 from ._archive import Archive
+from ._bitsandbytes import bitsandbytes_config, encode_bitsandbytes
+from ._codec import Encoded, as_numpy, refuse_leaf
+from ._compressed_tensors import compressed_config, encode_compressed
 from ._config import read_config, read_json, without_quantization
-from ._encoded import Encoded, as_numpy, refuse_leaf
+from ._fp8 import encode_fp8, fp8_config
 from ._gguf_write import write_gguf
-from ._safetensors import METADATA, NAMES, stored_dtype
-from ._shards import FolderWriter
-from ._tree_leaves import Leaf, leaves_of
+from ._gptq import awq_config, encode_awq, encode_gptq, gptq_config
+from ._mlx import encode_mlx, mlx_config
+from ._named_tree import Leaf, leaves_of
+from ._safetensors import METADATA, stored_dtype
+from ._save import FolderWriter
 
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
@@ -57,13 +61,9 @@ class Target(NamedTuple):
 
 
 def _refused(path: str, leaf: QTensor) -> Encoded:
-    refuse_leaf(
-        path,
-        leaf,
-        "safetensors",
-        expected="only arrays: no config says how codes become numbers",
-        fix="write another format, keep it with jqx.save, or write leaf.dequantize().",
-    )
+    expected = "only arrays: no config says how codes become numbers"
+    fix = "write another format, keep it with jqx.save, or write leaf.dequantize()."
+    refuse_leaf(path, leaf, "safetensors", expected=expected, fix=fix)
 
 
 def _nothing(layers: Any, floats: Any) -> dict[str, Any]:
@@ -71,14 +71,12 @@ def _nothing(layers: Any, floats: Any) -> dict[str, Any]:
 
 
 TARGETS = {
-    "compressed-tensors": Target(
-        _compressed_write.encode, _compressed_config.config, activations=True
-    ),
-    "gptq": Target(_gptq.encode, _gptq.config),
-    "awq": Target(_awq.encode, _awq.config),
-    "fp8": Target(_fp8.encode, _fp8.config),
-    "bitsandbytes": Target(_bitsandbytes.encode, _bitsandbytes.config),
-    "mlx": Target(_mlx.encode, _mlx.config, "quantization", metadata={"format": "mlx"}),
+    "compressed-tensors": Target(encode_compressed, compressed_config, activations=True),
+    "gptq": Target(encode_gptq, gptq_config),
+    "awq": Target(encode_awq, awq_config),
+    "fp8": Target(encode_fp8, fp8_config),
+    "bitsandbytes": Target(encode_bitsandbytes, bitsandbytes_config),
+    "mlx": Target(encode_mlx, mlx_config, "quantization", metadata={"format": "mlx"}),
     "safetensors": Target(_refused, _nothing, ""),
 }
 """The formats of folders that can be written, by name."""
@@ -155,24 +153,31 @@ dtype=float32, 2,560 bytes)
     """
     spec = as_spec("interop.write", "activation", activation, "activation")
     if format == GGUF:
-        given = {"config": config, "tokenizer": tokenizer, "activation": spec, "limit": limit}
-        for name, value in given.items():
+        options = {"config": config, "tokenizer": tokenizer, "activation": spec, "limit": limit}
+        for name, value in options.items():
             _check_unused(value, name, format)
-        metadata, leaves = _metadata(metadata, tree), leaves_of(tree)
-        write_gguf(path, leaves, metadata, overwrite=overwrite, progress=progress)
+        if metadata is None and isinstance(tree, Archive) and tree.format == GGUF:
+            metadata = tree.metadata
+        write_gguf(path, leaves_of(tree), metadata, overwrite=overwrite, progress=progress)
         return
     target = _target(format)
     _check_unused(metadata, "metadata", format)
-    limit = MOST if limit is None else _limit(limit)
+    limit = MOST if limit is None else check_integer("interop.write", "limit", limit)
+    if limit < 1:
+        problem = f"`limit` == {limit} is not a size of a file in bytes."
+        fix = "leave it out, or pass for example limit=5 * 10**9."
+        raise fail("interop.write", problem, fix=fix)
     leaves = leaves_of(tree)
-    more = _activations(format, target, spec, leaves)
+    arguments = _activations(format, target, spec, leaves)
     encoded = {
-        name: target.encode(name, leaf.spec, *more)
+        name: target.encode(name, leaf.spec, *arguments)
         for name, leaf in leaves.items()
         if isinstance(leaf.spec, QTensor)
     }
-    if target.key:
-        _check_some(format, encoded, leaves)
+    if target.key and not encoded:
+        problem = f"none of {len(leaves)} arrays is quantized, for {format}."
+        fix = "quantize them first, with jqx.ptq or jqx.quantize_params."
+        raise fail("interop.write", problem, fix=fix)
     floats = [
         name
         for name, leaf in leaves.items()
@@ -181,7 +186,7 @@ dtype=float32, 2,560 bytes)
     layers = {name: each.layer for name, each in encoded.items()}
     model = _config(config, tree)
     if target.key:
-        model[target.key] = target.config(layers, floats, *more)
+        model[target.key] = target.config(layers, floats, *arguments)
     tensors = _tensors(leaves, encoded)
     files = {**_tokenizer(tokenizer), "config.json": _text_of(model)}
     with FolderWriter(
@@ -189,33 +194,19 @@ dtype=float32, 2,560 bytes)
     ) as out:
         for name in with_bar("write", "tensor", leaves, progress):
             leaf = as_numpy(name, leaves[name].read(), format)
-            made = encoded[name].make(leaf) if name in encoded else {name: leaf}
-            for each, array in made.items():
+            arrays = encoded[name].make(leaf) if name in encoded else {name: leaf}
+            for each, array in arrays.items():
                 out.write(each, np.asarray(array))
 
 
 def _target(format: Any) -> Target:
     if not (isinstance(format, str) and format in TARGETS):
+        formats = ", ".join(map(repr, (*TARGETS, GGUF)))
+        problem = f"there is no format {shown(format)} to write."
         raise fail(
-            "interop.write",
-            "there is no such format to write.",
-            given=f"format == {shown(format)}",
-            expected=f"one of {', '.join(map(repr, (*TARGETS, GGUF)))}",
-            fix="pass one of these; jqx.save writes jqx's own files.",
+            "interop.write", problem, fix=f"pass one of {formats}; jqx.save writes jqx's own."
         )
     return TARGETS[format]
-
-
-def _limit(limit: Any) -> int:
-    if not check_integer("interop.write", "limit", limit) >= 1:
-        raise fail(
-            "interop.write",
-            "`limit` is not a size of a file.",
-            given=f"limit == {limit}",
-            expected="bytes, 1 or more",
-            fix="leave it out, or pass for example limit=5 * 10**9.",
-        )
-    return int(limit)
 
 
 def _text_of(config: Mapping[str, Any]) -> bytes:
@@ -223,26 +214,16 @@ def _text_of(config: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(config, indent=2).encode()
     except (TypeError, ValueError) as error:
-        raise fail(
-            "interop.write",
-            "`config` is not JSON.",
-            given=str(error),
-            expected="dicts, lists, strings, Python numbers, booleans and None",
-            fix="convert other values, such as NumPy's numbers with float(x).",
-            error=TypeError,
-        ) from None
+        problem = f"`config` is not JSON: {error}."
+        fix = "convert other values, such as NumPy's numbers with float(x)."
+        raise fail("interop.write", problem, fix=fix, error=TypeError) from None
 
 
 def _check_unused(value: Any, name: str, format: str) -> None:
     """Checks that an argument that a format does not use is left out."""
     if value is not None:
-        raise fail(
-            "interop.write",
-            f"`{name}` has no use for {format}.",
-            given=f"{name} of type {type(value).__name__}",
-            expected=f"{name}=None: " + _INSTEAD.get(name, "it is for folders"),
-            fix="leave it out.",
-        )
+        problem = f"`{name}` has no use for {format}: {_INSTEAD.get(name, 'it is for folders')}."
+        raise fail("interop.write", problem, fix="leave it out.")
 
 
 _INSTEAD = {
@@ -252,25 +233,13 @@ _INSTEAD = {
 }
 
 
-def _metadata(metadata: Any, tree: Any) -> Any:
-    """Returns the metadata of the GGUF file to write."""
-    if metadata is None and isinstance(tree, Archive) and tree.format == GGUF:
-        return tree.metadata
-    return metadata
-
-
 def _activations(
     format: str, target: Target, spec: QSpec | None, leaves: Mapping[str, Leaf]
 ) -> tuple[Any, ...]:
     """Returns the last argument of `encode` and `config` of a target."""
     if spec is not None and not target.activations:
-        raise fail(
-            "interop.write",
-            f"{format} does not support quantized activations.",
-            given=f"activation == {spec}",
-            expected="activation=None",
-            fix='leave it out, or write "compressed-tensors".',
-        )
+        problem = f"{format} does not support quantized activations."
+        raise fail("interop.write", problem, fix='leave it out, or write "compressed-tensors".')
     if not target.activations:
         return ()
     lacking = [
@@ -282,26 +251,10 @@ def _activations(
         and f"{name.removesuffix('.weight')}.input_scale" not in leaves
     ]
     if lacking:
-        raise fail(
-            "interop.write",
-            "static activations have no scale.",
-            given=f"no input_scale next to {', '.join(map(repr, lacking[:3]))}",
-            expected="<module>.input_scale for every quantized weight",
-            fix="put the scale of each site (jqx.affines) into the tree by that name, or pass a "
-            "dynamic spec.",
-        )
+        problem = f"static activations need an input_scale next to {some(map(repr, lacking))}."
+        fix = "put each scale (jqx.affines) into the tree as <module>.input_scale, or be dynamic."
+        raise fail("interop.write", problem, fix=fix)
     return (spec,)
-
-
-def _check_some(format: str, encoded: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    if not encoded:
-        raise fail(
-            "interop.write",
-            "nothing is quantized.",
-            given=f"{len(leaves)} arrays, for {format}",
-            expected="QTensors among them",
-            fix="quantize them first, with jqx.ptq or jqx.quantize_params.",
-        )
 
 
 def _tensors(
@@ -310,16 +263,12 @@ def _tensors(
     """Returns dtype and shape of the tensors to write, by name."""
     tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for name, leaf in leaves.items():
-        own = {name: (_stored(name, leaf.spec), tuple(leaf.spec.shape))}
-        for each, kind in (encoded[name].tensors if name in encoded else own).items():
+        plain = {name: (_stored(name, leaf.spec), tuple(leaf.spec.shape))}
+        for each, kind in (encoded[name].tensors if name in encoded else plain).items():
             if each in tensors:
-                raise fail(
-                    "interop.write",
-                    f"the tensor {each!r} exists twice.",
-                    given=f"{name!r}, and another leaf that it is part of",
-                    expected="a name for each tensor",
-                    fix="leave out what belongs to a quantized weight: its scales and zero points.",
-                )
+                problem = f"the tensor {each!r} exists twice: as a leaf, and as part of {name!r}."
+                fix = "leave out what belongs to a quantized weight: its scales and zero points."
+                raise fail("interop.write", problem, fix=fix)
             tensors[each] = kind
     return tensors
 
@@ -329,13 +278,10 @@ def _stored(name: str, spec: Any) -> np.dtype:
     if isinstance(spec, QTensor):
         return np.dtype(spec.dtype)
     if not (stored_dtype(spec.dtype) == spec.dtype and name != METADATA):
-        raise fail(
-            "interop.write",
-            f"the array {name!r} does not fit safetensors files of other libraries.",
-            given=f"{np.dtype(spec.dtype).name}, with the name {name!r}",
-            expected=f"a dtype among {', '.join(NAMES)}, and another name than {METADATA!r}",
-            fix="convert it, for example with x.astype(jnp.int8); jqx.save keeps every dtype.",
-        )
+        problem = f"the array {name!r} does not fit safetensors files of other libraries."
+        detail = f"{np.dtype(spec.dtype).name}; the name {METADATA!r} is taken"
+        fix = "convert it, for example with x.astype(jnp.int8); jqx.save keeps every dtype."
+        raise fail("interop.write", problem, given=detail, fix=fix)
     return np.dtype(spec.dtype)
 
 
@@ -347,15 +293,10 @@ def _config(config: Any, tree: Any) -> dict[str, Any]:
         path = as_path("interop.write", config)
         config = read_config(path) if os.path.isdir(path) else read_json(path)
     if not isinstance(config, Mapping):
-        raise fail(
-            "interop.write",
-            "there is no config of the model.",
-            given="none" if config is None else f"config of type {type(config).__name__}",
-            expected="a dict, or the path of a config.json",
-            fix="pass config=json.load(...) of the float model; config={} writes only that of "
-            "the quantization.",
-            error=TypeError,
-        )
+        detail = "none" if config is None else f"config of type {type(config).__name__}"
+        problem = f"there is no config of the model: {detail}."
+        fix = "pass config=json.load(...) of the float model, or {} to write none."
+        raise fail("interop.write", problem, fix=fix, error=TypeError)
     assert isinstance(config, Mapping)
     return without_quantization(config)
 
@@ -369,14 +310,9 @@ def _tokenizer(tokenizer: Any) -> dict[str, bytes]:
             tokenizer.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
     folder = pathlib.Path(as_path("interop.write", tokenizer))
-    found = {name: folder / name for name in TOKENIZERS if (folder / name).is_file()}
-    if not found:
-        raise fail(
-            "interop.write",
-            f"there is no tokenizer in {str(folder)!r}.",
-            given="none of its files",
-            expected=f"a folder with {', '.join(TOKENIZERS[:3])} or others",
-            fix="pass the folder of the float model, or tokenizer=None.",
-            error=FileNotFoundError,
-        )
-    return {name: path.read_bytes() for name, path in found.items()}
+    files = {name: folder / name for name in TOKENIZERS if (folder / name).is_file()}
+    if not files:
+        problem = f"there is no tokenizer in {str(folder)!r}, such as {', '.join(TOKENIZERS[:3])}."
+        fix = "pass the folder of the float model, or tokenizer=None."
+        raise fail("interop.write", problem, fix=fix, error=FileNotFoundError)
+    return {name: path.read_bytes() for name, path in files.items()}

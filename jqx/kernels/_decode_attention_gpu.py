@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._pallas import call, pl, triton
-from ._split import EXACT, split
+from ._pallas import EXACT, call, pl, split, triton
 
 PROGRAMS = 528
 """Programs that keep a GPU busy: four for each multiprocessor of an H100."""

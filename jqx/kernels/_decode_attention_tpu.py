@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
-from ._pallas import call, pl, tpu
-from ._split import EXACT, split
+from ._pallas import EXACT, call, pl, split, tpu
 
 LANES, SUBLANES = 128, 8
 

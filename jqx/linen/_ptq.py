@@ -9,7 +9,7 @@ from flax.core import meta, unfreeze
 
 from .._calls import called
 from .._checks import check_instance
-from .._errors import fail
+from .._errors import fail, some
 from ..observers._shared import Weight
 from ..policy import Policy
 from ..policy._shared import check_policy
@@ -17,7 +17,7 @@ from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
 from ..ptq._shared import Effort, Hoist, Quantize, Target, check_effort
 from ..transforms._shared import OnNonfinite
-from ._state import State
+from ._quantized import State
 
 Variables = Mapping[str, Any]
 
@@ -94,9 +94,7 @@ def ptq(
         if "params" not in plain:
             raise fail(
                 "linen.ptq",
-                "the variables have no parameters.",
-                given=f"the collections {', '.join(map(repr, plain)) or '(none)'}",
-                expected="a collection 'params'",
+                f"the variables have no collection 'params': {some(map(repr, plain))}.",
                 fix="pass what module.init returns, or {'params': params}.",
             )
         names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
@@ -151,25 +149,19 @@ def bind(
             "linen.bind",
             "the module does not take the variables of the file.",
             given=f"{type(module).__name__}: {str(error).splitlines()[0]}",
-            expected=f"the module that was quantized, of {len(unbound.plan.weights)} weights",
-            fix="make it with its original fields.",
+            fix="pass the module that was quantized, made with its original fields.",
         ) from error
 
 
 def _applied(function: str, module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a module as a function of its variables."""
     check_instance(function, "module", module, nn.Module, fix="pass a linen module.")
-    state = "quantized" if module.scope is None else "bound"
-    if not (module.scope is None and not isinstance(module, State)):
-        raise fail(
-            function,
-            "this module cannot be quantized.",
-            given=f"{type(module).__name__}, {state} already",
-            expected="an unbound float module",
-            fix="pass the float module itself.",
-        )
+    if module.scope is not None or isinstance(module, State):
+        state = "quantized" if module.scope is None else "bound"
+        problem = f"this {type(module).__name__} is {state} already."
+        raise fail(function, problem, fix="pass the float module itself, unbound.")
 
-    def apply(variables: Any, *args: Any, **more: Any) -> Any:
-        return module.apply(variables, *args, **{**kwargs, **more})
+    def apply(variables: Any, *args: Any, **call_kwargs: Any) -> Any:
+        return module.apply(variables, *args, **{**kwargs, **call_kwargs})
 
     return apply

@@ -76,8 +76,8 @@ def _property(name: str, member: Any) -> property:
 
 def _is_method(x: Any) -> bool:
     """Returns whether `x` is a function, or is under `nnx.jit`, `functools.partialmethod` etc."""
-    other = (type, staticmethod, classmethod)
-    return hasattr(x, "__get__") and not isinstance(x, other) and not _is_data(x)
+    kinds = (type, staticmethod, classmethod)
+    return hasattr(x, "__get__") and not isinstance(x, kinds) and not _is_data(x)
 
 
 def _is_property(x: Any) -> bool:

@@ -11,7 +11,7 @@ from .._errors import fail
 from ..modules import Mode
 from ..modules._shared import (
     Scales,
-    Wanted,
+    Search,
     check_learnable,
     check_scales,
     flatten,
@@ -22,12 +22,10 @@ from ..modules._shared import (
 from ..tensor import pack_for
 from ..tensor._shared import check_target
 from ..transforms import Plan
-from ._injected import Contraction
-from ._outputs import is_node
-from ._pure import Path, is_coded
+from ._layers import Contraction
+from ._pure import Path, is_coded, is_node, replace_variables, variable_at
 from ._quantized import Quantized
-from ._state import State
-from ._variables import Found, QParam
+from ._state import QParam, SearchResult, State
 
 
 def convert(
@@ -77,23 +75,24 @@ def convert(
     """
     if target is not None:
         check_target("nnx.convert", target, None)
-    parts = _search("nnx.convert", model, scales, Wanted.CODES, method, args, kwargs)
-    found = [(part, found) for part, found in parts if found.get("codes")]
-    _require(found, "nnx.convert", model, "quantized a weight", "weights that are not yet codes")
+    parts = _search(Search.CODES, model, scales, method, args, kwargs)
     codes: dict[int, QParam] = {}
-    for part, new in found:
+    for part, results in parts:
+        if not results.get("codes"):
+            continue
         weights = _owned(model, part) if isinstance(part, Contraction) else _weights(part)
         for path, variable in weights:
-            value = _at(new["codes"], path)
+            value = _at(results["codes"], path)
             if value is not None and target is not None:
                 value = pack_for(value, target)
             if isinstance(value, Mapping):
                 value = overlay(variable.get_value(), value)
             if value is not None:
                 codes[id(variable)] = QParam(value)
-    for part, new in parts:
-        _fix(part, new.get("scales", {}), Mode.CONVERT)
-    replace(model, codes)
+    for part, results in parts:
+        _add_scales(part, results.get("scales", {}))
+        part.learned_scales, part.mode = None, Mode.CONVERT
+    replace_variables(model, codes)
 
 
 def fix_scales(
@@ -132,11 +131,8 @@ def fix_scales(
       >>> float(model.quant_scales["kernel:dot_general:lhs"].scale[0, 0])
       1.0
     """
-    parts = _search("nnx.fix_scales", model, scales, Wanted.SCALES, method, args, kwargs)
-    found = [part for part, new in parts if new.get("scales")]
-    _require(found, "nnx.fix_scales", model, "found a scale", "static activations")
-    for part, new in parts:
-        _keep_scales(part, new.get("scales", {}))
+    for part, results in _search(Search.SCALES, model, scales, method, args, kwargs):
+        _add_scales(part, results.get("scales", {}))
         part.mode = Mode.SIMULATE
 
 
@@ -186,17 +182,18 @@ def learn_scales(
       >>> sorted(model.learned_scales)
       ['kernel:dot_general:lhs', 'kernel:weight']
     """
-    parts = _search("nnx.learn_scales", model, scales, Wanted.LEARNED, method, args, kwargs)
-    found = [(part, flatten(new["learned"])) for part, new in parts if new.get("learned")]
-    _require(found, "nnx.learn_scales", model, "found a scale", "quantized weights or activations")
-    for _, learned in found:
-        check_learnable(learned)
+    parts = _search(Search.LEARNED, model, scales, method, args, kwargs)
+    learned = [
+        (part, flatten(results["learned"])) for part, results in parts if results.get("learned")
+    ]
+    for _, affines in learned:
+        check_learnable(affines)
     for part, _ in parts:
         part.quant_scales.set_value({})
         part.quant_stats.set_value({})
         part.learned_scales, part.mode = None, Mode.SIMULATE
-    for part, learned in found:
-        entries = {key: affine.scale for key, affine in learned.items()}
+    for part, affines in learned:
+        entries = {key: affine.scale for key, affine in affines.items()}
         # A State, since nnx.Optimizer makes one of a dict, and then masks of optax do not fit.
         part.learned_scales = nnx.Param(nnx.State(nest(entries)))
 
@@ -226,37 +223,41 @@ def make_plan(model: Quantized, *args: Any, method: str = "__call__", **kwargs: 
 
 
 def _search(
-    function: str,
+    search: Search,
     model: nnx.Module,
     scales: Scales | None,
-    wanted: Wanted,
     method: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> list[tuple[State, dict[str, Any]]]:
     """Runs a copy of a model; returns its quantized parts and what the run found for each."""
+    function = f"nnx.{search.function}"
     check_instance(function, "model", model, nnx.Module, fix="pass an nnx module.")
     if scales is not None:
         check_scales(function, scales)
     _separate(model)
-    ran, args, kwargs = _copy(model, args, kwargs)
-    pairs = list(zip(_parts(model), _parts(ran), strict=True))
-    for _, twin in pairs:
-        twin.mode = Mode.CONVERT if wanted is Wanted.CODES else Mode.SIMULATE
-        twin.quant_dynamic = twin.quant_dynamic or scales == "dynamic"
-        twin.quant_found = Found({}, wanted=wanted)
-    getattr(ran, method)(*args, **kwargs)
-    return [(part, _value(twin.quant_found)) for part, twin in pairs]
-
-
-def _copy(model: nnx.Module, args: Any, kwargs: Any) -> tuple[nnx.Module, Any, Any]:
-    """Returns copies of a model and of the other nodes that a call writes: nodes in arguments."""
+    # Nodes among the arguments, which the call may write, are copied too.
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
-    nodes = {place: leaf for place, leaf in enumerate(leaves) if is_node(leaf)}
-    ran, copies = nnx.clone((model, list(nodes.values())))
+    nodes = {i: leaf for i, leaf in enumerate(leaves) if is_node(leaf)}
+    model_copy, copies = nnx.clone((model, list(nodes.values())))
     new = dict(zip(nodes, copies, strict=True))
     args, kwargs = jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
-    return ran, args, kwargs
+    parts, twins = _parts(model), _parts(model_copy)
+    for twin in twins:
+        twin.mode = Mode.CONVERT if search is Search.CODES else Mode.SIMULATE
+        twin.quant_dynamic = twin.quant_dynamic or scales == "dynamic"
+        twin.quant_found = SearchResult({}, search=search)
+    getattr(model_copy, method)(*args, **kwargs)
+    results = [{} if x.quant_found is None else x.quant_found.get_value() for x in twins]
+    if not any(values.get(search.value) for values in results):
+        raise fail(
+            function,
+            "no part of the model has anything left to quantize.",
+            given=f"{type(model).__name__} with {len(parts)} quantized parts",
+            fix="pass jqx.nnx.quantize(model, policy), not converted yet, or set the mode of its "
+            "layers, which do nothing in Mode.FLOAT.",
+        )
+    return list(zip(parts, results, strict=True))
 
 
 def _parts(model: nnx.Module) -> list[State]:
@@ -264,27 +265,11 @@ def _parts(model: nnx.Module) -> list[State]:
     return [module for module in modules if module.mode is not Mode.FLOAT]
 
 
-def _fix(part: State, scales: Mapping[str, Any], mode: Mode) -> None:
-    _keep_scales(part, scales)
-    part.learned_scales, part.mode = None, mode
-
-
-def _keep_scales(part: State, scales: Mapping[str, Any]) -> None:
+def _add_scales(part: State, scales: Mapping[str, Any]) -> None:
     """Adds scales to those of a part. Statistics without new scales stay, for other methods."""
-    known = overlay(part.quant_scales.get_value(), scales)
-    part.quant_scales.set_value(known)
-    part.quant_stats.set_value(unscaled(part.quant_stats.get_value(), known))
-
-
-def _require(found: Any, function: str, model: nnx.Module, did: str, expected: str) -> None:
-    if not found:
-        raise fail(
-            function,
-            f"no part of the model {did}.",
-            given=f"{type(model).__name__} with {len(_parts(model))} quantized parts",
-            expected=f"layers or contractions of jqx.nnx, not in Mode.FLOAT, with {expected}",
-            fix="pass jqx.nnx.quantize(model, policy), or set the mode of its layers.",
-        )
+    merged = overlay(part.quant_scales.get_value(), scales)
+    part.quant_scales.set_value(merged)
+    part.quant_stats.set_value(unscaled(part.quant_stats.get_value(), merged))
 
 
 def _weights(part: State) -> list[tuple[Path, nnx.Variable[Any]]]:
@@ -292,12 +277,6 @@ def _weights(part: State) -> list[tuple[Path, nnx.Variable[Any]]]:
     _, state, _ = nnx.split((part, []), is_coded, ...)
     paths = [path[1:] for path, _ in nnx.to_flat_state(state)]
     return [(path, variable_at(part, path)) for path in paths]
-
-
-def variable_at(node: Any, path: Path) -> nnx.Variable[Any]:
-    for key in path:
-        node = getattr(node, str(key)) if isinstance(node, nnx.Pytree) else node[key]
-    return node
 
 
 def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variable[Any]]]:
@@ -308,9 +287,7 @@ def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variabl
         raise fail(
             "nnx.convert",
             f"an injected {type(part).__name__} is not in a layer with a weight {name!r}.",
-            given=f"weight_name={name!r}",
-            expected="the name of the variable of the weight in the layer that contains it",
-            fix="pass weight_name= to the contraction.",
+            fix="pass the name of the layer's variable as weight_name= to the contraction.",
         )
     return weights
 
@@ -338,24 +315,3 @@ def _at(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree.get(str(key)) if isinstance(tree, Mapping) else None
     return tree
-
-
-def replace(model: nnx.Module, new: Mapping[int, nnx.Variable[Any]]) -> None:
-    """Replaces variables everywhere in the model."""
-
-    def replaced(x: Any) -> Any:
-        return new.get(id(x), x)
-
-    def is_whole(x: Any) -> bool:
-        return isinstance(x, (nnx.Variable, nnx.Pytree))
-
-    for _, node in list(nnx.iter_graph(model)):
-        if isinstance(node, nnx.Pytree):
-            for name, value in list(vars(node).items()):
-                leaves = jax.tree.leaves(value, is_leaf=is_whole)
-                if any(id(leaf) in new for leaf in leaves):
-                    setattr(node, name, jax.tree.map(replaced, value, is_leaf=is_whole))
-
-
-def _value(found: Found | None) -> dict[str, Any]:
-    return {} if found is None else found.get_value()

@@ -18,8 +18,8 @@ from ..ptq import Algorithm, Quantized, Unbound
 from ..ptq import ptq as ptq_of_function
 from ..ptq._shared import Effort, Hoist, Target, check_effort
 from ..transforms._shared import OnNonfinite, is_parameter
-from ._pure import leaves_by_path, replaced_by, values, was_written, with_values
-from ._quantize import check_float
+from ._pure import is_node, leaves_by_path, replaced_by, values, was_written, with_values
+from ._quantized import check_float
 
 
 class QuantizeModel(Protocol):
@@ -96,7 +96,7 @@ def ptq(
 
     @called("nnx.ptq(model, policy)", fix)
     def quantize(batches: Iterable[Any] | None = None) -> Quantized:
-        function, state = _called("nnx.ptq", model, method, kwargs)
+        function, state = _as_function("nnx.ptq", model, method, kwargs)
         names = {
             "/".join(map(str, path)): None
             for path, variable in nnx.to_flat_state(state)
@@ -151,75 +151,66 @@ def bind(
     check_instance("nnx.bind", "unbound", unbound, Unbound, fix=fix)
     check_float("nnx.bind", model)
     _check_abstract(model)
-    return unbound.bind(_called("nnx.bind", model, method, kwargs)[0], target=target, check=check)
-
-
-def _is_random(path: Any, variable: Any) -> bool:
-    """Whether a variable belongs to a stream, or an array is a key, which files do not store."""
-    dtype = getattr(variable, "dtype", None)
-    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return isinstance(variable, nnx.RngState) or is_key
+    return unbound.bind(
+        _as_function("nnx.bind", model, method, kwargs)[0], target=target, check=check
+    )
 
 
 def _check_abstract(model: nnx.Module) -> None:
     """Checks that no attribute of an abstract model takes part in its graph, not in its state: Flax
     keeps arrays that are no variables there.
     """
-    known = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
-    lost = [
-        "/".join(where)
+    variables = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+
+    def has_no_values(x: Any) -> bool:
+        is_traced = isinstance(x, jax.Array) and not is_concrete(x)
+        return is_traced or isinstance(x, jax.ShapeDtypeStruct)
+
+    abstract = [
+        (*map(str, path), name, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
         for path, node in nnx.iter_graph(model)
         if isinstance(node, nnx.Pytree)
         for name, value in vars(node).items()
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_node)
-        if _has_no_values(leaf)
-        and (where := (*map(str, path), name, *map(_key, keys))) not in known
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node)
+        if has_no_values(leaf)
     ]
-    if lost:
+    if stateless := ["/".join(path) for path in abstract if path not in variables]:
         raise fail(
             "nnx.bind",
-            "an abstract model has attributes without values that are no variables.",
-            given=some(map(repr, lost)),
-            expected="a model with values, or one whose arrays are all variables",
+            "an abstract model has attributes without values that are no variables: "
+            f"{some(map(repr, stateless))}.",
             fix="pass the model itself, of any values; or make the attribute an nnx.Variable.",
         )
 
 
-def _has_no_values(x: Any) -> bool:
-    is_traced = isinstance(x, jax.Array) and not is_concrete(x)
-    return is_traced or isinstance(x, jax.ShapeDtypeStruct)
-
-
-def _is_node(x: Any) -> bool:
-    return isinstance(x, (nnx.Variable, nnx.Pytree))
-
-
-def _key(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
-
-
-def _called(
+def _as_function(
     function: str, model: nnx.Module, method: str, kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Any]:
     """Returns a model as a function of the values of its variables, and the state of these."""
-    graphdef, streams, state = nnx.split(model, _is_random, ...)
+
+    def is_random(path: Any, variable: Any) -> bool:
+        """Whether a variable belongs to a stream, or an array is a key: files store neither."""
+        dtype = getattr(variable, "dtype", None)
+        is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return isinstance(variable, nnx.RngState) or is_key
+
+    graphdef, streams, state = nnx.split(model, is_random, ...)
     empty = nnx.map_state(lambda _, variable: replaced_by(variable, None), state)
     paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(state)]
 
-    def call(params: Any, *args: Any, **more: Any) -> Any:
+    def call(params: Any, *args: Any, **call_kwargs: Any) -> Any:
         _check_paths(function, paths, params)
-        own = jax.tree.map(lambda x: x, streams)  # variables of this trace
-        inner = nnx.merge(graphdef, own, with_values(empty, params))
-        before = leaves_by_path(inner)
-        out = getattr(inner, method)(*args, **{**kwargs, **more})
-        written = nnx.state(inner, lambda path, variable: was_written(path, variable, before))
+        own_streams = jax.tree.map(lambda x: x, streams)  # variables of this trace
+        inner = nnx.merge(graphdef, own_streams, with_values(empty, params))
+        old = leaves_by_path(inner)
+        out = getattr(inner, method)(*args, **{**kwargs, **call_kwargs})
+        written = nnx.state(inner, lambda path, variable: was_written(path, variable, old))
         changed = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(written)]
         if changed:
             raise fail(
                 function,
-                f"`{method}` writes variables, which a pure function cannot do.",
-                given=", ".join(map(repr, changed[:4])),
-                expected="a method that only reads variables",
+                f"`{method}` writes variables, which a pure function cannot do: "
+                f"{some(map(repr, changed))}.",
                 fix="call model.eval() first, which stops dropout and running means; or use "
                 "jqx.nnx.quantize and jqx.nnx.convert, for caches too.",
             )
@@ -232,19 +223,17 @@ def _check_paths(function: str, paths: Sequence[tuple[str, ...]], params: Any) -
     """Checks that the parameters have a value for each variable."""
 
     def has(path: tuple[str, ...]) -> bool:
-        inner = params
-        for part in path:
-            if not isinstance(inner, Mapping) or part not in inner:
+        node = params
+        for name in path:
+            if not isinstance(node, Mapping) or name not in node:
                 return False
-            inner = inner[part]
+            node = node[name]
         return True
 
-    missing = ["/".join(path) for path in paths if not has(path)]
-    if missing:
+    if missing := ["/".join(path) for path in paths if not has(path)]:
         raise fail(
             function,
             "the parameters are not those of the model.",
-            given=f"no value for {', '.join(map(repr, missing[:4]))}",
-            expected=f"values for {len(paths)} variables",
+            given=f"no value for {some(map(repr, missing))}",
             fix="pass quantized.params, of this model.",
         )

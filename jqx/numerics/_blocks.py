@@ -24,13 +24,10 @@ from jax.typing import DTypeLike
 
 from .._checks import check_instance, check_integer, shown
 from .._errors import fail
-from ._e8m0 import E8M0
-from ._integers import Integer
-from ._lookup import as_qtype, format_of
+from ._exact import RoundMode, exponent_of
+from ._lookup import E8M0, as_qtype, format_of
 from ._minifloats import float6_e2m3fn, float6_e3m2fn
-from ._powers import exponent_of
-from ._qtype import QType
-from ._rounding import RoundMode
+from ._qtype import Integer, QType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +77,13 @@ class Block(QType):
                 function,
                 "`scale_qtype` is not a float format with a JAX dtype.",
                 given=f"scale_qtype == {format_of(scale).name}",
-                expected="such as jnp.float8_e8m0fnu or jnp.float8_e4m3fn",
-                fix="pass one of these.",
+                fix="pass a float dtype, such as jnp.float8_e8m0fnu or jnp.float8_e4m3fn.",
                 error=TypeError,
             )
         if isinstance(self.element, Block):
             raise fail(
                 function,
-                "`element` is a block format.",
-                given=f"element == {format_of(self.element).name}",
-                expected="a format of single elements",
+                f"`element` is the block format {format_of(self.element).name}.",
                 fix="pass the element format of that block format.",
                 error=TypeError,
             )
@@ -99,8 +93,7 @@ class Block(QType):
                 function,
                 "the block format is not valid.",
                 given=f"size == {shown(self.size)}, unit == {shown(self.unit)}",
-                expected="a size of 1 or more, and a unit from 2**-64 to 2**64",
-                fix="pass for example size=32.",
+                fix="pass a size of 1 or more, and a unit from 2**-64 to 2**64.",
             )
 
     @property

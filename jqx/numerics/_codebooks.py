@@ -19,8 +19,8 @@ import numpy as np
 from .._checks import check_instance
 from .._compat import explicit_sharding
 from .._errors import fail
+from ._exact import RoundMode
 from ._qtype import QType
-from ._rounding import RoundMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,29 +61,27 @@ class Codebook(QType):
             Iterable,
             fix="pass a tuple of numbers.",
         )
-        given: tuple[Any, ...] = (None,)  # an array without axes cannot be iterated over
+        numbers: tuple[Any, ...] = (None,)  # an array without axes cannot be iterated over
         if getattr(self.entries, "shape", None) != ():
-            given = tuple(self.entries)
-        kinds = sorted({type(entry).__name__ for entry in given})
-        if not all(isinstance(entry, (int, float, np.integer, np.floating)) for entry in given):
+            numbers = tuple(self.entries)
+        kinds = sorted({type(entry).__name__ for entry in numbers})
+        if not all(isinstance(entry, (int, float, np.integer, np.floating)) for entry in numbers):
             raise fail(
                 "numerics.Codebook",
                 "`entries` must hold numbers.",
                 given=f"a sequence of {', '.join(kinds)}",
-                expected="Python or NumPy numbers",
                 fix="pass a tuple of floats.",
                 error=TypeError,
             )
         with np.errstate(over="ignore"):
-            entries = tuple(float(np.float32(min(max(e, -1e39), 1e39))) for e in given)
+            entries = tuple(float(np.float32(min(max(e, -1e39), 1e39))) for e in numbers)
         increasing = all(a < b for a, b in itertools.pairwise(entries))
         if not (2 <= len(entries) <= 256 and increasing and all(map(math.isfinite, entries))):
             raise fail(
                 "numerics.Codebook",
                 "`entries` is not a table of increasing numbers.",
                 given=f"{len(entries)} entries" + ("" if increasing else " that do not increase"),
-                expected="2 to 256 finite numbers, each larger than the previous one",
-                fix="sort them and drop duplicates.",
+                fix="pass 2 to 256 finite numbers, sorted and without duplicates.",
             )
         object.__setattr__(self, "entries", entries)
 
@@ -125,8 +123,8 @@ class Codebook(QType):
 
     def decode(self, codes: jax.Array) -> jax.Array:
         table = jnp.asarray(np.asarray(self.entries, np.float32))
-        places = codes.astype(jnp.int32)
-        return table.at[places].get(
+        indices = codes.astype(jnp.int32)
+        return table.at[indices].get(
             mode="clip", wrap_negative_indices=False, out_sharding=explicit_sharding(codes)
         )
 
@@ -158,8 +156,8 @@ def _cuts(entries: tuple[float, ...], mode: RoundMode, dtype: str) -> tuple[np.f
     the threshold is rounded up.
     """
     kind, thresholds = np.dtype(dtype).type, []
-    for place, (low, high) in enumerate(itertools.pairwise(entries)):
-        cut, goes_up = _cut(place, low, high, mode)
+    for code, (low, high) in enumerate(itertools.pairwise(entries)):
+        cut, goes_up = _cut(code, low, high, mode)
         # XLA flushes subnormals: the largest number below zero is a normal one.
         below_zero = cut == 0 and goes_up
         thresholds.append(
@@ -168,8 +166,8 @@ def _cuts(entries: tuple[float, ...], mode: RoundMode, dtype: str) -> tuple[np.f
     return tuple(thresholds)
 
 
-def _cut(place: int, low: float, high: float, mode: RoundMode) -> tuple[Fraction, bool]:
-    """Returns the exact threshold after entry `place`, and whether the threshold rounds up."""
+def _cut(code: int, low: float, high: float, mode: RoundMode) -> tuple[Fraction, bool]:
+    """Returns the exact threshold after entry `code`, and whether the threshold rounds up."""
     a, b = Fraction(low), Fraction(high)
     middle = (a + b) / 2
     match mode:
@@ -186,7 +184,7 @@ def _cut(place: int, low: float, high: float, mode: RoundMode) -> tuple[Fraction
         case RoundMode.NEAREST_DOWNWARD:
             return middle, False
         case RoundMode.NEAREST_TOWARD_EVEN:
-            return middle, place % 2 == 1
+            return middle, code % 2 == 1
         case RoundMode.NEAREST_TOWARD_INFINITY:
             return middle, b >= -a
         case RoundMode.NEAREST_TOWARD_ZERO:
@@ -200,12 +198,12 @@ def _largest_below(cut: Fraction, exclusive: bool, kind: type) -> np.floating:
         exact = Fraction(float(value))
         return exact > cut or (exclusive and exact == cut)
 
-    found = kind(float(cut))
-    while beyond(found):
-        found = np.nextafter(found, kind(-np.inf))
-    while not beyond(following := np.nextafter(found, kind(np.inf))):
-        found = following
-    return found
+    bound = kind(float(cut))
+    while beyond(bound):
+        bound = np.nextafter(bound, kind(-np.inf))
+    while not beyond(following := np.nextafter(bound, kind(np.inf))):
+        bound = following
+    return bound
 
 
 nf4: Codebook = Codebook(

@@ -10,6 +10,8 @@ Subnormals are the exception: XLA on CPU flushes float32 subnormals to zero, and
 way to avoid it.
 """
 
+import enum
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,11 +140,11 @@ def saturating_float_sum(
     r: jax.Array, zero_point: jax.Array | None, low: int, high: int
 ) -> jax.Array:
     """`saturating_sum` in the dtype of `r`, which must represent the codes; zero is positive."""
-    least, largest = (jnp.asarray(bound, r.dtype) for bound in (low, high))
+    smallest, largest = (jnp.asarray(bound, r.dtype) for bound in (low, high))
     if zero_point is not None:
         # Exact wherever it does not saturate: |r + zero_point| is below 2**24 (2**53) there.
         r = r + _widen(zero_point).astype(r.dtype)
-    r = lax.clamp(least, r, largest)
+    r = lax.clamp(smallest, r, largest)
     return jnp.where(jnp.abs(r) > 0, r, jnp.zeros_like(r))  # NaN and -0 become +0
 
 
@@ -233,3 +235,131 @@ def _round_integers(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return x
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, exponent_bits=int(info.nexp), mantissa_bits=int(info.nmant))
+
+
+# Powers of two, read from and written to the bits of floats: exact, unlike log2 and exp2.
+
+
+_INTEGER = {"float32": (np.int32, 23, 127), "float64": (np.int64, 52, 1023)}
+
+
+def exponent_of(x: jax.Array) -> jax.Array:
+    """Returns `floor(log2(abs(x)))` as int32, for float32 or float64.
+
+    Zero and subnormals give the smallest exponent of a normal number minus 1; infinity and NaN give
+    the largest exponent plus 1.
+    """
+    integer, mantissa_bits, bias = _INTEGER[x.dtype.name]
+    bits = lax.bitcast_convert_type(x, integer)
+    field = lax.shift_right_logical(bits << 1, jnp.asarray(mantissa_bits + 1, integer))
+    return field.astype(jnp.int32) - bias
+
+
+def power_of_two(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns `2**exponent` for int32 exponents of normal numbers of `dtype`."""
+    integer, mantissa_bits, bias = _INTEGER[jnp.dtype(dtype).name]
+    return lax.bitcast_convert_type((exponent.astype(integer) + bias) << mantissa_bits, dtype)
+
+
+def power_below(x: jax.Array) -> jax.Array:
+    """Returns the largest power of two that is at most `abs(x)`, for float32 or float64. The result
+    and its reciprocal are normal numbers. Differentiation treats it as a constant.
+    """
+    _, _, bias = _INTEGER[x.dtype.name]
+    exponent = jnp.clip(exponent_of(lax.stop_gradient(x)), 1 - bias, bias - 1)
+    return power_of_two(exponent, x.dtype)
+
+
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Returns `x * 2**exponent` for int32 exponents in [-252, 254]; exact except for a subnormal
+    result.
+
+    It uses two factors: 2**-127 (and so 1 / 2**127) is not a normal float32, and XLA flushes
+    subnormal numbers to zero.
+    """
+    half = exponent >> 1
+    return x * power_of_two(half, x.dtype) * power_of_two(exponent - half, x.dtype)
+
+
+def step_of(
+    x: jax.Array, mantissa_bits: int, least: int, largest: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the spacing, at `x`, of floats with `mantissa_bits`, and its reciprocal.
+
+    The exponent of `x` is clamped to `[least, largest]`; below `least`, floats are evenly spaced.
+    """
+    integer, bits, bias = _INTEGER[x.dtype.name]
+    field = lax.bitcast_convert_type(x, integer) & integer(2 * bias + 1 << bits)
+    low, high = (integer(exponent + bias << bits) for exponent in (least, largest))
+    field = lax.clamp(low, field, high)
+    step = field - integer(mantissa_bits << bits)
+    twice = integer(2 * bias << bits - 1) * integer(2)  # wraps around; the difference wraps back
+    return (
+        lax.bitcast_convert_type(step, x.dtype),
+        lax.bitcast_convert_type(twice - step, x.dtype),
+    )
+
+
+# The nine round modes of nGraph, each exact for every finite float.
+
+
+class RoundMode(enum.Enum):
+    """How a real number is rounded to an integer; the value is the attribute string of nGraph.
+
+    =======================  =============================  ===  ====  ====  ===  ====
+    mode                     rule                           2.5  -2.5  -3.5  2.4  -2.6
+    =======================  =============================  ===  ====  ====  ===  ====
+    NEAREST_TOWARD_INFINITY  nearest, ties away from zero     3    -3    -4    2    -3
+    NEAREST_TOWARD_ZERO      nearest, ties toward zero        2    -2    -3    2    -3
+    NEAREST_UPWARD           nearest, ties to +infinity       3    -2    -3    2    -3
+    NEAREST_DOWNWARD         nearest, ties to -infinity       2    -3    -4    2    -3
+    NEAREST_TOWARD_EVEN      nearest, ties to even            2    -2    -4    2    -3
+    TOWARD_INFINITY          away from zero                   3    -3    -4    3    -3
+    TOWARD_ZERO              truncate                         2    -2    -3    2    -2
+    UP                       ceiling                          3    -2    -3    3    -2
+    DOWN                     floor                            2    -3    -4    2    -3
+    =======================  =============================  ===  ====  ====  ===  ====
+    """
+
+    NEAREST_TOWARD_INFINITY = "ROUND_NEAREST_TOWARD_INFINITY"
+    NEAREST_TOWARD_ZERO = "ROUND_NEAREST_TOWARD_ZERO"
+    NEAREST_UPWARD = "ROUND_NEAREST_UPWARD"
+    NEAREST_DOWNWARD = "ROUND_NEAREST_DOWNWARD"
+    NEAREST_TOWARD_EVEN = "ROUND_NEAREST_TOWARD_EVEN"
+    TOWARD_INFINITY = "ROUND_TOWARD_INFINITY"
+    TOWARD_ZERO = "ROUND_TOWARD_ZERO"
+    UP = "ROUND_UP"
+    DOWN = "ROUND_DOWN"
+
+
+def round_to_integer(x: jax.Array, mode: RoundMode) -> jax.Array:
+    """Rounds float32 or float64 values to integers of the same dtype; NaN and infinity stay.
+
+    `floor(x + 0.5)` would be wrong: the sum rounds 0.49999997 up to 1 and is off by one for odd
+    values above 2**23. The differences that are compared here are exact wherever it matters:
+    `x - floor(x)` is at least 0.5 only if its exact value is; so is `ceil(x) - x`, for ties
+    downward; and `x - trunc(x)` is exact for every float.
+    """
+    half, one = jnp.asarray(0.5, x.dtype), jnp.asarray(1, x.dtype)
+    match mode:
+        case RoundMode.NEAREST_TOWARD_EVEN:
+            return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+        case RoundMode.NEAREST_TOWARD_INFINITY:
+            return lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO)
+        case RoundMode.NEAREST_TOWARD_ZERO:
+            t = jnp.trunc(x)
+            return jnp.where(jnp.abs(x - t) > half, t + jnp.copysign(one, x), t)
+        case RoundMode.NEAREST_UPWARD:
+            below = lax.floor(x)
+            return jnp.where(x - below >= half, below + one, below)
+        case RoundMode.NEAREST_DOWNWARD:
+            above = lax.ceil(x)
+            return jnp.where(above - x >= half, above - one, above)
+        case RoundMode.TOWARD_INFINITY:
+            return jnp.where(x < 0, lax.floor(x), lax.ceil(x))
+        case RoundMode.TOWARD_ZERO:
+            return jnp.trunc(x)
+        case RoundMode.UP:
+            return lax.ceil(x)
+        case RoundMode.DOWN:
+            return lax.floor(x)

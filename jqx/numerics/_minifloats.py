@@ -21,9 +21,8 @@ from jax import lax
 
 from .._checks import check_instance, check_integer
 from .._errors import fail
-from ._powers import step_of
+from ._exact import RoundMode, round_to_integer, step_of
 from ._qtype import QType
-from ._rounding import RoundMode, round_to_integer
 
 
 class Specials(enum.Enum):
@@ -88,32 +87,24 @@ class Minifloat(QType):
         if not (1 <= e <= 7 and 0 <= m <= 7 - e and (m > 0 or not ieee) and (e + m > 1 or not fn)):
             raise fail(
                 function,
-                "the widths do not make a valid format.",
+                "the widths do not make a valid format of at most 8 bits with the sign.",
                 given=f"exponent_bits == {e}, mantissa_bits == {m}, {self.specials}",
-                expected="1 to 7 exponent bits, at most 8 bits with the sign, and a mantissa bit "
-                "if it "
-                "separates infinity from NaN",
-                fix="choose smaller widths, or other specials.",
+                fix="choose 1 to 7 exponent bits; infinity and NaN need a mantissa bit.",
             )
         if self.bias is None:
             object.__setattr__(self, "bias", self._usual_bias)
         object.__setattr__(self, "bias", check_integer(function, "bias", self.bias))
-        least = 1 - m  # the steps of the smallest numbers must not exceed 1
-        if not least <= self.bias <= 100:
+        smallest_bias = 1 - m  # the steps of the smallest numbers must not exceed 1
+        if not smallest_bias <= self.bias <= 100:
             raise fail(
                 function,
-                "the bias is out of range: the numbers of the format must be well inside the "
-                "range of normal float32 numbers.",
-                given=f"bias == {self.bias}",
-                expected=f"a bias in [{least}, 100]",
-                fix="put the power of two in the scale.",
+                f"bias == {self.bias} takes numbers out of the normal float32 range.",
+                fix=f"choose a bias in [{smallest_bias}, 100]; the scale takes the power of two.",
             )
         if not self.saturate and self.specials is Specials.NONE:
             raise fail(
                 function,
                 "a format without infinity and NaN must saturate.",
-                given="saturate == False, Specials.NONE",
-                expected="saturate=True",
                 fix="pass saturate=True, or other specials.",
             )
 
@@ -198,19 +189,19 @@ class Minifloat(QType):
         in_bits = mode is RoundMode.NEAREST_TOWARD_EVEN and self.mantissa_bits > 0
         if not in_bits or not self.saturate or y.dtype != jnp.float32:
             y = self.round(y, mode).astype(jnp.float32)
-        m, least = self.mantissa_bits, self._least_exponent
+        m, least_exponent = self.mantissa_bits, self._least_exponent
         bits = lax.bitcast_convert_type(y, jnp.int32)
         size = bits & 0x7FFFFFFF
         shift = 23 - m
-        even = ((size >> shift) & 1) + ((1 << (shift - 1)) - 1 - ((126 + least) << 23))
+        even = ((size >> shift) & 1) + ((1 << (shift - 1)) - 1 - ((126 + least_exponent) << 23))
         normal = lax.shift_right_logical(size + even, jnp.int32(shift))
-        magic = np.float32(2.0 ** (least - m + 23))
+        magic = np.float32(2.0 ** (least_exponent - m + 23))
         sum_bits = lax.bitcast_convert_type(
             lax.bitcast_convert_type(size, jnp.float32) + magic, jnp.int32
         )
         subnormal = sum_bits - int(magic.view(np.int32))
         infinite = self.specials is Specials.INFINITY_AND_NAN and not self.saturate
-        code = jnp.where(size < (127 + least) << 23, subnormal, normal)
+        code = jnp.where(size < (127 + least_exponent) << 23, subnormal, normal)
         code = jnp.minimum(code, self._largest + infinite)
         top = self.bits - 1
         sign = lax.shift_right_logical(bits, jnp.int32(31 - top)) & (1 << top)
@@ -248,12 +239,14 @@ class Minifloat(QType):
         if codes.dtype.name == "float4_e2m1fn":
             return codes.astype(jnp.float32)
         code = self.to_bits(codes).astype(jnp.int32)
-        m, least, top = self.mantissa_bits, self._least_exponent, self.bits - 1
+        m, least_exponent, top = self.mantissa_bits, self._least_exponent, self.bits - 1
         size = code & ((1 << top) - 1)
         sign = (code & (1 << top)) << (31 - top)
         moved = size << (23 - m)
-        one = np.float32(2.0**least)  # a subnormal number is 2**least * 1.mantissa - 2**least
-        tiny = lax.bitcast_convert_type(moved + ((127 + least) << 23), jnp.float32) - one
+        one = np.float32(
+            2.0**least_exponent
+        )  # a subnormal number is 2**least * 1.mantissa - 2**least
+        tiny = lax.bitcast_convert_type(moved + ((127 + least_exponent) << 23), jnp.float32) - one
         value = jnp.where(
             size < 1 << m,
             lax.bitcast_convert_type(tiny, jnp.int32),

@@ -46,8 +46,8 @@ def pack_bits(codes: jax.Array, bits: int, axis: int) -> jax.Array:
         padding[axis] = (0, run * count - codes.shape[axis], 0)
         parts = lax.pad(codes, jnp.uint8(0), padding).astype(jnp.int32)
         parts = parts.reshape(*codes.shape[:axis], count, run, *codes.shape[axis + 1 :])
-        place = lax.broadcasted_iota(jnp.int32, parts.shape, axis) * width
-        parts = ((parts >> lowest) & (2**width - 1)) << place
+        shift = lax.broadcasted_iota(jnp.int32, parts.shape, axis) * width
+        parts = ((parts >> lowest) & (2**width - 1)) << shift
         # A reduction, not an or of slices, because XLA on CPU vectorizes it in any fusion.
         planes.append(lax.reduce(parts, np.int32(0), lax.bitwise_or, (axis,)).astype(jnp.uint8))
     return lax.concatenate(planes, axis) if len(planes) > 1 else planes[0]
@@ -66,12 +66,12 @@ def unpack_bits(packed: jax.Array, bits: int, axis: int, length: int) -> jax.Arr
         # Shifts by an iota, not a concatenation of parts, because XLA on CPU vectorizes them in any
         # fusion, also in loops.
         shape = (*plane.shape[:axis], count, *plane.shape[axis:])
-        place = lax.broadcasted_iota(jnp.uint8, shape, axis) * jnp.uint8(width)
-        parts = (lax.expand_dims(plane, (axis,)) >> place) & jnp.uint8(2**width - 1)
+        shift = lax.broadcasted_iota(jnp.uint8, shape, axis) * jnp.uint8(width)
+        parts = (lax.expand_dims(plane, (axis,)) >> shift) & jnp.uint8(2**width - 1)
         parts = parts.reshape(*plane.shape[:axis], count * run, *plane.shape[axis + 1 :])
-        whole = lax.slice_in_dim(parts, 0, length, axis=axis)
-        whole = whole << jnp.uint8(lowest)
-        codes = whole if codes is None else codes | whole
+        head = lax.slice_in_dim(parts, 0, length, axis=axis)
+        head = head << jnp.uint8(lowest)
+        codes = head if codes is None else codes | head
     # Without the barrier, XLA on CPU widens each part separately before it joins them.
     return lax.optimization_barrier(codes)
 
@@ -85,8 +85,8 @@ def pack_neighbours(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     count = 8 // bits
     shape = (*codes.shape[:axis], codes.shape[axis] // count, count, *codes.shape[axis + 1 :])
     parts = codes.reshape(shape).astype(jnp.int32)
-    place = lax.broadcasted_iota(jnp.int32, shape, axis + 1) * bits
-    return lax.reduce(parts << place, np.int32(0), lax.bitwise_or, (axis + 1,)).astype(jnp.uint8)
+    shift = lax.broadcasted_iota(jnp.int32, shape, axis + 1) * bits
+    return lax.reduce(parts << shift, np.int32(0), lax.bitwise_or, (axis + 1,)).astype(jnp.uint8)
 
 
 @partial(jax.jit, static_argnames=("bits", "axis"))
@@ -94,8 +94,8 @@ def unpack_neighbours(packed: jax.Array, bits: int, axis: int) -> jax.Array:
     """Inverts `pack_neighbours`."""
     count, n = 8 // bits, packed.shape[axis]
     shape = (*packed.shape[: axis + 1], count, *packed.shape[axis + 1 :])
-    place = lax.broadcasted_iota(jnp.uint8, shape, axis + 1) * jnp.uint8(bits)
-    parts = (lax.expand_dims(packed, (axis + 1,)) >> place) & jnp.uint8(2**bits - 1)
+    shift = lax.broadcasted_iota(jnp.uint8, shape, axis + 1) * jnp.uint8(bits)
+    parts = (lax.expand_dims(packed, (axis + 1,)) >> shift) & jnp.uint8(2**bits - 1)
     codes = parts.reshape(*packed.shape[:axis], n * count, *packed.shape[axis + 1 :])
     # The barrier has the same reason as in `unpack_bits`.
     return lax.optimization_barrier(codes)

@@ -12,7 +12,7 @@ import math
 
 from .._checks import check_instance
 from .._errors import fail
-from ._rounding import RoundMode
+from ._exact import RoundMode
 
 
 class SymmetricRange(enum.Enum):
@@ -81,13 +81,11 @@ class Numerics:
                 "numerics.Numerics",
                 "scales must be positive and finite.",
                 given=f"min_scale == {self.min_scale}, small_scale == {self.small_scale}",
-                expected="min_scale >= 0 and small_scale > 0",
-                fix="leave them at 0.0 and 1.0, or pass the smallest scale that the runtime "
-                "allows.",
+                fix="pass the smallest scale of the runtime, or leave them at 0.0 and 1.0.",
             )
 
     def __str__(self) -> str:
-        return next((name for name, known in _NAMES.items() if known == self), repr(self))
+        return next((name for name, runtime in _NAMES.items() if runtime == self), repr(self))
 
 
 ngraph: Numerics = Numerics()

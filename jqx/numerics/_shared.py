@@ -1,28 +1,31 @@
 """Names that other folders of jqx import from this one; they are not public."""
 
-from ._e8m0 import E8M0 as E8M0
-from ._e8m0 import PowerOfTwo as PowerOfTwo
-from ._e8m0 import exponent_of_e8m0 as exponent_of_e8m0
-from ._e8m0 import times_e8m0 as times_e8m0
+from ._exact import RoundMode as RoundMode
 from ._exact import bit_width as bit_width
 from ._exact import common_dtype as common_dtype
 from ._exact import compute_dtype as compute_dtype
 from ._exact import difference as difference
 from ._exact import divide as divide
 from ._exact import divide_by_steps as divide_by_steps
+from ._exact import exponent_of as exponent_of
 from ._exact import float_difference as float_difference
 from ._exact import holds_codes as holds_codes
 from ._exact import is_signed as is_signed
 from ._exact import multiply as multiply
 from ._exact import narrow as narrow
+from ._exact import power_below as power_below
 from ._exact import saturating_float_sum as saturating_float_sum
 from ._exact import saturating_sum as saturating_sum
+from ._exact import times_power_of_two as times_power_of_two
 from ._exact import widen as widen
-from ._integers import INTEGERS as INTEGERS
 from ._lookup import DTYPES as DTYPES
+from ._lookup import E8M0 as E8M0
+from ._lookup import PowerOfTwo as PowerOfTwo
 from ._lookup import as_qtype as as_qtype
+from ._lookup import exponent_of_e8m0 as exponent_of_e8m0
 from ._lookup import formats_by_name as formats_by_name
 from ._lookup import name_of_qtype as name_of_qtype
+from ._lookup import times_e8m0 as times_e8m0
 from ._minifloats import MINIFLOATS as MINIFLOATS
 from ._packing import pack_bits as pack_bits
 from ._packing import pack_neighbours as pack_neighbours
@@ -30,7 +33,4 @@ from ._packing import packed_length as packed_length
 from ._packing import planes_of as planes_of
 from ._packing import unpack_bits as unpack_bits
 from ._packing import unpack_neighbours as unpack_neighbours
-from ._powers import exponent_of as exponent_of
-from ._powers import power_below as power_below
-from ._powers import times_power_of_two as times_power_of_two
-from ._rounding import RoundMode as RoundMode
+from ._qtype import INTEGERS as INTEGERS

@@ -1,18 +1,18 @@
 """Observers: values that a user passes to choose which statistics of operands a site records."""
 
-from ._absmax import AbsMax as AbsMax
-from ._absmax import absmax as absmax
-from ._cross import Cross as Cross
-from ._cross import cross as cross
-from ._hessian import Hessian as Hessian
-from ._hessian import hessian as hessian
-from ._mean import Mean as Mean
-from ._mean import MeanAbs as MeanAbs
-from ._mean import mean as mean
-from ._mean import mean_abs as mean_abs
 from ._observer import ObservedSite as ObservedSite
 from ._observer import Observer as Observer
-from ._places import Places as Places
-from ._places import places as places
-from ._samples import Samples as Samples
-from ._samples import samples as samples
+from ._statistics import AbsMax as AbsMax
+from ._statistics import Cross as Cross
+from ._statistics import Hessian as Hessian
+from ._statistics import Mean as Mean
+from ._statistics import MeanAbs as MeanAbs
+from ._statistics import Places as Places
+from ._statistics import Samples as Samples
+from ._statistics import absmax as absmax
+from ._statistics import cross as cross
+from ._statistics import hessian as hessian
+from ._statistics import mean as mean
+from ._statistics import mean_abs as mean_abs
+from ._statistics import places as places
+from ._statistics import samples as samples

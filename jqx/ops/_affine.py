@@ -9,6 +9,7 @@ formats, so that all calls with one shape share one trace and one kernel.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -37,7 +38,22 @@ from ..numerics._shared import (
     times_power_of_two,
     widen,
 )
-from ._broadcast import sum_to_shape
+
+# Lining parameters up with the array they belong to, and summing cotangents back.
+
+
+def expand_to_axes(parameter: jax.Array, axes: Sequence[int], rank: int) -> jax.Array:
+    """Reshapes a parameter with one dim per axis of `axes` (increasing) to `rank` dims."""
+    shape = [1] * rank
+    for axis, size in zip(axes, parameter.shape, strict=True):
+        shape[axis] = size
+    return parameter.reshape(shape)
+
+
+def sum_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Sums `x` over the axes along which `shape`, of equal rank, has been broadcast to it."""
+    axes = tuple(i for i, (n, m) in enumerate(zip(x.shape, shape, strict=True)) if n != m)
+    return jnp.sum(x, axis=axes, keepdims=True) if axes else x
 
 
 @partial(jax.jit, static_argnames=("qtype", "round_mode", "numerics", "as_bits"))

@@ -24,7 +24,7 @@ from ..numerics._shared import (
     narrow,
     widen,
 )
-from ._broadcast import sum_to_shape
+from ._affine import sum_to_shape
 
 _LIMITS = ("input_low", "input_high", "output_low", "output_high")
 _BROADCASTS = ("none", "numpy", "pdpd")
@@ -104,16 +104,12 @@ def fake_quantize(
         raise fail(
             "fake_quantize",
             f"{auto_broadcast!r} is not a member of AutoBroadcastType.",
-            given=f"auto_broadcast == {auto_broadcast!r}",
-            expected=f"one of {', '.join(_BROADCASTS)}",
-            fix='use "numpy" unless the model says otherwise.',
+            fix=f'pass one of {", ".join(_BROADCASTS)}; "numpy" unless the model says otherwise.',
         )
     if auto_broadcast != "pdpd" and axis != -1:
         raise fail(
             "fake_quantize",
-            f"`axis` has no meaning with auto_broadcast={auto_broadcast!r}.",
-            given=f"axis == {axis!r}",
-            expected="axis left at -1",
+            f"`axis` ({axis!r}) has no meaning with auto_broadcast={auto_broadcast!r}.",
             fix='drop axis, or pass auto_broadcast="pdpd".',
         )
     limits = []
@@ -131,9 +127,7 @@ def _check_levels(levels: Any) -> None:
     if levels < 2:
         raise fail(
             "fake_quantize",
-            "`levels` must be 2 or more.",
-            given=f"levels == {levels}",
-            expected="levels >= 2",
+            f"`levels` must be 2 or more, but is {levels}.",
             fix="pass the number of levels, such as levels=256.",
         )
 

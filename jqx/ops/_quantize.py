@@ -1,6 +1,7 @@
 """nGraph v0 Quantize and Dequantize, and affine fake quantization, which composes the two."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from .._checks import (
     as_like,
     as_real,
     check_dtype,
+    check_instance,
     check_real,
     normalize_axes,
     require,
@@ -20,12 +22,52 @@ from .._checks import (
 from .._errors import fail
 from ..gradients import Gradient, ste
 from ..gradients._shared import check_estimator, check_key
-from ..numerics import Block, QType, format_of
-from ..numerics._shared import RoundMode, as_qtype
-from ._affine import affine_dequantize, affine_fake_quantize, affine_quantize
-from ._broadcast import expand_to_axes
+from ..numerics import Block, QType, format_of, round_to_integer
+from ..numerics._shared import RoundMode, as_qtype, widen
+from ._affine import affine_dequantize, affine_fake_quantize, affine_quantize, expand_to_axes
 from ._range import check_zero_point
-from ._round import check_round_mode
+
+# `round`: the nine round modes on real arrays.
+
+
+@called("round", "pass a mode: jqx.round(x, jqx.RoundMode.NEAREST_TOWARD_EVEN).")
+def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
+    """Rounds real numbers to integers by one of the nine nGraph modes, exactly.
+
+    Args:
+      x: real array, any shape; float16, bfloat16, float32 or float64.
+      mode: a `RoundMode`, which includes the rule for ties.
+
+    Returns:
+      Array of the shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not floating point, or `mode` is not a `RoundMode`.
+
+    Gradient: zero almost everywhere; see `quantize_dequantize` for rounding that can be trained.
+    NaN and infinities: unchanged.
+    Source: round modes of nGraph Quantize (v0).
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.round(jnp.array([2.5, -2.5, 2.4]), jqx.RoundMode.NEAREST_UPWARD)
+      Array([ 3., -2.,  2.], dtype=float32)
+    """
+    x = as_real("round", "x", x)
+    check_round_mode("round", mode, argument="mode")
+    return round_to_integer(widen(x), mode).astype(x.dtype)
+
+
+def check_round_mode(function: str, mode: Any, argument: str = "round_mode") -> None:
+    """Checks that `mode` is a `RoundMode`."""
+    names = ", ".join(mode.name for mode in RoundMode)
+    check_instance(
+        function,
+        argument,
+        mode,
+        RoundMode,
+        fix=f"pass jqx.RoundMode.NEAREST_TOWARD_EVEN or another of {names}.",
+    )
 
 
 @called(
@@ -224,17 +266,14 @@ def as_element_type(
     function: str, argument: str, qtype: DTypeLike | QType, role: str
 ) -> jnp.dtype | QType:
     """Returns a format whose scale the caller passes: any format except block formats."""
-    found = as_qtype(function, argument, qtype, role)
-    if isinstance(found, Block):
+    form = as_qtype(function, argument, qtype, role)
+    if isinstance(form, Block):
         raise fail(
             function,
-            f"the block format {found.name} includes its own scales.",
-            given=f"{argument} == {found.name}",
-            expected="a format of single elements",
-            fix=f"use jqx.QTensor.quantize(x, jqx.QSpec({found.name}, ...)), or pass the "
-            f"format of the elements, {found.elements.name}.",
+            f"the block format {form.name} includes its own scales.",
+            fix=f"use jqx.QTensor.quantize, or the format of the elements, {form.elements.name}.",
         )
-    return found
+    return form
 
 
 def _parameters(
@@ -255,7 +294,7 @@ def _parameters(
         check_dtype(function, "zero_point", zero_point, form.storage, of=quantized)
     axes = normalize_axes(function, axes, x.ndim)
     projected = tuple(x.shape[axis] for axis in axes)
-    given = f"scale.shape == {scale.shape}, x.shape == {x.shape}, axes == {axes}"
+    shapes = f"scale.shape == {scale.shape}, x.shape == {x.shape}, axes == {axes}"
     expected = f"scale.shape == {projected}, the shape of x projected onto axes"
     fix = "pass one scale per index of the quantization axes, or name other axes."
     if zero_point is not None:
@@ -266,7 +305,7 @@ def _parameters(
             function=function,
             problem=f"Scale shape {scale.shape} and zero point shape {zero_point.shape} "
             "must match.",
-            given=f"zero_point.shape == {zero_point.shape}, {given}",
+            given=f"zero_point.shape == {zero_point.shape}, {shapes}",
             expected=expected,
             fix="pass one zero point per scale, or None for zero everywhere.",
         )
@@ -278,7 +317,7 @@ def _parameters(
         function=function,
         problem=f"Scale / zero point rank ({scale.ndim}) does not match the number of "
         f"quantization axes ({len(axes)}).",
-        given=given,
+        given=shapes,
         expected=expected,
         fix=fix,
     )
@@ -290,7 +329,7 @@ def _parameters(
         function=function,
         problem=f"Scale / zero point shape {scale.shape} must match input shape {x.shape} at the "
         f"quantization axes {axes}.",
-        given=given,
+        given=shapes,
         expected=expected,
         fix=fix,
     )
@@ -311,6 +350,5 @@ def _check_python_zero_point(function: str, zero_point: ArrayLike, form: QType) 
             function,
             f"`zero_point` is not a code of {form.name}.",
             given=f"zero_point == {zero_point!r}",
-            expected=f"an integer in [{form.low}, {form.high}]",
-            fix="pass a zero point in the range of qtype.",
+            fix=f"pass an integer in [{form.low}, {form.high}].",
         )

@@ -95,11 +95,11 @@ def affine_from_range(
     half = jnp.asarray(0.5, wide)  # exact, and the extent of a finite range stays finite
     steps = (form.high - form.low) / 2
     scale = _usable(_per_step(high * half - low * half, steps, numerics), dtype, numerics)
-    offset, least = divide(low, scale.astype(wide)), jnp.asarray(form.low, wide)
+    offset, lowest = divide(low, scale.astype(wide)), jnp.asarray(form.low, wide)
     if numerics.rounded_offset:
-        zero_point = least - round_to_integer(offset, numerics.round_mode)
+        zero_point = lowest - round_to_integer(offset, numerics.round_mode)
     else:
-        zero_point = round_to_integer(least - offset, numerics.round_mode)
+        zero_point = round_to_integer(lowest - offset, numerics.round_mode)
     return scale, saturating_sum(zero_point, None, form.low, form.high, form.storage)
 
 
@@ -135,8 +135,6 @@ def check_symmetric(function: str, qtype: DTypeLike | QType, symmetric: bool) ->
         raise fail(
             function,
             f"an unsigned format ({form.name}) cannot be symmetric about zero.",
-            given=f"qtype {form.name}, symmetric=True",
-            expected="a signed qtype, or symmetric=False",
             fix=f"pass a signed qtype such as {form.name.removeprefix('u')}, or symmetric=False.",
         )
     if not symmetric:
@@ -149,8 +147,6 @@ def check_zero_point(function: str, form: QType) -> None:
         raise fail(
             function,
             f"{form.name} has no zero point.",
-            given=f"qtype {form.name} with a zero point",
-            expected="no zero point (symmetric=True), or an integer qtype",
             fix="drop the zero point (pass symmetric=True), or choose an integer qtype.",
         )
 

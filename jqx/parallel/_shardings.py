@@ -54,16 +54,15 @@ def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | N
       >>> found["w"].values.spec, found["w"].scale.spec
       (P('model',), P(None, None))
     """
+    name = "parallel.shardings"
     if isinstance(plan, Plan):
-        params = quantize_params(floats_of("parallel.shardings", plan, tree), plan, target=target)
-    else:
-        if target is not None:
-            raise fail(
-                "parallel.shardings",
-                "`target` is not used: quantized parameters keep their layout.",
-                given=f"target == {target!r}, and no plan",
-                expected="target=None",
-                fix="leave it out, or pass the plan.",
-            )
+        params = quantize_params(floats_of(name, plan, tree), plan, target=target)
+    elif target is None:
         params = plan
-    return of_params("parallel.shardings", tree, params, mesh)
+    else:
+        raise fail(
+            name,
+            f"`target` is not used, since quantized parameters keep their layout: {target!r}.",
+            fix="leave out target=, or pass the plan.",
+        )
+    return of_params(name, tree, params, mesh)

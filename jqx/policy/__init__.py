@@ -1,4 +1,4 @@
 """Rules and policies."""
 
 from ._policy import Policy as Policy
-from ._rule import Rule as Rule
+from ._policy import Rule as Rule

@@ -1,8 +1,10 @@
 """Policy: an ordered list of rules, and ways to write and join policies."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from .._calls import called
 from .._checks import check_instance, shown
@@ -11,7 +13,285 @@ from .._table import Table
 from ..numerics._shared import formats_by_name
 from ..tensor import QSpec
 from ..tensor._shared import FLOAT, as_spec, preset_instead
-from ._rule import Rule
+
+# Steps of a scan that the path of a rule selects: `layers[0]`, `layers[-2:]/attn/.*`.
+
+
+_SELECTOR = re.compile(r"(?<!\\)\[(-?[0-9]+|(?:-?[0-9]+)?(?::(?:-?[0-9]+)?){1,2})\](?=/|\)|\||\Z)")
+"""An integer or a slice in brackets at the end of a part of the path."""
+
+
+class Selector(NamedTuple):
+    """The steps that a path selects.
+
+    Attributes:
+      path: the path of the rule, for messages.
+      base: the path without the steps, a regular expression for weights that a scan steps over.
+      texts: the text in each pair of brackets.
+    """
+
+    path: str
+    base: str
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: str) -> "Selector | None":
+        """Parses a path; `None` if it selects no steps."""
+        return _read(path)
+
+    def matches(self, path: str) -> bool:
+        """Whether the path of a weight is one from which the steps are selected."""
+        return re.fullmatch(self.base, path) is not None
+
+    def resolve(self, function: str, path: str, length: int) -> tuple[int, int]:
+        """Returns the first selected step of a scan and the end of the selection.
+
+        Raises:
+          ValueError: if the scan does not have these steps, or they are not consecutive.
+        """
+        selection = f"path {self.path!r}, of {length} steps over {path!r}"
+        text, *other_texts = self.texts
+        if other_texts:
+            _refuse(function, "selects steps twice.", selection, "one selector in a path")
+        parts = [int(part) if part else None for part in text.split(":")]
+        if len(parts) == 1:
+            start, stop = parts[0], None if parts[0] == -1 else (parts[0] or 0) + 1
+        else:
+            start, stop = parts[:2]
+            if len(parts) == 3 and parts[2] not in (None, 1):
+                _refuse(
+                    function, "selects every other step.", selection, "consecutive steps: [2:5]"
+                )
+        start = 0 if start is None else start + length * (start < 0)
+        stop = length if stop is None else stop + length * (stop < 0)
+        if not 0 <= start < stop <= length:
+            problem = "selects steps that the scan does not have."
+            _refuse(function, problem, selection, f"one step or more, within [0:{length}]")
+        return start, stop
+
+
+def _refuse(function: str, problem: str, given: str, expected: str) -> None:
+    fix = "correct the steps, or write several rules, such as layers[0] and layers[-2:]; a rule "
+    fix += "with optional=True may match no steps."
+    raise fail(function, f"the path of a rule {problem}", given=given, expected=expected, fix=fix)
+
+
+@functools.lru_cache(256)
+def _read(path: str) -> Selector | None:
+    texts = tuple(match[1] for match in _SELECTOR.finditer(path))
+    if not texts:
+        return None
+    pieces, end = [], 0
+    for match in _SELECTOR.finditer(path):
+        pieces.append(path[end : match.start()])
+        under = path[match.end() : match.end() + 1] == "/"
+        pieces.append("" if under else "(?:/.*)?")
+        end = match.end()
+    base = "".join([*pieces, path[end:]])
+    try:
+        re.compile(base)
+    except re.error:  # the brackets are part of something else
+        return None
+    return Selector(path, base, texts)
+
+
+# Rule: which contractions are quantized, and how.
+
+
+Spec = QSpec | str | None
+"""How an operand is quantized: a spec, a scheme such as `"int4:group=32"`, or `None` for float."""
+
+
+@called("Rule", 'name the specs: jqx.Rule(".*", weight="int4:group=32").')
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the contractions that match are quantized.
+
+    A rule with a `weight` spec matches contractions that have a weight. A rule without one matches
+    all contractions, including those of two activations, such as attention scores. There,
+    `activation` applies to both operands.
+
+    Specs may be given as schemes, as on the command line: a format, followed by colons and any of
+    `group=32`, `channel`, `token`, `tensor`, `asymmetric`, `dynamic`, `calibrator=mse`. If a scheme
+    has no granularity, a weight has one scale for each channel (in `jqx.QTensor.quantize`, which
+    knows no channels, one for all), and an activation has one scale, or one for each token if it is
+    dynamic. A block format has one scale for each block.
+
+    Attributes:
+      path: regular expression, matched in full against the path of the contraction. This is the key
+        path of its weight inside the parameters, such as `blocks/0/query`, or its name scope if it
+        has no weight. If several weights are joined, or multiplied by each other, one rule must
+        match all of them. For weights that a scan steps over it may select steps: `layers[0]`,
+        `layers[-2:]/attn/.*`, `layers[1:3]`. The scan is split there: see `make_plan`. Brackets
+        select steps if they hold an integer or a slice, stand at the end of a part of the path, and
+        the path matches nothing as a regular expression. If the path ends with them, it includes
+        everything below.
+      op: regular expression, matched in full against the operation: `dot_general`,
+        `conv_general_dilated`, `ragged_dot` or `gather`; `None` matches all.
+      weight: spec of weights; `None` leaves them in float.
+      activation: spec of the other operands; `None` leaves them in float.
+      output: spec of the result; `None` leaves it in float.
+      tables: spec of weights that are used for lookups. `"weight"` uses the spec `weight`, and
+        `None` leaves them in float, as presets do. All uses of one weight share the same codes or
+        none, including a product with the table.
+      optional: whether the rule, or an alternative in its path, may match nothing. Otherwise that
+        is an error for a rule, and a warning for an alternative, as in `(embed|haed)/kernel`.
+
+    Raises:
+      TypeError: if a field has the wrong type.
+      ValueError: if a regular expression or a scheme is invalid.
+
+    Example:
+      >>> import jqx
+      >>> rule = jqx.Rule("layer[0-9]+/w", weight="int4:group=32", activation="int8:token:dynamic")
+      >>> rule.matches("layer0/w", "dot_general", has_weight=True)
+      True
+      >>> print(rule)
+      Rule('layer[0-9]+/w', weight=int4 per_group(32, tail=True), activation=int8 per_token dynamic)
+    """
+
+    path: str
+    op: str | None
+    _: dataclasses.KW_ONLY
+    weight: QSpec | None
+    activation: QSpec | None
+    output: QSpec | None
+    tables: QSpec | Literal["weight"] | None
+    optional: bool
+
+    def __init__(
+        self,
+        path: str = ".*",
+        op: str | None = None,
+        *,
+        weight: Spec = None,
+        activation: Spec = None,
+        output: Spec = None,
+        tables: Spec = "weight",
+        optional: bool = False,
+    ) -> None:
+        _check_regex("path", path)
+        if op is not None:
+            _check_regex("op", op)
+            _check_op(path, op)
+        check_instance(
+            "Rule", "optional", optional, bool, fix="pass optional=True or optional=False."
+        )
+        as_is = isinstance(tables, str) and tables == "weight"
+        fields = {
+            "path": path,
+            "op": op,
+            "weight": as_spec("Rule", "weight", weight),
+            "activation": as_spec("Rule", "activation", activation, "activation"),
+            "output": as_spec("Rule", "output", output, "activation"),
+            "tables": tables if as_is else as_spec("Rule", "tables", tables),
+            "optional": optional,
+        }
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+
+    def matches(self, path: str, op: str, *, has_weight: bool) -> bool:
+        """Whether the rule applies to a contraction."""
+        if self.weight is not None and not has_weight:
+            return False
+        return self._is_for(op) and re.fullmatch(self.path, path) is not None
+
+    @property
+    def selector(self) -> Selector | None:
+        """The steps of a scan that its path selects, if the path does not match an existing path as
+        a regular expression.
+        """
+        return Selector.of(self.path)
+
+    def selects(self, path: str, op: str) -> bool:
+        """Whether the rule selects steps of a scan over the weight at a path."""
+        return self.selector is not None and self._is_for(op) and self.selector.matches(path)
+
+    def _is_for(self, op: str) -> bool:
+        return self.op is None or re.fullmatch(self.op, op) is not None
+
+    def weight_for(self, op: str) -> QSpec | None:
+        """Returns the spec of the weights of an operation."""
+        return self.tables if op == "gather" and self.tables != "weight" else self.weight
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the rule leaves everything that it matches in float."""
+        tables = None if self.tables == "weight" else self.tables
+        return not any((self.weight, self.activation, self.output, tables))
+
+    def described(self) -> str:
+        """Returns what the rule does, in words: `int4 per_channel, activation int8 per_tensor`."""
+        parts = [str(self.weight)] if self.weight else []
+        parts += [
+            f"{field} {spec}"
+            for field in ("activation", "output", "tables")
+            if (spec := getattr(self, field)) is not None and spec != "weight"
+        ]
+        parts = parts or [FLOAT]
+        if self.tables is None and self.weight is not None:
+            parts.append("tables float")
+        if self.op is not None:
+            parts.append(f"op {self.op!r}")
+        return ", ".join([*parts, *(["optional"] if self.optional else [])])
+
+    def __str__(self) -> str:
+        parts = [repr(self.path)] + ([f"op={self.op!r}"] if self.op else [])
+        for field in ("weight", "activation", "output"):
+            if getattr(self, field) is not None:
+                parts.append(f"{field}={getattr(self, field)}")
+        if self.tables != "weight":
+            parts.append(f"tables={self.tables}")
+        return f"Rule({', '.join(parts)})"
+
+
+def pattern_of(path: str) -> str:
+    """Returns the path of a rule for one weight: its own path, with special characters escaped."""
+    if re.search(r"\[\d+:\d+\]\Z", path):  # a part of a stack of layers
+        return path
+    try:
+        return path if re.fullmatch(path, path) else re.escape(path)
+    except (re.error, OverflowError):
+        return re.escape(path)
+
+
+def _check_regex(field: str, pattern: Any) -> None:
+    fix = 'pass a regular expression such as "blocks/[0-9]+/.*".'
+    names = f"specs have names: weight=, activation=. As {field}, {fix}"
+    fix = names if isinstance(pattern, QSpec) else fix
+    check_instance("Rule", field, pattern, str, fix=fix)
+    try:
+        re.compile(str(pattern))
+    except (re.error, OverflowError) as error:
+        raise fail(
+            "Rule",
+            f"`{field}` is not a valid regular expression: {error}.",
+            given=f"{field} == {pattern!r}",
+            fix=_glob(str(pattern)) or "escape special characters with a backslash.",
+        ) from None
+
+
+def _glob(pattern: str) -> str | None:
+    """Returns what to write for a pattern of a shell; `None` if it does not look like one."""
+    regex = re.sub(r"(?<![.\\\])])\*+", ".*", pattern)
+    try:
+        re.compile(regex)
+    except (re.error, OverflowError):
+        return None
+    if regex == pattern:
+        return None
+    return f"it is a regular expression, in which any text is '.*': write {regex!r}."
+
+
+def _check_op(path: str, op: str) -> None:
+    """Checks that an operation is not a scheme or a preset, which has a name of its own."""
+    name = op.partition(":")[0]
+    if name not in (FLOAT, *formats_by_name()) and preset_instead(op) is None:
+        return
+    fix = f"write jqx.Rule({path!r}, weight={op!r}): the second argument is the operation."
+    if preset_instead(op) is not None:
+        fix = f"a preset is a policy: jqx.Policy({{{path!r}: jqx.presets.w8a8()}})."
+    raise fail("Rule", f"`op` ({op!r}) says how to quantize, not which operation.", fix=fix)
 
 
 @called("Policy", "pass one list, jqx.Policy([rule, ...]), or one dict.")
@@ -64,7 +344,6 @@ class Policy:
                 "Policy",
                 "`rules` is a string.",
                 given=f"rules == {shown(rules)}",
-                expected="a list of rules, or a dict from paths to schemes or presets",
                 fix=_fix(rules),
                 error=TypeError,
             )
@@ -93,9 +372,9 @@ class Policy:
 
     def first(self, path: str, op: str, *, has_weight: bool) -> tuple[int, Rule] | None:
         """Returns the first rule that matches and its index; `None` if none matches."""
-        for place, rule in enumerate(self.rules):
+        for index, rule in enumerate(self.rules):
             if rule.matches(path, op, has_weight=has_weight):
-                return place, rule
+                return index, rule
         return None
 
     def __add__(self, other: "Policy") -> "Policy":
@@ -111,8 +390,8 @@ class Policy:
         width = max(map(len, paths), default=0)
         count = len(str(len(paths) - 1))
         return "\n".join(
-            f"{place:{count}}  {path:{width}}  {rule.described()}"
-            for place, (path, rule) in enumerate(zip(paths, self.rules, strict=True))
+            f"{index:{count}}  {path:{width}}  {rule.described()}"
+            for index, (path, rule) in enumerate(zip(paths, self.rules, strict=True))
         )
 
     def _repr_html_(self) -> str:
@@ -176,8 +455,6 @@ def _under(path: Any, value: Any) -> tuple[Rule, ...]:
         raise fail(
             "Policy",
             f"the preset at {path!r} was not called.",
-            given=f"jqx.presets.{name}",
-            expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
             fix=f"call it: {{{path!r}: jqx.presets.{name}()}}.",
             error=TypeError,
         )
@@ -186,8 +463,6 @@ def _under(path: Any, value: Any) -> tuple[Rule, ...]:
         raise fail(
             "Policy",
             f"the value at {path!r} is a {type(value).__name__}.",
-            given=f"{len(value)} entries",
-            expected="a policy, a rule, a scheme, a QSpec of weights, or 'float'",
             fix=f"write {{{path!r}: jqx.Rule({fields or 'weight=..., activation=...'})}}.",
             error=TypeError,
         )
@@ -202,14 +477,13 @@ def _replaced(path: Any, policy: Policy) -> tuple[Rule, ...]:
             "Policy",
             f"the policy at {path!r} has rules of several paths, which its key cannot replace.",
             given=f"rules of {', '.join(map(repr, paths[:4]))}",
-            expected="a policy of one path, such as a preset",
             fix="join them instead: jqx.Policy({...}) + policy.",
         )
-    own = Rule(path).path  # a regular expression, or an error
+    pattern = Rule(path).path  # a regular expression, or an error
     rules = []
     for rule in policy.rules:
-        new = own
+        new = pattern
         if rule.is_float and paths:
-            new = rule.path if own == ".*" else f"(?=(?:{own})\\Z)(?:{rule.path})"
+            new = rule.path if pattern == ".*" else f"(?=(?:{pattern})\\Z)(?:{rule.path})"
         rules.append(dataclasses.replace(rule, path=new))
     return tuple(rules)

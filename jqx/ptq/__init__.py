@@ -3,4 +3,4 @@
 from ..transforms._shared import Algorithm as Algorithm
 from ._ptq import ptq as ptq
 from ._quantized import Quantized as Quantized
-from ._unbound import Unbound as Unbound
+from ._quantized import Unbound as Unbound

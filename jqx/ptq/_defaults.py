@@ -14,7 +14,7 @@ from ..numerics._shared import E8M0
 from ..tensor import QSpec
 from ..transforms import Plan, Site
 from ..transforms._shared import Inapplicable, as_chosen, chained, is_array, trace_call
-from ._late_folders import algorithms, shared_algorithms
+from ._quantized import algorithms, shared_algorithms
 
 Effort = Literal["seconds", "minutes", "hours"]
 """How long an automatically chosen algorithm may take. The scale is a model of about ten million
@@ -45,17 +45,14 @@ def check_effort(function: str, effort: Any, algorithm: Any) -> None:
     if effort is not None and effort not in get_args(Effort):
         raise fail(
             function,
-            "`effort` is unknown.",
-            given=f"effort == {shown(effort)}",
-            expected=f"one of {', '.join(map(repr, get_args(Effort)))}",
-            fix="leave it out for 'seconds'.",
+            f"`effort` is unknown: {shown(effort)}.",
+            fix="pass 'seconds', 'minutes' or 'hours', or leave it out for 'seconds'.",
         )
     if effort is not None and algorithm is not None:
         raise fail(
             function,
             "`effort` and `algorithm` exclude each other.",
             given=f"effort == {effort!r} and {described(algorithm)}",
-            expected="an algorithm, or the time that the default algorithm may take",
             fix="leave one of them out.",
         )
 
@@ -92,16 +89,15 @@ class Choice:
         except (Inapplicable, NotImplementedError) as error:
             if self.effort is None:
                 raise
-            why = str(error).splitlines()[0]
-            self.notes.append(f"without {described(part)}: {why}")
+            reason = str(error).splitlines()[0]
+            self.notes.append(f"without {described(part)}: {reason}")
             # That there are no channels to scale or to rotate is no loss.
             if isinstance(error, NotImplementedError) or hasattr(part, "run"):
                 warn(
                     message(
                         "ptq",
                         "a part of the default algorithm does not support this function.",
-                        given=f"{described(part)}: {why}",
-                        expected="a function that it supports",
+                        given=f"{described(part)}: {reason}",
                         fix="pass an algorithm by name, such as jqx.algorithms.nearest().",
                     )
                 )
@@ -109,15 +105,15 @@ class Choice:
 
     def choose(self, rounding: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of `rounding`, or of the fallback if it does not apply."""
-        chosen = self.attempt(rounding, rounding.run, *args, **kwargs)
-        if chosen is None and self.instead is not None:
+        outcome = self.attempt(rounding, rounding.run, *args, **kwargs)
+        if outcome is None and self.instead is not None:
             self.notes.append(f"{described(self.instead)} in its place")
-            chosen = self.attempt(self.instead, self.instead.run, *args, **kwargs)
-        return chosen
+            outcome = self.attempt(self.instead, self.instead.run, *args, **kwargs)
+        return outcome
 
     def __str__(self) -> str:
-        by = "" if self.effort is None else f" (effort={self.effort!r})"
-        return "; ".join([described(self.algorithm) + by, *self.notes])
+        suffix = "" if self.effort is None else f" (effort={self.effort!r})"
+        return "; ".join([described(self.algorithm) + suffix, *self.notes])
 
 
 def default_of(plan: Plan, effort: Effort, *, is_lazy: bool) -> Choice:
@@ -126,22 +122,22 @@ def default_of(plan: Plan, effort: Effort, *, is_lazy: bool) -> Choice:
     Parameters that are read one at a time are not rotated where that is a gain, but no necessity.
     """
     pairs = [pair for site in plan.sites if (pair := _specs(plan, site)) is not None]
-    read = [spec for _, spec in pairs if spec is not None]
-    few = [_form(spec) for spec in read if _form(spec).bits <= _FEW_BITS]
-    sizes = {form.size for form in few if isinstance(form, Block) and form.scale_qtype == E8M0}
-    is_wide = any(not _is_small(weight) for weight, _ in pairs)
+    activations = [spec for _, spec in pairs if spec is not None]
+    low_bit = [form for spec in activations if (form := _form(spec)).bits <= _FEW_BITS]
+    sizes = {form.size for form in low_bit if isinstance(form, Block) and form.scale_qtype == E8M0}
+    is_wide = any(not _has_small_groups(weight) for weight, _ in pairs)
     gptq = algorithms.gptq(**_GPTQ, factors=_FACTORS if is_wide else ())
     parts: list[Any] = []
     notes: list[str] = []
-    least = min((_form(weight).bits for weight, _ in pairs), default=32)
-    few_in_weights, learns = least <= _FEW_BITS, least < _FEW_BITS and effort == "hours"
-    if any(not isinstance(form, Block) for form in few):
+    bits = min((_form(weight).bits for weight, _ in pairs), default=32)
+    few_in_weights, learns = bits <= _FEW_BITS, bits < _FEW_BITS and effort == "hours"
+    if any(not isinstance(form, Block) for form in low_bit):
         parts.append(algorithms.rotate())
     elif sizes:
         parts.append(algorithms.rotate(block=min(sizes)))
-    elif any(_is_smoothed(spec, few_in_weights) for spec in read):
+    elif any(_is_smoothed(spec, few_in_weights) for spec in activations):
         parts.append(algorithms.smooth_quant())
-    elif few_in_weights and read and not (few or learns):
+    elif few_in_weights and activations and not (low_bit or learns):
         rotated = algorithms.rotate(offline="only")
         if is_lazy:
             notes.append(f"without {described(rotated)}: parameters are read one at a time")
@@ -161,7 +157,7 @@ def fitted(
     f: Callable[..., Any],
     plan: Plan,
     args: Sequence[Any],
-    others: Callable[[], Iterable[tuple[int, Plan]]],
+    plans: Callable[[], Iterable[tuple[int, Plan]]],
 ) -> Choice:
     """Returns a choice without the parts that depend on inputs, if there are too few inputs.
 
@@ -173,31 +169,31 @@ def fitted(
       f: the function.
       plan: the plan.
       args: arguments of the function, with the batch that the plan was made with.
-      others: yields how many batches have the same shapes, and a plan that was made with one of
+      plans: yields how many batches have the same shapes, and a plan that was made with one of
         them, until there are enough inputs.
     """
     call = trace_call("ptq", f, plan.parameters, args, {}, lazy=True)
-    once = shared_algorithms.bodies_of(plan, call.jaxpr)
-    total: dict[Any, float] = {}
-    most = (0.0, 0.0, 1.0)
-    for count, own in others():
-        for site in own.sites:
+    bodies = shared_algorithms.bodies_of(plan, call.jaxpr)
+    inputs_at: dict[Any, float] = {}
+    best = (0.0, 0.0, 1.0)  # inputs for each channel of a site, and both numbers
+    for count, other_plan in plans():
+        for site in other_plan.sites:
             if _specs(plan, site) is None or site.macs == 0:
                 continue
-            if site.macs is None or site.address not in once:
+            if site.macs is None or site.address not in bodies:
                 return choice
             weight = next(i for i, x in enumerate(site.operands) if x.path is not None)
             sizes = math.prod(map(int, site.shapes[weight])), math.prod(map(int, site.result))
             inputs, channels = (site.macs / max(size, 1) for size in sizes)
-            seen = total[site.address] = total.get(site.address, 0) + count * inputs
-            most = max(most, (seen / channels, seen, channels))
-        if most[0] >= 1:
+            total = inputs_at[site.address] = inputs_at.get(site.address, 0) + count * inputs
+            best = max(best, (total / channels, total, channels))
+        if best[0] >= 1:
             return choice
     parts = chained(choice.algorithm) or (choice.algorithm,)
-    kept = [part for part in parts if isinstance(part, algorithms.rotate)]
-    left = described(_joined([part for part in parts if part not in kept]))
-    note = f"{most[1]:.0f} inputs of {most[2]:.0f} channels are too few for {left}"
-    return Choice(_joined(kept), choice.effort, notes=[note])
+    rotations = [part for part in parts if isinstance(part, algorithms.rotate)]
+    dropped = described(_joined([part for part in parts if part not in rotations]))
+    note = f"{best[1]:.0f} inputs of {best[2]:.0f} channels are too few for {dropped}"
+    return Choice(_joined(rotations), choice.effort, notes=[note])
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -207,7 +203,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     return parts[0] if parts else algorithms.nearest()
 
 
-_KEPT = ("checkpoint", "offload")
+_STORAGE = ("checkpoint", "offload")
 """Options of algorithms that say where intermediate values are kept."""
 
 
@@ -227,7 +223,7 @@ def described(algorithm: Any) -> str:
     options = (
         f"{field.name}={_shown(value)}"
         for field in dataclasses.fields(algorithm)
-        if field.name not in _KEPT
+        if field.name not in _STORAGE
         and _differ(value := getattr(algorithm, field.name, field.default), field.default)
     )
     return f"{re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()}({', '.join(options)})"
@@ -266,7 +262,7 @@ def _is_smoothed(spec: QSpec, few_in_weights: bool) -> bool:
     return isinstance(_form(spec), Integer) and not (spec.dynamic and few_in_weights)
 
 
-def _is_small(spec: QSpec) -> bool:
+def _has_small_groups(spec: QSpec) -> bool:
     """Whether few elements share a scale."""
     groups = spec.granularity
     return isinstance(groups, (PerGroup, PerRun)) and groups.size <= _SMALL

@@ -1,6 +1,8 @@
 """`ptq`: plan, calibrate, quantize and pack weights, in one call."""
 
 import dataclasses
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Concatenate, Literal, overload
@@ -10,7 +12,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from .._calls import called
-from .._errors import fail
+from .._errors import fail, message, some, warn
 from .._signatures import P, R
 from ..calibrators import Affine
 from ..observers._shared import Weight, check_weight
@@ -35,6 +37,7 @@ from ..transforms._shared import (
     Unstacked,
     as_chosen,
     as_params,
+    chained,
     check_algorithm,
     check_arguments,
     check_batches,
@@ -50,20 +53,31 @@ from ..transforms._shared import (
     observers_of,
     parts_of,
     picked,
-    placed,
     rooted,
 )
-from ._basis import Basis
 from ._defaults import Choice, Effort, check_effort, default_of, fitted
-from ._hoisted import Hoist, Own, check_hoist, split_off
-from ._late_folders import shared_algorithms, shared_diagnostics
-from ._mapped import Mapped, check_whole
-from ._observing import Observing, first_of, has_weight, note_inputs, plans, weighted
-from ._other_rows import with_other_rows
-from ._own_rows import OwnRows, check_own_text
-from ._padding import padding_of
-from ._quantized import Quantize, Quantized, abstract, quantized_of
-from ._target import Target, target_of
+from ._quantized import (
+    Basis,
+    BoundFunction,
+    Hoist,
+    Mapped,
+    Quantize,
+    Quantized,
+    Target,
+    abstract,
+    algorithms,
+    check_function,
+    check_hoist,
+    quantized_of,
+    shared_algorithms,
+    shared_diagnostics,
+    split_off,
+    target_of,
+)
+from ._rows import OwnText, add_rows, check_own_text, padding_of
+
+_NAMED = 16
+"""How many matrices a report names."""
 
 
 @overload
@@ -203,7 +217,7 @@ def ptq(
       >>> bool(jnp.allclose(y, f(params, batches[0]), atol=0.02))
       True
     """
-    check_whole("ptq", f)
+    check_function("ptq", f)
     check_policy("ptq", policy)
     check_algorithm("ptq", algorithm, of_functions=True)
     check_effort("ptq", effort, algorithm)
@@ -211,183 +225,323 @@ def ptq(
     check_weight("ptq", weight)
     ignores = check_mode("ptq", on_nonfinite)
     check_own_text(own_text)
-    places, meant = as_params("ptq", params), target_of("ptq", target)
+    argnums, platform = as_params("ptq", params), target_of("ptq", target)
 
     @called("ptq(f, policy)", "pass the parameters, and a list of batches, such as [x].")
     def quantize(params: Any, batches: Iterable[Any] | None = None) -> Quantized:
-        given, text = Own(f, params, places, names), None
+        original = BoundFunction(f, params, argnums, names)
+        text: OwnText | None = None
         if batches is None:
             if own_text is False:
                 raise fail(
                     "ptq",
                     "there are no batches, and own_text=False.",
-                    given="batches == None",
-                    expected="batches, or text that the function writes itself",
                     fix="pass a list of batches, such as [x], or leave own_text out.",
                 )
-            check_arguments("ptq", places, params)
-            batches = text = OwnRows(given, progress)
-            first, every = text.first, batches
+            check_arguments("ptq", argnums, params)
+            batches = text = OwnText(original, progress)
+            first_batch = text.first
         else:
             check_batches("ptq", batches)
-            first, every = first_of(batches)
-        check_concrete("ptq", params, first)
-        inputs = inputs_of(first)
-        check_arguments("ptq", places, params)
-        own = split_off(given, hoist, inputs)
-        arguments = placed(own.places, own.params, inputs)
-        planned = make_plan(own.f, policy, params=own.places, names=own.names)
-        plan = planned(*arguments)
+            first_batch, batches = first_of(batches)
+        check_concrete("ptq", params, first_batch)
+        inputs = inputs_of(first_batch)
+        check_arguments("ptq", argnums, params)
+        bound = split_off(original, hoist, inputs)
+        planned = make_plan(bound.f, policy, params=bound.argnums, names=bound.names)
+        plan = planned(*bound.arguments(bound.params, inputs))
         choice = Choice(algorithm)
         if algorithm is None:
-            choice = default_of(plan, effort or "seconds", is_lazy=has_lazy(own.params))
-        is_chosen = algorithm is None and choice.reads_batches
-        if is_chosen:
-            every = list(every)
+            choice = default_of(plan, effort or "seconds", is_lazy=has_lazy(bound.params))
+        is_default = algorithm is None and choice.reads_batches
+        if is_default:
+            batches = list(batches)
         padding, notes = None, []
         if choice.reads_batches or plan.static_specs():
             if weight is None and not has_weight(choice.algorithm):
-                is_list = isinstance(every, (list, tuple))
-                padding = padding_of(given, every if is_list else [first])
+                is_list = isinstance(batches, (list, tuple))
+                padding = padding_of(original, batches if is_list else [first_batch])
             if text is None and (algorithm is None if own_text is None else own_text):
-                required: Any = {"required": own_text is True, "progress": progress}
-                every, notes = with_other_rows(given, plan, inputs, every, padding, **required)
+                options: Any = {"required": own_text is True, "progress": progress}
+                batches, notes = add_rows(original, plan, inputs, batches, padding, **options)
         elif own_text and text is None:
             notes = ["without text of its own: nothing is calibrated"]
-        if is_chosen:
-            other = lambda x: planned(*placed(own.places, own.params, x))  # noqa: E731
-            alike = partial(plans, every, (first, plan), other)
-            choice = fitted(choice, own.f, plan, arguments, alike)
-        choice, counting = weighted(choice, plan, weight or padding)
-        how = Observing(counting, ignores, progress)
-        mapped = Mapped(own.f, plan, basis=Basis())
-        done = _carried_out(choice, mapped, own.params, every, how)
-        found = shared_diagnostics.report_of(plan, done.values, lambda: done.codes)
+        if is_default:
+
+            def other_plans() -> Iterable[tuple[int, Plan]]:
+                def plan_of(inputs: tuple[Any, ...]) -> Plan:
+                    return planned(*bound.arguments(bound.params, inputs))
+
+                return plans_by_shape(batches, first_batch, plan, plan_of)
+
+            arguments = bound.arguments(bound.params, inputs)
+            choice = fitted(choice, bound.f, plan, arguments, other_plans)
+        choice, row_weight = weighted(choice, plan, weight or padding)
+        observing = Observing(row_weight, ignores, progress)
+        mapped = Mapped(bound.f, plan, basis=Basis())
+        result = _run(choice, mapped, bound.params, batches, observing)
+        report = shared_diagnostics.report_of(plan, result.values, lambda: result.codes)
         if text is not None:
             notes = [text.written or "without data"]
         choice.notes.extend(([str(padding)] if padding else []) + notes)
-        found = dataclasses.replace(found, codes=str(choice))
-        given = done.mapped, done.scales, done.codes, found, abstract(inputs), meant
-        reports = [x for x in done.reports if x is not None]
+        report = dataclasses.replace(report, codes=str(choice))
+        shapes = abstract(inputs)
+        quantized = quantized_of(
+            result.mapped, result.scales, result.codes, report, shapes, platform
+        )
+        reports = [x for x in result.reports if x is not None]
         details = reports[0] if len(reports) == 1 else tuple(reports)
-        return dataclasses.replace(quantized_of(*given), details=details or None)
+        return dataclasses.replace(quantized, details=details or None)
 
     return quantize
 
 
 @dataclasses.dataclass(frozen=True)
-class _Done:
-    """The results of algorithms: float weights, their codes, scales of activations, maps at sites,
-    and reports.
+class _Result:
+    """The results of algorithms: float weights, their codes, scales of activations, the function
+    with its maps, and reports.
     """
 
     values: Any
     codes: Any
     scales: Mapping[str, Affine]
-    mapped: "Mapped"
+    mapped: Mapped
     reports: Sequence[Any]
 
 
-def _carried_out(
-    choice: Choice, mapped: "Mapped", values: Any, batches: Iterable[Any], how: Observing
-) -> _Done:
+def _run(
+    choice: Choice, mapped: Mapped, values: Any, batches: Iterable[Any], observing: "Observing"
+) -> _Result:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     if mapped.plan.splits and choice.reads_batches:
-        own = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
-        parts = dataclasses.replace(mapped, f=own.function, plan=own.plan)
-        done = _carried_out(choice, parts, own.params, batches, how)
-        values, codes = own.together(done.values), own.together(done.codes)
-        whole = done.mapped.of_whole(mapped)
-        return dataclasses.replace(done, values=values, codes=codes, mapped=whole)
+        parts = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
+        mapped_parts = dataclasses.replace(mapped, f=parts.function, plan=parts.plan)
+        result = _run(choice, mapped_parts, parts.params, batches, observing)
+        values, codes = parts.together(result.values), parts.together(result.codes)
+        mapped = result.mapped.restacked(mapped)
+        return dataclasses.replace(result, values=values, codes=codes, mapped=mapped)
     rewrites, rounding, corrections = parts_of(choice.algorithm)
-    plan, run = mapped.plan, has(rounding, "run")
-    observers = None if run else observers_of(rounding)
+    plan, runs = mapped.plan, has(rounding, "run")
+    observers = None if runs else observers_of(rounding)
     stats, scales, reports = None, {}, []
-    few: dict[str, str] = {}
+    few_inputs: dict[str, str] = {}
     given_values, is_plain = values, not (rewrites or corrections or rounding is not None)
     floats = values = values if is_plain else dequantize_params(values)
-    if run or rewrites or corrections:
+    if runs or rewrites or corrections:
         batches = list(batches)
-    named = named_leaves("ptq", rooted(plan.params, values), plan)
-    check_no_learned_scales("ptq", named, plan)
+    leaves = named_leaves("ptq", rooted(plan.params, values), plan)
+    check_no_learned_scales("ptq", leaves, plan)
     reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
     if rewrites or corrections or not reads_leaves:
-        check_read("ptq", named)
+        check_read("ptq", leaves)
     check_finite_weights("ptq", plan, values)
 
-    def rewrite(each: Any, *arguments: Any) -> Chosen:
-        found = as_chosen(each.rewrite(*arguments, **how.of(each.rewrite)))
-        _with_given(given_values, floats, found.params)
-        return found
+    def rewrite(algorithm: Any, *args: Any) -> Chosen:
+        outcome = as_chosen(algorithm.rewrite(*args, **observing.of(algorithm.rewrite)))
+        _restore_quantized(given_values, floats, outcome.params)
+        return outcome
 
-    for each in rewrites:
-        given = mapped.function, plan, values, batches
-        chosen = choice.attempt(each, rewrite, each, *given)
-        if chosen is not None:
-            values, mapped = chosen.params, mapped.then(chosen, rewrites=True)
-            reports.append(chosen.report)
-            few |= chosen.few
+    def checked(outcome: Chosen) -> Any:
+        """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
+        rounded = quantize_params(dequantize_params(outcome.params), plan)
+        return picked("ptq", outcome.params, rounded)
+
+    for algorithm in rewrites:
+        outcome = choice.attempt(
+            algorithm, rewrite, algorithm, mapped.function, plan, values, batches
+        )
+        if outcome is not None:
+            values, mapped = outcome.params, mapped.then(outcome, rewrites=True)
+            reports.append(outcome.report)
+            few_inputs |= outcome.few
+    args = mapped.function, plan, values, batches
     if plan.static_specs() or observers:
-        given = mapped.function, plan, values, batches
         calibrated = shared_algorithms.calibrate_stages if has_lazy(values) else calibrate_batches
-        stats = calibrated(*given, observers=observers, **how.options)
+        stats = calibrated(*args, observers=observers, **observing.options)
         scales = affines(plan, stats)
-    chosen = None
-    if rounding is not None and run:
-        given = mapped.function, plan, values, batches
-        chosen = choice.choose(rounding, *given, **how.of(rounding.run))
-    elif rounding is not None:
-        chosen = choice.attempt(rounding, rounding, plan, values, stats)
     if is_plain:
-        return _Done(values, quantize_params(values, plan), scales, mapped, reports)
-    chosen = Chosen(values, None) if chosen is None else chosen
-    codes, mapped = _checked(plan, chosen.params), mapped.then(chosen)
-    reports.append(chosen.report)
-    few |= chosen.few
-    real = values if chosen.basis is None or not corrections else chosen.basis(values)
-    for each in corrections:
-        given = mapped.function, plan, real, codes, scales, batches
-        chosen = choice.attempt(each, each.correct, *given, **how.of(each.correct))
-        if chosen is not None:
-            real = real if chosen.basis is None else chosen.basis(real)
-            codes, mapped = _checked(plan, chosen.params), mapped.then(chosen)
-            reports.append(chosen.report)
-            few |= chosen.few
-    note_inputs(choice, reports, few)
-    codes = _with_given(given_values, floats, codes)
+        return _Result(values, quantize_params(values, plan), scales, mapped, reports)
+    outcome = None
+    if rounding is not None and runs:
+        outcome = choice.choose(rounding, *args, **observing.of(rounding.run))
+    elif rounding is not None:
+        outcome = choice.attempt(rounding, rounding, plan, values, stats)
+    outcome = Chosen(values, None) if outcome is None else outcome
+    codes, mapped = checked(outcome), mapped.then(outcome)
+    reports.append(outcome.report)
+    few_inputs |= outcome.few
+    reals = values if outcome.basis is None or not corrections else outcome.basis(values)
+    for algorithm in corrections:
+        args = mapped.function, plan, reals, codes, scales, batches
+        options = observing.of(algorithm.correct)
+        outcome = choice.attempt(algorithm, algorithm.correct, *args, **options)
+        if outcome is not None:
+            reals = reals if outcome.basis is None else outcome.basis(reals)
+            codes, mapped = checked(outcome), mapped.then(outcome)
+            reports.append(outcome.report)
+            few_inputs |= outcome.few
+    note_inputs(choice, reports, few_inputs)
+    codes = _restore_quantized(given_values, floats, codes)
     codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
-    return _Done(values, codes, scales, mapped, reports)
+    return _Result(values, codes, scales, mapped, reports)
 
 
-def _with_given(given: Any, floats: Any, codes: Any) -> Any:
-    """Puts the given QTensors, which algorithms saw as floats, back into the parameters.
+def _restore_quantized(params: Any, floats: Any, codes: Any) -> Any:
+    """Puts the QTensors of the user, which algorithms saw as floats, back into the parameters.
 
     Raises:
       NotImplementedError: an algorithm has changed one of them.
     """
 
-    def pick(path: Any, own: Any, real: Any, chosen: Any) -> Any:
-        if not is_quantized(abstract_leaf(own)):
-            return chosen
-        same = is_array(chosen) and np.array_equal(chosen, real, equal_nan=True)
-        if chosen is not real and not same:
+    def restored(path: Any, leaf: Any, real: Any, code: Any) -> Any:
+        if not is_quantized(abstract_leaf(leaf)):
+            return code
+        is_same = is_array(code) and np.array_equal(code, real, equal_nan=True)
+        if code is not real and not is_same:
             raise fail(
                 "ptq",
                 "the algorithm changes a weight that is quantized already.",
-                given=f"{keystr(path, simple=True, separator='/')!r}: {own!r}",
-                expected="an algorithm that does not change it, such as jqx.algorithms.nearest() "
-                "or "
-                "gptq()",
-                fix="pass another algorithm, or the weight in float: "
+                given=f"{keystr(path, simple=True, separator='/')!r}: {leaf!r}",
+                fix="pass jqx.algorithms.nearest() or gptq(), or the weight in float: "
                 "jqx.dequantize_params(params).",
                 error=NotImplementedError,
             )
-        return own
+        return leaf
 
-    return jax.tree_util.tree_map_with_path(pick, given, floats, codes, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(restored, params, floats, codes, is_leaf=is_quantized)
 
 
-def _checked(plan: Plan, chosen: Any) -> Any:
-    """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
-    rounded = quantize_params(dequantize_params(chosen), plan)
-    return picked("ptq", chosen, rounded)
+@dataclasses.dataclass(frozen=True)
+class Observing:
+    """How batches are observed.
+
+    Attributes:
+      weight: how much rows count, for static scales.
+      ignores: whether rows that are not finite are left out.
+      progress: whether to show a progress bar.
+    """
+
+    weight: Weight | None
+    ignores: bool
+    progress: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a calibration."""
+        return {
+            "weight": self.weight,
+            "on_nonfinite": "ignore" if self.ignores else "error",
+            "progress": self.progress,
+        }
+
+    def of(self, method: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the options of a method of an algorithm; those of users may not know all."""
+        options: dict[str, Any] = {"progress": self.progress}
+        if self.ignores and "on_nonfinite" in inspect.signature(method).parameters:
+            options["on_nonfinite"] = "ignore"
+        return options
+
+
+def weighted(choice: Choice, plan: Plan, weight: Weight | None) -> tuple[Choice, Weight | None]:
+    """Returns a choice whose algorithms have a weight, and the weight for static scales."""
+    choice = dataclasses.replace(
+        choice,
+        algorithm=_with_weight(choice.algorithm, weight),
+        instead=_with_weight(choice.instead, weight),
+    )
+    if weight is not None or not plan.static_specs():
+        return choice, weight
+    rewrites, rounding, corrections = parts_of(choice.algorithm)
+    weights = (getattr(x, "weight", None) for x in (*rewrites, rounding, *corrections))
+    functions = list(dict.fromkeys(x for x in weights if callable(x)))
+    if len(functions) > 1:
+        raise fail(
+            "ptq",
+            f"static scales have no weight, and algorithms have {len(functions)} different ones.",
+            fix="pass the weight for static scales: jqx.ptq(f, policy, algorithm, weight=...).",
+        )
+    return choice, functions[0] if functions else None
+
+
+def has_weight(algorithm: Any) -> bool:
+    """Whether a part of an algorithm weights rows."""
+    parts = chained(algorithm) or (algorithm,)
+    return any(callable(getattr(x, "weight", None)) for x in parts)
+
+
+def _with_weight(algorithm: Any, weight: Weight | None) -> Any:
+    """Returns an algorithm in which each part without a weight has this one, if it can."""
+    if weight is None:
+        return algorithm
+    if parts := chained(algorithm):
+        return type(algorithm)(*(_with_weight(x, weight) for x in parts))
+    fields = getattr(type(algorithm), "__dataclass_fields__", {})
+    if "weight" in fields and algorithm.weight is None:
+        return dataclasses.replace(algorithm, weight=weight)
+    return algorithm
+
+
+def note_inputs(choice: Choice, reports: Sequence[Any], few_inputs: Mapping[str, str]) -> None:
+    """Warns of matrices whose codes an algorithm did not choose, or which it left unchanged,
+    because too few inputs reached them, and notes how many there are. Notes too what the inputs of
+    the other matrices were too few for.
+    """
+    rounded: list[tuple[str, str]] = []
+    count = 0
+    for report in reports:
+        if isinstance(report, algorithms.AlgorithmReport):
+            choice.notes.extend(report.calibration)
+        if isinstance(report, algorithms.Pairs) and report.left:
+            choice.notes.append(f"inputs of {len(report.left)} sites not scaled: no clear gain")
+        matrices, total = shared_algorithms.not_chosen(report)
+        rounded, count = [*rounded, *matrices], count + total
+    if rounded:
+        names = some((name for name, _ in rounded), _NAMED)
+        choice.notes.append(f"{len(rounded)} of {count} matrices rounded to nearest: {names}")
+    if unfitted := [name for name in few_inputs if name not in dict(rounded)]:
+        names = some(unfitted, _NAMED)
+        choice.notes.append(f"{len(unfitted)} matrices not fitted to few inputs: {names}")
+    if reasons := {**dict(rounded), **few_inputs}:
+        text = message(
+            "ptq",
+            "some matrices were rounded to nearest: the algorithm did not fit them to their "
+            "inputs.",
+            given=some(f"{name}: {reason}" for name, reason in reasons.items()),
+            expected="about as many inputs as channels for each matrix, or more",
+            fix="calibrate on more batches, or on batches that reach them, such as each expert; or "
+            "leave it so.",
+        )
+        warn(text)
+
+
+def first_of(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Returns the first batch that is not empty, and all batches."""
+    remaining, read = iter(batches), []
+    for batch in remaining:
+        read.append(batch)
+        if all(getattr(x, "size", 1) for x in jax.tree.leaves(batch)):
+            break
+    if not read:
+        problem = "there is no batch: `batches` is empty, or an exhausted generator."
+        raise fail("ptq", problem, fix="pass a list, or create the generator again.")
+    is_list = isinstance(batches, (list, tuple))
+    return read[-1], batches if is_list else itertools.chain(read, remaining)
+
+
+def plans_by_shape(
+    batches: Iterable[Any], first_batch: Any, plan: Plan, plan_of: Callable[[tuple[Any, ...]], Plan]
+) -> Iterable[tuple[int, Plan]]:
+    """Yields how many batches have equal shapes, and the plan of one of them; the shapes that most
+    elements have come first, so that few plans are made. That of the first batch is known.
+    """
+    by_shape: dict[Any, list[Any]] = {}
+    for batch in batches:
+        leaves, structure = jax.tree.flatten(batch)
+        by_shape.setdefault((structure, tuple(map(np.shape, leaves))), []).append(batch)
+
+    def size(group: list[Any]) -> int:
+        return len(group) * sum(np.size(x) for x in jax.tree.leaves(group[0]))
+
+    for group in sorted(by_shape.values(), key=size, reverse=True):
+        is_planned = any(x is first_batch for x in group)
+        yield len(group), plan if is_planned else plan_of(inputs_of(group[0]))

@@ -1,5 +1,6 @@
 """The quantization grid of an array: scale, zero point, and the elements that share them."""
 
+import functools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,11 +12,46 @@ from ..calibrators import Affine, Groups, absmax
 from ..gradients import ste, ste_unclipped, straight_through
 from ..gradients._shared import check_key
 from ..numerics import Block, format_of, ngraph
-from ..numerics._shared import E8M0, RoundMode, widen
+from ..numerics._shared import E8M0, RoundMode, common_dtype, narrow, pack_bits, widen
 from ..ops._shared import affine_dequantize, affine_fake_quantize, affine_quantize
-from ._fields import check_zero_point
-from ._fit import fit, groups_of
+from ._layout import Layout, Packing, broadcasts, check_zero_point, inverse_of, permuted_axis, taken
 from ._spec import QSpec
+
+# Applies a spec to an array: finds its scale, and which elements share a scale.
+
+
+@partial(jax.jit, static_argnames=("spec",))
+def fit(x: jax.Array, spec: QSpec) -> Affine:
+    """Returns the scale and zero point that the calibrator of `spec` finds for `x` itself."""
+    return spec.calibrator.fit(x, spec)
+
+
+def groups_of(
+    function: str, spec: QSpec, shape: tuple[int, ...], affine: Affine | None = None
+) -> Groups:
+    """Returns which elements of an array of `shape` share a scale: that of `spec`, or `affine`."""
+    groups = spec.granularity.groups(shape)
+    form = format_of(spec.qtype)
+    if isinstance(form, Block):
+        tail = getattr(spec.granularity, "tail", False)
+        if groups.per_scale not in (form.size, 0) and not (tail and groups.per_scale < form.size):
+            raise fail(
+                function,
+                f"{form.name} has blocks of {form.size} elements.",
+                given=f"granularity {spec.granularity}: {groups.per_scale} elements of {shape} a "
+                f"block",
+                fix=f"pass per_group({form.size}), or per_block with size 1 for every other axis.",
+            )
+    if affine is None or affine.scale.shape == groups.scale_shape:
+        return groups
+    if not broadcasts(affine.scale.shape, shape):
+        raise fail(
+            function,
+            "`affine.scale` does not fit `x`.",
+            given=f"affine.scale.shape == {affine.scale.shape}, x.shape == {shape}",
+            fix=f"pass shape {groups.scale_shape}, the scale shape of spec.",
+        )
+    return Groups.of_scale(shape, affine.scale.shape)
 
 
 class Grid(NamedTuple):
@@ -87,12 +123,12 @@ def _fake_quantize(
 ) -> jax.Array:
     """Jitted once for each spec and shape: tracing it again would cost more than the model."""
     covered = _is_covered(spec, affine)
-    given = jax.lax.stop_gradient(x) if covered else x
-    grid = grid_of("simulate", given, spec, affine)
+    detached = jax.lax.stop_gradient(x) if covered else x
+    grid = grid_of("simulate", detached, spec, affine)
     scale, zero_point = grid.lined_up()
     if affine is None:
         scale, zero_point = jax.lax.stop_gradient((scale, zero_point))
-    y = grid.groups.join(rounded_to(grid.groups.split(given), scale, zero_point, spec, key))
+    y = grid.groups.join(rounded_to(grid.groups.split(detached), scale, zero_point, spec, key))
     return straight_through(y, x) if covered else y
 
 
@@ -144,15 +180,70 @@ def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.
         if scale.dtype != E8M0:
             raise fail(
                 function,
-                f"the scales of {form.name} are powers of two.",
-                given=f"a scale of dtype {scale.dtype.name}",
-                expected=f"dtype {E8M0.name}",
+                f"the scales of {form.name} are powers of two, not {scale.dtype.name}.",
                 fix="convert it with scale.astype(jnp.float8_e8m0fnu), if they are powers of two.",
                 error=TypeError,
             )
         return scale, None
     # A block whose scale is NaN must not make the scales of all other blocks NaN.
-    known = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)
-    inner = fit(known, QSpec(form.scale_qtype, spec.of_second_scale(scale.ndim))).scale
+    finite = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)
+    inner = fit(finite, QSpec(form.scale_qtype, spec.of_second_scale(scale.ndim))).scale
     mode = RoundMode.NEAREST_TOWARD_EVEN
     return affine_quantize(scale, inner, None, qtype=form.scale_qtype, round_mode=mode), inner
+
+
+# Conversion of a real array to a QTensor and back: one compiled program each, also eagerly.
+
+
+@partial(jax.jit, static_argnames=("cls", "spec", "axis"), inline=True)
+def quantized(
+    x: jax.Array, affine: Affine | None, *, cls: Any, spec: QSpec, axis: int | None
+) -> Any:
+    """Returns `x` as a QTensor, packed along `axis`; see `QTensor.quantize`."""
+    grid = grid_of("QTensor.quantize", x, spec, affine)
+    codes = affine_quantize(
+        grid.groups.split(x),
+        *grid.lined_up(),
+        qtype=spec.qtype,
+        round_mode=spec.rounding,
+        numerics=spec.numerics,
+        as_bits=axis is not None,
+    )
+    codes = grid.groups.join(codes)
+    scale = grid.scale
+    if grid.inner is not None:
+        scale = cls(scale, grid.inner, qtype=scale.dtype, dtype=grid.inner.dtype)
+    return cls(
+        codes if axis is None else pack_bits(codes, format_of(spec.qtype).bits, axis),
+        scale,
+        grid.zero_point,
+        qtype=spec.qtype,
+        dtype=x.dtype,
+        blocks=grid.groups.blocks,
+        layout=None if axis is None else Layout(Packing(axis - x.ndim, x.shape[axis])),
+    )
+
+
+@partial(jax.jit, inline=True)
+def dequantized(q: Any) -> jax.Array:
+    """Returns the real array of a QTensor; see `QTensor.dequantize`."""
+    groups, offset = q.groups, q.real_offset()
+    scale = wide_scale(q.scale.dequantize() if hasattr(q.scale, "qtype") else q.scale)
+    wide = q.dtype
+    if offset is not None:
+        offset = widen(offset)
+        wide = functools.reduce(common_dtype, (x.dtype for x in (scale, offset)), q.dtype)
+    real = affine_dequantize(
+        groups.split(q.codes),
+        groups.split_scale(scale),
+        None if q.zero_point is None else groups.split_scale(q.zero_point),
+        qtype=q.qtype,
+        dtype=wide,
+    )
+    if offset is not None:
+        real = narrow(real + groups.split_scale(offset.astype(wide)), q.dtype)
+    real = groups.join(real)
+    axis = None if q.order is None else permuted_axis(q.order)
+    if q.order is None or axis is None:
+        return real
+    return taken(real, inverse_of(q.order), axis)

@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
+import difflib
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Union
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +15,291 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import called
-from .._checks import as_dtype, as_real, check_real, normalize_axes
+from .._checks import as_dtype, as_real, check_instance, check_real, normalize_axes
+from .._errors import fail
+from .._table import pairs_html
 from ..calibrators import Affine, Groups
-from ..numerics import QType, format_of
-from ..numerics._shared import E8M0, as_qtype
+from ..numerics import Block, QType, format_of
+from ..numerics._shared import E8M0, as_qtype, name_of_qtype
 from . import _layout
-from ._fields import check_blocks, check_dtypes, check_layout, check_leaves, check_shapes
-from ._layout import Layout, packed_axis, real_shape, shape_of_values
-from ._no_array import QUANTIZE_INSTEAD, NoArray, check_affine
-from ._pytree import register
-from ._round_trip import dequantized, quantized
-from ._scheme import needed_spec
-from ._select import concatenate, index, reshape, split
-from ._show import as_html, text, treescope_tree
-from ._spec import QSpec
-from ._targets import check_target, lay_out_for
-from ._zeros import zeros
+from ._grid import dequantized, groups_of, quantized
+from ._layout import (
+    Layout,
+    check_blocks,
+    check_dtypes,
+    check_layout,
+    check_leaves,
+    check_shapes,
+    packed_axis,
+    permuted_axis,
+    real_shape,
+    refuse_as_array,
+    shape_of_values,
+    wrong_codes,
+)
+from ._serialize import make_exportable
+from ._spec import QSpec, needed_spec
+from ._targets import cache_for, check_target, lay_out_for
+from ._views import concatenate, index, reshape, split
+
+# QTensor as a pytree: which of its fields are leaves, and which are static.
+
+
+_STATIC = ("qtype", "dtype", "blocks", "layout")
+_LEAVES = ("values", "scale", "zero_point")
+_MORE = ("offset", "order")
+"""Leaves that few arrays have: without both of them, a QTensor has three children."""
+
+
+def register(cls: type) -> None:
+    """Registers QTensor with JAX and with `jax.export`. (Its file imports this one.)"""
+
+    unflatten = functools.partial(rebuilt, cls)
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, flatten)
+    make_exportable(cls)
+
+
+def rebuilt(cls: type, static: Any, leaves: Any) -> Any:
+    """Rebuilds without checks: a tree may hold anything in place of its arrays."""
+    q = object.__new__(cls)
+    leaves = (*leaves, *(None,) * (len(_LEAVES) + len(_MORE) - len(leaves)))
+    for name, value in zip((*_LEAVES, *_MORE, *_STATIC), (*leaves, *static), strict=True):
+        object.__setattr__(q, name, value)
+    return q
+
+
+def flatten(q: Any) -> tuple[tuple, tuple]:
+    """Returns the leaves of a QTensor, and its static fields."""
+    names = _names(q)
+    return tuple(getattr(q, name) for name in names), tuple(getattr(q, n) for n in _STATIC)
+
+
+def _names(q: Any) -> tuple[str, ...]:
+    return _LEAVES if q.offset is None and q.order is None else (*_LEAVES, *_MORE)
+
+
+def _flatten_with_keys(q: Any) -> tuple[tuple, tuple]:
+    leaves, static = flatten(q)
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _names(q))
+    return tuple(zip(keys, leaves, strict=True)), static
+
+
+# What a QTensor does not do, because codes are no numbers to calculate with: each is an error that
+# says what to write.
+
+
+_INSTEAD = {
+    "at": "write with jqx.dynamic_update_slice(q, update, starts), or change q.dequantize().",
+    "dot": "write q @ x, or jqx.dot_general(q, x, dimension_numbers).",
+    "flatten": "write q.reshape(-1).",
+    "ravel": "write q.reshape(-1).",
+    "mT": "write q.transpose(...) with the last two axes swapped; q.T reverses all.",
+    "swapaxes": "write q.transpose(...) with the order of the axes.",
+    "squeeze": "write q.reshape(...), or q[0].",
+    "numpy": "write numpy.asarray(q.dequantize()), or numpy.asarray(q.values) for the codes.",
+    "float": "write q.dequantize().",
+    "dequant": "write q.dequantize().",
+    "data": "the codes are q.values; the real array is q.dequantize().",
+    "qvalue": "the codes are q.values; the real array is q.dequantize().",
+    "int_repr": "the codes are q.values.",
+    "q_scale": "it is called q.scale.",
+    "q_zero_point": "it is called q.zero_point.",
+}
+"""What to write in place of attributes of arrays in JAX, PyTorch and other libraries."""
+
+_AFFINE = "write affine=jqx.calibrators.Affine(scale, zero_point)."
+_SPEC = 'write jqx.QTensor.quantize(x, "int8"), or jqx.QSpec("int8", jqx.per_axis(0)).'
+QUANTIZE_INSTEAD = {
+    **dict.fromkeys(("scale", "scales", "zero_point", "zero_points"), _AFFINE),
+    **dict.fromkeys(("bits", "num_bits", "qtype", "dtype", "axis", "axes", "channel_axis"), _SPEC),
+}
+"""What to write in place of arguments that `QTensor.quantize` does not have."""
+
+_SCALE = "write q.scaled(factor) to change the scale, or calculate with q.dequantize()."
+_FLOAT = "calculate with q.dequantize(), or write q @ x for a product."
+_OPERATORS = {
+    "multiplication": ("mul truediv", _SCALE),
+    "addition": ("add sub", _FLOAT),
+    "arithmetic": ("floordiv mod pow divmod", _FLOAT),
+    "sign": ("neg pos abs", _SCALE),
+    "bits": ("and or xor lshift rshift invert", "use q.values for the bits of codes."),
+    "order": ("lt le gt ge", "compare q.dequantize()."),
+}
+_ALONE = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
+"""Operators without a reflected form."""
+
+
+def check_affine(affine: Any) -> None:
+    """Checks the argument `affine` of `QTensor.quantize`."""
+    if affine is not None:
+        check_instance("QTensor.quantize", "affine", affine, tuple, fix=_AFFINE)
+
+
+class Named(type):
+    """The class of QTensor. The errors of `jax.numpy` for an argument that is no array show its
+    `repr`, so it says what to write.
+    """
+
+    def __repr__(cls) -> str:
+        if cls.__module__.partition(".")[0] != "jqx":
+            return super().__repr__()
+        return (
+            f"<class 'jqx.{cls.__name__}'> (write x @ q, jqx.matmul, jqx.einsum, jqx.dot_general "
+            "or jqx.take, or pass q.dequantize())"
+        )
+
+
+class NoArray(metaclass=Named):
+    """The base of QTensor that refuses what only arrays can do."""
+
+    __array_ufunc__: ClassVar[None] = None  # so that `numpy_array @ q` reaches `__rmatmul__`
+    __iter__ = None  # else Python iterates with __getitem__, and `in` compares by identity
+
+    if not TYPE_CHECKING:
+        # Hidden from type checkers: for NumPy's types anything with `__array__` is an array, and
+        # with `__getattr__` any attribute exists.
+
+        def __array__(self, *args: Any, **kwargs: Any) -> Any:
+            """Raises, because the caller must choose between the codes and the real array."""
+            fix = "pass q.dequantize() for the real array, or q.values for the codes."
+            refuse_as_array("QTensor", "a QTensor is not an array.", self, fix)
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises: looked up only if there is no such attribute."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            attributes = [x for x in dir(type(self)) if not x.startswith("_")]
+            close = difflib.get_close_matches(name, [*attributes, "values", "scale"], n=1)
+            fix = f"write q.dequantize().{name}." if hasattr(jax.Array, name) else None
+            fix = _INSTEAD.get(name, fix) or (f"did you mean q.{close[0]}?" if close else None)
+            raise fail(
+                "QTensor",
+                f"a QTensor has no attribute {name!r}.",
+                given=f"q.{name}",
+                expected="codes q.values, q.scale, q.zero_point; views such as q.T, q.reshape, "
+                "q[...]; q.dequantize()",
+                fix=fix or "take the attribute of q.dequantize().",
+                error=AttributeError,
+            )
+
+
+def _refusing(operation: str, fix: str) -> Any:
+    def refuse(self: Any, *others: Any) -> Any:
+        refuse_as_array("QTensor", f"a QTensor has no {operation}.", self, fix)
+
+    return refuse
+
+
+for _kind, (_operators, _remedy) in _OPERATORS.items():
+    for _operator in _operators.split():
+        for _sign in (_operator,) if _operator in _ALONE else (_operator, f"r{_operator}"):
+            setattr(NoArray, f"__{_sign}__", _refusing(_kind, _remedy))
+
+
+# The display of a QTensor: format, shape, granularity and bytes, never contents.
+
+
+def text(q: Any) -> str:
+    """Returns the `repr` of a QTensor, whatever its leaves are."""
+    name, dtype = name_of_qtype(q.qtype), jnp.dtype(q.dtype).name
+    if not _has_arrays(q):
+        return f"QTensor({name} of {_leaf(q.values)}, scale {_leaf(q.scale)}, dtype={dtype})"
+    wrong = wrong_codes(q)
+    if wrong is not None:
+        part = f"{wrong} {_leaf(getattr(q, wrong))}"
+        return f"QTensor({part}, which are no codes of {name}, scale {_leaf(q.scale)})"
+    zero = "" if q.zero_point is None else f", zero_point {_leaf(q.zero_point)}"
+    zero += "" if q.offset is None else f", offset {_leaf(q.offset)}"
+    layout = "" if q.layout is None else f" {q.layout}"
+    if q.order is not None and hasattr(q.order, "shape"):
+        layout += f" permuted along axis {permuted_axis(q.order)}"
+    return (
+        f"QTensor({name}{list(q.shape)} {q.groups}{layout}, scale {_leaf(q.scale)}{zero}, "
+        f"dtype={dtype}, {_grouped(q.nbytes)} bytes)"
+    )
+
+
+def as_html(q: Any) -> str:
+    """Returns the HTML that a notebook shows for a QTensor, whatever its leaves are."""
+    name, dtype = name_of_qtype(q.qtype), jnp.dtype(q.dtype).name
+    if not _has_arrays(q) or wrong_codes(q) is not None:
+        return pairs_html([("", text(q))], "QTensor")
+    is_static = isinstance(q.size, int) and isinstance(q.nbytes, int) and q.size > 0
+    bits = f", {8 * q.nbytes / q.size:.2f} bits for each of {q.size:,} numbers" if is_static else ""
+    layout = [] if q.layout is None else [("laid out", str(q.layout))]
+    parts = [("zero points", q.zero_point), ("offsets", q.offset), ("order", q.order)]
+    return pairs_html(
+        [
+            ("format", f"{name} {q.groups}"),
+            ("stands for", f"{dtype}{list(q.shape)}"),
+            ("codes", _leaf(q.values)),
+            *layout,
+            ("scales", _leaf(q.scale)),
+            *((name, _leaf(part)) for name, part in parts if part is not None),
+            ("bytes", f"{_grouped(q.nbytes)}{bits}"),
+        ],
+        "QTensor",
+    )
+
+
+def _has_arrays(q: Any) -> bool:
+    return all(map(_is_array, (q.values, q.scale)))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # a dtype has a shape too
+
+
+def _grouped(number: Any) -> str:
+    return f"{number:,}" if isinstance(number, int) else str(number)  # it may be symbolic
+
+
+def _leaf(leaf: Any) -> str:
+    if not _is_array(leaf):
+        return repr(leaf)
+    name = name_of_qtype(leaf.qtype) if hasattr(leaf, "qtype") else leaf.dtype.name
+    name = "float0" if leaf.dtype == jax.dtypes.float0 else name  # in a gradient
+    return f"{name}{list(leaf.shape)}"
+
+
+# QTensors of zeros, such as an empty cache.
+
+
+def zeros(
+    cls: Any,
+    shape: Sequence[int],
+    spec: QSpec | str,
+    dtype: DTypeLike,
+    affine: Affine | None,
+    target: str | None,
+) -> Any:
+    """Returns a QTensor of zeros; see `QTensor.zeros`."""
+    name = "QTensor.zeros"
+    check_instance(name, "shape", shape, (tuple, list), fix="pass for example (2, 128, 64).")
+    if isinstance(spec, str):
+        spec = needed_spec(name, "spec", spec, "state").resolve(len(shape), range(len(shape) - 1))
+    check_instance(name, "spec", spec, QSpec, fix='pass for example jqx.QSpec("int8"), or "int8".')
+    dtype = as_dtype(name, "dtype", dtype)
+    check_real(name, "`dtype`", dtype)
+    q = _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
+    return q if target is None else cache_for(name, q, target)
+
+
+# Jitted, so that no array of floats is created.
+@partial(jax.jit, static_argnames=("cls", "shape", "spec", "dtype"))
+def _zeros(
+    affine: Affine | None, *, cls: Any, shape: tuple[int, ...], spec: QSpec, dtype: jnp.dtype
+) -> Any:
+    form, entries = format_of(spec.qtype), groups_of("QTensor.zeros", spec, shape).scale_shape
+    if affine is None and isinstance(form, Block) and form.two_level:
+        codes = jnp.ones(entries, form.scale_qtype)
+        inner = jnp.ones(spec.of_second_scale(len(shape)).scale_shape(entries), jnp.float32)
+        scale = cls(codes, inner, qtype=form.scale_qtype)
+        affine = Affine(scale)
+    elif affine is None:
+        scale = jnp.ones(entries, E8M0 if isinstance(form, Block) else jnp.float32)
+        affine = Affine(scale, None if spec.symmetric else jnp.zeros(entries, form.storage))
+    return cls.quantize(jnp.zeros(shape, dtype), spec, affine)
 
 
 @called("QTensor", 'pass codes, scale and qtype=; jqx.QTensor.quantize(x, "int8") makes them.')
@@ -375,9 +647,6 @@ class QTensor(NoArray):
         return text(self)
 
     _repr_html_ = as_html
-
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        return treescope_tree(self, path, subtree_renderer)
 
     def map_leaves(self, f: Any, blocks: tuple[tuple[int, int, int], ...]) -> "QTensor":
         """Applies a view to every leaf."""

@@ -4,20 +4,164 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import export
+import numpy as np
+from jax import export, lax
 
 from .._calls import called
-from .._checks import normalize_axes
+from .._checks import normalize_axes, shown
 from .._errors import fail
-from ._fields import refuse_as_array
-from ._lazy import Lazy, abstract, read
-from ._qtensor import QTensor
+from .._heap import give_back
+from ._layout import refuse_as_array
+from ._qtensor import QTensor, flatten, rebuilt
+
+# Lazy: an array or QTensor that is created each time it is read, and not stored.
+
+
+_LARGE = 1 << 20
+"""From this number of bytes on, freed memory is returned to the system first, in a millisecond."""
+
+
+@called("interop.Lazy", "pass its shape and dtype, and a function that creates it.")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+    """An array, a QTensor or Segments that is created each time it is read. A leaf of pytrees.
+
+    Lazy leaves replace the arrays in the parameters of a model that is larger than memory, as in
+    `archive.map(archive.lazy)`. `jqx.make_plan` uses their shape and dtype. `jqx.quantize_params`
+    returns a Lazy for each weight to quantize; so does `jqx.ptq` with rounding to nearest, or layer
+    by layer (`jqx.algorithms.gptq`). `jqx.save` reads one after another while it writes them.
+    Functions that compute on arrays, such as a converted function, need arrays: `x.read()`.
+
+    Attributes:
+      spec: its structure, with `jax.ShapeDtypeStruct` in place of arrays.
+      make: a function that creates it.
+      source: identifies everything that its numbers depend on, so that two with the same source
+        are equal; an empty string if that is not known. `jqx.save(..., resume=True)` keeps files
+        that it has already written from the same source.
+
+    Raises:
+      TypeError: it is used as an array.
+      ValueError: on reading, if the result has another structure, shape or dtype than `spec`.
+
+    Gradient: none; it is not an array.
+
+    Example:
+      >>> import jax, jqx, numpy as np
+      >>> x = jqx.interop.Lazy(jax.ShapeDtypeStruct((2,), "f4"), lambda: np.ones(2, np.float32))
+      >>> x.shape, x.read()
+      ((2,), array([1., 1.], dtype=float32))
+    """
+
+    spec: Any
+    make: Callable[[], Any]
+    source: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; for a QTensor the shape of the real array."""
+        return tuple(self.spec.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype; for a QTensor the dtype of the real array."""
+        return np.dtype(self.spec.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Its rank."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        leaves = jax.tree.leaves(self.spec)
+        return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in leaves)
+
+    def read(self) -> Any:
+        """Creates and returns it. Before a large one, freed memory is returned to the system."""
+        if self.nbytes >= _LARGE:
+            give_back()
+        found = self.make()
+        spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+        kinds = [[_shape_and_dtype(x) for x in jax.tree.leaves(tree)] for tree in (spec, self.spec)]
+        same = jax.tree.structure(found) == jax.tree.structure(self.spec)
+        if not (same and kinds[0] == kinds[1]):
+            raise fail(
+                "interop.Lazy",
+                "the result of `make` does not match `spec`.",
+                given=shown(spec),
+                expected=shown(self.spec),
+                fix="derive `spec` from `make`, such as with jax.eval_shape.",
+            )
+        return found
+
+    def then(self, f: Callable[[Any], Any], key: str | None) -> "Lazy":
+        """Returns a Lazy that applies a function to this one when it is read.
+
+        Args:
+          f: the function; it takes the array, and also its `spec`.
+          key: everything else that the result depends on; `None` if that is not known.
+        """
+        spec = f(self.spec)
+        source = f"{self.source}\n{key}" if self.source and key is not None else ""
+        return Lazy(spec, lambda: f(self.read()), source)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        check_read("interop.Lazy", [(None, self)])
+
+    def __repr__(self) -> str:
+        return f"Lazy({self.spec!r})"
+
+
+def _shape_and_dtype(x: Any) -> tuple[Any, ...]:
+    return (*x.shape, np.dtype(x.dtype).name)
+
+
+def check_read(function: str, named: Iterable[tuple[str | None, Any]]) -> None:
+    """Raises if one of some leaves, each with its path, is Lazy."""
+    for path, leaf in named:
+        if isinstance(leaf, Lazy):
+            leaf_name = "a leaf" if path is None else f"the leaf {path!r}"
+            raise fail(
+                function,
+                f"{leaf_name} has not been read yet.",
+                given=f"{leaf!r}"[:200],
+                fix="read them: jax.tree.map(lambda x: x.read(), params).",
+                error=TypeError,
+            )
+
+
+def of_kinds(f: Callable[[Any], Any], x: Any) -> Any:
+    """Applies a function to arrays, or to their shapes and dtypes without computing anything."""
+    is_kind = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x))
+    return jax.eval_shape(f, x) if is_kind else f(x)
+
+
+def read(x: Any) -> Any:
+    """Reads a Lazy; returns anything else unchanged."""
+    return x.read() if isinstance(x, Lazy) else x
+
+
+def has_lazy(tree: Any) -> bool:
+    """Whether a leaf of a tree is read when it is needed."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Lazy))
+    return any(isinstance(x, Lazy) for x in leaves)
+
+
+def abstract(x: Any) -> Any:
+    """Returns the spec of a Lazy; anything else unchanged."""
+    return x.spec if isinstance(x, Lazy) else x
 
 
 @called("Segments", "pass the parts in order: jqx.Segments([first, second]).")
@@ -68,7 +212,6 @@ class Segments:
                 "Segments",
                 f"the parts differ in dtype, or in shape along other axes than {axis}.",
                 given=", ".join(_kind(part) for part in parts[:4]),
-                expected=f"one dtype, and one shape except for axis {axis}",
                 fix="pass parts of one array.",
             )
         object.__setattr__(self, "parts", parts)
@@ -82,8 +225,8 @@ class Segments:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole array."""
-        first = tuple(self.parts[0].shape)
-        return (*first[: self.axis], self.bounds[-1], *first[self.axis + 1 :])
+        head = tuple(self.parts[0].shape)
+        return (*head[: self.axis], self.bounds[-1], *head[self.axis + 1 :])
 
     @property
     def ndim(self) -> int:
@@ -124,18 +267,14 @@ class Segments:
             f"[{start}:{stop}] {_form(part)}"
             for part, (start, stop) in zip(self.parts, itertools.pairwise(self.bounds), strict=True)
         ]
-        whole = f"{self.dtype.name}{list(self.shape)} along axis {self.axis}"
-        return f"Segments({whole}: {', '.join(shown)}, {self.nbytes:,} bytes)"
+        array = f"{self.dtype.name}{list(self.shape)} along axis {self.axis}"
+        return f"Segments({array}: {', '.join(shown)}, {self.nbytes:,} bytes)"
 
 
 def _check_parts(parts: tuple[Any, ...]) -> None:
     if not parts:
         raise fail(
-            "Segments",
-            "there are no parts.",
-            given="no parts",
-            expected="one QTensor or array, or more",
-            fix="pass the parts in order.",
+            "Segments", "there are no parts.", fix="pass one QTensor or array, or more, in order."
         )
     for part in parts:
         if not isinstance(part, QTensor) and not (
@@ -145,7 +284,6 @@ def _check_parts(parts: tuple[Any, ...]) -> None:
                 "Segments",
                 "a part is neither a QTensor nor an array of one axis or more.",
                 given=f"an object of type {type(part).__name__}",
-                expected="QTensors and arrays",
                 fix="pass for example jqx.Segments([q, w[4:]]).",
                 error=TypeError,
             )
@@ -162,9 +300,9 @@ def _kind(part: Any) -> str:
 def _form(part: Any) -> str:
     if not isinstance(part, QTensor):
         return jnp.dtype(part.dtype).name
-    own = repr(part).removeprefix("QTensor(")
-    name, _, rest = own.partition("[")
-    groups = rest.partition("] ")[2].partition(", scale")[0]
+    text = repr(part).removeprefix("QTensor(")
+    name, _, shape_and_scale = text.partition("[")
+    groups = shape_and_scale.partition("] ")[2].partition(", scale")[0]
     return f"{name} {groups}" if groups else name
 
 
@@ -212,5 +350,77 @@ def lazy_segments(parts: Sequence[Lazy], axis: int) -> Lazy:
     return Lazy(spec, lambda: unchecked_segments(list(map(read, parts)), axis), source)
 
 
-def _part_of(place: int, x: Any) -> Any:
-    return x.parts[place]
+def _part_of(index: int, x: Any) -> Any:
+    return x.parts[index]
+
+
+# One array of a stack of QTensors, for kernels that read its codes from the stack.
+#
+# A compiler cannot fuse a slice into a kernel: the slice that a step of a loop takes from a stack
+# is copied before the kernel reads it. So the kernel gets the whole stack and the index of the
+# slice. Everything else uses the slice itself.
+
+
+class OneOf(QTensor):
+    """A QTensor that is a slice of a stack. Its views are plain QTensors without the stack, unless
+    they leave the codes in place.
+
+    Attributes:
+      all_values: the values of the whole stack, with one more leading axis; `None` without a stack.
+      step: the index of this slice, int32, shape ().
+    """
+
+    all_values: ClassVar[Any] = None
+    step: ClassVar[Any] = None
+
+    @classmethod
+    def of(cls, stack: QTensor, step: jax.Array) -> "OneOf":
+        """Returns one slice of a stack. Every leaf of the stack must have its leading axis."""
+        q = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, step, keepdims=False), stack)
+        return _one_of(stack.values, step, *flatten(q))
+
+    def transpose(self, *axes: Any) -> QTensor:
+        return self._with_stack(super().transpose(*axes))
+
+    @property
+    def stored(self) -> QTensor:
+        return self._with_stack(super().stored)
+
+    def _with_stack(self, q: QTensor) -> QTensor:
+        same = q.values is self.values
+        return _one_of(self.all_values, self.step, *flatten(q)) if same else alone(q)
+
+
+def alone(x: Any) -> Any:
+    """Returns a QTensor without its stack; anything else unchanged."""
+    if not isinstance(x, OneOf):
+        return x
+    leaves, static = flatten(x)
+    return rebuilt(QTensor, static, leaves)
+
+
+def found(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the codes of a QTensor and `None`, or those of its stack and the index into it."""
+    if isinstance(q, OneOf) and q.all_values is not None:
+        return q.all_values, q.step
+    return q.values, None
+
+
+def _one_of(all_values: Any, step: Any, leaves: Any, static: Any) -> OneOf:
+    q = rebuilt(OneOf, static, leaves)
+    object.__setattr__(q, "all_values", all_values)
+    object.__setattr__(q, "step", step)
+    return q
+
+
+def _flatten_one_of(q: OneOf) -> tuple[tuple, tuple]:
+    leaves, static = flatten(q)
+    return (q.all_values, q.step, leaves), static
+
+
+def _unflatten_one_of(static: Any, children: Any) -> OneOf:
+    all_values, step, leaves = children
+    return _one_of(all_values, step, leaves, static)
+
+
+jax.tree_util.register_pytree_node(OneOf, _flatten_one_of, _unflatten_one_of)

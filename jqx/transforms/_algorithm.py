@@ -1,17 +1,25 @@
-"""Algorithms: they choose the codes of weights where rounding to nearest is not enough."""
+"""What `quantize_params` and `ptq` know of algorithms, which choose the codes of weights where
+rounding to nearest is not enough, and `unstack`, which gives them functions without split weights.
+"""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from .._checks import shown
 from .._errors import fail
-from ..tensor._shared import abstract
+from ..tensor import QTensor, Segments
+from ..tensor._shared import Lazy, abstract, lazy_segments
 from ._map_channels import Maps
+from ._paths import Split, flatten, is_parameter_line, is_whole, line_of, parameter_of, rooted
 from ._plan import Plan
-from ._trace import is_quantized
+from ._split import evaluated, split_leaf
+from ._trace import TracedOnce, is_quantized, trace_call
 
 
 class Inapplicable(ValueError):
@@ -83,8 +91,6 @@ def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False
             function,
             "`algorithm` needs the function, and batches.",
             given=shown(algorithm),
-            expected="an algorithm that chooses codes from statistics alone, such as "
-            "jqx.algorithms.gptq()",
             fix="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
             error=TypeError,
         )
@@ -135,9 +141,9 @@ def _instead(value: Any) -> str:
         return f"call the class: {name}()."
     if isinstance(name, str):
         plain = name.lower().replace("_", "").replace("-", "").replace(" ", "")
-        own = {known.replace("_", ""): known for known in NAMES} | _OTHERS
-        if plain in own:
-            return f"call it: jqx.algorithms.{own[plain]}()."
+        names_by_key = {each_name.replace("_", ""): each_name for each_name in NAMES} | _OTHERS
+        if plain in names_by_key:
+            return f"call it: jqx.algorithms.{names_by_key[plain]}()."
     if isinstance(value, (list, tuple)):
         return "join them: jqx.algorithms.chain(first, second)."
     return (
@@ -158,11 +164,11 @@ class Parts(NamedTuple):
 
 def parts_of(algorithm: Any) -> Parts:
     """Returns the parts of an algorithm."""
-    each = () if algorithm is None else chained(algorithm) or (algorithm,)
-    rewrites = tuple(x for x in each if has(x, "rewrite"))
-    corrections = tuple(x for x in each if has(x, "correct"))
-    rest = [x for x in each if not has(x, "rewrite") and not has(x, "correct")]
-    return Parts(rewrites, rest[0] if rest else None, corrections)
+    algorithms = () if algorithm is None else chained(algorithm) or (algorithm,)
+    rewrites = tuple(x for x in algorithms if has(x, "rewrite"))
+    corrections = tuple(x for x in algorithms if has(x, "correct"))
+    choosers = [x for x in algorithms if not has(x, "rewrite") and not has(x, "correct")]
+    return Parts(rewrites, choosers[0] if choosers else None, corrections)
 
 
 def has(algorithm: Any, method: str) -> bool:
@@ -209,13 +215,13 @@ def as_chosen(result: Any) -> Chosen:
     return result if isinstance(result, Chosen) else Chosen(result, None)
 
 
-def picked(function: str, chosen: Any, rounded: Any) -> Any:
+def picked(function: str, codes: Any, rounded: Any) -> Any:
     """Returns parameters with the codes that an algorithm chose, and rounded ones elsewhere. Checks
     that the chosen codes fit the plan, as those rounded to nearest do.
     """
 
-    def pick(own: Any, nearest: Any) -> Any:
-        kinds = abstract(own), abstract(nearest)
+    def pick(leaf: Any, nearest: Any) -> Any:
+        kinds = abstract(leaf), abstract(nearest)
         if not is_quantized(kinds[0]):
             return nearest
         if not (
@@ -225,10 +231,135 @@ def picked(function: str, chosen: Any, rounded: Any) -> Any:
             raise fail(
                 function,
                 "the algorithm chose codes that do not fit the plan.",
-                given=repr(own),
+                given=repr(leaf),
                 expected=repr(nearest),
                 fix="return QTensors of the formats and granularities of plan.weights.",
             )
-        return own
+        return leaf
 
-    return jax.tree.map(pick, chosen, rounded, is_leaf=is_quantized)
+    return jax.tree.map(pick, codes, rounded, is_leaf=is_quantized)
+
+
+# `unstack`: a function in which the parts of split weights are parameters of their own.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unstacked:
+    """A function whose plan splits weights, as a function of their parts.
+
+    In `params` a tuple of its parts takes the place of each weight that is split. Each part is an
+    ordinary parameter, whose path in `plan` is such as `layers/w[0:1]`. So algorithms need to know
+    nothing of parts.
+
+    Attributes:
+      stacked: the plan of the function of whole weights.
+      original: its parameters.
+      f: the function, if that of parts is needed.
+    """
+
+    stacked: Plan
+    original: Any
+    f: TracedOnce | None = None
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan of `function`: the same sites, and no splits."""
+        path_of_name = {name: path for path, name in self.stacked.names}
+        names, lines = dict(self.stacked.names), []
+        for split in self.stacked.splits:
+            path = path_of_name.get(split.path, split.path)
+            names.pop(path, None)
+            for i, part in enumerate(split.parts):
+                names[f"{path}/{i}" if path else str(i)] = part.path
+        for line in self.stacked.signature:
+            lines += _lines_of_parts(line, self._splits) if is_parameter_line(line) else [line]
+        return dataclasses.replace(
+            self.stacked, names=tuple(names.items()), signature=tuple(lines), splits=()
+        )
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """The parameters of `function`."""
+        if not self.stacked.splits:
+            return self.original
+        parts = [
+            leaf if split is None else tuple(split_leaf("ptq", leaf, split))
+            for leaf, split in zip(self._leaves, self._of_leaves, strict=True)
+        ]
+        return self._unrooted(parts)
+
+    def function(self, *args: Any, **kwargs: Any) -> Any:
+        """The function of parts."""
+        argnums = self.stacked.params
+        positions = (argnums,) if isinstance(argnums, int) else argnums
+        params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        stacks = self.together(params, joins=False)
+        values = dict(
+            zip(positions, (stacks,) if isinstance(argnums, int) else stacks, strict=True)
+        )
+        args = tuple(values.get(i, x) for i, x in enumerate(args))
+        assert self.f is not None
+        call = trace_call("ptq", self.f, self.stacked.parameters, args, kwargs)
+        results = evaluated("ptq", call.jaxpr, call.consts, call.leaves)
+        return jax.tree.unflatten(call.out_tree, results)
+
+    def together(self, params: Any, *, joins: bool = True) -> Any:
+        """Returns parameters with whole weights: `Segments` where a part is quantized, and where
+        none is an array, or with `joins=False` `Segments` too.
+        """
+        if not self.stacked.splits:
+            return params
+        stacks_of_params = self._tree.flatten_up_to(rooted(self.stacked.params, params))
+        old_leaves = self._tree.flatten_up_to(rooted(self.stacked.params, self.params))
+        leaves = []
+        for stack, parts, old, split in zip(
+            self._leaves, stacks_of_params, old_leaves, self._of_leaves, strict=True
+        ):
+            if split is None:
+                leaves.append(parts)
+            elif all(a is b for a, b in zip(parts, old, strict=True)):
+                leaves.append(stack)
+            elif all(isinstance(x, Lazy) for x in parts):
+                leaves.append(lazy_segments(parts, split.axis))
+            elif joins and not any(isinstance(x, QTensor) for x in parts):
+                leaves.append(jnp.concatenate(parts, split.axis))
+            else:
+                leaves.append(Segments(parts, split.axis))
+        return self._unrooted(leaves)
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, Split]:
+        return {split.path: split for split in self.stacked.splits}
+
+    @functools.cached_property
+    def _tree(self) -> Any:
+        return jax.tree.structure(rooted(self.stacked.params, self.original), is_leaf=is_whole)
+
+    @functools.cached_property
+    def _leaves(self) -> list[Any]:
+        return [leaf for _, leaf in flatten(rooted(self.stacked.params, self.original))]
+
+    @functools.cached_property
+    def _of_leaves(self) -> list[Split | None]:
+        """The split of each leaf."""
+        keys = [keys for keys, _ in flatten(rooted(self.stacked.params, self.original))]
+        names = self.stacked.parameters.name("ptq", keys)
+        return [None if name is None else self._splits.get(name) for name in names]
+
+    def _unrooted(self, leaves: list[Any]) -> Any:
+        """Returns parameters with other leaves, as an algorithm gets them."""
+        tree = jax.tree.unflatten(self._tree, leaves)
+        argnums = self.stacked.params
+        return tree if isinstance(argnums, int) else tuple(tree[i] for i in argnums)
+
+
+def _lines_of_parts(line: str, splits: dict[str, Split]) -> list[str]:
+    """Returns the line of a parameter, or those of its parts."""
+    path, dtype, shape = parameter_of(line) if splits else (line, "", ())
+    split = splits.get(path)
+    if split is None:
+        return [line]
+    parts = split_leaf("ptq", jax.ShapeDtypeStruct(shape, bool), split)  # only shapes matter
+    return [
+        line_of(x.path, dtype, array.shape) for x, array in zip(split.parts, parts, strict=True)
+    ]

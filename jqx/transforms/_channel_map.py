@@ -12,7 +12,7 @@ from .._added import added
 from .._compat import Eqn
 from ..observers import ObservedSite
 from ._find import HIDDEN
-from .primitives import CONTRACTIONS
+from ._rules import CONTRACTIONS
 
 
 @jax.tree_util.register_dataclass
@@ -117,28 +117,28 @@ class Channels(NamedTuple):
     own: tuple[int, ...]
 
     @classmethod
-    def of_operand(cls, about: ObservedSite) -> "Channels":
+    def of_operand(cls, observed: ObservedSite) -> "Channels":
         """Returns the channels that a site sums over."""
-        return cls(about.batch, about.contracted)
+        return cls(observed.batch, observed.contracted)
 
     @classmethod
-    def of_result(cls, eqn: Eqn, place: int) -> "Channels":
-        """Returns the channels of the result that come from the weight, operand `place`."""
+    def of_result(cls, eqn: Eqn, side: int) -> "Channels":
+        """Returns the channels of the result that come from the weight, operand `side`."""
         name, rank = eqn.primitive.name, eqn.outvars[0].aval.ndim
         if name == "conv_general_dilated":
             return cls((), (eqn.params["dimension_numbers"].out_spec[1],))
         if name == "gather":
             return cls((), tuple(eqn.params["dimension_numbers"].offset_dims))
-        axes = CONTRACTIONS[name].axes(eqn)[place]
+        axes = CONTRACTIONS[name].axes(eqn)[side]
         stack = len(axes.batch) if name == "dot_general" else 0
         count = len([axis for axis in axes.kept if axis not in axes.batch])
         count = 1 if name != "dot_general" else count
-        first = stack if place == 0 else rank - count
-        return cls(tuple(range(stack)), tuple(range(first, first + count)))
+        start = stack if side == 0 else rank - count
+        return cls(tuple(range(stack)), tuple(range(start, start + count)))
 
-    def shape(self, of: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of one number for each channel, [*batch, channels]."""
-        return *(of[axis] for axis in self.batch), math.prod(of[axis] for axis in self.own)
+        return *(sizes[axis] for axis in self.batch), math.prod(sizes[axis] for axis in self.own)
 
     def spread(self, x: Any, shape: Sequence[int]) -> Any:
         """Returns numbers [*batch, channels] in the axes of a value, size 1 along all others."""
@@ -151,16 +151,16 @@ class Channels(NamedTuple):
         """Returns a value with each block of its channels multiplied by the Kronecker product."""
 
         def rotate(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
-            last = jnp.moveaxis(x, self.own, range(-len(self.own), 0))
-            sizes, rows = [len(factor) for factor in factors], last.shape[: -len(self.own)]
-            blocks = math.prod(last.shape[len(rows) :]) // math.prod(sizes)
-            y = last.reshape(*rows, blocks, *sizes)
+            moved = jnp.moveaxis(x, self.own, range(-len(self.own), 0))
+            sizes, rows = [len(factor) for factor in factors], moved.shape[: -len(self.own)]
+            blocks = math.prod(moved.shape[len(rows) :]) // math.prod(sizes)
+            y = moved.reshape(*rows, blocks, *sizes)
             for i, factor in enumerate(factors):
                 axis = i - len(factors)
                 y = jnp.moveaxis(y, axis, -1)
                 y = jnp.matmul(y, factor, precision=jax.lax.Precision.HIGHEST)
                 y = jnp.moveaxis(y, -1, axis)
-            return jnp.moveaxis(y.reshape(last.shape), range(-len(self.own), 0), self.own)
+            return jnp.moveaxis(y.reshape(moved.shape), range(-len(self.own), 0), self.own)
 
         rotate.__name__ = HIDDEN
         return jax.jit(rotate)(x, list(factors))

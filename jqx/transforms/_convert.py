@@ -1,4 +1,4 @@
-"""`convert`: the quantized function on integers."""
+"""`convert`: the quantized function on integers, and its errors, which planning raises too."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,20 +9,18 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._calls import called
-from .._errors import fail
+from .._errors import fail, message
 from .._signatures import P, R
 from ..policy import Policy
-from ._affines import GivenAffines
-from ._gathered import gathered
+from ..policy._shared import pattern_of
+from ._integers import OnIntegers, quantized_leaf
 from ._interpret import interpret
-from ._on_integers import OnIntegers, quantized_leaf
-from ._partial_sums import partial_sums
-from ._plan import Plan
+from ._operands import real_of
+from ._partitioned import gathered, partial_sums, weight_places
+from ._plan import GivenAffines, Plan
 from ._plan_call import as_plan, params_of
-from ._reach import check_unsupported
+from ._reach import Escape, check_unsupported, followed, known_values
 from ._trace import Call, check_function, is_quantized, trace_call
-from ._weight import real_of
-from ._weight_places import weight_places
 
 
 @called("convert", "call it in two steps: jqx.convert(f, plan, affines)(params, x).")
@@ -92,19 +90,19 @@ def convert(
 
     def converted(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call("convert", f, params, args, kwargs)
-        known = as_plan("convert", plan, call, params)
-        scales = known.scales_of("convert", affines)
+        fitted = as_plan("convert", plan, call, params)
+        scales = fitted.scales_of("convert", affines)
         _check_used(shardings, partial_dtype, gather_axes)
-        rules = OnIntegers(known, scales, dequantize=unsupported == "dequantize", call=call)
+        rules = OnIntegers(fitted, scales, dequantize=unsupported == "dequantize", call=call)
         if partial_dtype is not None or gather_axes is not None:
             named = dict(zip(call.paths, call.leaves, strict=True))
-            places = weight_places("convert", known, shardings, named)
-            gather = gathered("convert", gather_axes, places)
-            parted = places if gather is None else gather.left
+            shardings_of = weight_places("convert", fitted, shardings, named)
+            gather = gathered("convert", gather_axes, shardings_of)
+            parted = shardings_of if gather is None else gather.left
             partial = partial_sums("convert", partial_dtype, parted)
             rules = dataclasses.replace(rules, partial=partial, gather=gather)
         leaves = [
-            quantized_leaf(leaf, path, known, rules.affines)
+            quantized_leaf(leaf, path, fitted, rules.affines)
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
@@ -117,13 +115,8 @@ def _check_used(shardings: Any, *readers: Any) -> None:
     if shardings is not None and not any(x is not None for x in readers):
         raise fail(
             "convert",
-            "`shardings` have no effect.",
-            given="shardings without partial_dtype or gather_axes",
-            expected="a dtype in which parts of sums are added, axes to gather along, or no "
-            "shardings",
-            fix="pass partial_dtype=jnp.bfloat16 or gather_axes, or leave shardings out: arrays "
-            "keep "
-            "theirs.",
+            "`shardings` have no effect without partial_dtype or gather_axes.",
+            fix="pass one of these, or leave shardings out: arrays keep theirs.",
         )
 
 
@@ -131,8 +124,8 @@ def check_converts(call: Call, plan: Plan) -> None:
     """Traces a converted call without computing it, to raise the errors of `convert`."""
     rules = OnIntegers(plan)
 
-    def run(given: list[Any]) -> list[Any]:
-        pairs = zip(given, call.paths, strict=True)
+    def run(inputs: list[Any]) -> list[Any]:
+        pairs = zip(inputs, call.paths, strict=True)
         leaves = [quantized_leaf(leaf, path, plan, rules.affines) for leaf, path in pairs]
         return interpret(call.jaxpr, call.consts, leaves, rules)[0]
 
@@ -143,9 +136,9 @@ def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
     """Returns results in the form of the arguments. An argument that is returned unchanged is the
     same object. Results contain QTensors only if the arguments do.
     """
-    given = dict(zip(call.jaxpr.invars, call.leaves, strict=True))
-    places = [None if _compat.is_literal(atom) else atom for atom in call.jaxpr.outvars]
-    results = [given.get(atom, x) for atom, x in zip(places, out, strict=True)]
+    leaf_of = dict(zip(call.jaxpr.invars, call.leaves, strict=True))
+    atoms = [None if _compat.is_literal(atom) else atom for atom in call.jaxpr.outvars]
+    results = [leaf_of.get(atom, x) for atom, x in zip(atoms, out, strict=True)]
     if any(map(is_quantized, call.leaves)):
         return results
     for x in filter(is_quantized, results):
@@ -154,9 +147,46 @@ def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
                 "convert",
                 "`f` returns a float weight that is quantized on the fly.",
                 given=repr(x),
-                expected="weights from jqx.quantize_params, which are returned quantized",
                 fix="pass quantized parameters, jqx.quantize_params(params, plan), or leave the "
                 "weight out of the result.",
                 error=NotImplementedError,
             )
     return [real_of(x) for x in results]
+
+
+# Raises the errors of `convert` when planning, with the name of the weight.
+
+
+class Unsupported(NotImplementedError, ValueError):
+    """A policy quantizes a weight that reaches an operation without a quantized form."""
+
+
+def check_reach(function: str, call: Call, plan: Plan) -> None:
+    """Raises if a weight of a plan reaches an operation without a quantized form."""
+    codes, _ = followed(call, {weight.path for weight in plan.weights})
+    if codes.escapes:
+        escape = codes.escapes[0]
+        is_hoistable = id(escape.eqn) in known_values(call).inner
+        raise _refusal(
+            function, plan, escape, "use jqx.hoist, or ptq(hoist='all'); " if is_hoistable else ""
+        )
+    if codes.mixed:  # whether their formats agree is known only when the call is traced
+        try:
+            check_converts(call, plan)
+        except NotImplementedError as error:
+            raise _refusal(function, plan, codes.mixed[0]) from error
+
+
+def _refusal(function: str, plan: Plan, escape: Escape, fix: str = "") -> Unsupported:
+    path = min(escape.paths)
+    weight = next(weight for weight in plan.weights if weight.path == path)
+    where = f", in scope {escape.scope}" if escape.scope else ""
+    return Unsupported(
+        message(
+            function,
+            f"the weight {path!r}, which the policy quantizes, {escape.how}.",
+            given=f"{weight.spec}{_compat.at_line_of(escape.eqn)}{where}",
+            fix=f"{fix}leave it in float with jqx.Rule({pattern_of(path)!r}) first in the "
+            'policy; or pass unsupported="dequantize" to both jqx.make_plan and jqx.convert.',
+        )
+    )

@@ -1,4 +1,4 @@
-"""`hoist`: splits off what a function computes from its parameters alone."""
+"""`hoist`: splits off what depends on parameters alone, and evaluates the rest of a function."""
 
 import dataclasses
 import functools
@@ -9,16 +9,17 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax import dtypes
+from jax import dtypes, lax
 
 from .. import _compat
 from .._calls import called
+from .._compat import Eqn
 from .._errors import fail, some
 from ._arguments import check_function
-from ._calibrate_batches import placed
-from ._evaluate import evaluate
-from ._known_values import KnownValues, SplitOff, What
-from ._live import live, read_by
+from ._calibrate import placed
+from ._find import HIDDEN
+from ._higher_order import FORMS, Records, unchanged
+from ._known_values import CUSTOM, INLINE, KnownValues, SplitOff, What
 from ._paths import (
     Hoisting,
     Names,
@@ -30,8 +31,268 @@ from ._paths import (
     nested,
     path_of,
 )
-from ._split_off import computed, rest
+from ._split import evaluate, live, read_by
 from ._trace import Call, as_params, is_array, stand_in, trace_call
+from ._views import Address
+
+# Computes the values that are split off a function, and evaluates the rest of the function.
+
+
+ResultNames = Mapping[int, str]
+"""The names of the values that are split off, by their numbers."""
+
+Arrays = dict[str, Any]
+"""Values that are split off, by name."""
+
+
+def computed(
+    values: KnownValues, names: ResultNames, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
+) -> Arrays:
+    """Returns the values that are split off; `None` stands for operands that are no parameters."""
+    return _compute(values, names, jaxpr, consts, args, ())[1]
+
+
+def _compute(
+    values_known: KnownValues,
+    names: ResultNames,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    address: Address,
+) -> tuple[list[Any], Arrays]:
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    arrays: Arrays = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        operands = [read(atom) for atom in eqn.invars]
+        name, eqn_address = eqn.primitive.name, (*address, i)
+        with _compat.equation_context(eqn):
+            if name in INLINE and _compat.name_of_jit(eqn) != HIDDEN:
+                body, inner = _compat.open_jaxpr(eqn.params[INLINE[name]])
+                results, inner_arrays = _compute(
+                    values_known, names, body, inner, operands, eqn_address
+                )
+            elif all(values_known.knows(address, var) for var in eqn.outvars) and not any(
+                x is None for x in operands
+            ):
+                results, inner_arrays = _compat.bind(eqn, operands), {}
+            else:
+                results, inner_arrays = _inside(values_known, names, eqn, operands, eqn_address)
+        arrays |= inner_arrays
+        for j, (var, x) in enumerate(zip(eqn.outvars, results, strict=True)):
+            env[var] = x
+            split_off = values_known.at.get((address, i, j))
+            if split_off is not None and x is not None:
+                arrays[names[split_off.value.number]] = x
+    return [read(atom) for atom in jaxpr.outvars], arrays
+
+
+def _inside(
+    values_known: KnownValues,
+    names: ResultNames,
+    eqn: Eqn,
+    operands: Sequence[Any],
+    address: Address,
+) -> tuple[list[Any], Arrays]:
+    """Computes what is split off the functions inside an equation."""
+    name, results = eqn.primitive.name, [None] * len(eqn.outvars)
+    split_off = [entry for entry in values_known.at if entry[0][: len(address)] == address]
+
+    def run(jaxpr: Any, args: Sequence[Any], part: Address) -> Arrays:
+        body, consts = _compat.open_jaxpr(jaxpr)
+        return _compute(values_known, names, body, consts, args, part)[1]
+
+    if name == "while":
+        const_count = eqn.params["cond_nconsts"]
+        start = const_count + eqn.params["body_nconsts"]
+        same = unchanged(eqn.params["body_jaxpr"], start - const_count, len(results))
+        results = [operands[start + i] if i in same else None for i in range(len(results))]
+        if not split_off:
+            return results, {}
+        arrays = run(eqn.params["cond_jaxpr"], [*operands[:const_count], *results], (*address, -1))
+        return results, arrays | run(
+            eqn.params["body_jaxpr"], [*operands[const_count:start], *results], address
+        )
+    if name == "scan":
+        consts, count = _compat.scan_counts(eqn)
+        same = unchanged(eqn.params["jaxpr"], consts, count)
+        state = [operands[consts + i] if i in same else None for i in range(count)]
+        results[:count] = state
+        if not split_off:
+            return results, {}
+        body, xs = eqn.params["jaxpr"], operands[consts + count :]
+        fixed, stepped = [*operands[:consts], *state], _stepped(values_known, names, address)
+        arrays = run(body, [*fixed, *([None] * len(xs))], address)
+        stepped_flags = values_known.steps(eqn, address)
+        slices = {i: x for i, x in enumerate(xs) if stepped_flags[i] and x is not None}
+        if stepped and slices:
+
+            def step(entry: dict[int, Any]) -> Arrays:
+                arrays_of_step = run(
+                    body, [*fixed, *(entry.get(i) for i in range(len(xs)))], address
+                )
+                return {name: arrays_of_step[name] for name in stepped if name in arrays_of_step}
+
+            arrays |= lax.map(step, slices)
+        return results, arrays
+    if not split_off:
+        return results, {}
+    if name == "cond":
+        arrays: Arrays = {}
+        for i, branch in enumerate(eqn.params["branches"]):
+            arrays |= run(branch, operands[1:], (*address, i))
+        return results, arrays
+    assert name in CUSTOM, name
+    return results, run(eqn.params[CUSTOM[name]], operands, address)
+
+
+def _stepped(values_known: KnownValues, names: ResultNames, address: Address) -> list[str]:
+    """Returns the names of what is split off a scan as a stack of its steps."""
+    values = [entry.value for entry in values_known.at.values() if address in entry.value.loops]
+    return sorted({names[value.number] for value in values})
+
+
+def rest(
+    values_known: KnownValues,
+    names: ResultNames,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    arrays: Arrays,
+    address: Address = (),
+) -> list[Any]:
+    """Evaluates a function in which some values are given."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    inside = {
+        entry[0][: len(address) + 1] for entry in values_known.at if len(entry[0]) > len(address)
+    }
+    for i, eqn in enumerate(jaxpr.eqns):
+        operands = [read(atom) for atom in eqn.invars]
+        eqn_address = (*address, i)
+        with _compat.equation_context(eqn):
+            if eqn_address not in inside:
+                results = _compat.bind(eqn, operands)
+            elif eqn.primitive.name in CUSTOM:
+                results = _without_rule(values_known, names, eqn, operands, arrays, eqn_address)
+            else:
+                runner = _Runner(values_known, names, eqn, eqn_address, arrays)
+                results = FORMS[eqn.primitive.name].apply(eqn, operands, runner)[0]
+        env.update(zip(eqn.outvars, results, strict=True))
+        for j, var in enumerate(eqn.outvars):
+            entry = values_known.at.get((address, i, j))
+            if entry is not None:
+                env[var] = arrays[names[entry.value.number]]
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _without_rule(
+    values_known: KnownValues,
+    names: ResultNames,
+    eqn: Eqn,
+    operands: Sequence[Any],
+    arrays: Arrays,
+    address: Address,
+) -> list[Any]:
+    """Evaluates a function with a derivative rule, which cannot be applied, since it reads
+    parameters that are split off. Differentiating it is an error.
+    """
+    body, consts = _compat.open_jaxpr(eqn.params[CUSTOM[eqn.primitive.name]])
+
+    def run(arrays: Arrays, args: Sequence[Any]) -> list[Any]:
+        return rest(values_known, names, body, consts, args, arrays, address)
+
+    jaxpr, inner = _compat.trace(run, arrays, list(operands))
+    jaxpr, flat = live(jaxpr), [*jax.tree.leaves(arrays), *operands]
+    read = read_by(jaxpr)
+    argnums = [i for i, var in enumerate(jaxpr.invars) if id(var) in read]
+
+    @jax.custom_jvp
+    def value(*read_values: Any) -> list[Any]:
+        some = dict(zip(argnums, read_values, strict=True))
+        return evaluate(jaxpr, inner, [some.get(i) for i in range(len(flat))])
+
+    @value.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        raise fail(
+            "hoist",
+            "a function with a derivative rule of its own has no derivative here.",
+            given=f"`{eqn.primitive.name}`{_compat.at_line_of(eqn)}, from which "
+            "values of parameters are split off",
+            fix="differentiate f itself; g is for inference.",
+            error=NotImplementedError,
+        )
+
+    return value(*(flat[i] for i in argnums))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """Evaluates the functions inside an equation; what they need is in `given`."""
+
+    values: KnownValues
+    names: ResultNames
+    eqn: Eqn
+    address: Address
+    all_given: Arrays
+    differentiable: bool = True
+    is_counting: bool = False
+
+    @property
+    def site_inputs(self) -> Arrays:
+        arrays = {
+            self.names[x.value.number]
+            for key, x in self.values.at.items()
+            if key[0][: len(self.address)] == self.address
+        }
+        return {name: self.all_given[name] for name in sorted(arrays)}
+
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Any = None
+    ) -> tuple[list[Any], Records]:
+        body, consts = _compat.open_jaxpr(jaxpr)
+        arrays = self.site_inputs if site_inputs is None else site_inputs
+        address = (*self.address, *part)
+        return rest(self.values, self.names, body, consts, args, arrays, address), {}
+
+    def split(self, length: int) -> tuple[Any, Any]:
+        stepped = set(_stepped(self.values, self.names, self.address))
+        arrays = self.site_inputs
+        steps = {name: x for name, x in arrays.items() if name in stepped}
+        return steps, {name: x for name, x in arrays.items() if name not in stepped}
+
+    def join(self, step: Any, shared: Any) -> Any:
+        return step | shared
+
+    def numbered(self, site_inputs: Any, step: Any) -> Any:
+        return site_inputs
+
+    def unseen(self) -> Records:
+        return {}
+
+    def merge(self, a: Records, b: Records) -> Records:
+        return {}
+
+    def dense(self, x: Any) -> Any:
+        return x
+
+    def carried(self, x: Any) -> Any:
+        return x
+
+    def common(self, forms: Sequence[Any]) -> Any:
+        return forms[0]
+
+    def like(self, x: Any, example: Any) -> Any:
+        return x
+
 
 _WHATS = ("all", "weights")
 
@@ -105,20 +366,18 @@ def hoist(
     if what not in _WHATS:
         raise fail(
             "hoist",
-            "`what` is unknown.",
-            given=f"what == {what!r}",
-            expected=f"one of {', '.join(map(repr, _WHATS))}",
-            fix="leave it out to split off everything that depends on the parameters alone.",
+            f"`what` is unknown: {what!r}.",
+            fix=f"pass one of {', '.join(map(repr, _WHATS))}.",
         )
-    places = as_params("hoist", params)
+    argnums = as_params("hoist", params)
 
     def split(*args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Any]:
-        call = trace_call("hoist", f, Weights(places, names), args, kwargs)
-        parts = _Parts.of(call, places, what)
+        call = trace_call("hoist", f, Weights(argnums, names), args, kwargs)
+        parts = _Parts.of(call, argnums, what)
         g = Hoisted(
             f=f,
-            hoisting=Hoisting(what, places, call.names),
-            parents=tuple(_template(args[place]) for place in _positions(places)),
+            hoisting=Hoisting(what, argnums, call.names),
+            parents=tuple(_template(args[argnum]) for argnum in _positions(argnums)),
             others=parts.others,
             sizes=_sizes(parts),
             program=str(parts.program[0]),
@@ -154,24 +413,22 @@ class Hoisted:
         return min(_positions(self.hoisting.params))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        place = self.params
-        if not place < len(args):
+        argnum = self.params
+        if not argnum < len(args):
             raise fail(
                 "hoist",
-                "there are no computed parameters.",
-                given=f"{len(args)} positional arguments",
-                expected=f"what hoist(f)(params, *args) has computed, at position {place}",
-                fix="pass them: g(computed, *args).",
+                f"there are no computed parameters at position {argnum}.",
+                fix="pass what hoist(f)(params, *args) returned with g: g(computed, *args).",
             )
-        others = [x for i, x in enumerate(args) if i != place]
+        others = [x for i, x in enumerate(args) if i != argnum]
         full = placed(_positions(self.hoisting.params), self.parents, others)
         weights = Weights(self.hoisting.params, self.hoisting.names)
         call = trace_call("hoist", self.f, weights, full, kwargs)
         parts = _Parts.of(call, self.hoisting.params, cast(What, self.hoisting.what))
         if self.program is not None and _sizes(parts) != self.sizes:
             parts.check_program(self.program)
-        own = [x for x, path in zip(call.leaves, parts.paths, strict=True) if path is None]
-        return jax.tree.unflatten(call.out_tree, parts.run(args[place], own))
+        leaves = [x for x, path in zip(call.leaves, parts.paths, strict=True) if path is None]
+        return jax.tree.unflatten(call.out_tree, parts.run(args[argnum], leaves))
 
 
 def hoisted_as(
@@ -180,10 +437,10 @@ def hoisted_as(
     """Splits a function as another one was split, with parameters of the same shapes."""
     if inputs is None:
         return Hoisted(f, hoisting, parents)
-    places = hoisting.params
+    argnums = hoisting.params
     names = dict(hoisting.names)
-    split = hoist(f, cast(What, hoisting.what), params=places, names=names or None)
-    g, _ = split(*placed(_positions(places), parents, inputs))
+    split = hoist(f, cast(What, hoisting.what), params=argnums, names=names or None)
+    g, _ = split(*placed(_positions(argnums), parents, inputs))
     return cast(Hoisted, g)
 
 
@@ -194,13 +451,13 @@ class _Parts:
     Attributes:
       call: the function.
       paths: for each leaf the path of a parameter; `None` for the leaves of other arguments.
-      known: its values that depend on parameters alone.
+      values: its values that depend on parameters alone.
       names: the paths of what is split off, by the numbers of values.
     """
 
     call: Call
     paths: tuple[str | None, ...]
-    known: KnownValues
+    values: KnownValues
     names: Mapping[int, str]
 
     @classmethod
@@ -208,32 +465,32 @@ class _Parts:
         paths, are_known = [], []
         for path, keys, leaf in zip(call.paths, call.keys, call.leaves, strict=True):
             inside = keys[0].idx == 0 and keys[1].idx in _positions(params)
-            own = keys[2:] if isinstance(params, int) else keys[1:]
-            paths.append((path or path_of(own)) if inside else None)
+            inner_keys = keys[2:] if isinstance(params, int) else keys[1:]
+            paths.append((path or path_of(inner_keys)) if inside else None)
             are_known.append(inside and (path is not None or leaf.shape == ()))
-        known = KnownValues(call.jaxpr, are_known, what)
-        return cls(call, tuple(paths), known, _names(known, paths))
+        values = KnownValues(call.jaxpr, are_known, what)
+        return cls(call, tuple(paths), values, _names(values, paths))
 
     @functools.cached_property
     def program(self) -> tuple[Any, list[Any], list[int]]:
         """What computes the values: a jaxpr, its constants, and which leaves are its operands."""
-        places = sorted({p for own in self.known.at.values() for p in own.value.parents})
+        leaf_indices = sorted({p for entry in self.values.at.values() for p in entry.value.parents})
 
         def run(*leaves: Any) -> list[Any]:
-            given = dict(zip(places, leaves, strict=True))
-            args = [given.get(i) for i in range(len(self.paths))]
-            found = computed(self.known, self.names, self.call.jaxpr, self.call.consts, args)
-            return [found[name] for name in self._shapes]
+            leaf_at = dict(zip(leaf_indices, leaves, strict=True))
+            args = [leaf_at.get(i) for i in range(len(self.paths))]
+            arrays = computed(self.values, self.names, self.call.jaxpr, self.call.consts, args)
+            return [arrays[name] for name in self._shapes]
 
-        jaxpr, consts = _compat.trace(run, *(stand_in(self.call.leaves[i]) for i in places))
-        return live(jaxpr), consts, places
+        jaxpr, consts = _compat.trace(run, *(stand_in(self.call.leaves[i]) for i in leaf_indices))
+        return live(jaxpr), consts, leaf_indices
 
     @functools.cached_property
     def _rest(self) -> tuple[Any, list[Any]]:
         """The rest of the function. Its operands are what is split off, and the leaves."""
 
-        def run(given: dict[str, Any], args: list[Any]) -> list[Any]:
-            return rest(self.known, self.names, self.call.jaxpr, self.call.consts, args, given)
+        def run(arrays: dict[str, Any], args: list[Any]) -> list[Any]:
+            return rest(self.values, self.names, self.call.jaxpr, self.call.consts, args, arrays)
 
         args = [stand_in(leaf) for leaf in self.call.leaves]
         jaxpr, consts = _compat.trace(run, self._shapes, args)
@@ -244,23 +501,23 @@ class _Parts:
         """The leaves of the parameters that the rest of the function reads, by path."""
         jaxpr, count = self._rest[0], len(self._shapes)
         read = read_by(jaxpr)
-        each = zip(self.paths, self.call.leaves, jaxpr.invars[count:], strict=True)
-        return {path: leaf for path, leaf, var in each if path is not None and id(var) in read}
+        triples = zip(self.paths, self.call.leaves, jaxpr.invars[count:], strict=True)
+        return {path: leaf for path, leaf, var in triples if path is not None and id(var) in read}
 
     @functools.cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of the values that are split off, by path, in the order of their paths."""
-        found = {self.names[own.value.number]: own for own in self.known.at.values()}
-        return {name: self._shape(found[name]) for name in sorted(found)}
+        entries = {self.names[entry.value.number]: entry for entry in self.values.at.values()}
+        return {name: self._shape(entries[name]) for name in sorted(entries)}
 
-    def _shape(self, own: SplitOff) -> jax.ShapeDtypeStruct:
-        stack = tuple(self.known.lengths[loop] for loop in own.value.loops)
-        return jax.ShapeDtypeStruct((*stack, *own.aval.shape), own.aval.dtype)
+    def _shape(self, entry: SplitOff) -> jax.ShapeDtypeStruct:
+        stack = tuple(self.values.lengths[loop] for loop in entry.value.loops)
+        return jax.ShapeDtypeStruct((*stack, *entry.aval.shape), entry.aval.dtype)
 
     def computed(self) -> dict[str, Any]:
         """Returns what was split off, and the parameters that the rest reads, as nested dicts."""
-        jaxpr, consts, places = self.program
-        leaves = [self.call.leaves[i] for i in places]
+        jaxpr, consts, leaf_indices = self.program
+        leaves = [self.call.leaves[i] for i in leaf_indices]
         leaves = [x.dequantize() if is_whole(x) else x for x in leaves]
         run = functools.partial(evaluate, jaxpr, consts)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -272,8 +529,12 @@ class _Parts:
     @property
     def others(self) -> dict[str, None]:
         """The leaves that hold no weights, by path, as `names=` of `make_plan` takes them."""
-        each = zip(self.call.paths, self.paths, self.call.leaves, strict=True)
-        paths = {own for path, own, leaf in each if path is None and own and leaf.shape != ()}
+        triples = zip(self.call.paths, self.paths, self.call.leaves, strict=True)
+        paths = {
+            other_path
+            for path, other_path, leaf in triples
+            if path is None and other_path and leaf.shape != ()
+        }
         return dict.fromkeys(path for path in self._read if path in paths)
 
     def check_program(self, program: str) -> None:
@@ -284,33 +545,32 @@ class _Parts:
                 "a value that was split off depends on the sizes of the other arguments.",
                 given=f"arguments of other sizes than those of hoist(f)(params, *args), and values "
                 f"{some(list(self._shapes))}",
-                expected="arguments with the same sizes",
                 fix="call hoist(f)(params, *args) with arguments of these sizes.",
             )
 
-    def run(self, tree: Any, own: Sequence[Any]) -> list[Any]:
+    def run(self, tree: Any, own_leaves: Sequence[Any]) -> list[Any]:
         """Evaluates the rest of the function on computed values and the other leaves."""
-        given = {path_of(keys): leaf for keys, leaf in flatten(tree)}
-        self._check(given)
-        rest_of = iter(own)
-        leaves = [next(rest_of) if path is None else given.get(path) for path in self.paths]
-        return evaluate(*self._rest, [*(given[name] for name in self._shapes), *leaves])
+        arrays = {path_of(keys): leaf for keys, leaf in flatten(tree)}
+        self._check(arrays)
+        rest_of = iter(own_leaves)
+        leaves = [next(rest_of) if path is None else arrays.get(path) for path in self.paths]
+        return evaluate(*self._rest, [*(arrays[name] for name in self._shapes), *leaves])
 
-    def _check(self, given: Mapping[str, Any]) -> None:
+    def _check(self, arrays: Mapping[str, Any]) -> None:
         """Raises if computed values are not those that the rest of the function takes."""
         needed = {**self._read, **self._shapes}
         groups = {_group(path) for path in self._shapes}
         others = [
             path
-            for path in given
+            for path in arrays
             if path not in needed and path not in self.paths and _group(path) in groups
         ]
-        wrong = [path for path, x in needed.items() if _kind(given.get(path)) != _kind(x)] + others
+        wrong = [path for path, x in needed.items() if _kind(arrays.get(path)) != _kind(x)] + others
         if wrong:
             raise fail(
                 "hoist",
                 "these are not the computed parameters of this function.",
-                given=f"{wrong[0]!r}: {_kind(given.get(wrong[0]))}",
+                given=f"{wrong[0]!r}: {_kind(arrays.get(wrong[0]))}",
                 expected=f"{wrong[0]!r}: {_kind(needed.get(wrong[0]))}",
                 fix="pass those that hoist(f)(params, *args) returns together with g.",
             )
@@ -341,21 +601,21 @@ def _template(tree: Any) -> Any:
 
 def _sizes(parts: _Parts) -> tuple[str, ...]:
     """Returns the types of the arguments that hold no parameters."""
-    each = zip(parts.paths, parts.call.leaves, strict=True)
-    return tuple(str(_compat.type_of(stand_in(leaf))) for path, leaf in each if path is None)
+    pairs = zip(parts.paths, parts.call.leaves, strict=True)
+    return tuple(str(_compat.type_of(stand_in(leaf))) for path, leaf in pairs if path is None)
 
 
-def _names(known: KnownValues, paths: Sequence[str | None]) -> dict[int, str]:
+def _names(values: KnownValues, paths: Sequence[str | None]) -> dict[int, str]:
     """Names what is split off after the parameters that it is computed from, by number."""
     counts: Counter[str] = Counter()
     names: dict[int, str] = {}
-    for _, own in sorted(known.at.items(), key=lambda item: (*item[0][0], *item[0][1:])):
-        if own.value.number in names:
+    for _, entry in sorted(values.at.items(), key=lambda item: (*item[0][0], *item[0][1:])):
+        if entry.value.number in names:
             continue
-        parents = [paths[place] or "" for place in sorted(own.value.parents)]
+        parents = [paths[parent] or "" for parent in sorted(entry.value.parents)]
         name = _joined(parents)
         counts[name] += 1
-        names[own.value.number] = name if counts[name] == 1 else f"{name}-{counts[name]}"
+        names[entry.value.number] = name if counts[name] == 1 else f"{name}-{counts[name]}"
     return names
 
 
@@ -363,9 +623,9 @@ def _joined(parents: Sequence[str]) -> str:
     """Returns the path of a value that is computed from parameters with these paths."""
     parts = [path.split("/") for path in parents]
     count = 0
-    while all(len(own) > count + 1 and own[count] == parts[0][count] for own in parts):
+    while all(len(keys) > count + 1 and keys[count] == parts[0][count] for keys in parts):
         count += 1
-    names = [".".join(own[count:]) for own in parts]
+    names = [".".join(keys[count:]) for keys in parts]
     shown = names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], f"{len(names)}"]
     return "/".join([*parts[0][:count], _PLACE, ",".join(shown)]).rstrip("/")
 

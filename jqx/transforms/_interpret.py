@@ -7,35 +7,63 @@ results.
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from .._compat import Eqn
+from .._errors import fail
+from ..caches._shared import attention_named
 from ..calibrators import Affine
 from ..tensor import QTensor
 from ..tensor._shared import alone
-from ._affine_checks import check_sums
-from ._attention import attention_over
-from ._counted import (
+from ._find import addressed
+from ._higher_order import FORMS, Records
+from ._operands import (
     Counted,
+    Trainable,
+    as_like,
+    codes_of,
     common,
     counted_like,
+    counts_of,
+    is_coded,
     is_counted,
     opened,
+    real_of,
     value_of,
+    with_codes,
 )
-from ._find import addressed
-from ._origin import Address, Origin
-from ._plan import Plan
-from ._site import Site
-from ._tainted import tainted_results, tainted_rows
-from ._weight import Trainable, as_like, codes_of, is_coded, real_of, with_codes
-from .primitives import CONTRACTIONS, FORMS, UPDATES, VIEWS, Records, counted, tracked
+from ._paths import Params
+from ._plan import Plan, Site, check_sums
+from ._row_counts import counted, tainted, tainted_results, tainted_rows
+from ._rules import CONTRACTIONS, VIEWS, tracked
+from ._trace import Call, trace_call
+from ._views import UPDATES, Address, Origin
+
+# `jqx.decode_attention` in a traced function, where its name is kept.
+
+
+_RANKS = [3, 4, 4, 1]
+
+
+def attention_over(eqn: Eqn, operands: Sequence[Any]) -> Callable[..., Any] | None:
+    """Returns `decode_attention` if this equation calls it and its keys or values are quantized. If
+    `vmap` or a derivative has changed the call, it is evaluated as any other equation.
+    """
+    attend = attention_named(_compat.name_of_jit(eqn))
+    if attend is None or [x.aval.ndim for x in eqn.invars] != _RANKS or len(eqn.outvars) != 1:
+        return None
+    q, _, values = (x.aval for x in eqn.invars[:3])
+    same = eqn.outvars[0].aval.shape == (*q.shape[:2], values.shape[3])
+    plain = same and not any(map(is_counted, operands))
+    return attend if plain and any(isinstance(x, QTensor) for x in operands[1:3]) else None
+
 
 _NOWHERE = -1
 """Part of an address that no site has, because an equation without contractions has the address of
@@ -88,7 +116,7 @@ class Rules(abc.ABC):
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         """Evaluates a planned contraction."""
 
-    def scope(self, here: Address) -> AbstractContextManager[Any]:
+    def scope(self, address: Address, /) -> AbstractContextManager[Any]:
         """Returns the name scope in which the contraction at an address is evaluated."""
         return contextlib.nullcontext()
 
@@ -108,13 +136,13 @@ class Rules(abc.ABC):
         """Dequantizes a value where an equation, or a result, supports only arrays."""
         return real_of(x)
 
-    def unseen(self, here: Address) -> Records:
+    def unseen(self, address: Address, /) -> Records:
         """Returns the empty records of the sites inside an equation, except those whose weight it
         steps over.
         """
         return {}
 
-    def merge(self, here: Address, a: Records, b: Records) -> Records:
+    def merge(self, address: Address, /, a: Records, b: Records) -> Records:
         """Returns the merged records of two evaluations of the inside of an equation."""
         return {}
 
@@ -131,60 +159,60 @@ def interpret(
         for atom in eqn.invars
         if not _compat.is_literal(atom)
     }
-    kept = {atom for atom in jaxpr.outvars if not _compat.is_literal(atom)}
+    outputs = {atom for atom in jaxpr.outvars if not _compat.is_literal(atom)}
 
     def read(atom: Any) -> Any:
         return atom.val if _compat.is_literal(atom) else env[atom]
 
     records: Records = {}
-    for i, (here, eqn, holds_site) in enumerate(addressed(jaxpr, address)):
+    for i, (eqn_address, eqn, holds_site) in enumerate(addressed(jaxpr, address)):
         operands = [read(atom) for atom in eqn.invars]
-        scope = rules.scope(here) if holds_site else contextlib.nullcontext()
+        scope = rules.scope(eqn_address) if holds_site else contextlib.nullcontext()
         with _compat.equation_context(eqn), scope:
             evaluate = evaluate_counted if rules.is_counting else _evaluate
-            results, recorded = evaluate(eqn, operands, rules, here, holds_site)
+            results, recorded = evaluate(eqn, operands, rules, eqn_address, holds_site)
         records.update(recorded)
         env.update(zip(eqn.outvars, results, strict=True))
         for atom in eqn.invars:
-            if not _compat.is_literal(atom) and last_use[atom] == i and atom not in kept:
+            if not _compat.is_literal(atom) and last_use[atom] == i and atom not in outputs:
                 env.pop(atom, None)
     return [alone(read(atom)) for atom in jaxpr.outvars], records
 
 
 def _evaluate(
-    eqn: Eqn, operands: list[Any], rules: Rules, here: Address, holds_site: bool
+    eqn: Eqn, operands: list[Any], rules: Rules, address: Address, holds_site: bool
 ) -> tuple[list[Any], Records]:
     name = eqn.primitive.name
     quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
     if quantized and name not in _TAKE_STACKS:
         operands = list(map(alone, operands))
     if name in CONTRACTIONS:
-        site = rules.plan.site_at(here) if holds_site else None
+        site = rules.plan.site_at(address) if holds_site else None
         if site is not None:
             if rules.function is not None and rules.affines:
-                kept, shapes = CONTRACTIONS[name].kept(eqn), [x.aval.shape for x in eqn.invars]
-                check_sums(rules.function, site, kept, shapes, rules.affines)
+                kept_axes, shapes = CONTRACTIONS[name].kept(eqn), [x.aval.shape for x in eqn.invars]
+                check_sums(rules.function, site, kept_axes, shapes, rules.affines)
             with _noted(f"{site.op} at path {site.path!r}, rule {site.rule}"):
                 result, records = rules.at_site(site, eqn, operands)
             return [result], _compat.vary(records, _compat.manual_axes())
         if quantized and CONTRACTIONS[name].excuse(eqn) is None:
             with _noted(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
                 return rules.contract(eqn, operands), {}
-    has_sites = name in FORMS and holds_site and rules.plan.has_sites_in(here)
+    has_sites = name in FORMS and holds_site and rules.plan.has_sites_in(address)
     attend = attention_over(eqn, operands) if quantized and not has_sites else None
     if attend is not None:
         return [attend(*operands)], {}
     if name in FORMS and (quantized or has_sites or any(map(is_counted, operands))):
-        inside = here if holds_site else (*here, _NOWHERE)
+        inside = address if holds_site else (*address, _NOWHERE)
         return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, inside))
     if not quantized:
         return _compat.bind(eqn, operands), {}
     with _noted(f"{name} of a quantized array, scope {_compat.scope_of(eqn) or '(none)'}"):
-        seen = rules.view(eqn, operands)
-        if seen is None and name in UPDATES:
-            seen = _updated(eqn, operands)
-    if seen is not None:
-        return seen, {}
+        viewed = rules.view(eqn, operands)
+        if viewed is None and name in UPDATES:
+            viewed = _updated(eqn, operands)
+    if viewed is not None:
+        return viewed, {}
     return rules.unsupported(eqn, operands), {}
 
 
@@ -192,22 +220,24 @@ def evaluate_counted(
     eqn: Eqn,
     operands: list[Any],
     rules: Rules,
-    here: Address = (_NOWHERE,),
+    address: Address = (_NOWHERE,),
     holds_site: bool = False,
 ) -> tuple[list[Any], Records]:
     """Evaluates an equation and tracks how much its results count. Sites and forms track it inside.
     Without an address none of its contractions is a site.
     """
     name = eqn.primitive.name
-    is_site = holds_site and name in CONTRACTIONS and rules.plan.site_at(here) is not None
+    is_site = holds_site and name in CONTRACTIONS and rules.plan.site_at(address) is not None
     if name in FORMS or is_site:
-        return _evaluate(eqn, operands, rules, here, holds_site)
+        return _evaluate(eqn, operands, rules, address, holds_site)
     if rules.leaves_out and name in CONTRACTIONS:
         operands = tainted_rows(eqn, operands, rules.cleans)
     values = list(map(value_of, operands))
-    results, records = _evaluate(eqn, values, rules, here, holds_site)
-    found = counted(eqn, operands, results)
-    return tainted_results(eqn, operands, found) if rules.leaves_out else found, records
+    results, records = _evaluate(eqn, values, rules, address, holds_site)
+    results_with_counts = counted(eqn, operands, results)
+    return tainted_results(
+        eqn, operands, results_with_counts
+    ) if rules.leaves_out else results_with_counts, records
 
 
 def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
@@ -233,7 +263,7 @@ class _Runner:
 
     eqn: Eqn
     rules: Rules
-    here: Address
+    address: Address
 
     @property
     def differentiable(self) -> bool:
@@ -244,42 +274,42 @@ class _Runner:
         return self.rules.is_counting
 
     @property
-    def given(self) -> Given:
-        inside = self.rules.plan.keys_in(self.here)
+    def site_inputs(self) -> Given:
+        inside = self.rules.plan.keys_in(self.address)
         affines = self.rules.affines
         return {name: affines[name] for name in inside if name in affines}, self.rules.key
 
     def run(
-        self, jaxpr: Any, args: Sequence[Any], part: Address = (), given: Given | None = None
+        self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Given | None = None
     ) -> tuple[list[Any], Records]:
         body, consts = _compat.open_jaxpr(jaxpr)
         rules = self.rules
-        if given is not None:
-            rules = dataclasses.replace(rules, affines=given[0], key=given[1])
-        return interpret(body, consts, args, rules, (*self.here, *part))
+        if site_inputs is not None:
+            rules = dataclasses.replace(rules, affines=site_inputs[0], key=site_inputs[1])
+        return interpret(body, consts, args, rules, (*self.address, *part))
 
     def split(self, length: int) -> tuple[Given, Given]:
-        affines, key = self.given
+        affines, key = self.site_inputs
         steps, shared = {}, {}
         for name, affine in affines.items():
             loops = self.rules.plan.site_of_key(name).loops
-            own = any(loop.address == self.here for loop in loops)
-            (steps if own else shared)[name] = affine
+            is_stepped = any(loop.address == self.address for loop in loops)
+            (steps if is_stepped else shared)[name] = affine
         keys = None if key is None else jax.random.split(key, length)
         return (steps, keys), (shared, None)
 
     def join(self, step: Given, shared: Given) -> Given:
         return step[0] | shared[0], step[1]
 
-    def numbered(self, given: Given, step: jax.Array) -> Given:
-        affines, key = given
+    def numbered(self, site_inputs: Given, step: jax.Array) -> Given:
+        affines, key = site_inputs
         return affines, None if key is None else jax.random.fold_in(key, step)
 
     def unseen(self) -> Records:
-        return _compat.vary(self.rules.unseen(self.here), _compat.manual_axes())
+        return _compat.vary(self.rules.unseen(self.address), _compat.manual_axes())
 
     def merge(self, a: Records, b: Records) -> Records:
-        return self.rules.merge(self.here, a, b)
+        return self.rules.merge(self.address, a, b)
 
     def dense(self, x: Any) -> Any:
         return self.rules.dense(self.eqn, x) if is_coded(x) else value_of(x)
@@ -290,10 +320,10 @@ class _Runner:
     def common(self, forms: Sequence[Any]) -> Any:
         return next(filter(is_coded, forms), None) or common(forms)
 
-    def like(self, x: Any, other: Any) -> Any:
-        if isinstance(other, Counted):
-            return counted_like(x, other)
-        return as_like(value_of(x), other, self.dense)
+    def like(self, x: Any, example: Any) -> Any:
+        if isinstance(example, Counted):
+            return counted_like(x, example)
+        return as_like(value_of(x), example, self.dense)
 
 
 def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
@@ -313,27 +343,186 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     if origins is None or not any(origin and origin.is_view for origin in origins):
         return None
     codes = [codes_of(x) for x in operands]
-    own = [codes[i] for i in quantized]
-    if len(eqn.outvars) == 1 and len({_format(q) for q in own}) > 1:
+    qtensors = [codes[i] for i in quantized]
+    if len(eqn.outvars) == 1 and len({_format(q) for q in qtensors}) > 1:
         return None  # no single tensor can hold them
     parts = [part for origin in origins if origin for part in origin.parts]
-    alike = len(eqn.outvars) > 1 or len({q.layout for q in own}) == 1
+    alike = len(eqn.outvars) > 1 or len({q.layout for q in qtensors}) == 1
     if not (alike and all(_follows(codes[int(part.path)], part) for part in parts)):
         codes = [x.unpack() if i in quantized else x for i, x in enumerate(codes)]
-    seen = VIEWS[eqn.primitive.name].apply(eqn, codes)
+    views = VIEWS[eqn.primitive.name].apply(eqn, codes)
     if not any(isinstance(x, Trainable) for x in operands):
-        return seen
+        return views
     real = _compat.bind(eqn, [real_of(x) for x in operands])
     is_state = any(isinstance(x, Trainable) and x.is_state for x in operands)
-    both = zip(seen, real, strict=True)
-    return [Trainable(q, x, is_state) if is_coded(q) else q for q, x in both]
+    pairs = zip(views, real, strict=True)
+    return [Trainable(q, x, is_state) if is_coded(q) else q for q, x in pairs]
 
 
 def _format(q: QTensor) -> Any:
     return q.qtype, jnp.dtype(q.dtype)
 
 
-def _follows(q: QTensor, seen: Origin) -> bool:
+def _follows(q: QTensor, origin: Origin) -> bool:
     """Whether the layout of a QTensor can follow a view."""
-    moved, cut = ({axis - q.ndim for axis, _ in marks} for marks in (seen.moved, seen.cut))
+    moved, cut = ({axis - q.ndim for axis, _ in marks} for marks in (origin.moved, origin.cut))
     return q.layout is None or q.layout.follows(moved, cut)
+
+
+# How much the rows of a batch count, by the weight of an observer: for the arguments of a function
+# and for the operands of its sites.
+
+
+Weight = Callable[..., Any]
+
+_NO_SITE = (-1,)
+"""An address at which no contraction is a site."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Following(Rules):
+    """Evaluates in float, and tracks how much rows count."""
+
+    without_nonfinite: bool = False
+
+    @property
+    def is_counting(self) -> bool:
+        return True
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.without_nonfinite
+
+    @property
+    def cleans(self) -> bool:
+        return self.without_nonfinite
+
+    def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
+        """Not called: the evaluated equations are not sites of the plan."""
+        raise NotImplementedError
+
+
+def followed(plan: Plan, eqn: Any, operands: list[Any], leaves_out: bool = False) -> list[Any]:
+    """Evaluates an equation in float and returns results with counts, if those of operands are
+    known. With `leaves_out` elements that are not finite do not count.
+    """
+    return evaluate_counted(eqn, operands, _Following(plan, without_nonfinite=leaves_out))[0]
+
+
+def every_row(*args: Any, **kwargs: Any) -> jax.Array:
+    """A weight by which all rows count the same."""
+    return jnp.ones((), jnp.float32)
+
+
+def weights_of(
+    function: str, weight: Weight, params: Params, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> jax.Array:
+    """Returns how much rows count, float32: the result of `weight` for the arguments of a call
+    without the parameters.
+    """
+    positions = (params,) if isinstance(params, int) else params
+    inputs = [x for argnum, x in enumerate(args) if argnum not in positions]
+    try:
+        row_weights = weight(*inputs, **kwargs)
+    except Exception as error:
+        error.add_note(
+            f"  at:       weight= of an observer, called with {len(inputs)} arguments: those "
+            "of the function without its parameters"
+        )
+        raise
+    fix = "let it return booleans, such as tokens != 0, or non-negative numbers."
+    if not (hasattr(row_weights, "shape") and hasattr(row_weights, "dtype")):
+        raise fail(
+            function,
+            "the `weight` of an observer does not return an array.",
+            given=f"an object of type {type(row_weights).__name__}",
+            fix=fix,
+            error=TypeError,
+        )
+    dtype = jnp.dtype(row_weights.dtype)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+    positive = not _compat.is_concrete(row_weights) or bool(np.all(np.asarray(row_weights) >= 0))
+    if not (is_real and positive):
+        raise fail(
+            function,
+            "the `weight` of an observer does not return booleans or non-negative numbers.",
+            given=f"an array of {dtype.name}"
+            + ("" if positive else " with entries below 0, or NaN"),
+            fix=fix,
+        )
+    return jnp.asarray(row_weights).astype(jnp.float32)
+
+
+def count_arguments(
+    function: str, weights: jax.Array, params: Params, call: Call, leaves: Sequence[Any]
+) -> list[Any]:
+    """Returns the leaves of a call. Those that are not parameters have counts, or the reason why
+    these are unknown.
+    """
+    positions = (params,) if isinstance(params, int) else params
+    shape, counted_leaves = weights.shape, []
+    for leaf, keys in zip(leaves, call.keys, strict=True):
+        is_parameter = keys[0].idx == 0 and keys[1].idx in positions
+        if is_parameter or is_coded(leaf):
+            counted_leaves.append(leaf)
+        elif len(leaf.shape) >= len(shape) and all(
+            n in (1, size) for n, size in zip(shape, leaf.shape, strict=False)
+        ):
+            trailing = (1,) * (len(leaf.shape) - len(shape))
+            counted_leaves.append(Counted(leaf, weights.reshape(*shape, *trailing)))
+        else:
+            name = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
+            reason = (
+                f"the argument {name!r} of shape {leaf.shape} does not begin with the axes {shape}"
+                " of the weight"
+            )
+            counted_leaves.append(Counted(leaf, None, reason))
+    if shape != () and not any(is_counted(x) and x.is_known for x in counted_leaves):
+        raise fail(
+            function,
+            "no argument has the rows that the `weight` of an observer counts.",
+            given=f"a weight of shape {shape}, arguments of shapes "
+            f"{', '.join(str(x.value.shape) for x in counted_leaves if is_counted(x)) or 'none'}",
+            fix="let it return an array with these axes.",
+        )
+    return counted_leaves
+
+
+def count_operand(
+    function: str, site: str, x: Any, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Returns how much the elements of an operand of a site count, as observers receive it.
+
+    Args:
+      function: name of the calling function, for messages.
+      site: the name of the site.
+      x: the operand.
+      shape: the shape of the weight, for messages; all rows count the same if it is `()`.
+    """
+    if is_counted(x) and x.is_known:
+        return jnp.where(jnp.isinf(x.counts), 1, x.counts)
+    if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
+        return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
+    operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
+    raise fail(
+        function,
+        f"it is not known how much the rows of {site!r} count.",
+        given=("" if shape is None else f"a weight of shape {shape}, and ")
+        + f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}",
+        fix="name other sites in observers=, or let `weight` return the leading axes of the "
+        "argument that this site reads.",
+    )
+
+
+def finite_rows(f: Callable[..., Any], plan: Plan, *args: Any) -> tuple[Any, Any]:
+    """Returns the results of a function with zeros where they come from rows that are not finite,
+    and which elements do not; traceable.
+    """
+    call = trace_call("ptq", f, plan.parameters, args, {})
+    leaves = count_arguments("ptq", every_row(), plan.params, call, call.leaves)
+    rules = _Following(plan, without_nonfinite=True)
+    out, _ = interpret(call.jaxpr, call.consts, list(map(tainted, leaves)), rules, _NO_SITE)
+    is_finite = [counts_of(x) > 0 for x in out]
+    values = [jnp.where(mask, value_of(x), 0) for x, mask in zip(out, is_finite, strict=True)]
+    trees = (jax.tree.unflatten(call.out_tree, x) for x in (values, is_finite))
+    return next(trees), next(trees)

@@ -21,8 +21,9 @@ from .. import _compat
 from .._compat import Eqn
 from ..tensor._shared import axis_groups
 from ._find import HIDDEN
-from ._origin import Address, Origin
-from .primitives import CONTRACTIONS, VIEWS, unchanged
+from ._higher_order import unchanged, while_starts
+from ._rules import CONTRACTIONS, VIEWS
+from ._views import Address, Origin
 
 What = Literal["all", "weights"]
 """What is split off: all values of parameters, or those that are weights and not larger."""
@@ -87,8 +88,8 @@ class KnownValues:
       inner: the `id` of equations that compute known values, which may be split off.
     """
 
-    def __init__(self, jaxpr: Any, is_parameter: Sequence[bool], what: What):
-        self._what = what
+    def __init__(self, jaxpr: Any, is_parameter: Sequence[bool], scope: What):
+        self._what = scope
         self._numbers: dict[Any, int] = {}
         self._values: dict[Address, dict[Any, Known]] = {}
         self._held: list[Any] = []
@@ -101,12 +102,12 @@ class KnownValues:
             var.aval.shape if p else None for var, p in zip(jaxpr.invars, is_parameter, strict=True)
         ]
         self.sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
-        given = [
+        values = [
             None if shape is None else Value(self._number(i), frozenset({i}), (True,) * len(shape))
             for i, shape in enumerate(shapes)
         ]
-        self._leaves = {x.number for x in given if x is not None}
-        self._forward(jaxpr, given, ())
+        self._leaves = {x.number for x in values if x is not None}
+        self._forward(jaxpr, values, ())
         self._backward(jaxpr, (), [_PLAIN] * len(jaxpr.outvars))
 
     def knows(self, address: Address, atom: Any) -> bool:
@@ -117,11 +118,11 @@ class KnownValues:
         """Whether a value is a parameter itself."""
         return value.number in self._leaves
 
-    def steps(self, eqn: Eqn, here: Address) -> list[bool]:
+    def steps(self, eqn: Eqn, address: Address) -> list[bool]:
         """Returns which of the stacks that a scan steps over are known."""
         consts, count = _compat.scan_counts(eqn)
         body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-        return [self.knows(here, var) for var in body.invars[consts + count :]]
+        return [self.knows(address, var) for var in body.invars[consts + count :]]
 
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -132,7 +133,7 @@ class KnownValues:
             return Value(self._number(*key), frozenset(), (False,) * len(atom.aval.shape))
         return self._values[address].get(atom)
 
-    def _forward(self, jaxpr: Any, given: Sequence[Known], address: Address) -> list[Known]:
+    def _forward(self, jaxpr: Any, values: Sequence[Known], address: Address) -> list[Known]:
         """Finds the known values of a function; returns which of its results are known."""
         body, consts = _compat.open_jaxpr(jaxpr)
         env = self._values[address] = {}
@@ -140,80 +141,84 @@ class KnownValues:
             key = ("const", id(consts[i])) if consts else ("const", address, i)
             self._held += consts
             env[var] = Value(self._number(*key), frozenset(), (True,) * len(var.aval.shape))
-        env.update(zip(body.invars, given, strict=True))
+        env.update(zip(body.invars, values, strict=True))
         for i, eqn in enumerate(body.eqns):
-            known = [self._value(address, atom) for atom in eqn.invars]
-            results = self._results(eqn, known, (*address, i))
+            operands = [self._value(address, atom) for atom in eqn.invars]
+            results = self._results(eqn, operands, (*address, i))
             env.update(zip(eqn.outvars, results, strict=True))
             if eqn.primitive.name in VIEWS and not any(results) and self._is_view(eqn, address):
                 self._views.update((address, var) for var in eqn.outvars)
         return [self._value(address, atom) for atom in body.outvars]
 
-    def _results(self, eqn: Eqn, known: list[Known], here: Address) -> Sequence[Known]:
+    def _results(self, eqn: Eqn, operands: list[Known], address: Address) -> Sequence[Known]:
         name, none = eqn.primitive.name, [None] * len(eqn.outvars)
         if name in INLINE and _compat.name_of_jit(eqn) != HIDDEN:
-            return self._forward(eqn.params[INLINE[name]], known, here)
-        if known and not any(known):
-            self._enter_unknown(eqn, known, here)
+            return self._forward(eqn.params[INLINE[name]], operands, address)
+        if operands and not any(operands):
+            self._enter_unknown(eqn, operands, address)
             return none
-        if all(known) and not eqn.effects:
-            return self._computed(eqn, [x for x in known if x is not None])
+        if all(operands) and not eqn.effects:
+            return self._computed(eqn, [x for x in operands if x is not None])
         if name in CUSTOM:
-            self._forward(eqn.params[CUSTOM[name]], known, here)
+            self._forward(eqn.params[CUSTOM[name]], operands, address)
         elif name == "cond":
             for i, branch in enumerate(eqn.params["branches"]):
-                self._forward(branch, known[1:], (*here, i))
+                self._forward(branch, operands[1:], (*address, i))
         elif name == "while":
-            at, first = _places(eqn)
+            cond_count, carry_start = while_starts(eqn)
             count = len(eqn.outvars)
-            same = unchanged(eqn.params["body_jaxpr"], first - at, count)
-            state = [known[first + i] if i in same else None for i in range(count)]
-            self._forward(eqn.params["cond_jaxpr"], [*known[:at], *state], (*here, -1))
-            self._forward(eqn.params["body_jaxpr"], [*known[at:first], *state], here)
+            same = unchanged(eqn.params["body_jaxpr"], carry_start - cond_count, count)
+            state = [operands[carry_start + i] if i in same else None for i in range(count)]
+            self._forward(
+                eqn.params["cond_jaxpr"], [*operands[:cond_count], *state], (*address, -1)
+            )
+            self._forward(
+                eqn.params["body_jaxpr"], [*operands[cond_count:carry_start], *state], address
+            )
             return state
         elif name == "scan":
             consts, count = _compat.scan_counts(eqn)
             same = unchanged(eqn.params["jaxpr"], consts, count)
-            state = [known[consts + i] if i in same else None for i in range(count)]
-            self.lengths[here] = eqn.params["length"]
-            steps = [self._step(x, here) for x in known[consts + count :]]
-            self._forward(eqn.params["jaxpr"], [*known[:consts], *state, *steps], here)
+            state = [operands[consts + i] if i in same else None for i in range(count)]
+            self.lengths[address] = eqn.params["length"]
+            steps = [self._step(x, address) for x in operands[consts + count :]]
+            self._forward(eqn.params["jaxpr"], [*operands[:consts], *state, *steps], address)
             return [*state, *none[count:]]
         else:
-            self._enter_unknown(eqn, known, here)
+            self._enter_unknown(eqn, operands, address)
         return none
 
-    def _enter_unknown(self, eqn: Eqn, known: Sequence[Known], here: Address) -> None:
+    def _enter_unknown(self, eqn: Eqn, operands: Sequence[Known], address: Address) -> None:
         """Marks all values inside an equation as unknown. Those of a `shard_map` may be parts of
         known ones, so that views of them lead to what is outside.
         """
         name = eqn.primitive.name
         if name == "shard_map":
             body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-            held = zip(body.invars, known, strict=True)
-            self._views.update((here, var) for var, x in held if x is not None and x.parents)
+            pairs = zip(body.invars, operands, strict=True)
+            self._views.update((address, var) for var, x in pairs if x is not None and x.parents)
         for i, body in enumerate(_compat.sub_jaxprs(eqn)):
-            place = (*here, i) if name == "cond" or i else here
+            part = (*address, i) if name == "cond" or i else address
             if name == "while":
                 tests = body is _compat.open_jaxpr(eqn.params["cond_jaxpr"])[0]
-                place = (*here, -1) if tests else here
-            self._forward(body, [None] * len(body.invars), place)
+                part = (*address, -1) if tests else address
+            self._forward(body, [None] * len(body.invars), part)
 
-    def _step(self, x: Known, here: Address) -> Known:
+    def _step(self, x: Known, address: Address) -> Known:
         if x is None or not x.parents or not x.fixed[0]:
             return None
-        number = self._number("step", here, x.number)
-        return Value(number, x.parents, x.fixed[1:], (*x.loops, here))
+        number = self._number("step", address, x.number)
+        return Value(number, x.parents, x.fixed[1:], (*x.loops, address))
 
-    def _computed(self, eqn: Eqn, known: list[Value]) -> list[Known]:
-        parents = frozenset().union(*(x.parents for x in known))
-        loops = max((x.loops for x in known), key=len, default=())
-        key = (eqn.primitive.name, _hashable(eqn), *(x.number for x in known))
+    def _computed(self, eqn: Eqn, operands: list[Value]) -> list[Known]:
+        parents = frozenset().union(*(x.parents for x in operands))
+        loops = max((x.loops for x in operands), key=len, default=())
+        key = (eqn.primitive.name, _hashable(eqn), *(x.number for x in operands))
         self._held.append(eqn)
         if parents:
             self._find_inner(eqn)
         return [
-            Value(self._number(*key, i), parents, _fixed(eqn, known, var.aval.shape), loops)
+            Value(self._number(*key, i), parents, _fixed(eqn, operands, var.aval.shape), loops)
             for i, var in enumerate(eqn.outvars)
         ]
 
@@ -223,7 +228,9 @@ class KnownValues:
             for inner in body.eqns:
                 self._find_inner(inner)
 
-    def _backward(self, jaxpr: Any, address: Address, wanted: Sequence[Need]) -> list[Need]:
+    def _backward(
+        self, jaxpr: Any, address: Address, needs_of_results: Sequence[Need]
+    ) -> list[Need]:
         """Goes back from the results that are wanted to what must be computed for them; returns
         what is wanted of the operands.
         """
@@ -234,7 +241,7 @@ class KnownValues:
             if need is not None and not _compat.is_literal(atom):
                 env[atom] = env.get(atom, _PLAIN) | need
 
-        for atom, need in zip(body.outvars, wanted, strict=True):
+        for atom, need in zip(body.outvars, needs_of_results, strict=True):
             want(atom, need)
         for i, eqn in reversed(list(enumerate(body.eqns))):
             needs = [env.get(var) for var in eqn.outvars]
@@ -246,53 +253,58 @@ class KnownValues:
 
     def _needs(self, eqn: Eqn, address: Address, i: int, needs: list[Need]) -> Sequence[Need]:
         """Splits off results of an equation; returns what the others need of its operands."""
-        name, here, count = eqn.primitive.name, (*address, i), len(eqn.invars)
+        name, eqn_address, count = eqn.primitive.name, (*address, i), len(eqn.invars)
         if name in INLINE and _compat.name_of_jit(eqn) != HIDDEN:
-            return self._backward(eqn.params[INLINE[name]], here, needs)
-        known = [self._value(address, var) for var in eqn.outvars]
+            return self._backward(eqn.params[INLINE[name]], eqn_address, needs)
+        results = [self._value(address, var) for var in eqn.outvars]
         if name in VIEWS and self._is_view(eqn, address):
-            together = _PLAIN.union(*(need for need in needs if need is not None))
+            joint_need = _PLAIN.union(*(need for need in needs if need is not None))
             origins = [self._origin(address, atom) for atom in eqn.invars]
-            return [together if origin else _PLAIN for origin in origins]
-        rest = bool(eqn.effects)
-        for j, (var, value, need) in enumerate(zip(eqn.outvars, known, needs, strict=True)):
+            return [joint_need if origin else _PLAIN for origin in origins]
+        is_needed = bool(eqn.effects)
+        for j, (var, value, need) in enumerate(zip(eqn.outvars, results, needs, strict=True)):
             if need is None:
                 continue
             if value is None or not self._is_split_off(value, var.aval, bool(need)):
-                rest = True
+                is_needed = True
                 continue
-            self.at[address, i, j] = own = SplitOff(value, var.aval)
-            self.operands.update(dict.fromkeys(need, own))
-        if not rest:
+            self.at[address, i, j] = entry = SplitOff(value, var.aval)
+            self.operands.update(dict.fromkeys(need, entry))
+        if not is_needed:
             return [None] * count
         if name in CONTRACTIONS:
             sides = len(CONTRACTIONS[name].axes(eqn))
-            return [frozenset({id(eqn)}) if place < sides else _PLAIN for place in range(count)]
-        if all(x is not None for x in known):
+            return [frozenset({id(eqn)}) if index < sides else _PLAIN for index in range(count)]
+        if all(x is not None for x in results):
             return [_PLAIN] * count
-        return self._inner_needs(eqn, here, count)
+        return self._inner_needs(eqn, eqn_address, count)
 
-    def _inner_needs(self, eqn: Eqn, here: Address, count: int) -> Sequence[Need]:
+    def _inner_needs(self, eqn: Eqn, address: Address, count: int) -> Sequence[Need]:
         """Goes back through the functions inside an equation, whose results are all needed."""
         name = eqn.primitive.name
 
-        def back(body: Any, place: Address) -> list[frozenset[int]]:
+        def back(body: Any, part: Address) -> list[frozenset[int]]:
             opened, _ = _compat.open_jaxpr(body)
-            found = self._backward(opened, place, [_PLAIN] * len(opened.outvars))
-            return [need or _PLAIN for need in found]
+            needs = self._backward(opened, part, [_PLAIN] * len(opened.outvars))
+            return [need or _PLAIN for need in needs]
 
         if name == "while":
-            at, first = _places(eqn)
-            tested = back(eqn.params["cond_jaxpr"], (*here, -1))
-            inside = back(eqn.params["body_jaxpr"], here)
-            carried = [a | b for a, b in zip(tested[at:], inside[first - at :], strict=True)]
-            return [*tested[:at], *inside[: first - at], *carried]
+            cond_count, carry_start = while_starts(eqn)
+            tested = back(eqn.params["cond_jaxpr"], (*address, -1))
+            inside = back(eqn.params["body_jaxpr"], address)
+            carried = [
+                a | b
+                for a, b in zip(
+                    tested[cond_count:], inside[carry_start - cond_count :], strict=True
+                )
+            ]
+            return [*tested[:cond_count], *inside[: carry_start - cond_count], *carried]
         wants = [_PLAIN] * count
         for i, body in enumerate(_compat.sub_jaxprs(eqn)):
-            found = back(body, (*here, i) if name == "cond" or i else here)
-            shift = count - len(found)
+            needs = back(body, (*address, i) if name == "cond" or i else address)
+            shift = count - len(needs)
             if shift >= 0:  # the operands of a function are the last ones of its equation
-                wants = [a | b for a, b in zip(wants, [_PLAIN] * shift + found, strict=True)]
+                wants = [a | b for a, b in zip(wants, [_PLAIN] * shift + needs, strict=True)]
         return wants
 
     def _is_view(self, eqn: Eqn, address: Address) -> bool:
@@ -331,11 +343,6 @@ class KnownValues:
         return sum(self.sizes[parent] for parent in value.parents)
 
 
-def _places(eqn: Eqn) -> tuple[int, int]:
-    at = eqn.params["cond_nconsts"]
-    return at, at + eqn.params["body_nconsts"]
-
-
 def _hashable(eqn: Eqn) -> Any:
     """Returns the parameters of an equation as part of a key; its `id` if they have no hash."""
     try:
@@ -346,44 +353,44 @@ def _hashable(eqn: Eqn) -> Any:
     return key
 
 
-def _fixed(eqn: Eqn, known: Sequence[Value], shape: Sequence[Any]) -> tuple[bool, ...]:
+def _fixed(eqn: Eqn, operands: Sequence[Value], shape: Sequence[Any]) -> tuple[bool, ...]:
     """Returns which axes of a result have the size of an axis of a parameter."""
     name, params = eqn.primitive.name, eqn.params
-    pairs = [(x, atom.aval.shape) for x, atom in zip(known, eqn.invars, strict=True)]
+    pairs = [(x, atom.aval.shape) for x, atom in zip(operands, eqn.invars, strict=True)]
     is_form = any(True for _ in _compat.sub_jaxprs(eqn))
-    pairs = [(x, own) for x, own in pairs if own and (x.parents or not is_form)]
+    pairs = [(x, value) for x, value in pairs if value and (x.parents or not is_form)]
     if not pairs:
         return tuple(False for _ in shape)
-    first, before = pairs[0]
+    operand, old_sizes = pairs[0]
     if name == "broadcast_in_dim":
         fixed = [False] * len(shape)
         for axis, target in enumerate(params["broadcast_dimensions"]):
-            fixed[target] = first.fixed[axis] and before[axis] == shape[target]
+            fixed[target] = operand.fixed[axis] and old_sizes[axis] == shape[target]
         return tuple(fixed)
     if name == "transpose":
-        return tuple(first.fixed[axis] for axis in params["permutation"])
+        return tuple(operand.fixed[axis] for axis in params["permutation"])
     if name == "squeeze":
-        return tuple(x for axis, x in enumerate(first.fixed) if axis not in params["dimensions"])
+        return tuple(x for axis, x in enumerate(operand.fixed) if axis not in params["dimensions"])
     if name == "reshape" and params["dimensions"] is None:
         fixed = [False] * len(shape)
-        for sources, targets in axis_groups(before, shape):
-            held = all(first.fixed[i] or before[i] == 1 for i in sources)
+        for sources, targets in axis_groups(old_sizes, shape):
+            is_fixed = all(operand.fixed[i] or old_sizes[i] == 1 for i in sources)
             for j in targets:
-                fixed[j] = held
+                fixed[j] = is_fixed
         return tuple(fixed)
-    if name.startswith(_REDUCTIONS) and "axes" in params and len(before) > len(shape):
-        return tuple(x for axis, x in enumerate(first.fixed) if axis not in params["axes"])
+    if name.startswith(_REDUCTIONS) and "axes" in params and len(old_sizes) > len(shape):
+        return tuple(x for axis, x in enumerate(operand.fixed) if axis not in params["axes"])
     if name == "dot_general":
-        (left, right), (batch, other) = params["dimension_numbers"]
-        lhs, rhs = known
-        kept = [lhs.fixed[i] or rhs.fixed[j] for i, j in zip(batch, other, strict=True)]
-        kept += [x for i, x in enumerate(lhs.fixed) if i not in (*left, *batch)]
-        kept += [x for i, x in enumerate(rhs.fixed) if i not in (*right, *other)]
-        return tuple(kept)
-    same = [x.fixed for x, own in pairs if not is_form and tuple(own) == tuple(shape)]
+        (left, right), (batch, rhs_batch) = params["dimension_numbers"]
+        lhs, rhs = operands
+        batch_fixed = [lhs.fixed[i] or rhs.fixed[j] for i, j in zip(batch, rhs_batch, strict=True)]
+        batch_fixed += [x for i, x in enumerate(lhs.fixed) if i not in (*left, *batch)]
+        batch_fixed += [x for i, x in enumerate(rhs.fixed) if i not in (*right, *rhs_batch)]
+        return tuple(batch_fixed)
+    same = [x.fixed for x, value in pairs if not is_form and tuple(value) == tuple(shape)]
     if same:
         return tuple(map(any, zip(*same, strict=True)))
-    whole = all(
-        fixed or size == 1 for x, own in pairs for fixed, size in zip(x.fixed, own, strict=True)
+    takes_all = all(
+        fixed or size == 1 for x, value in pairs for fixed, size in zip(x.fixed, value, strict=True)
     )
-    return tuple(whole for _ in shape)
+    return tuple(takes_all for _ in shape)

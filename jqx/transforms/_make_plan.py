@@ -8,12 +8,12 @@ from .._calls import called
 from .._signatures import P
 from ..policy import Policy
 from ..policy._shared import check_policy
+from ._convert import check_reach
 from ._hoist import Hoisted
 from ._paths import Names, Params, Weights, check_names
 from ._plan import Plan
 from ._plan_call import plan_call
 from ._reach import check_unsupported
-from ._refusals import check_reach
 from ._trace import TracedOnce, as_params, check_function, trace_call
 
 
@@ -96,12 +96,12 @@ def planner(
 
     def plan(*args: Any, **kwargs: Any) -> Plan:
         call = trace_call("make_plan", f, weights, args, kwargs, lazy=True)
-        made = plan_call("make_plan", call, policy, weights)
+        planned = plan_call("make_plan", call, policy, weights)
         if unsupported == "error":
-            check_reach("make_plan", call, made)
-        own = f.f if isinstance(f, TracedOnce) else f
-        if isinstance(own, Hoisted):
-            made = dataclasses.replace(made, hoisted=own.hoisting)
-        return made
+            check_reach("make_plan", call, planned)
+        function = f.f if isinstance(f, TracedOnce) else f
+        if isinstance(function, Hoisted):
+            planned = dataclasses.replace(planned, hoisted=function.hoisting)
+        return planned
 
     return plan

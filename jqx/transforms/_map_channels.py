@@ -15,16 +15,15 @@ from .._compat import Eqn
 from .._errors import fail, some
 from .._signatures import P, R
 from ._channel_map import ChannelMap, Channels, LowRank
-from ._entries import observed_parts
 from ._find import Found
+from ._higher_order import Records
 from ._interpret import Rules, interpret
-from ._origin import Address
-from ._plan import Plan
+from ._operands import real_of
+from ._plan import Operand, Plan, Site
 from ._plan_call import with_contractions
-from ._site import Operand, Site
+from ._stats import observed_parts
 from ._trace import check_function, trace_call
-from ._weight import real_of
-from .primitives import Records
+from ._views import Address
 
 Map = ChannelMap | LowRank
 Maps = Mapping[str, Map | Sequence[Map]]
@@ -72,32 +71,31 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
     name = _NAME
     check_function(name, f)
     check_instance(name, "plan", plan, Plan, fix="call jqx.make_plan(f, policy)(params, x) first.")
-    given = as_maps(name, maps)
+    maps_of_keys = as_maps(name, maps)
     keys = set(_places(plan))
-    unknown = sorted(set(given) - keys)
+    unknown = sorted(set(maps_of_keys) - keys)
     if unknown:
         raise fail(
             name,
             "`maps` has keys that are not in the plan.",
             given=some(unknown),
-            expected=f"keys of operands and results, such as {some(sorted(keys))}",
             fix="take the keys of plan.sites: operand.key, or site.output_key.",
         )
 
     def mapped(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call(name, f, plan.parameters, args, kwargs)
-        known, items = with_contractions(name, plan, call, plan.parameters)
-        places, wanted = _places(known), dict[Address, dict[int, str]]()
-        for key in given:
-            address, place = places[key]
-            wanted.setdefault(address, {})[place] = key
-        found = {item.address: item for item in items if item.address}
-        sites = [_site(found[address], keys) for address, keys in wanted.items()]
-        for here in sites:
-            _check_loops(here.site, given)
-        own = Plan(tuple(x.site for x in sites), (), (), plan.params, ())
+        fitted, items = with_contractions(name, plan, call, plan.parameters)
+        sides_of_keys, keys_of_sites = _places(fitted), dict[Address, dict[int, str]]()
+        for key in maps_of_keys:
+            address, side = sides_of_keys[key]
+            keys_of_sites.setdefault(address, {})[side] = key
+        items_by_address = {item.address: item for item in items if item.address}
+        sites = [_site(items_by_address[address], keys) for address, keys in keys_of_sites.items()]
+        for site_address in sites:
+            _check_loops(site_address.site, maps_of_keys)
+        mapped_plan = Plan(tuple(x.site for x in sites), (), (), plan.params, ())
         by_address = {x.site.address: x for x in sites}
-        rules = _Mapped(own, given, sites=by_address)  # type: ignore[arg-type]
+        rules = _Mapped(mapped_plan, maps_of_keys, sites=by_address)  # type: ignore[arg-type]
         leaves = list(map(real_of, call.leaves))
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
         out = [real_of(call.returned.get(i, x)) for i, x in enumerate(out)]
@@ -110,39 +108,39 @@ def as_maps(function: str, maps: Any) -> dict[str, tuple[Map, ...]]:
     """Returns a tuple of maps for each key, after checking their types."""
     fix = "pass for example {'layer0/w:dot_general:lhs': jqx.ChannelMap(scale=s)}."
     check_instance(function, "maps", maps, Mapping, fix=fix)
-    each = {
+    tuples = {
         key: tuple(value) if isinstance(value, (tuple, list)) else (value,)
         for key, value in maps.items()
     }
-    for key, values in each.items():
+    for key, values in tuples.items():
         for value in values:
             check_instance(function, f"maps[{key!r}]", value, (ChannelMap, LowRank), fix=fix)
-    return each
+    return tuples
 
 
-def with_maps(function: str, first: Maps, then: Maps) -> Maps:
-    """Returns the maps of `first` followed by those of `then`."""
-    a, b = as_maps(function, first), as_maps(function, then)
-    return a | {key: a.get(key, ()) + own for key, own in b.items()}
+def with_maps(function: str, inner: Maps, outer: Maps) -> Maps:
+    """Returns the maps of `inner` followed by those of `outer`."""
+    a, b = as_maps(function, inner), as_maps(function, outer)
+    return a | {key: a.get(key, ()) + more_maps for key, more_maps in b.items()}
 
 
 def _places(plan: Plan) -> dict[str, tuple[Address, int]]:
     """Returns for each key the address of a contraction, and the index of its operand; -1 for its
     result.
     """
-    found = {}
+    sides_by_key = {}
     for site in plan.sites:
         for i, operand in enumerate(site.operands):
             if operand.path is None:
-                found[operand.key] = site.address, i
-        found[site.output_key] = site.address, -1
+                sides_by_key[operand.key] = site.address, i
+        sides_by_key[site.output_key] = site.address, -1
     for i, skip in enumerate(plan.skipped):
         if skip.address:
             name = plan.name_of_skipped(i)
             sides = _SIDES[: len(skip.shapes)] if skip.op != "gather" else ()
-            found |= {f"{name}:{side}": (skip.address, k) for k, side in enumerate(sides)}
-            found[f"{name}:out"] = skip.address, -1
-    return found
+            sides_by_key |= {f"{name}:{side}": (skip.address, k) for k, side in enumerate(sides)}
+            sides_by_key[f"{name}:out"] = skip.address, -1
+    return sides_by_key
 
 
 class _Here(NamedTuple):
@@ -157,29 +155,25 @@ class _Here(NamedTuple):
 
 def _site(item: Found, keys: Mapping[int, str]) -> _Here:
     """Returns the contraction with what is mapped there."""
-    first = keys[min(keys)]
+    first_key = keys[min(keys)]
     operands = []
     for i, origin in enumerate(item.origins):
         if origin is not None and i in keys:
             raise fail(
-                _NAME,
-                "a map is for a weight.",
-                given=repr(keys.get(i)),
-                expected="an operand that is not a weight, or a result",
-                fix="change the weight itself.",
+                _NAME, f"the map {keys.get(i)!r} is for a weight.", fix="change the weight itself."
             )
         role = "activation" if origin is None else "weight"
         path = None if origin is None else origin.path
-        operands.append(Operand(role, None, keys.get(i, f"{first}/{i}"), path))
-    own, output = tuple(operands), keys.get(-1, f"{first}/out")
-    at = item.address, item.path, item.scope, item.op
-    site = Site(*at, own, None, output, 0, item.loops, (), (), None)
+        operands.append(Operand(role, None, keys.get(i, f"{first_key}/{i}"), path))
+    sides, output = tuple(operands), keys.get(-1, f"{first_key}/out")
+    identity = item.address, item.path, item.scope, item.op
+    site = Site(*identity, sides, None, output, 0, item.loops, (), (), None)
     weights = [i for i, origin in enumerate(item.origins) if origin is not None]
-    place = weights[0] if weights else len(operands) - 1
+    weight_side = weights[0] if weights else len(operands) - 1
     parts = [Channels.of_operand(part.about) for part in observed_parts(site, item)[:-1]]
-    parts.append(Channels.of_result(item.eqn, place))
+    parts.append(Channels.of_result(item.eqn, weight_side))
     is_product = item.op == "dot_general" and len(weights) == 1
-    factor = (1 - place, parts[1 - place]) if is_product else None
+    factor = (1 - weight_side, parts[1 - weight_side]) if is_product else None
     return _Here(site, {i: parts[i] for i in keys}, factor)
 
 
@@ -192,8 +186,7 @@ def _check_loops(site: Site, maps: Mapping[str, Sequence[Map]]) -> None:
                 raise fail(
                     _NAME,
                     f"a map of {key!r} does not step with its weight.",
-                    given=f"an array of shape {jnp.shape(x)}",
-                    expected=f"leading axes {loops}, one for each scan over the weight",
+                    given=f"shape {jnp.shape(x)}, without the leading axes {loops}",
                     fix="repeat it: jnp.broadcast_to(x, (steps, *x.shape)).",
                 )
 
@@ -205,64 +198,62 @@ class _Mapped(Rules):
     sites: Mapping[Address, _Here]
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
-        here = self.sites[site.address]
+        mapped = self.sites[site.address]
         values = [jnp.asarray(real_of(x)) for x in operands]
         maps: Mapping[str, Any] = self.affines
-        for i, channels in here.channels.items():
-            for each in maps[site.keys[i]] if i >= 0 else ():
-                _check_fits(site.keys[i], each, channels, values[i], None)
-                values[i] = each.apply(values[i], channels)
+        for i, channels in mapped.channels.items():
+            for channel_map in maps[site.keys[i]] if i >= 0 else ():
+                _check_fits(site.keys[i], channel_map, channels, values[i], None)
+                values[i] = channel_map.apply(values[i], channels)
         (result,) = _compat.bind(eqn, values)
-        for each in maps[site.output_key] if -1 in here.channels else ():
-            channels, factor = here.channels[-1], None
-            if here.factor is not None:
-                factor = values[here.factor[0]], here.factor[1]
-            _check_fits(site.output_key, each, channels, result, factor)
-            if isinstance(each, ChannelMap):
-                result = each.apply(result, channels)
+        for channel_map in maps[site.output_key] if -1 in mapped.channels else ():
+            channels, factor = mapped.channels[-1], None
+            if mapped.factor is not None:
+                factor = values[mapped.factor[0]], mapped.factor[1]
+            _check_fits(site.output_key, channel_map, channels, result, factor)
+            if isinstance(channel_map, ChannelMap):
+                result = channel_map.apply(result, channels)
             elif factor is not None:
-                result = each.apply(result, channels, *factor)
+                result = channel_map.apply(result, channels, *factor)
         return result, {}
 
 
 def _check_fits(
     key: str,
-    each: Map,
+    channel_map: Map,
     channels: Channels,
     x: jax.Array,
     factor: tuple[jax.Array, Channels] | None,
 ) -> None:
     """Checks that a map fits these channels."""
     *stack, count = channels.shape(x.shape)
-    if isinstance(each, LowRank):
+    if isinstance(channel_map, LowRank):
         if factor is None:
             raise fail(
                 _NAME,
                 f"LowRank is not possible at {key!r}.",
-                given="an operand, or the result of another operation",
-                expected="the result of a dot_general with one weight",
-                fix="use it for the results of such contractions.",
+                fix="use it for results of a dot_general with one weight.",
             )
         assert factor is not None
-        rank, inputs = jnp.shape(each.b)[-2], factor[1].shape(factor[0].shape)
-        wanted: dict[str, Any] = {"a": (*inputs, rank), "b": (*stack, rank, count)}
-        shapes = {"a": jnp.shape(each.a), "b": jnp.shape(each.b)}
+        rank, inputs = jnp.shape(channel_map.b)[-2], factor[1].shape(factor[0].shape)
+        expected_shapes: dict[str, Any] = {"a": (*inputs, rank), "b": (*stack, rank, count)}
+        shapes = {"a": jnp.shape(channel_map.a), "b": jnp.shape(channel_map.b)}
     else:
-        own = {"scale": each.scale, "shift": each.shift, "clip": each.clip}
-        shapes = {name: jnp.shape(x) for name, x in own.items() if x is not None}
-        wanted: dict[str, Any] = dict.fromkeys(shapes, (*stack, count))
-        sizes = [jnp.shape(factor)[-1] for factor in each.factors]
+        arrays = {"scale": channel_map.scale, "shift": channel_map.shift, "clip": channel_map.clip}
+        shapes = {name: jnp.shape(x) for name, x in arrays.items() if x is not None}
+        expected_shapes: dict[str, Any] = dict.fromkeys(shapes, (*stack, count))
+        sizes = [jnp.shape(factor)[-1] for factor in channel_map.factors]
         fits = count % math.prod(sizes) == 0
         for i, n in enumerate(sizes):
-            shapes[f"factors[{i}]"] = jnp.shape(each.factors[i])
-            wanted[f"factors[{i}]"] = (n, n) if fits else f"a size that divides {count}"
+            shapes[f"factors[{i}]"] = jnp.shape(channel_map.factors[i])
+            expected_shapes[f"factors[{i}]"] = (n, n) if fits else f"a size that divides {count}"
     for name, shape in shapes.items():
-        if shape != wanted[name]:
+        if shape != expected_shapes[name]:
             raise fail(
                 _NAME,
                 f"a map of {key!r} does not fit its channels.",
                 given=f"{name} of shape {shape}, in one step of the loops around it",
-                expected=str(wanted[name]),
+                expected=str(expected_shapes[name]),
                 fix="give it the channels of this value, with a leading axis for each scan over "
                 "the "
                 "weight.",

@@ -1,11 +1,15 @@
-"""Names of the leaves of parameters: their key paths, or names that the user gives."""
+"""Names of the leaves of parameters: their key paths, or names that the user gives. Errors for
+a call whose leaves or contractions differ from the planned ones.
+"""
 
 import dataclasses
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from jax import dtypes
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._errors import fail
@@ -107,14 +111,14 @@ class Weights:
         if self.names is None:
             return paths
         if callable(self.names):
-            given = [
+            names = [
                 (path, self.names(key))
                 for key, path in zip(keys, paths, strict=True)
                 if key is not None
             ]
-            _check_names(function, given, str)
-            rest = iter(given)
-            return [None if key is None else next(rest)[1] for key in keys]
+            _check_names(function, names, str)
+            iterator = iter(names)
+            return [None if key is None else next(iterator)[1] for key in keys]
         table = dict(self.names)
         if isinstance(self.names, Mapping):
             _check_table(function, table, [path for path in paths if path is not None])
@@ -129,7 +133,6 @@ def check_names(function: str, names: Any) -> None:
             function,
             "`names` is neither a dict nor a function.",
             given=f"an object of type {type(names).__name__}",
-            expected="a dict from paths to names, or a function from a tuple of keys to a name",
             fix='pass for example names={"0": "embed", "1": "head"}.',
             error=TypeError,
         )
@@ -143,11 +146,11 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return keystr(keys, simple=True, separator="/")
 
 
-def rooted(places: Params, params: Any) -> Any:
+def rooted(argnums: Params, params: Any) -> Any:
     """Returns parameters under the paths that a plan uses: the paths in one of several arguments
     begin with its position.
     """
-    return params if isinstance(places, int) else dict(zip(places, params, strict=True))
+    return params if isinstance(argnums, int) else dict(zip(argnums, params, strict=True))
 
 
 def is_whole(x: Any) -> bool:
@@ -162,14 +165,14 @@ def flatten(
     of the value of an `nnx.Variable` is left out.
     """
     flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_leaf(x) or _is_variable(x))
-    found = []
+    leaves = []
     for keys, leaf in flat:
         if is_leaf(leaf) or not _is_variable(leaf):
-            found.append((keys, leaf))
+            leaves.append((keys, leaf))
             continue
         inside, _ = tree_flatten_with_path(leaf, is_leaf=is_leaf)
-        found += [((*keys, *inner[1:]), value) for inner, value in inside]
-    return found
+        leaves += [((*keys, *inner[1:]), value) for inner, value in inside]
+    return leaves
 
 
 def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed:
@@ -201,7 +204,7 @@ def _named(path: str, table: Mapping[str, str | None]) -> str | None:
 
 def _check_table(function: str, table: Iterable[str], paths: Sequence[str]) -> None:
     parts = [path.split("/") for path in paths]
-    fitting = {"/".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}
+    fitting = {"/".join(keys[:n]) for keys in parts for n in range(1, len(keys) + 1)}
     unknown = [path for path in table if path not in fitting]
     if unknown:
         raise fail(
@@ -220,7 +223,6 @@ def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) ->
             function,
             "`names` gives a name that is not a string.",
             given=f"{wrong[0][1]!r} for {wrong[0][0]!r}" if wrong else "",
-            expected="a string for each path; in a dict, None for what is not a weight",
             fix='pass a dict such as {"0": "embed"}, or a function of the keys that returns '
             "strings.",
             error=TypeError,
@@ -230,9 +232,105 @@ def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) ->
 def nested(leaves: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
     """Returns nested dicts of leaves with the keys that lead to each; no leaf is above another."""
     tree: dict[str, Any] = {}
-    for (*outer, last), leaf in leaves:
+    for (*outer, leaf_key), leaf in leaves:
         node = tree
         for key in outer:
             node = node.setdefault(key, {})
-        node[last] = leaf
+        node[leaf_key] = leaf
     return tree
+
+
+# Errors for a call that differs from the planned one: the first difference, and its meaning.
+
+
+AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
+
+
+def parameter_line(path: str, leaf: Any) -> str:
+    """The line of a signature that describes one parameter."""
+    # That of NumPy's arrays inside JAX; typed keys of random numbers have an extended one.
+    dtype = dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return line_of(path, dtype, leaf.shape)
+
+
+def line_of(path: str, dtype: Any, shape: Sequence[int]) -> str:
+    """The line of a parameter of a dtype, or of the name of one, and a shape."""
+    return f"parameter {path}: {dtype}{list(shape)}"
+
+
+def parameter_of(line: str) -> tuple[str, str, tuple[int, ...]]:
+    """Returns the path, name of the dtype and shape of the parameter that a line describes."""
+    path, dtype, sizes = re.fullmatch(r"parameter (.*): (\S+)\[(.*)\]", line, re.DOTALL).groups()  # type: ignore[union-attr]
+    return path, dtype, tuple(int(size) for size in sizes.split(",") if size)
+
+
+def is_parameter_line(line: str) -> bool:
+    """Whether the line of a signature describes a parameter."""
+    return line.startswith("parameter ")
+
+
+_CONTRACTION = re.compile(r"contraction \(([0-9, ]*)\) ")
+"""The start of a line that describes a contraction, with its address."""
+
+
+def addresses_of(signature: Sequence[str]) -> list[tuple[int, ...]]:
+    """Returns the addresses of the contractions in a signature, in order."""
+    addresses = [match[1] for line in signature if (match := _CONTRACTION.match(line))]
+    return [tuple(int(part) for part in text.split(",") if part.strip()) for text in addresses]
+
+
+def without_addresses(signature: Sequence[str]) -> list[str]:
+    """Returns a signature that does not depend on the calls, loops and branches around each
+    contraction.
+    """
+    return [_CONTRACTION.sub("contraction ", line, count=1) for line in signature]
+
+
+def check_same(
+    function: str, signature: Sequence[str], planned: Sequence[str], fix: str = AGAIN
+) -> None:
+    """Raises if a function, or its parameters, are not those that the plan was made for."""
+    if tuple(signature) == tuple(planned):
+        return
+    length = max(len(signature), len(planned))
+    pad = [*signature, *["(nothing)"] * (length - len(signature))]
+    planned_lines = [*planned, *["(nothing)"] * (length - len(planned))]
+    line, planned_line = next((a, b) for a, b in zip(pad, planned_lines, strict=True) if a != b)
+    if _without_first_axis(planned_line) == line:
+        fix = "map over the other arguments alone: jax.vmap(..., in_axes=(None, 0))."
+    raise fail(
+        function,
+        "the plan was made for another function or other parameters.",
+        given=line,
+        expected=planned_line,
+        fix=fix,
+    )
+
+
+def check_ranks(function: str, plan: Any, items: Sequence[Any]) -> None:
+    """Raises if the operands of a contraction have another number of axes than when planned."""
+    shapes = {(item.address, item.op): item.shapes for item in (*plan.skipped, *plan.sites)}
+    for item in items:
+        operand_shapes = tuple(tuple(atom.aval.shape) for atom in item.eqn.invars[:2])
+        planned = shapes.get((item.address, item.op)) if item.address else None
+        if planned is None or [*map(len, operand_shapes)] == [*map(len, planned)]:
+            continue
+        where = f" at path {item.path!r}" if item.path else ""
+        raise fail(
+            function,
+            "an argument has another number of axes than when the plan was made.",
+            given=f"{item.op} of {_shown(operand_shapes)}{where}",
+            expected=f"{_shown(planned)}, with any batch size",
+            fix="give it the axes that it had, such as x[None] for one example of a batch, or "
+            "make the plan for such an argument. To map over examples what jqx.ptq returned, "
+            "map inside: result.bind(jax.vmap(f, in_axes=(None, 0)))(x).",
+        )
+
+
+def _without_first_axis(line: str) -> str:
+    """Returns the line of a parameter for one index of its first axis."""
+    return re.sub(r"\[\d+(, )?(.*)\]$", r"[\2]", line) if is_parameter_line(line) else ""
+
+
+def _shown(shapes: Sequence[Sequence[Any]]) -> str:
+    return " x ".join("[" + ", ".join(map(str, shape)) + "]" for shape in shapes)

@@ -15,12 +15,13 @@ from .. import _compat
 from .._compat import Eqn
 from .._errors import fail
 from ..tensor import QTensor
-from ._entries import Entry
 from ._find import addressed
-from ._origin import Address, Loop
+from ._higher_order import FORMS
 from ._plan import Plan
+from ._rules import CONTRACTIONS, VIEWS
+from ._stats import Entry
 from ._trace import Call
-from .primitives import CONTRACTIONS, FORMS, SHARDINGS, VIEWS
+from ._views import SHARDINGS, Address, Loop
 
 _SAME = {"convert_element_type", "copy", "div", "mul", "neg", "stop_gradient", *SHARDINGS}
 """Views that leave every element in place."""
@@ -56,17 +57,17 @@ class _Placed:
         return _Placed(sizes, numbers, self.loops)
 
 
-def renumbered(elements: Any, own: Mapping[str, int], others: Mapping[str, int]) -> Any:
+def renumbered(elements: Any, starts_of: Mapping[str, int], others: Mapping[str, int]) -> Any:
     """Converts the numbers of elements of some weights, given their sizes by path, to the numbers
     that they have among others.
     """
     starts = np.cumsum([0, *others.values()])[:-1]
     start = dict(zip(others, starts.tolist(), strict=True))
-    ends, moved, before = [], [], 0
-    for path, size in own.items():
-        moved.append(start[path] - before)
-        before += size
-        ends.append(before)
+    ends, moved, end = [], [], 0
+    for path, size in starts_of.items():
+        moved.append(start[path] - end)
+        end += size
+        ends.append(end)
     xp = np if isinstance(elements, np.ndarray) else jnp
     which = xp.searchsorted(xp.asarray(ends, elements.dtype), elements, side="right")
     return elements + xp.asarray(moved, elements.dtype)[which]
@@ -85,16 +86,16 @@ def places_of(
         return {}
     follower = _Follower(plan)
     named = zip(call.leaves, call.paths, strict=True)
-    given = [None if plan.weight_at(path) is None else _whole(path, leaf) for leaf, path in named]
-    follower.follow(call.jaxpr, given, ())
-    found = {}
+    leaves = [None if plan.weight_at(path) is None else _whole(path, leaf) for leaf, path in named]
+    follower.follow(call.jaxpr, leaves, ())
+    makers = {}
     for entry in entries:
-        elements = follower.found.get(entry.part.key)
-        about = entry.part.about
-        is_product = about.op in ("dot_general", "ragged_dot") or about.patches is not None
+        elements = follower.makers.get(entry.part.key)
+        observed = entry.part.about
+        is_product = observed.op in ("dot_general", "ragged_dot") or observed.patches is not None
         if elements is not None and is_product:
-            found[entry.key] = partial(_rows, elements, about.rows, len(entry.site.loops))
-    return found
+            makers[entry.key] = partial(_rows, elements, observed.rows, len(entry.site.loops))
+    return makers
 
 
 def _rows(elements: Callable[[], jax.Array], rows: Callable[[Any], Any], loops: int) -> jax.Array:
@@ -116,9 +117,7 @@ def _check_numbers(path: str, size: int) -> None:
     if not size < 2**31:
         raise fail(
             "observers.places",
-            "a weight has more elements than int32 can number.",
-            given=f"the weight {path!r} of {size} elements",
-            expected="less than 2**31",
+            f"the weight {path!r} has {size} elements, more than int32 can number.",
             fix="split it: let rules select steps of the scan over it, such as 'layers[:16]'.",
             error=NotImplementedError,
         )
@@ -129,7 +128,7 @@ class _Follower:
     """Follows the elements of weights through a jaxpr, each equation once."""
 
     plan: Plan
-    found: dict[str, Callable[[], jax.Array]] = field(default_factory=dict)
+    makers: dict[str, Callable[[], jax.Array]] = field(default_factory=dict)
 
     def follow(self, jaxpr: Any, given: Known, address: Address) -> list[_Placed | None]:
         env: dict[Any, _Placed | None] = dict(zip(jaxpr.invars, given, strict=True))
@@ -144,69 +143,69 @@ class _Follower:
                 env.update(zip(eqn.outvars, self._evaluate(eqn, known, inside), strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _evaluate(self, eqn: Eqn, known: Known, here: Address) -> Sequence[_Placed | None]:
+    def _evaluate(self, eqn: Eqn, operands: Known, address: Address) -> Sequence[_Placed | None]:
         name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
         if name in CONTRACTIONS:
-            site = self.plan.site_at(here)
-            for operand, x in zip(site.operands if site else (), known, strict=False):
+            site = self.plan.site_at(address)
+            for operand, x in zip(site.operands if site else (), operands, strict=False):
                 if x is None or site is None or operand.path is None:
                     continue
                 paths = self.plan.weights_in(site)
                 if set(paths) == set(x.sizes):
-                    self.found[operand.key] = x.among({p: x.sizes[p] for p in paths}).elements
+                    self.makers[operand.key] = x.among({p: x.sizes[p] for p in paths}).elements
             return nothing
         if name in FORMS:
             # Inside a shard_map each device has only a part.
-            inside = [None] * len(known) if name == "shard_map" else known
-            return FORMS[name].track(eqn, inside, _Inside(self, here))  # type: ignore[arg-type]
+            inside = [None] * len(operands) if name == "shard_map" else operands
+            return FORMS[name].track(eqn, inside, _Inside(self, address))  # type: ignore[arg-type]
         if name in VIEWS:
-            return _viewed(eqn, known)
+            return _viewed(eqn, operands)
         return nothing
 
 
 @dataclass
 class _Inside:
     follower: _Follower
-    here: Address
+    address: Address
 
-    def enter(self, jaxpr: Any, known: Known, part: Address = ()) -> list[_Placed | None]:
+    def enter(self, jaxpr: Any, operands: Known, part: Address = ()) -> list[_Placed | None]:
         body, _ = _compat.open_jaxpr(jaxpr)
-        return self.follower.follow(body, known, (*self.here, *part))
+        return self.follower.follow(body, operands, (*self.address, *part))
 
     def leave(self, jaxpr: Any, reason: str) -> None:
         """Nothing inside is a site."""
 
 
-def _viewed(eqn: Eqn, known: Known) -> Sequence[_Placed | None]:
+def _viewed(eqn: Eqn, inputs: Known) -> Sequence[_Placed | None]:
     """Returns the result of a view of weights; nothing if it reads other values as well."""
-    weights = [x for x in known if x is not None]
-    first = weights[0]
+    weights = [x for x in inputs if x is not None]
+    weight = weights[0]
     if eqn.primitive.name == "optimization_barrier":
-        return known
+        return inputs
     if eqn.primitive.name in _SAME:
-        return [first] * len(eqn.outvars)
+        return [weight] * len(eqn.outvars)
     others = any(
-        x is None and not _compat.is_literal(v) for x, v in zip(known, eqn.invars, strict=True)
+        x is None and not _compat.is_literal(v) for x, v in zip(inputs, eqn.invars, strict=True)
     )
     if others or len({x.loops for x in weights}) > 1:
         return [None] * len(eqn.outvars)
     sizes = {path: size for x in weights for path, size in x.sizes.items()}
     _check_numbers("+".join(sizes), sum(sizes.values()))
     weights = [x.among(sizes) for x in weights]
-    literals = [None if x is not None else v.val for x, v in zip(known, eqn.invars, strict=True)]
+    literals = [None if x is not None else v.val for x, v in zip(inputs, eqn.invars, strict=True)]
 
     def view(*elements: jax.Array) -> list[jax.Array]:
         rest = iter(elements)
         operands = [_numbered(next(rest)) if x is None else x for x in literals]
         return [q.values for q in VIEWS[eqn.primitive.name].apply(eqn, operands)]
 
-    for _ in range(first.loops):
+    for _ in range(weight.loops):
         view = jax.vmap(view)
 
     def result(place: int) -> jax.Array:
         return view(*(x.elements() for x in weights))[place]
 
-    return [_Placed(sizes, partial(result, i), first.loops) for i in range(len(eqn.outvars))]
+    return [_Placed(sizes, partial(result, i), weight.loops) for i in range(len(eqn.outvars))]
 
 
 def _numbered(elements: jax.Array) -> QTensor:

@@ -1,31 +1,48 @@
-"""`quantize_params` and `dequantize_params`: weights of a plan to QTensors, and back to floats."""
+"""`quantize_params` and `dequantize_params`: weights of a plan to QTensors, and back to floats.
+`quantize_state`: arrays that a function reads and writes, such as caches.
+"""
 
+import re
 from collections.abc import Mapping
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from .. import _compat
 from .._calls import called
+from .._checks import check_instance, check_pattern, shown
 from .._errors import fail
 from .._signatures import T
 from ..calibrators import Affine
-from ..tensor import QTensor, Segments
-from ..tensor._shared import Lazy, abstract, check_read, check_target, of_kinds, sharding_of
+from ..tensor import QSpec, QTensor, Segments
+from ..tensor._shared import (
+    Lazy,
+    abstract,
+    cache_for,
+    check_read,
+    check_target,
+    needed_spec,
+    of_kinds,
+    sharding_of,
+)
 from ._algorithm import Algorithm, as_chosen, check_algorithm, picked
 from ._arguments import check_plan
-from ._finite_weights import check_finite_weight
-from ._learned_scales import check_no_learned_scales
-from ._param_shardings import as_sharding
-from ._paths import Params, flatten, is_whole, rooted
-from ._plan import Plan
-from ._quantize_weight import Quantizing, at_place, lay_out_weights
-from ._signature import parameter_line
-from ._site import Weight
-from ._split import parts_of
+from ._partitioned import as_sharding
+from ._paths import Params, flatten, is_whole, parameter_line, path_of, rooted
+from ._plan import Plan, Weight
+from ._quantize_weight import (
+    Quantizing,
+    at_place,
+    check_finite_weight,
+    check_no_learned_scales,
+    lay_out_weights,
+    quantize_weight,
+)
+from ._split import split_leaf
 from ._stats import check_finite, in_order, stats_of
-from ._trace import is_parameter
+from ._trace import is_array, is_parameter, is_quantized
 
 
 @called("quantize_params", "pass for example jqx.quantize_params(params, plan).")
@@ -96,28 +113,27 @@ def quantize_params(
     plan.check_affines("quantize_params", affines)
     _check_together(algorithm, stats, affines, donate)
     check_arguments("quantize_params", plan.params, params)
-    own = rooted(plan.params, params)
-    named = _named("quantize_params", own, plan)
+    tree_of_params = rooted(plan.params, params)
+    named = _named("quantize_params", tree_of_params, plan)
     check_no_learned_scales("quantize_params", named, plan, affines or ())
     if algorithm is not None:
         check_read("quantize_params", named)
         check_finite_weights("quantize_params", plan, params)
         check_finite("quantize_params", in_order(plan, stats_of(stats or {}).flags))
-        chosen = as_chosen(algorithm(plan, params, stats)).params
-        nearest = quantize_params(dequantize_params(chosen), plan)
-        codes = picked("quantize_params", chosen, nearest)
+        quantizing = as_chosen(algorithm(plan, params, stats)).params
+        nearest = quantize_params(dequantize_params(quantizing), plan)
+        codes = picked("quantize_params", quantizing, nearest)
         codes = codes if target is None else lay_out_weights(codes, plan, target)
         return _as_given(plan, codes, params, shardings)
-    given = affines or {}
-    tree = jax.tree.structure(own, is_leaf=is_whole)
-    known = [_weights_of(plan, name) for name, _ in named]
-    for weights, (name, leaf) in zip(known, named, strict=True):
+    scales = affines or {}
+    tree = jax.tree.structure(tree_of_params, is_leaf=is_whole)
+    planned = [_weights_of(plan, name) for name, _ in named]
+    for weights, (name, leaf) in zip(planned, named, strict=True):
         if weights and is_whole(abstract(leaf)):
             raise fail(
                 "quantize_params",
                 f"the weight {name!r} is quantized already.",
                 given=repr(leaf) if is_whole(leaf) else "",
-                expected="a float array",
                 fix="pass the float parameters.",
             )
     lines = [
@@ -126,19 +142,23 @@ def quantize_params(
         if name is not None and is_parameter(leaf)
     ]
     plan.check_parameters("quantize_params", lines)
-    last_use = {id(leaf): place for place, (_, leaf) in enumerate(named)}
-    stays = {id(leaf) for weights, (_, leaf) in zip(known, named, strict=True) if not weights}
+    last_use = {id(leaf): index for index, (_, leaf) in enumerate(named)}
+    stays = {id(leaf) for weights, (_, leaf) in zip(planned, named, strict=True) if not weights}
     leaves = []
     given_places = _places(plan, tree, shardings, named)
-    for place, (weights, (name, leaf)) in enumerate(zip(known, named, strict=True)):
-        sharding = given_places[place]
+    for index, (weights, (name, leaf)) in enumerate(zip(planned, named, strict=True)):
+        sharding = given_places[index]
         if not weights:
             leaves.append(leaf if shardings is None else at_place(leaf, sharding, name))
             continue
-        chosen = Quantizing(tuple(weights), plan.split_of(name), given, target, sharding)
-        made = leaf.then(chosen, chosen.description()) if isinstance(leaf, Lazy) else chosen(leaf)
-        leaves.append(made)
-        if donate and last_use[id(leaf)] == place and id(leaf) not in stays:
+        quantizing = Quantizing(tuple(weights), plan.split_of(name), scales, target, sharding)
+        quantized = (
+            leaf.then(quantizing, quantizing.description())
+            if isinstance(leaf, Lazy)
+            else quantizing(leaf)
+        )
+        leaves.append(quantized)
+        if donate and last_use[id(leaf)] == index and id(leaf) not in stays:
             _delete(leaf, leaves[-1])
     converted: Any = jax.tree.unflatten(tree, leaves)
     if isinstance(plan.params, int):
@@ -178,10 +198,10 @@ def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
     """Returns codes sharded as `shardings` say, or as the parameters that they were made from."""
     named = _named("quantize_params", rooted(plan.params, params), plan)
     tree = jax.tree.structure(rooted(plan.params, params), is_leaf=is_whole)
-    places = _places(plan, tree, shardings, named)
+    shardings_of_leaves = _places(plan, tree, shardings, named)
     leaves = tree.flatten_up_to(rooted(plan.params, codes))
     paths = [name for name, _ in named]
-    moved = jax.tree.unflatten(tree, map(at_place, leaves, places, paths))
+    moved = jax.tree.unflatten(tree, map(at_place, leaves, shardings_of_leaves, paths))
     return moved if isinstance(plan.params, int) else tuple(moved[n] for n in plan.params)
 
 
@@ -190,17 +210,13 @@ def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> N
         raise fail(
             "quantize_params",
             "`stats` have no effect: rounding to nearest does not read them.",
-            given="stats, and algorithm=None",
-            expected="an algorithm, or no stats",
-            fix="pass algorithm=, such as jqx.algorithms.gptq(); scales of activations go to "
-            "convert.",
+            fix="pass algorithm=, such as gptq(); scales of activations go to convert.",
         )
     if algorithm is not None and (affines or donate):
         raise fail(
             "quantize_params",
             "an algorithm finds the scales of weights itself, and reads all of them at once.",
             given="affines" if affines else "donate=True",
-            expected="neither affines nor donate together with algorithm",
             fix="leave them out; scales of activations go to jqx.convert.",
         )
 
@@ -219,11 +235,10 @@ def _places(
             "quantize_params",
             "`shardings` are not for these parameters.",
             given=str(error).splitlines()[0],
-            expected="the tree of `params`, with a sharding in place of each array",
             fix="make them from it, such as jax.tree.map(lambda x: x.sharding, params).",
         ) from error
     pairs = zip(named, flat, strict=True)
-    return [as_sharding("quantize_params", place, name or "") for (name, _), place in pairs]
+    return [as_sharding("quantize_params", sharding, name or "") for (name, _), sharding in pairs]
 
 
 def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
@@ -245,7 +260,7 @@ def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str | Non
             leaves.append((name, leaf))
             continue
         names = [part.path for part in split.parts]
-        leaves += zip(names, parts_of(function, leaf, split), strict=True)
+        leaves += zip(names, split_leaf(function, leaf, split), strict=True)
     return leaves
 
 
@@ -271,27 +286,171 @@ def _delete(x: Any, quantized: QTensor | Segments) -> None:
         raise fail(
             "quantize_params",
             "`donate` has no effect under jax.jit.",
-            given="donate=True and traced parameters",
-            expected="donate=False",
-            fix="call quantize_params outside of jit, or donate the argument: jax.jit(..., "
-            "donate_argnums=...).",
+            fix="call quantize_params outside of jit, or use jax.jit(..., donate_argnums=...).",
         )
     if isinstance(x, jax.Array):
         jax.block_until_ready(quantized)
         x.delete()
 
 
-def check_arguments(function: str, places: Params, params: Any) -> None:
+def check_arguments(function: str, argnums: Params, params: Any) -> None:
     """Checks that arguments are given as a tuple if several hold weights."""
-    if isinstance(places, int):
+    if isinstance(argnums, int):
         return
     several = isinstance(params, (tuple, list))
     kind = type(params).__name__
-    if not (several and len(params) == len(places)):
+    if not (several and len(params) == len(argnums)):
         raise fail(
             function,
             "the weights are in several arguments.",
             given=f"a {kind} of {len(params)}" if several else f"an object of type {kind}",
-            expected=f"a tuple of {len(places)} arguments, those at the positions {places}",
+            expected=f"a tuple of {len(argnums)} arguments, those at the positions {argnums}",
             fix="pass the arguments named in params=, as a tuple in that order.",
         )
+
+
+# `quantize_state`: arrays that a function reads and writes, such as caches, become QTensors.
+
+
+@called("quantize_state", 'pass for example jqx.quantize_state(cache, {".*key": "int8:token"}).')
+def quantize_state(
+    tree: T,
+    specs: Mapping[str, QSpec | str | tuple[QSpec | str, Affine]],
+    *,
+    target: str | None = None,
+) -> T:
+    """Returns a pytree with some of its float arrays as QTensors, such as the caches of a decoder.
+
+    Every transform takes such a tree in place of the float one. The function still sees arrays of
+    the same shape and dtype, contractions read the codes, and values are quantized when written.
+
+    Args:
+      tree: caches of plain JAX, a collection of linen variables, an `nnx.State`; any pytree of
+        arrays, or of `jax.ShapeDtypeStruct`, which gives abstract QTensors.
+      specs: how to quantize leaves, by regular expressions that must match the path of a leaf in
+        full. Paths are named as for weights in a plan, and the first match applies. A value is a
+        `QSpec`, a scheme such as `"int8"` (one scale for each token), or a pair of either and an
+        `Affine` if many writes share a scale. The relative granularities `per_token()` and
+        `per_channel()` give each vector along the last axis its own scale, and `per_group(size)`
+        each of its blocks.
+      target: the platform whose kernel reads the caches in `jqx.decode_attention`, as for
+        `jqx.pack_for`; `None` uses no kernel.
+
+    Returns:
+      The same tree; leaves that nothing matches are the very same objects. For type checkers it has
+      the type of `tree`, as in `jqx.quantize_params`.
+
+    Raises:
+      TypeError: if `specs` is not a dict of specs, or a matched leaf has no float dtype.
+      ValueError: if a regular expression is invalid or matches no remaining leaf; if a leaf is
+        already quantized; if a spec does not fit a leaf; if a scale that many writes share would
+        come from an array of zeros; or if the target is unknown, or its kernel cannot read such
+        codes.
+
+    Gradient: from JAX, for scales; none for codes.
+    NaN and infinities: as in `QTensor.quantize`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> cache = {"keys": jnp.zeros((2, 128, 4, 64)), "length": jnp.int32(0)}
+      >>> jqx.quantize_state(cache, {"keys": jqx.QSpec(jnp.int8, jqx.per_token())})["keys"]
+      QTensor(int8[2, 128, 4, 64] per_axis(0, 1, 2), scale float32[2, 128, 4, 1], dtype=float32, \
+69,632 bytes)
+    """
+    rules = _rules(specs)
+    named = [(path_of(keys), leaf) for keys, leaf in flatten(tree)]
+    used: set[str] = set()
+    leaves = []
+    for name, leaf in named:
+        pattern = next((text for text, (regex, _) in rules.items() if regex.fullmatch(name)), None)
+        if pattern is None:
+            leaves.append(leaf)
+            continue
+        used.add(pattern)
+        q = _quantized(name, leaf, *rules[pattern][1])
+        leaves.append(q if target is None else cache_for("quantize_state", q, target))
+    unused = [text for text in rules if text not in used]
+    if unused:
+        names = [repr(name) for name, _ in named[:8]]
+        raise fail(
+            "quantize_state",
+            f"{unused[0]!r} matches no leaf that is left by earlier entries.",
+            expected=f"a match in full; paths are: {', '.join(names) or '(none)'}",
+            fix="correct it, move it up, or drop it.",
+        )
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
+
+
+Rules = dict[str, tuple[re.Pattern[str], tuple[QSpec, Affine | None]]]
+
+
+def _rules(specs: Any) -> Rules:
+    """Returns the entries, compiled, after checking their types."""
+    check_instance(
+        "quantize_state",
+        "specs",
+        specs,
+        Mapping,
+        fix='pass for example {".*/cached_(key|value)": jqx.QSpec("int8", jqx.per_token())}.',
+    )
+    rules: Rules = {}
+    for text, entry in specs.items():
+        pair: Any = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
+        spec, affine = pair
+        if not (isinstance(text, str) and isinstance(spec, (QSpec, str))):
+            raise fail(
+                "quantize_state",
+                "`specs` has an entry that is not a spec.",
+                given=f"{text!r}: {shown(entry)}",
+                fix="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
+                error=TypeError,
+            )
+        spec = needed_spec("quantize_state", f"specs[{text!r}]", spec, "state")
+        pattern = check_pattern("quantize_state", f"specs[{text!r}]", text)
+        rules[text] = pattern, (spec, affine and Affine(*affine))
+    return rules
+
+
+def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTensor:
+    if is_quantized(leaf):
+        raise fail(
+            "quantize_state",
+            f"the leaf {name!r} is quantized already.",
+            given=repr(leaf),
+            fix="quantize the float state, or leave this leaf out.",
+        )
+    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)):
+        raise fail(
+            "quantize_state",
+            f"the leaf {name!r} is not an array of floats.",
+            given=f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}",
+            fix='write an expression that does not match it, such as ".*(key|value)".',
+            error=TypeError,
+        )
+    resolved = spec.resolve(leaf.ndim, range(leaf.ndim - 1))
+    try:
+        q = quantize_weight(leaf, resolved, affine)
+    except (TypeError, ValueError) as error:
+        error.add_note(f"  at:       the leaf {name!r} of the state")
+        raise
+    if affine is None and _shares_a_scale(q) and _is_zero(leaf):
+        raise fail(
+            "quantize_state",
+            f"the scale of {name!r} would come from zeros and be shared by later writes.",
+            given=f"{spec.granularity} for an array of zeros of shape {leaf.shape}",
+            fix="pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale)).",
+        )
+    return q
+
+
+def _shares_a_scale(q: QTensor) -> bool:
+    """Whether elements share a scale along an axis before one with several scales, or all do."""
+    varies = [m > 1 for m, n in zip(q.scale.shape, q.shape, strict=True) if n > 1]
+    return (bool(varies) and varies != sorted(varies, reverse=True)) or (
+        len(varies) > 1 and not any(varies)
+    )
+
+
+def _is_zero(x: Any) -> bool:
+    is_concrete = not isinstance(x, jax.ShapeDtypeStruct) and _compat.is_concrete(x)
+    return is_concrete and not bool(jnp.any(x != 0))

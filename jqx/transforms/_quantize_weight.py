@@ -1,16 +1,20 @@
-"""Quantizes one parameter of a plan: in parts, laid out for a target, and sharded."""
+"""Quantizes one parameter of a plan: in parts, laid out for a target, and sharded, after checks of
+its values.
+"""
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
+from .._errors import fail, some
 from ..calibrators import Affine
 from ..tensor import QSpec, QTensor, Segments
 from ..tensor._shared import (
@@ -25,11 +29,9 @@ from ..tensor._shared import (
     shardings_of,
     to_json,
 )
-from ._finite_weights import check_finite_weight
 from ._paths import Split, is_whole
-from ._plan import Plan
-from ._site import Weight
-from ._split import parts_of
+from ._plan import Plan, Weight
+from ._split import split_leaf
 
 _VERSION = 1
 """The version of the numbers that result from quantizing a weight."""
@@ -54,10 +56,10 @@ class Quantizing(NamedTuple):
 
     def __call__(self, leaf: Any) -> Any:
         """Returns the parameter, quantized."""
-        whole = [leaf] if self.split is None else parts_of("quantize_params", leaf, self.split)
+        leaves = [leaf] if self.split is None else split_leaf("quantize_params", leaf, self.split)
         parts = [
             _quantized(x, weight, self.affines, self.target, self.sharding)
-            for x, weight in zip(whole, self.weights, strict=True)
+            for x, weight in zip(leaves, self.weights, strict=True)
         ]
         return parts[0] if self.split is None else Segments(parts, self.split.axis)
 
@@ -66,13 +68,13 @@ class Quantizing(NamedTuple):
         depends on objects of the user, which no text can identify.
         """
         keys = [weight.key for weight in self.weights if weight is not None]
-        given = [np.asarray(x) for key in keys for x in self.affines.get(key, ()) if x is not None]
+        arrays = [np.asarray(x) for key in keys for x in self.affines.get(key, ()) if x is not None]
         try:
-            known = [to_json("quantize_params", x, Weight, NONE) for x in self.weights if x]
+            texts = [to_json("quantize_params", x, Weight, NONE) for x in self.weights if x]
         except (TypeError, ValueError):
             return None
-        digest = hashlib.sha256(b"".join([x.tobytes() for x in given])).hexdigest()
-        return f"{_VERSION} {known} {self.split} {digest if given else ''} {self.target}"
+        digest = hashlib.sha256(b"".join([x.tobytes() for x in arrays])).hexdigest()
+        return f"{_VERSION} {texts} {self.split} {digest if arrays else ''} {self.target}"
 
 
 def _quantized(
@@ -160,3 +162,99 @@ _compiled = jax.jit(QTensor.quantize, static_argnames="spec")
 def _partitioned(spec: QSpec, structure: Any, leaves: tuple[Sharding, ...]) -> Any:
     """Returns a program that quantizes weights, with a part on each device."""
     return jax.jit(partial(QTensor.quantize, spec=spec), out_shardings=structure.unflatten(leaves))
+
+
+# The check that weights are finite, before they are quantized.
+
+
+_MOST = 2**22
+"""Maximum number of elements that are looked at at once on the host."""
+
+
+def check_finite_weight(function: str, x: Any, path: str) -> None:
+    """Raises if a weight holds a NaN or an infinity. Traced and abstract ones are not checked."""
+    if isinstance(x, jax.ShapeDtypeStruct) or not _compat.is_concrete(x):
+        return
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or _is_finite(x):
+        return
+    nans, bad = (int(np.asarray(jnp.sum(f(x)))) for f in (jnp.isnan, lambda x: ~jnp.isfinite(x)))
+    counts = ((nans, "NaN"), (bad - nans, "infinite"))
+    raise fail(
+        function,
+        f"the weight {path!r} is not finite.",
+        given=f"{' and '.join(f'{n} {kind}' for n, kind in counts if n)} of {x.size} elements",
+        fix="replace these values, or add a rule that leaves this weight in float.",
+    )
+
+
+def _is_finite(x: Any) -> bool:
+    if isinstance(x, jax.Array) and _is_elsewhere(x):
+        return bool(jnp.isfinite(x).all())
+    flat = np.asarray(x).reshape(-1)
+    parts = range(0, flat.size, _MOST)
+    return all(np.isfinite(flat[start : start + _MOST]).all() for start in parts)
+
+
+def _is_elsewhere(x: jax.Array) -> bool:
+    """Whether an array is not in the memory of this process, so that reading it would copy it."""
+    return len(x.devices()) > 1 or next(iter(x.devices())).platform != "cpu"
+
+
+# Scales of weights that were learned, and are not those that the weights are quantized with.
+
+
+def check_no_learned_scales(
+    function: str,
+    named: Sequence[tuple[str | None, Any]],
+    plan: Plan,
+    affines: Collection[str] = (),
+) -> None:
+    """Raises if parameters hold learned scales of weights, as `jqx.linen.learn_scales` returns
+    them, that are not among the `affines` ones: the weights would get other scales.
+    """
+    names = {name.removesuffix("/scale") for name, _ in named if name is not None}
+    learned = sorted((names & {weight.key for weight in plan.weights}).difference(affines))
+    if learned:
+        raise fail(
+            function,
+            "the parameters hold learned scales, which the weights would not get.",
+            given=some(learned),
+            fix="use jqx.linen.convert(module, variables, x, ...), or pass affines= with these.",
+        )
+
+
+def check_scales_of_weights(
+    function: str,
+    plan: Plan,
+    named: Sequence[tuple[str | None, Any]],
+    affines: Mapping[str, Affine],
+) -> None:
+    """Raises if a quantized weight has another scale than the one in `affines`."""
+    keys = {weight.path: weight.key for weight in plan.weights}
+    differing = [
+        path
+        for path, q in named
+        if path in keys
+        and isinstance(q, QTensor)
+        and keys[path] in affines
+        and not _equal(q.scale, affines[keys[path]].scale)
+    ]
+    if differing:
+        raise fail(
+            function,
+            "weights have other scales than `affines` says.",
+            given=some(differing),
+            fix="pass the scales to both: jqx.quantize_params(params, plan, affines).",
+        )
+
+
+def _equal(scale: Any, learned: Any) -> bool:
+    """Returns whether a scale is the learned one, in the shape and dtype that the weight has it."""
+    if isinstance(scale, QTensor):
+        return True
+    array = np.asarray(scale)
+    expected = np.asarray(learned).astype(array.dtype).reshape(-1)
+    flat = array.reshape(-1)
+    return flat.size == expected.size and bool(
+        np.all((flat == expected) | (np.isnan(flat) & np.isnan(expected)))
+    )

@@ -1,4 +1,6 @@
-"""`simulate`: the quantized function in floating point, differentiable."""
+"""`simulate`: the quantized function in floating point, differentiable. With `backward` its forward
+pass runs on integers.
+"""
 
 import dataclasses
 import zlib
@@ -20,15 +22,13 @@ from ..gradients._shared import draws
 from ..policy import Policy
 from ..tensor import QSpec, QTensor
 from ..tensor._shared import fake_quantize_as
-from ._affines import GivenAffines
-from ._integer_forward import integer_forward
+from ._higher_order import Records
 from ._interpret import Rules, interpret
-from ._plan import Plan
+from ._operands import Trainable, codes_of, is_coded, real_of
+from ._plan import GivenAffines, Plan, Site, Weight
 from ._plan_call import as_plan, params_of
-from ._site import Site, Weight
+from ._rules import CONTRACTIONS
 from ._trace import check_function, is_quantized, trace_call
-from ._weight import Trainable, codes_of, is_coded, real_of
-from .primitives import CONTRACTIONS, Records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class _FakeQuantize(Rules):
 
     def weight(self, leaf: Any, weight: Weight | None) -> Any:
         """Rounds a weight; also keeps its codes if contractions run on integers."""
-        given = is_quantized(leaf)
+        has_codes = is_quantized(leaf)
         if weight is None:
-            return Trainable.state(leaf) if given else leaf
-        real = leaf.dequantize() if given else self.round(leaf, weight.spec, weight.key)
+            return Trainable.state(leaf) if has_codes else leaf
+        real = leaf.dequantize() if has_codes else self.round(leaf, weight.spec, weight.key)
         if self.backward is None:
             return real
-        return Trainable(leaf if given else self.quantize(leaf, weight.spec, weight.key), real)
+        return Trainable(leaf if has_codes else self.quantize(leaf, weight.spec, weight.key), real)
 
     def quantize(self, x: Any, spec: QSpec, name: str) -> QTensor:
         """Returns the codes for the result of `round`, without gradients."""
@@ -74,7 +74,7 @@ class _FakeQuantize(Rules):
             codes = [codes_of(x) for x in operands]
             for i, spec, name in observed:
                 codes[i] = self.quantize(operands[i], spec, name)
-            result = integer_forward(eqn, codes, rounded, count, self.backward)
+            result = _integer_forward(eqn, codes, rounded, count, self.backward)
         else:
             (result,) = _compat.bind(eqn, rounded)
         if site.output is not None:
@@ -97,7 +97,7 @@ class _FakeQuantize(Rules):
             return self.unsupported(eqn, operands)
         codes, real = [codes_of(x) for x in operands], [real_of(x) for x in operands]
         count = len(CONTRACTIONS[eqn.primitive.name].kept(eqn))
-        return [integer_forward(eqn, codes, real, count, self.backward)]
+        return [_integer_forward(eqn, codes, real, count, self.backward)]
 
 
 @called("simulate", "call it in two steps: jqx.simulate(f, plan, affines)(params, x).")
@@ -174,13 +174,13 @@ def simulate(
 
     def simulated(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call("simulate", f, params, args, kwargs)
-        known = as_plan("simulate", plan, call, params)
-        scales = known.scales_of("simulate", affines)
-        _check_key_is_used(known, key)
-        _check_estimators(known, backward)
-        rules = _FakeQuantize(known, scales, key, backward)
+        fitted = as_plan("simulate", plan, call, params)
+        scales = fitted.scales_of("simulate", affines)
+        _check_key_is_used(fitted, key)
+        _check_estimators(fitted, backward)
+        rules = _FakeQuantize(fitted, scales, key, backward)
         leaves = [
-            rules.weight(leaf, known.weight_at(path))
+            rules.weight(leaf, fitted.weight_at(path))
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
@@ -226,7 +226,6 @@ def _check_estimators(plan: Plan, backward: DTypeLike | None) -> None:
             given=f"backward == {backward}, and the estimator {strange[0].gradient}"
             if strange
             else "",
-            expected="estimators that differentiate the rounding, such as jqx.gradients.ste",
             fix="choose another gradient= for that spec, or backward=None.",
         )
 
@@ -235,8 +234,69 @@ def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
     if key is not None and not any(draws(spec.gradient) for spec in _specs_of(plan)):
         raise fail(
             "simulate",
-            "`key` has no effect.",
-            given="a key, but no spec whose gradient estimator draws random numbers",
-            expected="key=None",
+            "`key` has no effect: no gradient estimator of the plan draws random numbers.",
             fix="drop key, or use an estimator such as jqx.gradients.stochastic.",
         )
+
+
+# A contraction on integers, with the gradient of the dequantized contraction.
+
+
+def _integer_forward(
+    eqn: Eqn,
+    codes: Sequence[Any],
+    real: Sequence[jax.Array],
+    count: int,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Evaluates a contraction of QTensors, or of QTensors and arrays.
+
+    Args:
+      eqn: the contraction.
+      codes: the operands, as they are contracted.
+      real: the same as arrays; gradients are with respect to the first `count` of them.
+      count: number of operands that can be quantized; these come first.
+      dtype: dtype of the operands of the contractions in the backward pass.
+    """
+
+    family = CONTRACTIONS[eqn.primitive.name]
+
+    @jax.custom_vjp
+    def contract(real: Sequence[jax.Array], codes: Sequence[Any], others: Sequence[Any]) -> Any:
+        return family.apply(eqn, [*codes, *others])
+
+    def forward(real: Sequence[jax.Array], codes: Sequence[Any], others: Sequence[Any]) -> Any:
+        result = _differentiable_once(lambda real: family.apply(eqn, [*codes, *others]), dtype)
+        return result(real), (codes, others)
+
+    def backward(residuals: Any, cotangent: jax.Array) -> Any:
+        codes, others = residuals
+        rounded = [x.dequantize() if isinstance(x, QTensor) else x for x in codes]
+
+        def gradients(cotangent: jax.Array) -> list[jax.Array]:
+            cotangents = family.gradients(eqn, [*rounded, *others], cotangent, dtype)
+            return [g.astype(x.dtype) for g, x in zip(cotangents, rounded, strict=True)]
+
+        return _differentiable_once(gradients, dtype)(cotangent), None, None
+
+    contract.defvjp(forward, backward)
+    parts = real[:count], codes[:count], real[count:]
+    return contract(*_compat.vary_alike(*map(list, parts)))
+
+
+def _differentiable_once(f: Callable[[Any], Any], dtype: DTypeLike) -> Callable[[Any], Any]:
+    """Returns a function of a first derivative that raises where it is differentiated again. Codes
+    have no derivative, so the result would lack the terms of the weights and activations.
+    """
+    function = jax.custom_jvp(f)
+
+    @function.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        raise fail(
+            "simulate",
+            f"backward={jnp.dtype(dtype).name} has no second derivatives.",
+            fix="leave out backward= there: jqx.simulate(f, plan, affines).",
+            error=NotImplementedError,
+        )
+
+    return function

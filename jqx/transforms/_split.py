@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,11 +21,132 @@ from .._compat import Eqn
 from .._errors import fail
 from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, abstract, lazy_parts
-from ._evaluate import evaluate
-from ._live import live
-from ._origin import Origin
+from ._higher_order import FORMS, Records
 from ._paths import Split
-from .primitives import FORMS, VIEWS, Records
+from ._rules import VIEWS
+from ._views import Origin
+
+# The live part of a traced function: what its results and effects need, in loops and branches too.
+#
+# JAX drops dead code everywhere except in a `while` (before jax 0.11). There a carried value that
+# nothing needs is passed on unchanged, so that the code that computes it is dead.
+
+
+def live(jaxpr: Any) -> Any:
+    """Returns an open jaxpr without dead code, with the same operands and results; the same object
+    if there is no dead code.
+    """
+    if not _may_hold_dead(jaxpr, {}):
+        return jaxpr
+    alive = _compat.without_dead(jaxpr)
+    size = _size(alive)
+    if size.loops:
+        alive = _compat.without_dead(_with_live_loops(alive, {}))
+        size = _size(alive)
+    return jaxpr if size == _size(jaxpr) else alive
+
+
+def _may_hold_dead(jaxpr: Any, memo: dict[int, bool]) -> bool:
+    """Whether there is a `while`, a result of an equation that nothing reads, or an operand that a
+    function inside an equation does not read. If there is none, nothing is dead.
+    """
+    if id(jaxpr) not in memo:
+        read = read_by(jaxpr)
+        memo[id(jaxpr)] = any(
+            eqn.primitive.name == "while"
+            or not read.issuperset(map(id, eqn.outvars))
+            or any(
+                not read_by(body).issuperset(map(id, body.invars)) or _may_hold_dead(body, memo)
+                for body in _compat.sub_jaxprs(eqn)
+            )
+            for eqn in jaxpr.eqns
+        )
+    return memo[id(jaxpr)]
+
+
+def read_by(jaxpr: Any) -> set[int]:
+    """Returns the `id` of each value of an open jaxpr that its equations or results read."""
+    return {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
+
+
+class _Size(NamedTuple):
+    """The number of equations, including those inside others, and of `while` loops among them."""
+
+    eqns: int
+    loops: int
+
+
+def _size(jaxpr: Any, memo: dict[int, _Size] | None = None) -> _Size:
+    memo = {} if memo is None else memo
+    if id(jaxpr) not in memo:
+        parts = [_size(body, memo) for eqn in jaxpr.eqns for body in _compat.sub_jaxprs(eqn)]
+        parts += [_Size(1, eqn.primitive.name == "while") for eqn in jaxpr.eqns]
+        memo[id(jaxpr)] = _Size(sum(p.eqns for p in parts), sum(p.loops for p in parts))
+    return memo[id(jaxpr)]
+
+
+def _with_live_loops(jaxpr: Any, memo: dict[int, Any]) -> Any:
+    """Returns an open jaxpr without dead code in its `while` loops; the same object if none."""
+    if id(jaxpr) not in memo:
+        read = read_by(jaxpr)
+        eqns = [_with_live_bodies(eqn, read, memo) for eqn in jaxpr.eqns]
+        changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+        memo[id(jaxpr)] = jaxpr.replace(eqns=eqns) if changed else jaxpr
+    return memo[id(jaxpr)]
+
+
+def _with_live_bodies(eqn: Eqn, read: set[int], memo: dict[int, Any]) -> Eqn:
+    eqn = _compat.with_bodies(eqn, lambda body: _with_live_loops(body, memo))
+    if eqn.primitive.name != "while":
+        return eqn
+    old = eqn.params["body_jaxpr"]
+    new = _live_body(eqn, read, old)
+    return eqn if new is old else eqn.replace(params={**eqn.params, "body_jaxpr": new})
+
+
+def _live_body(eqn: Eqn, read: set[int], closed: Any) -> Any:
+    """Returns the body of a `while` without dead code."""
+    body, _ = _compat.open_jaxpr(closed)
+    condition, _ = _compat.open_jaxpr(eqn.params["cond_jaxpr"])
+    consts = eqn.params["body_nconsts"]
+    asked = _compat.needed(condition)
+    used = [id(result) in read for result in eqn.outvars]
+    grown = [a or b for a, b in zip(used, asked[eqn.params["cond_nconsts"] :], strict=True)]
+    while grown != used:
+        used = grown
+        needed = _compat.needed(body, used)
+        grown = [a or b for a, b in zip(used, needed[consts:], strict=True)]
+    carried = zip(used, body.outvars, body.invars[consts:], strict=True)
+    handed_on = body.replace(outvars=[new if live else old for live, new, old in carried])
+    new = _compat.without_dead(handed_on)
+    return closed if _size(new) == _size(body) else _compat.with_body(closed, new)
+
+
+# Evaluates a jaxpr, one equation after another.
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    results_of: Callable[[Eqn, list[Any]], Sequence[Any]] = _compat.bind,
+) -> list[Any]:
+    """Returns the results of a jaxpr; operands that it does not read may be `None`. `results_of`
+    evaluates an equation on operands of any kind, in the context that it was traced in.
+    """
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        with _compat.equation_context(eqn):
+            results = results_of(eqn, operands)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
 
 _SIZES = ("new_sizes", "shape", "limit_indices", "slice_sizes")
 """Parameters of views that have a size for each axis of the result."""
@@ -38,7 +159,7 @@ _REFUSED = {
 """Forms that a weight cannot enter in parts."""
 
 
-def parts_of(function: str, leaf: Any, split: Split) -> list[Any]:
+def split_leaf(function: str, leaf: Any, split: Split) -> list[Any]:
     """Returns the parts of a leaf: those of Segments, or slices of an array."""
     kind = abstract(leaf)
     if isinstance(kind, Segments):
@@ -69,7 +190,7 @@ def rewritten(
     function: str,
     jaxpr: Any,
     consts: Sequence[Any],
-    given: Sequence[Any],
+    given_leaves: Sequence[Any],
     out: Callable[[list[Any]], Any],
 ) -> tuple[Any, list[Any], Any]:
     """Returns a traced function in which some leaves are in parts.
@@ -78,13 +199,13 @@ def rewritten(
       function: name of the calling function, for messages.
       jaxpr: the function.
       consts: values of its constvars.
-      given: a stand-in for each operand, or `Segments` of stand-ins if it is in parts.
+      given_leaves: a stand-in for each operand, or `Segments` of stand-ins if it is in parts.
       out: makes the result of the function from the results of the jaxpr.
 
     Returns:
       The jaxpr, whose operands are the parts, its constants, and the structure of its result.
     """
-    tree, out_tree = jax.tree.structure(list(given)), None
+    tree, out_tree = jax.tree.structure(list(given_leaves)), None
 
     def run(*flat: Any) -> list[Any]:
         nonlocal out_tree
@@ -92,7 +213,7 @@ def rewritten(
         leaves, out_tree = jax.tree.flatten(out(results))
         return leaves
 
-    new, new_consts = _compat.trace(run, *jax.tree.leaves(list(given)))
+    new, new_consts = _compat.trace(run, *jax.tree.leaves(list(given_leaves)))
     return live(new), new_consts, out_tree
 
 
@@ -112,9 +233,9 @@ def _results(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
     if name in FORMS:
         return FORMS[name].apply(eqn, operands, _Runner(function, eqn))[0]
     if name in VIEWS:
-        seen = _view(eqn, operands)
-        if seen is not None:
-            return seen
+        viewed = _view(eqn, operands)
+        if viewed is not None:
+            return viewed
     return _compat.bind(eqn, [joined(x) for x in operands])
 
 
@@ -126,22 +247,24 @@ def joined(x: Any) -> Any:
 def _scan(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
     """Runs a scan over weights in parts as one scan for each part, in the order of its steps."""
     consts, count = _compat.scan_counts(eqn)
-    first = consts + count
-    fixed, carry = operands[:consts], operands[consts:first]
+    xs_start = consts + count
+    fixed, carry = operands[:consts], operands[consts:xs_start]
     # Parts are useful only along the axis that the scan steps over.
-    xs = [joined(x) if isinstance(x, Segments) and x.axis else x for x in operands[first:]]
+    xs = [joined(x) if isinstance(x, Segments) and x.axis else x for x in operands[xs_start:]]
     bounds = {x.bounds for x in xs if isinstance(x, Segments)}
     apply, runner = FORMS["scan"].apply, _Runner(function, eqn)
     if len(bounds) != 1:
         return apply(eqn, [*fixed, *carry, *map(joined, xs)], runner)[0]
-    (places,) = bounds
+    (cuts,) = bounds
     pieces: list[list[Any]] = []
-    steps = list(enumerate(itertools.pairwise(places)))
+    steps = list(enumerate(itertools.pairwise(cuts)))
     for i, (start, stop) in reversed(steps) if eqn.params["reverse"] else steps:
-        own = [x.parts[i] if isinstance(x, Segments) else _slice(x, 0, start, stop) for x in xs]
+        parts_of_xs = [
+            x.parts[i] if isinstance(x, Segments) else _slice(x, 0, start, stop) for x in xs
+        ]
         params = {**eqn.params, "length": stop - start}
         with jax.named_scope(f"[{start}:{stop}]"):
-            results, _ = apply(eqn.replace(params=params), [*fixed, *carry, *own], runner)
+            results, _ = apply(eqn.replace(params=params), [*fixed, *carry, *parts_of_xs], runner)
         carry = results[:count]
         pieces.append(results[count:])
     if eqn.params["reverse"]:
@@ -164,39 +287,46 @@ def _view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
         return _parts_in(eqn, parted[0])
     if eqn.primitive.name == "rev" and axis in eqn.params["dimensions"]:
         return None
-    known = [
+    origins = [
         Origin.of_leaf(str(i), x.ndim) if isinstance(x, Segments) else None
         for i, x in enumerate(operands)
     ]
     axes = []
-    for origin, var in zip(VIEWS[eqn.primitive.name].track(eqn, known), eqn.outvars, strict=True):
+    for origin, var in zip(VIEWS[eqn.primitive.name].track(eqn, origins), eqn.outvars, strict=True):
         dims = origin.dims if origin is not None else ()
-        held = [i for i, held in enumerate(dims) if axis in held]
-        if len(held) != 1 or len(dims[held[0]]) > 1 or var.aval.shape[held[0]] != length:
+        axes_of_dims = [i for i, axes_of_dims in enumerate(dims) if axis in axes_of_dims]
+        if (
+            len(axes_of_dims) != 1
+            or len(dims[axes_of_dims[0]]) > 1
+            or var.aval.shape[axes_of_dims[0]] != length
+        ):
             return None
-        axes.append(held[0])
-    each = []
+        axes.append(axes_of_dims[0])
+    viewed = []
     for i, part in enumerate(parted[0].parts):
-        own = [x.parts[i] if isinstance(x, Segments) else x for x in operands]
+        parts_of_step = [x.parts[i] if isinstance(x, Segments) else x for x in operands]
         try:
-            each.append(_compat.bind(_of_size(eqn, axes[0], part.shape[axis]), own))
+            viewed.append(_compat.bind(_of_size(eqn, axes[0], part.shape[axis]), parts_of_step))
         except (TypeError, ValueError):  # a custom primitive with other parameters for sizes
             return None
-    return [Segments(parts, at) for parts, at in zip(zip(*each, strict=True), axes, strict=True)]
+    return [
+        Segments(parts, out_axis)
+        for parts, out_axis in zip(zip(*viewed, strict=True), axes, strict=True)
+    ]
 
 
 def _parts_in(eqn: Eqn, x: Segments) -> list[Any] | None:
     """Returns the parts that a slice takes; `None` if it cuts one. A function that has been split,
     such as the result of `map_channels`, slices its weights, and here gets its parts again.
     """
-    first, last = eqn.params["start_indices"], eqn.params["limit_indices"]
-    strides, ends = eqn.params["strides"] or (1,) * x.ndim, (first[x.axis], last[x.axis])
+    starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides, ends = eqn.params["strides"] or (1,) * x.ndim, (starts[x.axis], stops[x.axis])
     if strides[x.axis] != 1 or not {*ends} <= {*x.bounds}:
         return None
-    chosen = x.parts[x.bounds.index(ends[0]) : x.bounds.index(ends[1])]
-    start = (*first[: x.axis], 0, *first[x.axis + 1 :])
-    limits = [(*last[: x.axis], p.shape[x.axis], *last[x.axis + 1 :]) for p in chosen]
-    parts = [lax.slice(p, start, limit, strides) for p, limit in zip(chosen, limits, strict=True)]
+    selected = x.parts[x.bounds.index(ends[0]) : x.bounds.index(ends[1])]
+    start = (*starts[: x.axis], 0, *starts[x.axis + 1 :])
+    limits = [(*stops[: x.axis], p.shape[x.axis], *stops[x.axis + 1 :]) for p in selected]
+    parts = [lax.slice(p, start, limit, strides) for p, limit in zip(selected, limits, strict=True)]
     return parts if len(parts) == 1 else [Segments(parts, x.axis)]
 
 
@@ -215,12 +345,12 @@ class _Runner:
 
     function: str
     eqn: Eqn
-    given: tuple[()] = ()
+    site_inputs: tuple[()] = ()
     differentiable: bool = True
     is_counting: bool = False
 
     def run(
-        self, jaxpr: Any, args: Sequence[Any], part: Any = (), given: Any = None
+        self, jaxpr: Any, args: Sequence[Any], part: Any = (), site_inputs: Any = None
     ) -> tuple[list[Any], Records]:
         body, consts = _compat.open_jaxpr(jaxpr)
         results = evaluated(self.function, body, consts, args)
@@ -233,7 +363,7 @@ class _Runner:
     def join(self, step: Any, shared: Any) -> Any:
         return ()
 
-    def numbered(self, given: Any, step: Any) -> Any:
+    def numbered(self, site_inputs: Any, step: Any) -> Any:
         return ()
 
     def unseen(self) -> Records:
@@ -251,22 +381,21 @@ class _Runner:
     def common(self, forms: Sequence[Any]) -> Any:
         return next((x for x in forms if isinstance(x, Segments)), forms[0])
 
-    def like(self, x: Any, other: Any) -> Any:
+    def like(self, x: Any, example: Any) -> Any:
         x = joined(x)
-        if not isinstance(other, Segments):
+        if not isinstance(example, Segments):
             return x
-        places = itertools.pairwise(other.bounds)
-        return Segments([_slice(x, other.axis, a, b) for a, b in places], other.axis)
+        intervals = itertools.pairwise(example.bounds)
+        return Segments([_slice(x, example.axis, a, b) for a, b in intervals], example.axis)
 
 
 def _refuse(function: str, eqn: Eqn, operands: Sequence[Any]) -> None:
-    given = next(x for x in operands if isinstance(x, Segments))
+    segments = next(x for x in operands if isinstance(x, Segments))
     raise fail(
         function,
         f"a scan cannot be split inside {_REFUSED[eqn.primitive.name]}.",
-        given=f"a weight of the shape {list(given.shape)} in parts with the bounds "
-        f"{list(given.bounds)}{_compat.at_line_of(eqn)}",
-        expected="a scan inside jit, remat, cond, while or other scans only",
+        given=f"a weight of the shape {list(segments.shape)} in parts with the bounds "
+        f"{list(segments.bounds)}{_compat.at_line_of(eqn)}",
         fix="let the rules select whole weights there, or split the weights in f.",
         error=NotImplementedError,
     )

@@ -14,10 +14,8 @@ from ..policy import Policy
 from ..tensor import QTensor, Segments
 from ..tensor._shared import Lazy, check_dtypes, check_read, sharding_of
 from ._arguments import check_function as check_function
-from ._evaluating import evaluating
-from ._find import contractions, origins_of
-from ._live import live
-from ._lookups import with_reads
+from ._arguments import evaluating
+from ._find import check_split, contractions, origins_of, splits_of, with_reads
 from ._paths import (
     EACH,
     Params,
@@ -26,14 +24,14 @@ from ._paths import (
     Split,
     Splits,
     Weights,
+    check_same,
     flatten,
     is_whole,
+    parameter_line,
     path_of,
     renamed,
 )
-from ._select_steps import check_split, splits_of
-from ._signature import check_same, parameter_line
-from ._split import joined, parts_of, rewritten
+from ._split import joined, live, rewritten, split_leaf
 
 
 def is_quantized(x: Any) -> bool:
@@ -114,8 +112,8 @@ class TracedOnce:
 
     def trace(self, kind: Any, trace: Callable[[], Traced]) -> Traced:
         """Returns the result of `trace`, or the stored one for arguments of this kind."""
-        for known, traced in self._traces:
-            if known == kind:
+        for example, traced in self._traces:
+            if example == kind:
                 return traced
         self._traces.append((kind, trace()))
         return self._traces[-1][1]
@@ -144,11 +142,10 @@ def trace_call(
             function,
             "`params` names an argument that does not exist.",
             given=f"params == {params!r} and {len(args)} positional arguments",
-            expected="positions of arguments that hold weights",
             fix="pass the weights as a positional argument, and its position as params=.",
         )
-    given = (tuple(args), dict(kwargs))
-    flat, tree = flatten(given), jax.tree.structure(given, is_leaf=is_whole)
+    arguments = (tuple(args), dict(kwargs))
+    flat, tree = flatten(arguments), jax.tree.structure(arguments, is_leaf=is_whole)
     leaves = [leaf for _, leaf in flat if is_array(leaf)]
     keys = [
         _weight_keys(keys, params, positions) if is_parameter(leaf) else None
@@ -167,8 +164,8 @@ def trace_call(
     stand_ins = [stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
 
     def trace() -> Traced:
-        own = f.f if isinstance(f, TracedOnce) else f
-        with evaluating(function, own, args, kwargs):
+        paths_of_keys = f.f if isinstance(f, TracedOnce) else f
+        with evaluating(function, paths_of_keys, args, kwargs):
             traced = _trace(f, tree, stand_ins)
             return traced._replace(jaxpr=with_reads(traced.jaxpr, origins_of(leaves, paths)))
 
@@ -177,41 +174,43 @@ def trace_call(
         traced = f.trace((tree, types, paths), trace)
     else:
         traced = trace()
-    own = [None if key is None else path_of(key) for key in keys]
-    places = [keys for keys, leaf in flat if is_array(leaf)]
+    paths_of_keys = [None if key is None else path_of(key) for key in keys]
+    keys_of_arrays = [keys for keys, leaf in flat if is_array(leaf)]
     named = zip(paths, leaves, strict=True)
     lines = tuple(parameter_line(path, leaf) for path, leaf in named if path is not None)
-    names = renamed(own, paths)
-    call = Call(*traced[:2], leaves, paths, names, traced.out_tree, places, lines)
+    names = renamed(paths_of_keys, paths)
+    call = Call(*traced[:2], leaves, paths, names, traced.out_tree, keys_of_arrays, lines)
     return _in_parts(function, call, weights.splits)
 
 
-def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
+def _in_parts(function: str, call: Call, all_splits: Splits) -> Call:
     """Returns a call whose scans are split, as in a plan, or by a policy."""
-    splits = wanted if isinstance(wanted, tuple) else ()
-    if wanted == EACH or (isinstance(wanted, Policy) and any(r.selector for r in wanted.rules)):
+    splits = all_splits if isinstance(all_splits, tuple) else ()
+    if all_splits == EACH or (
+        isinstance(all_splits, Policy) and any(r.selector for r in all_splits.rules)
+    ):
         named = zip(call.paths, call.leaves, strict=True)
         shapes = {path: tuple(leaf.shape) for path, leaf in named if path is not None}
-        policy = wanted if isinstance(wanted, Policy) else None
+        policy = all_splits if isinstance(all_splits, Policy) else None
         splits = splits_of(function, contractions(call), policy, shapes)
     by_path = {split.path: split for split in splits}
     _check_segments(function, call, by_path)
     if not splits:
         return call
-    leaves, paths, keys, given, kept, whole_leaves = [], [], [], [], {}, {}
-    for place, (leaf, path, key) in enumerate(zip(call.leaves, call.paths, call.keys, strict=True)):
+    leaves, paths, keys, new_leaves, kept_splits, whole_leaves = [], [], [], [], {}, {}
+    for index, (leaf, path, key) in enumerate(zip(call.leaves, call.paths, call.keys, strict=True)):
         split = None if path is None else by_path.get(path)
         if split is None:
             parts, names = [leaf], [path]
-            given.append(stand_in(leaf))
+            new_leaves.append(stand_in(leaf))
         else:
-            parts = parts_of(function, leaf, split)
+            parts = split_leaf(function, leaf, split)
             names = [part.path for part in split.parts]
-            given.append(Segments(list(map(stand_in, parts)), split.axis))
-            if isinstance(leaf, Segments) or not isinstance(wanted, tuple):
-                kept[call.jaxpr.invars[place]] = split
+            new_leaves.append(Segments(list(map(stand_in, parts)), split.axis))
+            if isinstance(leaf, Segments) or not isinstance(all_splits, tuple):
+                kept_splits[call.jaxpr.invars[index]] = split
             else:
-                whole_leaves[call.jaxpr.invars[place]] = leaf
+                whole_leaves[call.jaxpr.invars[index]] = leaf
         leaves += parts
         paths += names
         keys += [key] * len(parts)
@@ -219,18 +218,18 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
 
     def out(results: list[Any]) -> Any:
         """Keeps parameters in parts if they are returned unchanged."""
-        whole = [
-            x if not _compat.is_literal(v) and v in kept else joined(x)
+        stacks = [
+            x if not _compat.is_literal(v) and v in kept_splits else joined(x)
             for x, v in zip(results, outvars, strict=True)
         ]
         count = 0
-        for x, v in zip(whole, outvars, strict=True):
+        for x, v in zip(stacks, outvars, strict=True):
             if not _compat.is_literal(v) and v in whole_leaves:
                 returned[count] = whole_leaves[v]
             count += len(jax.tree.leaves(x))
-        return jax.tree.unflatten(call.out_tree, whole)
+        return jax.tree.unflatten(call.out_tree, stacks)
 
-    traced = rewritten(function, call.jaxpr, call.consts, given, out)
+    traced = rewritten(function, call.jaxpr, call.consts, new_leaves, out)
     new = dataclasses.replace(
         call,
         jaxpr=with_reads(traced[0], origins_of(leaves, paths)),
@@ -242,7 +241,7 @@ def _in_parts(function: str, call: Call, wanted: Splits) -> Call:
         splits=tuple(splits),
         returned=returned,
     )
-    if not isinstance(wanted, tuple):
+    if not isinstance(all_splits, tuple):
         check_split(function, contractions(new), new.splits)
     return new
 
@@ -254,25 +253,24 @@ def _check_segments(function: str, call: Call, splits: Mapping[str, Split]) -> N
                 function,
                 "there are Segments for a weight that the plan does not split.",
                 given=f"{leaf!r} for {path!r}",
-                expected="an array, or a QTensor if the plan quantizes it",
                 fix="quantize the parameters with this plan, or pass segments.dequantize().",
             )
 
 
-def _trace(f: Callable[..., Any], tree: Any, given: Sequence[Any]) -> Traced:
+def _trace(f: Callable[..., Any], tree: Any, arrays_given: Sequence[Any]) -> Traced:
     """Traces a function at the leaves of `(args, kwargs)`, in which static ones are marked."""
     out_tree = None
 
     def flat_f(*arrays: Any) -> list[Any]:
         nonlocal out_tree
-        rest = iter(arrays)
-        filled = [x.value if isinstance(x, _Same) else next(rest) for x in given]
+        iterator = iter(arrays)
+        filled = [x.value if isinstance(x, _Same) else next(iterator) for x in arrays_given]
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         result = jax.tree.map(_Static.unless_traced, f(*inner_args, **inner_kwargs))
         out, out_tree = jax.tree.flatten(result)
         return out
 
-    arrays = [x for x in given if not isinstance(x, _Same)]
+    arrays = [x for x in arrays_given if not isinstance(x, _Same)]
     jaxpr, consts = _compat.trace(flat_f, *arrays)
     return Traced(live(jaxpr), consts, out_tree)
 
@@ -285,9 +283,7 @@ def as_params(function: str, params: Any) -> Params:
     if len(set(positions)) != len(positions):
         raise fail(
             function,
-            "`params` names an argument twice.",
-            given=f"params == {params!r}",
-            expected="positions of different arguments",
+            f"`params` names an argument twice: {params!r}.",
             fix="name each argument that holds weights once.",
         )
     return positions
@@ -299,8 +295,8 @@ class _Same:
     def __init__(self, value: Any):
         self.value = value
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, _Same) and self.value is value.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -329,7 +325,6 @@ def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
             function,
             "two weights have the same path.",
             given=f"{', '.join(map(repr, twice[:4]))} more than once",
-            expected="parameters whose key paths, joined by '/', differ",
             fix="rename one, or pass names=: a key that contains '/' looks like a nested key.",
         )
 
@@ -346,18 +341,18 @@ def _check_parameters(
     lines = [parameter_line(path, leaf) for path, leaf in named if path is not None]
     if weights.lines is None or lines == [*weights.lines]:
         return
-    for place, arg in enumerate(args):
+    for argnum, arg in enumerate(args):
         flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]
         names = weights.name(function, [keys for keys, _ in flat])
         pairs = zip(names, flat, strict=True)
-        own = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
-        if own == [*weights.lines] and isinstance(weights.params, int):
-            fix = f"argument {place} has them: pass the arguments in the order of f."
+        own_lines = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
+        if own_lines == [*weights.lines] and isinstance(weights.params, int):
+            fix = f"argument {argnum} has them: pass the arguments in the order of f."
             check_same(function, lines, weights.lines, fix)
     if not any(isinstance(x, (QTensor, Segments)) for x in leaves) and not _is_tree(args, weights):
-        place = weights.params if isinstance(weights.params, int) else weights.params[0]
+        argnum = weights.params if isinstance(weights.params, int) else weights.params[0]
         fix = (
-            f"argument {place} holds the parameters: pass them too, as in "
+            f"argument {argnum} holds the parameters: pass them too, as in "
             "quantized.function(quantized.params, x); quantized(x) has them already."
         )
         check_same(function, lines, weights.lines, fix)
@@ -368,8 +363,8 @@ def _is_tree(args: Sequence[Any], weights: Weights) -> bool:
     """Whether the argument of the parameters has as many arrays as the plan; one array may be the
     input in their place.
     """
-    places = (weights.params,) if isinstance(weights.params, int) else weights.params
-    count = sum(is_parameter(leaf) for place in places for _, leaf in flatten(args[place]))
+    argnums = (weights.params,) if isinstance(weights.params, int) else weights.params
+    count = sum(is_parameter(leaf) for argnum in argnums for _, leaf in flatten(args[argnum]))
     return count > 1 or count == len(weights.lines or ())
 
 

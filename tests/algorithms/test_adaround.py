@@ -102,7 +102,7 @@ def test_it_goes_through_convolutions_scans_and_checkpoints(tmp_path):
         ({"steps": 0}, ValueError, "`steps` is out of range"),
         ({"learning_rate": -1.0}, ValueError, "`learning_rate` is out of range"),
         ({"pull": -0.1}, ValueError, "`pull` is out of range"),
-        ({"propagation": "gptaq"}, ValueError, "`propagation` is unknown"),
+        ({"propagation": "gptaq"}, ValueError, "`propagation` is out of range"),
         ({"calibrator": "mse"}, TypeError, "`calibrator`"),
     ],
 )

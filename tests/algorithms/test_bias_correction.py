@@ -301,7 +301,7 @@ def test_what_means_nothing_is_refused():
         with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*fix:"):
             make()
     lookup = jqx.Policy([jqx.Rule(".*", weight="int8", tables="int8")])
-    with pytest.raises(ValueError, match=r"(?s)bias_correction: .*no contraction.*fix:"):
+    with pytest.raises(ValueError, match=r"(?s)bias_correction: .*has a quantized weight.*fix:"):
         jqx.ptq(lambda p, i: p["t"][i], lookup, bias_correction(), progress=False)(
             {"t": normal(4, 8)}, [jnp.array([1])]
         )

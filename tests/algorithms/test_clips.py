@@ -13,9 +13,10 @@ import jqx
 import jqx.linen
 import jqx.nnx
 from jqx.algorithms import awq, bias_correction, chain, equalize, find_pairs, smooth_quant
-from jqx.algorithms._clips import at_most_one, clips_of
+from jqx.algorithms._channels import at_most_one, clips_of
 
 from ..arrays import on_device
+from .scales import divided
 
 RNG = np.random.default_rng(0)
 POLICY = jqx.Policy({".*": "int8:tensor"})
@@ -157,7 +158,7 @@ def test_a_clip_at_the_site_is_exact_for_scales_of_one_and_more(form, powers, se
     params = {"a": a, "b": b}
     plan = jqx.make_plan(f, POLICY)(params, x)
     pairs, scales = find_pairs(f, plan)(params, x), {"b:dot_general:lhs": 2.0 ** np.array(powers)}
-    folded, maps = pairs.fold_with_maps(params, scales)
+    folded, maps = divided(pairs, params, scales)
     assert bool(maps) == any(powers)
     np.testing.assert_array_equal(f(params, x), jqx.map_channels(f, plan, maps)(folded, x))
 
@@ -201,20 +202,14 @@ def test_a_limit_that_is_a_parameter_is_scaled_itself():
     assert not pair.clipped and "gain" in pair.before
 
 
-def test_parameters_alone_do_not_take_scales_of_clipped_channels():
+def test_clips_are_divided_as_their_channels():
     f = behind(lambda h, x: h)
     plan = jqx.make_plan(f, POLICY)(TWO, X)
     pairs, key = find_pairs(f, plan)(TWO, X), "b:dot_general:lhs"
-    scale = np.full(D, 2.0)
-    cases = (
-        (lambda: pairs.fold(TWO, {key: scale}), rf"{key}.+fold_with_maps"),
-        (lambda: pairs.fold_with_maps(TWO, {key: 1 / scale}), r"0\.5.+multiply all scales"),
-    )
-    for call, fact in cases:
-        with pytest.raises(ValueError, match=rf"(?s)jqx\.algorithms\.find_pairs: .*{fact}"):
-            call()
-    jax.tree.map(np.testing.assert_array_equal, pairs.fold(TWO, {key: np.ones(D)}), TWO)
-    folded, maps = pairs.fold_with_maps(TWO, {key: scale})
+    unchanged, maps = divided(pairs, TWO, {key: np.ones(D)})
+    jax.tree.map(np.testing.assert_array_equal, unchanged, TWO)
+    assert not maps
+    folded, maps = divided(pairs, TWO, {key: np.full(D, 2.0)})
     np.testing.assert_array_equal(maps[key].clip, np.full(D, 3.0))
     np.testing.assert_array_equal(folded["a"], TWO["a"] / 2)
 

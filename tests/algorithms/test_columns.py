@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.algorithms._columns import round_columns
-from jqx.algorithms._factor import carried_over, damped, factor, order_of
-from jqx.algorithms._matrices import Drift, Matrix
+from jqx.algorithms._gptq import round_columns
+from jqx.algorithms._matrices import Drift, Matrix, carried_over, damped, factor, order_of
 from jqx.calibrators import Affine
 
 from ..arrays import on_device
@@ -63,8 +62,8 @@ def test_each_column_is_what_a_float64_model_has_before_it_is_rounded(strength):
     affine = Affine(on_device(scale[None]), None)
     found = run(w, upper, carried, affine, on_device(np.zeros(K, np.int32)))
     expected = oracle(w, upper, carried, np.float64(found.rounded))
-    assert np.max(np.abs(expected - found.before) / np.abs(w).max(0)) < 1e-5
-    codes = np.clip(np.rint(np.asarray(found.before) / scale), -8, 7)
+    assert np.max(np.abs(expected - found.unrounded) / np.abs(w).max(0)) < 1e-5
+    codes = np.clip(np.rint(np.asarray(found.unrounded) / scale), -8, 7)
     # The scale is rounded to float32, and so is its product with a code.
     np.testing.assert_allclose(found.rounded, codes * scale, rtol=2.0**-23)
 
@@ -75,17 +74,17 @@ def test_columns_that_are_given_are_taken():
     given = np.float32(np.rint(w * 4) / 4)
     affine = Affine(on_device(np.ones((1, N), np.float32)), None)
     group = on_device(np.zeros(K, np.int32))
-    found = run(w, upper, None, affine, group, given=on_device(given))
+    found = run(w, upper, None, affine, group, targets=on_device(given))
     np.testing.assert_array_equal(found.rounded, given)
     expected = oracle(w, upper, np.zeros((K, K)), np.float64(given))
-    assert np.max(np.abs(expected - found.before) / np.abs(w).max(0)) < 1e-5
+    assert np.max(np.abs(expected - found.unrounded) / np.abs(w).max(0)) < 1e-5
 
 
 def test_scales_of_dynamic_groups_are_those_of_corrected_columns():
     inputs, w = problem(3)
     upper = factor(inputs.T @ inputs, 0.01).upper
     found = run(w, upper)
-    first = np.asarray(found.before).reshape(K // BLOCK, BLOCK, N)
+    first = np.asarray(found.unrounded).reshape(K // BLOCK, BLOCK, N)
     # A group is corrected for all before it when its scale is found, not yet inside of itself.
     left = np.float64(w)
     for group in range(K // BLOCK):

@@ -20,14 +20,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx.algorithms import _offload, gptq
-from jqx.algorithms._checkpoint import NAME
+from jqx.algorithms import _store, gptq
+from jqx.algorithms._engine import Frame, Scan
 from jqx.algorithms._grids import Grids
+from jqx.algorithms._layers import NAME
 from jqx.algorithms._matrices import Drift, Matrix
-from jqx.algorithms._offload import OnDisk, OnHost
-from jqx.algorithms._programs import Programs
-from jqx.algorithms._sequential import Frame, Scan
-from jqx.transforms import Weight, _calibrate_batches
+from jqx.algorithms._stages import Programs
+from jqx.algorithms._store import OnDisk, OnHost
+from jqx.transforms import Weight, _calibrate
 
 from ..arrays import on_device
 
@@ -158,7 +158,7 @@ def held(monkeypatch):
 def test_activations_elsewhere_give_the_same_codes(
     plan, plain, propagation, where, held, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(_offload, "_LEAST", 0)
+    monkeypatch.setattr(_store, "_LEAST", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen, files, solve = [], [], gptq.solve
 
@@ -185,12 +185,12 @@ def test_activations_elsewhere_give_the_same_codes(
 
 def test_values_on_disk_are_those_that_were_kept():
     x = jnp.arange(24).reshape(4, 6)
-    keeper = _offload.Offload("disk")
+    keeper = _store.Offload("disk")
     for dtype in ("float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4"):
-        own = jnp.tile(x.astype(dtype), (_offload._LEAST, 1))
+        own = jnp.tile(x.astype(dtype), (_store._LEAST, 1))
         away = keeper.kept(own)
         assert isinstance(away, OnDisk)
-        back = _offload.on_device(away)
+        back = _store.on_device(away)
         assert back.dtype == own.dtype and back.sharding == own.sharding
         np.testing.assert_array_equal(back, own)
     assert isinstance(keeper.kept(x), OnHost)
@@ -277,7 +277,7 @@ def test_large_statistics_are_stated_before_they_are_taken(plan, monkeypatch, ca
     batches = BATCHES[:1]
     jqx.calibrate_batches(counted, plan, PARAMS, batches, **options, progress=False)
     count = len(traces)
-    monkeypatch.setattr(_calibrate_batches, "_LARGE", 1)
+    monkeypatch.setattr(_calibrate, "_LARGE", 1)
     stats = jqx.calibrate_batches(counted, plan, PARAMS, batches, **options)
     assert len(traces) == 2 * count  # stating it traces nothing more
     size = sum(x.nbytes for x in jax.tree.leaves(stats))
@@ -352,7 +352,7 @@ def test_a_checkpoint_of_something_else_is_an_error(plan, tmp_path):
     with pytest.raises(ValueError, match="`offload` and `sequential` exclude each other"):
         gptq(offload=True, sequential=False)
     for algorithm in (gptq, jqx.algorithms.adaround, jqx.algorithms.auto_round):
-        with pytest.raises(ValueError, match=r"`offload` is unknown(.|\n)+fix:"):
+        with pytest.raises(ValueError, match=r"`offload` is out of range(.|\n)+fix:"):
             algorithm(offload="memory")
 
 
@@ -494,7 +494,7 @@ def test_experts_compare_the_tokens_that_the_quantized_router_sends_them(
         assert matrix.rows == len(tokens)
         size = np.abs(a).max() * np.abs(b - a).max() * len(tokens)
         np.testing.assert_allclose(matrix.drift.cross, (b - a).T @ a, rtol=0, atol=1e-5 * size)
-        np.testing.assert_allclose(matrix.drift.own, (b - a).T @ (b - a), rtol=0, atol=1e-5 * size)
+        np.testing.assert_allclose(matrix.drift.gram, (b - a).T @ (b - a), rtol=0, atol=1e-5 * size)
 
 
 def test_a_reversed_scan_is_stepped_through_from_its_end(monkeypatch):

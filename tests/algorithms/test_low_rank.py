@@ -143,5 +143,5 @@ def test_loftq_makes_the_sum_of_codes_and_products_the_weight():
                 lost = np.asarray(PARAMS[name]) - np.asarray(nearest[name].dequantize())
                 np.testing.assert_allclose(report[name].before, (lost**2).sum(), rtol=1e-3)
     assert losses[1] < losses[0]
-    with pytest.raises(ValueError, match="loftq: `rounds` is not positive"):
+    with pytest.raises(ValueError, match="loftq: `rounds` is out of range"):
         loftq(rounds=0)

@@ -316,8 +316,8 @@ MISTAKES = {
     ),
     "a text": (lambda: write(routed, start=40), "integers from 0 to 39"),
     "never": (lambda: write(routed, never=[-1]), "`never` is not a token"),
-    "rows": (lambda: write(routed, rows=0), "rows == 0"),
-    "length": (lambda: write(routed, length=1), "length == 1"),
+    "rows": (lambda: write(routed, rows=0), "`rows` is 0"),
+    "length": (lambda: write(routed, length=1), "`length` is 1"),
     "temperature": (lambda: write(routed, temperature=0), "temperature == 0"),
 }
 

@@ -20,6 +20,8 @@ from flax import nnx
 import jqx
 from jqx.algorithms import find_pairs, rotate
 
+from .scales import divided
+
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 INT8 = jqx.Policy({".*": "int8"})
 WEIGHTS = {
@@ -128,7 +130,7 @@ def check(f, params, *args, policy=INT8):
             plan, exact = jqx.make_plan(f, policy)(p, *x), jax.jit(f)(p, *x)
             assert {str(y.dtype) for y in jax.tree.leaves(exact)} == {dtype}
             own = find_pairs(f, plan)(p, *x) if pairs is None else pairs
-            changed = {"fold": own.fold_with_maps(p, scales_of(own))} if own else {}
+            changed = {"fold": divided(own, p, scales_of(own))} if own else {}
             for offline in (False, True):
                 done = rotate(offline=offline).rewrite(f, plan, p, [x], progress=False)
                 changed[f"rotate(offline={offline})"] = done.params, done.maps

@@ -159,7 +159,7 @@ def test_queries_and_keys_are_rotated_alike():
 
     assert lost(rotate(products="scores:dot_general")) < 0.5 * lost(rotate())
     for pattern, error, fact in (
-        ("mixed:.*", ValueError, "which matches no site"),
+        ("mixed:.*", ValueError, "which matches none"),
         (".*", ValueError, "also matches other sites(.|\n)+'scores:dot_general'"),
         ("(", ValueError, "not a regular expression"),
         (3, TypeError, "`products`"),

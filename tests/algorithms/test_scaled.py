@@ -321,12 +321,12 @@ def test_a_chain_goes_on_with_what_the_one_before_has_made():
 
 def test_what_means_nothing_is_refused():
     cases = (
-        (lambda: smooth_quant(strength=1.5), ValueError, "from 0 to 1"),
+        (lambda: smooth_quant(strength=1.5), ValueError, "0 or more and at most 1"),
         (lambda: smooth_quant(weight=3), TypeError, "`weight`"),
         (lambda: smooth_quant(keep=1), TypeError, "`keep`"),
         (lambda: equalize(steps=0), ValueError, "1 or more"),
-        (lambda: awq(steps=1), ValueError, "from 2"),
-        (lambda: awq(clip=1), TypeError, "not a bool"),
+        (lambda: awq(steps=1), ValueError, "2 or more"),
+        (lambda: awq(clip=1), TypeError, "True or False"),
         (lambda: awq(keep=None), TypeError, "`keep`"),
         (lambda: chain(), ValueError, "there is none"),
         (lambda: chain(gptq(), awq()), ValueError, "in the wrong order"),

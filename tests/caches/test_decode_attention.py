@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jqx
-from jqx.caches import _decode_attention, _decode_forms
-from jqx.caches._cached import cached
-from jqx.diagnostics import _targets as targets
+from jqx.caches import _decode_attention
+from jqx.caches._decode_attention import cached
+from jqx.diagnostics import _lowering as targets
 
 from ..arrays import on_device
 
@@ -101,13 +101,13 @@ def close(found, expected, floats="float32", largest=2.0):
 def by_kernel(kernel, q, keys, values, lengths, window=None):
     """A kernel on any platform, or `None` where it does not take such a cache."""
     own = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
-    if not _decode_forms.is_taken(kernel, *own):
+    if not _decode_attention.is_taken(kernel, *own):
         return None
     stops = jnp.clip(lengths, 0, own[0].codes.shape[1])
     starts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
     run = functools.partial(
-        _decode_forms.kernel_attention,
-        _decode_forms.KERNELS[kernel],
+        _decode_attention.kernel_attention,
+        _decode_attention.KERNELS[kernel],
         scale=q.shape[2] ** -0.5,
         window=window,
         interpret=True,
@@ -263,7 +263,7 @@ def test_an_array_that_is_laid_out_for_a_kernel_gives_the_same_with_its_gradient
     own = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
     forms = [
         lambda q: jqx.decode_attention(q, keys, values, lengths),
-        lambda q: _decode_forms.plain_attention(
+        lambda q: _decode_attention.plain_attention(
             q, *own, jnp.zeros_like(lengths), lengths, scale=0.125
         ),
     ]

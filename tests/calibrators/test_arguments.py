@@ -19,11 +19,11 @@ HOSTILE = [
 MADE = {
     calibrators.Delayed: {},
     calibrators.Entropy: {},
-    calibrators.Fixed: {"low": -1.0, "high": 1.0},
+    calibrators._shared.Fixed: {"low": -1.0, "high": 1.0},
     calibrators.Hqq: {},
     calibrators.Mse: {},
     calibrators.Percentile: {},
-    calibrators.Rms: {"multiplier": 1.0},
+    calibrators._shared.Rms: {"multiplier": 1.0},
     calibrators._shared.PerAxis: {},
     calibrators._shared.PerBlock: {"sizes": ((0, 2),)},
     calibrators._shared.PerGroup: {"size": 2},

@@ -205,8 +205,7 @@ def test_a_relative_granularity_has_no_scale_outside_of_a_contraction(relative):
     name = "per_group" if relative is per_group_of_two else relative.__name__
     facts = (
         f"{granularity}" if "(" in str(granularity) else f"{name}()",
-        "(2, 3)",
-        "no contraction",
+        "relative to a contraction",
         "jqx.per_axis(",
         "jqx.per_block(",
     )

@@ -3,8 +3,7 @@ import numpy as np
 
 import jqx
 from jqx.calibrators import percentile
-from jqx.calibrators._histogram import LENGTH, ZERO, bin_of
-from jqx.calibrators._points import points_in, points_of
+from jqx.calibrators._histogram import LENGTH, ZERO, bin_of, points_in, points_of
 
 from ..arrays import on_device
 from .oracles import dequantized

@@ -59,7 +59,7 @@ def test_observed_values_give_rounded_scales_too():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="not a 16-bit float"):
+    with pytest.raises(ValueError, match="neither float16 nor bfloat16"):
         Rounded(dtype=jnp.float32)
     with pytest.raises(TypeError, match="calibrator"):
         Rounded("absmax")

@@ -65,5 +65,5 @@ def test_they_are_of_formats_of_their_own():
         same = (y.fit(x, spec).scale for y in (calibrators.ceil, calibrators.absmax))
         np.testing.assert_array_equal(*same)
     spec = jqx.QSpec(mxfp4, jqx.per_block({0: 1, 1: 32}))
-    with pytest.raises(ValueError, match="four_over_six: the format has other elements or scales"):
+    with pytest.raises(ValueError, match="four_over_six: mxfp4 has other elements or scales"):
         calibrators.four_over_six.fit(x, spec)

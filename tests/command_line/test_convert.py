@@ -153,7 +153,7 @@ def test_arguments_that_do_not_fit(capsys, tmp_path, folder):
         return error_of(capsys, "convert", folder, tmp_path / "out", *argv)
 
     assert "--format" in refused()
-    assert "nothing is quantized" in refused("--format", "gptq")
+    assert "is quantized, for" in refused("--format", "gptq")
     assert "general.architecture" in refused("--format", "gguf")
     assert "`--config` has no use for jqx" in refused("--format", "jqx", "--config", folder)
     assert "`--metadata` has no use" in refused("--format", "mlx", "--metadata", folder, *RULES)

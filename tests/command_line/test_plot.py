@@ -98,9 +98,9 @@ ERRORS = {
     "no noise": (["--kind", "sqnr"], "there is no noise"),
     "nothing": (["--tensor", "x"], "there is nothing to draw"),
     "integers": (["--tensor", "position_ids"], "there is nothing to draw"),
-    "a regex": (["--tensor", "("], "`--tensor` is not a valid regular expression"),
+    "a regex": (["--tensor", "("], "is not a valid regular expression"),
     "a kind": (["--kind", "pie"], "invalid choice: 'pie'"),
-    "a rule": (["--rule", "x=int8"], "matches nothing"),
+    "a rule": (["--rule", "x=int8"], "matches no"),
 }
 
 

@@ -15,8 +15,8 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions._how._scales import HowTo
-from jqx.contractions._integers._integer import integer
+from jqx.contractions._blocks import HowTo
+from jqx.contractions._exact import integer
 from jqx.contractions._shared import Dimensions
 
 from ..arrays import on_device

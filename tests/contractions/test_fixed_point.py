@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jqx.contractions._integers._fixed_point import (
+from jqx.contractions._requantize import (
     FixedPointRounding,
+    Requantization,
     multiply_fixed_point,
     quantize_multiplier,
 )
-from jqx.contractions._integers._requantize import Requantization
 
 from ..ops.refusals import assert_refused
 from . import tflite

@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 import jqx
-from jqx.contractions._how._scales import HowTo
-from jqx.contractions._integers._bytes import planes
-from jqx.contractions._integers._integer import integer
+from jqx.contractions._blocks import HowTo
+from jqx.contractions._exact import integer, planes
 from jqx.contractions._shared import Dimensions
 
 from ..arrays import on_device

@@ -11,19 +11,24 @@ import pytest
 
 import jqx
 from jqx import numerics
+from jqx.contractions import _blocks, _planner
+from jqx.contractions._blocks import HowTo, find_block
 from jqx.contractions._conv_general_dilated import CONVOLUTIONS
 from jqx.contractions._conv_general_dilated import SUMS as CONVOLVED_SUMS
-from jqx.contractions._how import _blocks, _planner, _scales
-from jqx.contractions._how._blocks import find_block
-from jqx.contractions._how._formulation import FORMULATIONS
-from jqx.contractions._how._planner import PRODUCTS, SUMS, plan
-from jqx.contractions._how._requantized import REQUANTIZED
-from jqx.contractions._how._scales import HowTo
-from jqx.contractions._pending import PENDING
+from jqx.contractions._formulation import FORMULATIONS
+from jqx.contractions._pending import PENDING, ROWS_PENDING
+from jqx.contractions._planner import (
+    FEW_ROWS,
+    PRODUCTS,
+    REQUANTIZED,
+    SHARE,
+    SMALL,
+    SUMS,
+    Product,
+    plan,
+)
 from jqx.contractions._ragged_dot import GROUPS
-from jqx.contractions._ragged_pending import ROWS_PENDING
 from jqx.contractions._shared import Dimensions
-from jqx.contractions._what._product import FEW_ROWS, SHARE, SMALL, Product
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64
@@ -277,7 +282,6 @@ def test_blocks_of_scales_are_found_once(monkeypatch):
         found.append(dimensions)
         return find_block(lhs, rhs, dimensions)
 
-    monkeypatch.setattr(_scales, "find_block", counted)
     monkeypatch.setattr(_blocks, "find_block", counted)
     jax.make_jaxpr(jqx.matmul)(jnp.ones((3, K)), weight("int8", LARGE["one row"], size=32))
     assert found.count(Dimensions.of(MATRICES, 2, 2)) == 1  # not that of single blocks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.contractions._integers._products import TALL, plain, rows_product, shaped
+from jqx.contractions._exact import TALL, plain, rows_product, shaped
 from jqx.contractions._shared import Dimensions
 
 from ..arrays import on_device

@@ -11,8 +11,12 @@ import pytest
 
 import jqx
 from jqx.calibrators import Affine
-from jqx.contractions._integers._fixed_point import FixedPointRounding
-from jqx.contractions._integers._requantize import Requantization, requantize, requantize_float
+from jqx.contractions._requantize import (
+    FixedPointRounding,
+    Requantization,
+    requantize,
+    requantize_float,
+)
 from jqx.numerics import Integer, format_of
 
 from ..arrays import on_device

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from jqx import numerics
-from jqx.contractions._how._slices import in_slices, slice_along
+from jqx.contractions._blocks import in_slices, slice_along
 from jqx.contractions._shared import Dimensions
 
 from ..arrays import on_device

@@ -1,5 +1,6 @@
 """`compare` against both functions evaluated apart, through every control-flow form."""
 
+import dataclasses
 import json
 import math
 
@@ -213,7 +214,10 @@ def test_codes_that_an_algorithm_chose_are_compared_with_its_report():
     done = jqx.ptq(through_layers, policy, jqx.algorithms.gptq(), target=False, progress=False)(
         w, [x]
     )
-    found = jqx.compare(through_layers, done.plan, weights=done.params, report=done.details)(w, x)
+    found = jqx.compare(through_layers, done)(w, x)
+    alone = jqx.compare(through_layers, done.plan, weights=done.params)(w, x)
+    sites = [dataclasses.replace(row, objective=None) for row in found.sites]
+    assert list(alone.sites) == sites
     lost = np.asarray(done.params.dequantize(), np.float64) - np.asarray(w, np.float64)
     for i, (row, entry) in enumerate(zip(found.sites, done.details, strict=True)):
         real = np.asarray(x, np.float64)

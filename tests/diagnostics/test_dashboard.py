@@ -187,7 +187,6 @@ def test_of_300_weights_the_worst_are_unfolded_and_all_are_there():
     text = " ".join(Tags(page).text)
     assert text.count("The other 285 weights") == 2 and "The other 885 sites" in text
     assert all(f">layers/{i}/w<" in page for i in range(300))
-    assert "Each bar is the lowest of 3." in text and page.count("<rect") == 300 + 300
     assert "300 weights with clipped values" in text and "2 groups of zeros" in text
     assert len(page) < 520_000
 
@@ -223,14 +222,12 @@ def test_measurements_of_another_plan_or_model_are_refused(quantized, found):
         assert f"given:    <b>a</b> as float x int8 per_channel in `{name}`" in text
         assert "expected: float x int4 per_group(16, tail=True) mse" in text
         assert "of the model\n  fix:      pass jqx." in text
-    with pytest.raises(ValueError, match="`explanation` is of another plan than the comparison"):
-        dashboard(report, comparison=found["comparison"], explanation=explanation)
-    with pytest.raises(ValueError, match="of another plan than the report") as error:
-        dashboard(report, comparison=comparison)
-    assert "int4 per_block({0: 16, 1: 1}), as in the report" in str(error.value)
     fewer = dataclasses.replace(comparison, sites=found["comparison"].sites[:1])
     with pytest.raises(ValueError, match=r"b & c as float, or no contraction, in `comparison`"):
         dashboard(plan, comparison=fewer)
+    strange = [dataclasses.replace(site, path="head") for site in comparison.sites]
+    with pytest.raises(ValueError, match="`comparison` is of another model"):
+        dashboard(report, comparison=dataclasses.replace(comparison, sites=tuple(strange)))
     strangers = Sensitivities((Sensitivity("head", "dot_general", 1.0),), "fisher", None)
     assignment = dataclasses.replace(found["assignment"], schemes={"head": "int8"})
     for name, value in {"sensitivities": strangers, "assignment": assignment}.items():

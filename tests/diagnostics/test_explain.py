@@ -194,5 +194,5 @@ def test_weights_that_were_quantized_before_the_plan_say_so():
     w = jqx.QTensor.quantize(jnp.ones((64, 32)), spec)
     found = jqx.explain(f, {"params": {"up": {"w": w}}}, shape(8, 64), plan=jqx.Policy([]))
     (site,) = found.sites
-    assert site.plan == "quantized already: int4 per_block({0: 32, 1: 1}), zero points"
+    assert site.plan == "quantized already: int4 per_block({0: 32, 1: 1}) asymmetric"
     assert "of w.scale and w.values" in str(found) and "args[0]" not in str(found)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx.diagnostics import _targets as targets
+from jqx.diagnostics import _lowering as targets
 from jqx.diagnostics import lowering
 
 from .programs import by_hand, codes, looped, shape
@@ -128,7 +128,7 @@ def test_it_prints_a_table_and_is_a_dict():
 
 
 def test_an_unknown_target_names_those_that_are_known():
-    with pytest.raises(ValueError, match="expected: one of 'cpu', 'h200', 'tpu-v5e'"):
+    with pytest.raises(ValueError, match="pass one of 'cpu', 'h200', 'tpu-v5e'"):
         lowering(jnp.matmul, shape(2, 2), shape(2, 2), target="gpu")
 
 

@@ -98,18 +98,3 @@ def test_a_cache_says_how_full_it_is(format):
 def test_other_reports_are_shown_as_they_print(kind):
     empty = kind(())
     assert f"<pre>{html.escape(str(empty))}</pre>" in empty._repr_html_()
-
-
-def test_treescope_shows_what_is_not_as_by_default(quantized):
-    treescope = pytest.importorskip("treescope")
-    text = treescope.render_to_text(quantized.plan)
-    assert "Site(path='b', op='dot_general', shapes=" in text
-    assert "QSpec(qtype=dtype('int4')" in text and "granularity=" in text
-    for hidden in ("StraightThrough", "Numerics", "contracted"):
-        assert hidden not in text
-    odd = jqx.QSpec("int8", numerics=jqx.numerics.tflite, symmetric=False)
-    text = treescope.render_to_text(odd)
-    assert "symmetric=False" in text and "numerics=" in text and "dynamic" not in text
-    assert "QTensor(" in treescope.render_to_text(quantized.params)
-    for value in (quantized.plan, jqx.presets.w4a16(), quantized.params["b"]):
-        assert treescope.render_to_html(value)

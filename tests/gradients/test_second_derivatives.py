@@ -89,7 +89,7 @@ def test_the_integers_of_a_simulation_say_that_they_have_no_second_derivative():
     plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(W, X)
     grad = jax.grad(lambda w: jqx.simulate(f, plan, backward=jnp.float32)(w, X).sum())
     for twice in (lambda: jax.jvp(grad, (W,), (V,)), lambda: jax.grad(lambda w: grad(w).sum())(W)):
-        with pytest.raises(NotImplementedError, match="`backward` has no second derivatives"):
+        with pytest.raises(NotImplementedError, match=r"backward=.+ has no second derivatives"):
             jax.eval_shape(twice)
 
 

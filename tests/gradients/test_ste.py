@@ -10,8 +10,8 @@ import pytest
 
 import jqx
 from jqx.gradients import ste, ste_unclipped
+from jqx.gradients._estimators import clamp, straight_through
 from jqx.gradients._shared import StraightThrough, StraightThroughUnclipped
-from jqx.gradients._ste import clamp, straight_through
 
 from ..numerics.oracles import as_float64, code_range, codes_of
 

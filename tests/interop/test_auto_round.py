@@ -43,8 +43,8 @@ def changed(tmp_path, case, **fields):
 WRONG = {
     "layout": ("own_gptq", {"packing_format": "auto_round:marlin"}, "packing_format == "),
     "floats": ("own_gptq", {"data_type": "fp"}, "data_type == 'fp'"),
-    "zero points": ("own_gptq", {"packing_format": "auto_round"}, "contradicts the config"),
-    "of awq": ("own_awq", {"sym": True}, "contradicts the config"),
+    "zero points": ("own_gptq", {"packing_format": "auto_round"}, "which the config"),
+    "of awq": ("own_awq", {"sym": True}, "which the config"),
     "bits": ("own_awq", {"bits": 3}, "bits == 3"),
     "no objects": ("own_gptq", {"extra_config": [1]}, "a JSON object"),
     "in float": ("own_gptq", {"extra_config": {".*q_proj": {"bits": 16}}}, "not belong to a layer"),

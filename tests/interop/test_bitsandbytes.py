@@ -74,16 +74,19 @@ def layer(state=None, **tensors):
 
 
 WRONG = {
-    "a shape": (layer({"shape": [2, 2**62]}), "'m.weight' .* is not what its layer needs"),
+    "a shape": (layer({"shape": [2, 2**62]}), "'m.weight' .* its layer needs"),
     "a shape of one": (layer({"shape": [128]}), "two sizes"),
-    "rows": (layer({"blocksize": 128}), "has blocks that cross rows"),
+    "rows": (layer({"blocksize": 128}), "has blocks of 128 that cross rows"),
     "no size": (layer({"blocksize": 0}), "blocksize == 0"),
     "another format": (layer({"quant_type": "fp4"}), "quant_type == 'fp4'"),
     "a dtype": (layer({"dtype": "int8"}), "dtype == 'int8'"),
     "no scales": (layer(absmax=None), "'m.weight.absmax' is missing"),
-    "too few scales": (layer(absmax=np.ones(1, np.float32)), "'m.weight.absmax' .* is not"),
+    "too few scales": (
+        layer(absmax=np.ones(1, np.float32)),
+        "'m.weight.absmax' .* its layer needs",
+    ),
     "no state": (layer(nested_absmax=np.ones(1, np.float32), absmax=np.ones(2, np.uint8)), "nest"),
-    "a table": (layer(quant_map=np.full(16, np.nan, np.float32)), "is not a table of numbers"),
+    "a table": (layer(quant_map=np.full(16, np.nan, np.float32)), "holds 1 numbers, not 16 finite"),
 }
 
 

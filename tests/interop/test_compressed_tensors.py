@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.interop._bits import to_stream
+from jqx.interop._codec import to_stream
 from jqx.interop._config import matches
 
 from .raw_folders import CHECKPOINTS, write_folder
@@ -135,35 +135,35 @@ WRONG = {
     "a scale short": (
         {"m.weight_scale": np.ones((4, 1), np.float32)},
         {},
-        "'m.weight_scale' .* is not what its layer needs",
+        "'m.weight_scale' .* its layer needs",
     ),
     "another group": ({}, {"group_size": 16}, r"float32\[4, 4\], for the strategy group"),
-    "other bits": ({}, {"num_bits": 8}, "does not have the shape in weight_shape"),
+    "other bits": ({}, {"num_bits": 8}, "words does not hold"),
     "no such bits": ({}, {"num_bits": 9}, "num_bits == 9"),
     "bits that are none": ({}, {"num_bits": "4"}, "num_bits == '4'"),
     "no such strategy": ({}, {"strategy": "row"}, "strategy == 'row'"),
-    "floats": ({}, {"type": "float"}, "does not have the format in the config"),
-    "zero points": ({"m.weight_zero_point": np.ones((1, 2), np.int32)}, {}, "contradicts the"),
+    "floats": ({}, {"type": "float"}, "not of pack-quantized as in the config"),
+    "zero points": ({"m.weight_zero_point": np.ones((1, 2), np.int32)}, {}, "which the config"),
     "no zero points": ({}, {"symmetric": False}, "'m.weight_zero_point' is missing"),
     "a shape too long": (
         {"m.weight_shape": np.array([4, 2**62], np.int64)},
         {},
-        "does not have the shape in weight_shape",
+        "words does not hold",
     ),
     "a shape below zero": (
         {"m.weight_shape": np.array([4, -64], np.int64)},
         {},
-        "does not have the shape in weight_shape",
+        "words does not hold",
     ),
-    "a scale of integers": ({"m.weight_scale": np.ones((4, 2), np.int32)}, {}, "is not what its"),
+    "a scale of integers": ({"m.weight_scale": np.ones((4, 2), np.int32)}, {}, "its layer needs"),
     "groups of unequal size": (
         {"m.weight_g_idx": np.zeros(64, np.int32)},
         {"actorder": "group"},
-        "does not put equally many elements in each group",
+        "elements in a group, not always",
     ),
     "no order": ({}, {"actorder": "group"}, "'m.weight_g_idx' is missing"),
     "an ignored layer": ({"head.weight_scale": np.ones((4, 1), np.float32)}, {}, "not belong to"),
-    "a weight twice": ({"m.weight": np.ones((4, 64), np.float32)}, {}, "exists twice"),
+    "a weight twice": ({"m.weight": np.ones((4, 64), np.float32)}, {}, "in float and quantized"),
 }
 
 
@@ -173,7 +173,7 @@ def test_what_contradicts_its_config_is_refused(tmp_path, case):
     folder = write_folder(tmp_path, {**tensors_of(CODES), **tensors}, config_of(**fields))
     with pytest.raises(ValueError, match=words) as caught:
         jqx.load(str(folder))
-    assert "expected:" in str(caught.value) and "fix:" in str(caught.value)
+    assert "fix:" in str(caught.value)
 
 
 def test_layers_that_lack_their_scale_are_refused(tmp_path):
@@ -200,13 +200,13 @@ def test_groups_of_the_config_are_found_by_name_and_by_format(tmp_path):
     assert loaded["m.weight"].qtype == jnp.int4 and loaded["down.weight"].qtype == jnp.int8
     eight["targets"] = ["Embedding"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="could belong to several groups"):
+    with pytest.raises(ValueError, match="belongs to a layer that several groups"):
         jqx.load(str(folder))
     del groups["group_1"]
     groups["group_0"]["targets"] = ["other"]
     groups["group_0"]["targets"] = ["re:other"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="to a layer that the config does not describe"):
+    with pytest.raises(ValueError, match="to a layer that no group of the config describes"):
         jqx.load(str(folder))
 
 

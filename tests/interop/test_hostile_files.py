@@ -227,7 +227,7 @@ def test_axes_as_many_as_arrays_have_are_read(path):
 
 def described(path, tree, tensors=None):
     """A file of one tensor `x` whose tree is described so."""
-    text = tree if isinstance(tree, str) else json.dumps({"version": 1, "tree": tree})
+    text = tree if isinstance(tree, str) else json.dumps({"version": 2, "tree": tree})
     path.write_bytes(
         file_of({"__metadata__": {"jqx": text}, **(tensors or {"x": entry()})}, bytes(8))
     )
@@ -254,11 +254,11 @@ def test_deep_trees_are_refused_in_four_parts_or_read(path, kind):
     before, after = json.dumps(WRAPS[kind]("@")).split('"@"')
     for depth in (250, 400, 1000, 100_000):
         inner = before * depth + json.dumps(X) + after * depth
-        load = described(path, f'{{"version":1,"tree":{inner}}}')
+        load = described(path, f'{{"version":2,"tree":{inner}}}')
         try:
             load()
         except ValueError:
-            assert_refused(load, "nested too deeply")
+            assert_refused(load, "nested more deeply")
 
 
 def test_deep_trees_are_saved_or_refused_in_four_parts(path):
@@ -266,13 +266,13 @@ def test_deep_trees_are_saved_or_refused_in_four_parts(path):
         jqx.save(path, deep(jnp.ones(2), 40, wrap))
         jqx.load(path)
         tree = deep(jnp.ones(2), 5000, wrap)
-        assert_refused(lambda tree=tree: jqx.save(path, tree), "nested too deeply")
+        assert_refused(lambda tree=tree: jqx.save(path, tree), "nested more deeply")
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_what_a_tree_cannot_be_is_refused(path):
     q = {"qtensor": "x", "fields": {}, "values": X, "scale": X, "zero_point": None}
-    fields = {"version": 1, "qtype": "int8", "dtype": "float32", "blocks": [], "layout": None}
+    fields = {"version": 2, "qtype": "int8", "dtype": "float32", "blocks": [], "layout": None}
     others = [None, 3, 1.5, True, "x", [], [[[[]]]], {}, {"list": 3}, {"number": "inf"}, {"a": {}}]
     others += [deep([], 900, lambda x: [x]), deep({}, 300, lambda x: {"dict": x})]
     trees = [
@@ -294,9 +294,9 @@ def test_what_a_tree_cannot_be_is_refused(path):
 
 
 def test_a_deep_plan_is_refused_in_four_parts():
-    data = {"version": 1, "sites": deep([], 5000, lambda x: [x])}
+    data = {"version": 2, "sites": deep([], 5000, lambda x: [x])}
     data |= {name: [] for name in ("skipped", "weights", "params", "signature")}
-    assert_refused(lambda: jqx.Plan.from_dict(data), "nested too deeply")
+    assert_refused(lambda: jqx.Plan.from_dict(data), "nested more deeply")
 
 
 # What is in the tree.

@@ -103,14 +103,14 @@ LAYER = {
 }
 WRONG = {
     "bits": ({}, {"bits": 7}, "bits == 7"),
-    "a group": ({}, {"group_size": 48}, "does not hold a whole number of groups"),
-    "more groups": ({}, {"group_size": 32}, r"'m.scales' .* is not what"),
+    "a group": ({}, {"group_size": 48}, "does not hold whole groups"),
+    "more groups": ({}, {"group_size": 32}, r"'m.scales' .* its layer needs"),
     "no minimums": ({"m.biases": None}, {}, "'m.biases' is missing"),
-    "minimums": ({"m.biases": np.ones((4, 1), np.float16)}, {}, "'m.biases' .* is not what"),
+    "minimums": ({"m.biases": np.ones((4, 1), np.float16)}, {}, "'m.biases' .* its layer needs"),
     "a mode": ({}, {"mode": "mine"}, "mode == 'mine'"),
     "groups of mxfp4": ({}, {"mode": "mxfp4", "group_size": 64}, "32, of mxfp4"),
     "a layer in float": ({}, {"m": False}, "does not belong to a layer"),
-    "words": ({"m.weight": np.zeros((4, 8), np.int32)}, {}, "'m.weight' .* is not what"),
+    "words": ({"m.weight": np.zeros((4, 8), np.int32)}, {}, "'m.weight' .* its layer needs"),
 }
 
 

@@ -122,8 +122,8 @@ def test_like_a_tree_of_the_user(archive):
     wrong = {**shapes, "embed": jax.ShapeDtypeStruct((4, 5), jnp.float32)}
     fewer = {key: x for key, x in shapes.items() if key != "embed"}
     for like, words in [
-        (more, "leaves of `like` are left without a tensor"),
-        (wrong, r"'embed' does not have the shape of the leaf in `like`"),
+        (more, "leaves of `like` have no tensor"),
+        (wrong, r"'embed' has the shape .5, 4., in `like`"),
         (fewer, "'embed' has no place in `like`"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -160,16 +160,19 @@ def test_leaves_are_put_where_a_sharding_says(tmp_path):
 
     with read(tmp_path / "a") as archive:
         found = tree(archive, {"w": "w", "b": "b"}, sharding=where)
-        with pytest.raises(TypeError, match="does not return a sharding for 'w'"):
+        with pytest.raises(TypeError, match="returns a str for 'w', not a sharding"):
             tree(archive, {"w": "w", "b": "b"}, sharding=lambda path, leaf: "here")
     assert found["w"].scale.sharding.spec == PartitionSpec("model", None)
     np.testing.assert_array_equal(found["w"].dequantize(), q.dequantize())
 
 
 WRONG = {
-    "a tensor without a rule": (RULES[1:], "the tensor 'embed.weight' has no rule"),
-    "a rule without a tensor": ([*RULES, ("no", "no")], "a rule matches nothing"),
-    "one path for two": ([("{x}.weight", "all"), *RULES], "exists twice|cannot be stacked"),
+    "a tensor without a rule": (RULES[1:], "'embed.weight' has no rule"),
+    "a rule without a tensor": ([*RULES, ("no", "no")], "matches nothing that no earlier"),
+    "one path for two": (
+        [("{x}.weight", "all"), *RULES],
+        "in float and quantized|cannot be stacked",
+    ),
     "a part that is no number": ([("{x}.weight", "all"), *RULES[1:]], "cannot be stacked"),
     "a rule that does not fit": (
         [Name("embed.weight", "embed", transpose=(0, 2)), *RULES[1:]],
@@ -190,21 +193,21 @@ def test_rules_that_do_not_fit_are_refused(archive, case):
 def test_a_missing_layer_is_reported(tmp_path):
     write_file(tmp_path / "a", {f"l.{i}.w": np.ones(2, np.float32) for i in (0, 2)})
     with read(tmp_path / "a") as archive:
-        with pytest.raises(ValueError, match=r"none with the index \(1,\)"):
+        with pytest.raises(ValueError, match=r"has no tensor at \(1,\)"):
             tree(archive, {"l.{i}.w": "w"})
 
 
 def test_leaves_that_no_rule_takes_are_refused():
-    with pytest.raises(ValueError, match="the leaf 'b' has no rule"):
+    with pytest.raises(ValueError, match="'b' has no rule"):
         named({"b": jnp.ones(2)}, {"a": "a"})
-    with pytest.raises(ValueError, match="a rule matches nothing"):
+    with pytest.raises(ValueError, match=r"matches nothing that no earlier"):
         named({"a": jnp.ones(2)}, {"a": "a", "b": "b"})
 
 
 def test_templates_that_are_none_are_refused():
     for error, words, arguments in [
-        (ValueError, "the path has a part that the name lacks", ("a", "{b}")),
-        (ValueError, "a template is invalid", ("{a:(}", "b")),
+        (ValueError, "'a' lacks the part {b}", ("a", "{b}")),
+        (ValueError, "template .* is invalid", ("{a:(}", "b")),
         (TypeError, "source", (1, "b")),
     ]:
         with pytest.raises(error, match=words):
@@ -225,7 +228,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
             assert_refused(lambda: tree(archive, names, **more), words, error=error)
 
     refused("'a' would lose bits", sharding=one)
-    refused("'b' does not fit its sharding", sharding=lambda path, _: cut if path == "b" else None)
+    refused("does not fit its sharding", sharding=lambda path, _: cut if path == "b" else None)
     refused("the leaf 'up' is not an array", TypeError, like={"up": 3})
     for split in ({-1: (2, 3)}, {1: 6}, {1: [2, 3]}, {1: (2, 0)}, [1]):
         assert_refused(lambda s=split: Name("b", "b", split=s), "`split`", error=TypeError)
@@ -234,7 +237,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert_refused(lambda: tree({"a": 1}, names), "`archive`", error=TypeError)
     assert_refused(lambda: named({"a": 3.0}, {"a": "a"}), "not an array", error=TypeError)
     rules = [Name("l.{i}.a", "a")]
-    assert_refused(lambda: named({"a": jnp.ones(())}, rules), "does not have the axes")
+    assert_refused(lambda: named({"a": jnp.ones(())}, rules), "lacks axes")
 
 
 KERNEL = "layers_{i}/{name}/kernel"

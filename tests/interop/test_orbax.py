@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 import jqx
-
-from .refusals import assert_refused
+from jqx.interop import from_gemma
+from tests.interop.raw_folders import CHECKPOINTS
+from tests.interop.refusals import assert_refused
 
 
 def saved(path, tree):
@@ -68,8 +70,82 @@ def test_gemma_is_what_from_gemma_makes_of_the_restored_tree(tmp_path):
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     folder = saved(tmp_path / "m", {"a": jnp.ones(3)})
-    assert_refused(lambda: jqx.load(folder, config={}), "the Orbax folder")
+    assert_refused(lambda: jqx.load(folder, config={}), "`config` has no use")
     (folder / "_METADATA").write_text("{")
     assert_refused(lambda: jqx.load(folder), "not an Orbax checkpoint")
     other = saved(tmp_path / "n", {"a": jnp.ones(3), "b": "text"})
     assert_refused(lambda: jqx.load(other), "'b' is not a")
+
+
+# Trees of the gemma library, quantized by the package.
+
+
+@pytest.fixture(scope="module", params=["INT4", "INT8"])
+def trees(request):
+    """The tree as Orbax restores it."""
+    stored = np.load(CHECKPOINTS / "gemma-3.3.0.npz")
+    tree, dtype = {}, jnp.dtype(request.param.lower())
+    for path in stored:
+        method, kind, *keys = path.split("/")
+        if method == request.param:
+            node = tree
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            x = jnp.asarray(stored[path])
+            node[keys[-1]] = x.astype(dtype) if kind == "codes" else x
+    return tree
+
+
+def test_codes_are_those_of_the_package_and_floats_within_a_unit(trees):
+    found = from_gemma(trees)["layer_0"]
+    assert found["pre_attention_norm"]["scale"].shape == (64,)
+    pairs = {
+        ("attn", "q_einsum", "w"): "_IntEinsum_0",
+        ("attn", "kv_einsum", "w"): "_IntEinsum_0",
+        ("attn", "attn_vec_einsum", "w"): "_IntEinsum_0",
+        ("mlp", "gating_einsum"): "_IntEinsum_gating_einsum",
+        ("mlp", "linear"): "_IntEinsum_linear",
+    }
+    assert len(jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, jqx.QTensor))) == 6
+    for (*keys, last), own in pairs.items():
+        q, node = found, trees["layer_0"]
+        for key in keys:
+            q, node = q[key], node[key]
+        q, node = q[last], node[own]
+        np.testing.assert_array_equal(np.asarray(q.codes), np.asarray(node["kernel"]))
+        want = np.asarray(node["kernel"]).astype(np.float32) / np.asarray(node["scale"])
+        np.testing.assert_array_max_ulp(np.asarray(q.dequantize()), want, 1)
+        assert q.dtype == jnp.float32 and (q.layout is not None) == (q.qtype == jnp.int4)
+
+
+def test_a_function_of_the_floats_runs_on_them(trees):
+    def f(params, x):
+        gate, up = jnp.einsum("td,ghd->gth", x, params["mlp"]["gating_einsum"])
+        return (jax.nn.gelu(gate) * up) @ params["mlp"]["linear"]
+
+    params = from_gemma(trees)["layer_0"]
+    x = jax.random.normal(jax.random.key(0), (3, 64))
+    floats = jax.tree.map(
+        lambda p: p.dequantize() if isinstance(p, jqx.QTensor) else p,
+        params,
+        is_leaf=lambda x: isinstance(x, jqx.QTensor),
+    )
+    found = jqx.convert(f, jqx.Policy([]))(params, x)
+    inner, outer = (np.abs(floats["mlp"][key]) for key in ("gating_einsum", "linear"))
+    # Sums of 64 and of 48 terms, in two programs; gelu grows errors by 1.13 at most, and its own
+    # is that of some roundings. A number is at most the sum of its terms.
+    gate, up = np.einsum("td,ghd->gth", np.abs(x), inner)
+    allowed = 2 * (2 * 1.13 * 64 + 48 + 16) * 2.0**-24 * (gate * up) @ outer
+    assert (np.abs(found - f(floats, x)) <= allowed).all()
+
+
+def test_what_is_no_such_tree_is_refused():
+    kernel, scale = jnp.ones((4, 2), jnp.int4), jnp.ones((1, 2))
+    own = {"kernel": kernel, "scale": scale}
+    assert_refused(lambda: from_gemma([1]), "`params`", error=TypeError)
+    assert_refused(lambda: from_gemma({"a": {"w": scale}}), "no `kernel` of int4")
+    assert_refused(lambda: from_gemma({"a": {"_IntEinsum_0": {**own, "b": 1}}}), "a/_IntEinsum_0")
+    assert_refused(lambda: from_gemma({"_IntEinsum_0": own, "w": own}), "two weights")
+    for bad in (jnp.ones(2), jnp.ones((2, 2))):
+        tree = {"a": {"kernel": kernel, "scale": bad}}
+        assert_refused(lambda tree=tree: from_gemma(tree), "at a", "scale float32")

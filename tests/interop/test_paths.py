@@ -58,7 +58,9 @@ def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path):
 @pytest.mark.parametrize("path", [3, None, b"bytes", ["a"], 1.5])
 def test_what_is_no_path_is_refused(path):
     for call in (jqx.load, lambda p: jqx.save(p, jnp.ones(2))):
-        assert_refused(lambda c=call: c(path), "`path` is not a path", error=TypeError)
+        assert_refused(
+            lambda c=call: c(path), "is neither a string nor a pathlib.Path", error=TypeError
+        )
 
 
 def test_names_of_no_file_are_refused(tmp_path):

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.calibrators import AbsMax
-from jqx.interop._quantized import _fields as fields_of_map
+from jqx.calibrators._shared import AbsMax
+from jqx.interop._tree import _fields as fields_of_map
 
 from ..arrays import normal
 
@@ -260,7 +260,7 @@ BROKEN = {
     "no JSON": lambda data: "{",
     "deep JSON": lambda data: "[" * 200_000,
     "a list": lambda data: [],
-    "another version": _set("version", to=2),
+    "another version": _set("version", to=3),
     "no version": _set("version", to="1"),
     "another version of the plan": _set("plan", "version", to=7),
     "no plan": _set("plan", to=None),

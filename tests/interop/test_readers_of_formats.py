@@ -305,7 +305,7 @@ def test_llm_int8_is_read(tmp_path, said):
         wanted = codes * np.array([[1], [0.1]], np.float32)
         np.testing.assert_allclose(q.dequantize(), wanted, rtol=3e-7)  # two roundings
     write_folder(tmp_path, {**tensors, "m.weight_format": np.array(2, np.uint8)})
-    assert_refused(lambda: jqx.load(folder), "'m.weight_format'", "is not that of rows")
+    assert_refused(lambda: jqx.load(folder), "'m.weight_format'", "is 2, a layout for kernels")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", "bfloat16", "float32", "float64"])
@@ -337,9 +337,9 @@ def test_files_beside_an_index(tmp_path):
     write_file(files[0], extra)
     assert {*jqx.load(tmp_path / "m")} == {"0.weight", "2.weight", "other"}
     write_file(files[2], {"2.weight": np.ones((8, 8)), "other": np.ones(3)})
-    assert_refused(lambda: jqx.load(tmp_path / "m"), "has a tensor twice", "'other'")
+    assert_refused(lambda: jqx.load(tmp_path / "m"), "and in another file", "'other'")
     write_file(files[2], {"3.weight": np.ones(3)})
-    assert_refused(lambda: jqx.load(tmp_path / "m"), "does not hold the tensors", "'2.weight'")
+    assert_refused(lambda: jqx.load(tmp_path / "m"), "lacks the tensor", "'2.weight'")
     write_file(tmp_path / "m" / "model.safetensors", extra)
     assert_refused(lambda: jqx.load(tmp_path / "m"), "which files are the model's")
 
@@ -351,10 +351,10 @@ def test_all_files_of_a_model_need_no_index_and_some_are_none(tmp_path):
     assert {*jqx.load(tmp_path / "m")} == {*tree}
     files = sorted((tmp_path / "m").glob("*.safetensors"))
     for file in files:
-        assert_refused(lambda file=file: jqx.load(file), "only a part of a model", "one of 3 files")
+        assert_refused(lambda file=file: jqx.load(file), "only one of 3 files of a model")
         assert len(jqx.load(file, config={})) == 1
     files[1].unlink()
-    assert_refused(lambda: jqx.load(tmp_path / "m"), "lacks files of the model", "all 3 files")
+    assert_refused(lambda: jqx.load(tmp_path / "m"), "lacks files of the model", "2 of 3")
     jqx.save(files[0], {"a": jnp.ones(2)})
     assert [*jqx.load(files[0])] == ["a"]  # a tree of its own
 

@@ -2,6 +2,11 @@
 
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from typing import NamedTuple
 
 import jax
@@ -12,9 +17,11 @@ from hypothesis import given
 
 import jqx
 from jqx import numerics
-
-from ..strategies import law
-from .trees import DTYPES, KINDS, assert_same, kind, quantized, random_array, trees
+from jqx.interop import Lazy, write
+from tests.arrays import normal
+from tests.command_line.files import run
+from tests.interop.trees import DTYPES, KINDS, assert_same, kind, quantized, random_array, trees
+from tests.strategies import law
 
 
 @pytest.fixture
@@ -81,7 +88,7 @@ def test_a_qtensor_is_three_tensors_and_json(path):
     assert header["layer/0.scale"]["shape"] == [4, 1]
     assert header["layer/0.zero_point"]["dtype"] == "U8"
     described = json.loads(header["__metadata__"]["jqx"])
-    assert described["version"] == 1
+    assert described["version"] == 2
     node = described["tree"]["dict"][0][1]["list"][0]
     assert node["fields"]["qtype"] == "uint8" and node["fields"]["dtype"] == "float32"
     assert node["values"] == {"array": "layer/0.values", "dtype": "uint8"}
@@ -124,11 +131,11 @@ class Pair(NamedTuple):
 
 
 REFUSED = {
-    "a named tuple": (Pair(np.ones(2), np.ones(2)), TypeError, "type Pair"),
+    "a named tuple": (Pair(np.ones(2), np.ones(2)), TypeError, "the Pair at the root"),
     "a number": ({"step": 3}, TypeError, "at 'step'"),
     "text": ([{"name": "x"}], TypeError, "at '0/name'"),
-    "a key": ({"a": {1.5: np.ones(2)}}, TypeError, "a key of type float"),
-    "a key that is no integer": ({True: np.ones(2)}, TypeError, "a key of type bool"),
+    "a key": ({"a": {1.5: np.ones(2)}}, TypeError, "the key 1.5"),
+    "a key that is no integer": ({True: np.ones(2)}, TypeError, "the key True"),
     "long numbers": ({"z": np.ones(2, np.longdouble)}, ValueError, "float128"),
     "strings": ({"z": np.array(["a"])}, ValueError, "<U1"),
     "a random key": ({"k": jax.random.key(0)}, ValueError, "key<fry>"),
@@ -189,3 +196,323 @@ def test_a_link_stays_a_link(path, tmp_path):
     link.symlink_to(path)
     jqx.save(link, jnp.ones(2))
     assert link.is_symlink() and path.read_bytes() != b"old"
+
+
+# Parameters that are read leaf by leaf, and writes that go on where they were interrupted.
+
+
+NAMES = [f"layers.{i}.weight" for i in range(6)]
+
+
+def f(p, x):
+    for name in NAMES:
+        x = jnp.tanh(x @ p[name]) + p["bias"][None]
+    return x
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A file of float weights."""
+    tree = {name: normal(i, 64, 64) for i, name in enumerate(NAMES)} | {"bias": normal(9, 64)}
+    jqx.save(tmp_path / "in.safetensors", tree)
+    return tmp_path / "in.safetensors"
+
+
+def lazily(archive, policy=None):
+    """Lazy parameters, quantized, and the plan."""
+    params = archive.map(archive.lazy)
+    plan = jqx.make_plan(f, policy or jqx.presets.w4a16())(params, jnp.ones((1, 64)))
+    return jqx.quantize_params(params, plan), plan
+
+
+def counted(tree, most=None):
+    """The same tree, which counts what is read, and fails behind so many leaves."""
+    reads = []
+
+    def count(x):
+        def make():
+            if most is not None and len(reads) >= most:
+                raise KeyboardInterrupt
+            reads.append(x)
+            return x.make()
+
+        return Lazy(x.spec, make, x.source)
+
+    return jax.tree.map(count, tree, is_leaf=lambda x: isinstance(x, Lazy)), reads
+
+
+def test_lazy_leaves_become_lazy_qtensors_with_the_bits_of_others(source, tmp_path):
+    with jqx.interop.Archive(source) as archive:
+        q, plan = lazily(archive)
+        assert all(isinstance(x, Lazy) for x in jax.tree.leaves(q))
+        expected = jqx.quantize_params(jqx.load(source), plan)
+        jqx.save(tmp_path / "out", q)
+        jqx.save(tmp_path / "plain", expected)
+        assert_same(jax.tree.map(lambda x: x.read(), q), expected)
+        packed = jqx.quantize_params(archive.map(archive.lazy), plan, target="cpu")
+        assert_same(packed[NAMES[0]].read(), jqx.pack_for(expected[NAMES[0]], "cpu"))
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_steps_of_a_scan_that_rules_select(tmp_path):
+    scan = lambda w, x: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]  # noqa: E731
+    jqx.save(tmp_path / "in", {"w": normal(0, 4, 32, 32)})
+    policy = jqx.Policy({"w[0]": "int8", ".*": "int4"})
+    with jqx.interop.Archive(tmp_path / "in") as archive:
+        params = archive.map(archive.lazy)
+        run = lambda p, x: scan(p["w"], x)  # noqa: E731
+        plan = jqx.make_plan(run, policy)(params, jnp.ones((1, 32)))
+        assert plan.splits
+        jqx.save(tmp_path / "out", jqx.quantize_params(params, plan))
+        expected = jqx.quantize_params(jqx.load(tmp_path / "in"), plan)
+    jqx.save(tmp_path / "plain", expected)
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_a_write_goes_on_where_it_was_interrupted(source, tmp_path):
+    with jqx.interop.Archive(source) as archive:
+        q, _ = lazily(archive)
+        jqx.save(tmp_path / "plain", q)
+        for most in range(7):
+            tree, reads = counted(q, most)
+            with pytest.raises(KeyboardInterrupt):
+                jqx.save(tmp_path / "out", tree, resume=True)
+            assert len(reads) == most and not (tmp_path / "out").exists()
+            tree, reads = counted(q)
+            jqx.save(tmp_path / "out", tree, resume=True)
+            assert len(reads) == 7 - most
+            assert (tmp_path / "out").read_bytes() == (tmp_path / "plain").read_bytes()
+            (tmp_path / "out").unlink()
+            assert sorted(os.listdir(tmp_path)) == ["in.safetensors", "plain"]
+
+
+def interrupted(tree, path, most, **options):
+    with pytest.raises(KeyboardInterrupt):
+        jqx.save(path, counted(tree, most)[0], resume=True, **options)
+
+
+def reads_of(tree, path, **options):
+    tree, reads = counted(tree)
+    jqx.save(path, tree, resume=True, **options)
+    return len(reads)
+
+
+def test_what_is_made_of_something_else_is_made_again(source, tmp_path):
+    with jqx.interop.Archive(source) as archive:
+        q, _ = lazily(archive)
+        interrupted(q, tmp_path / "out", 5)
+        # Of the same shapes and formats, with scales that are found in another way.
+        spec = jqx.QSpec("int4", jqx.per_group(32), calibrator=jqx.calibrators.absmax)
+        other, _ = lazily(archive, jqx.Policy([jqx.Rule(weight=spec)]))
+        assert reads_of(other, tmp_path / "out") >= 6  # the bias may stay
+        assert_same(jqx.load(tmp_path / "out"), jax.tree.map(lambda x: x.read(), other))
+        interrupted(q, tmp_path / "again", 5)
+        wider, _ = lazily(archive, jqx.presets.w8a16())
+        assert reads_of(wider, tmp_path / "again") == 7
+        interrupted(q, tmp_path / "out", 5)
+    os.utime(source, ns=(0, 0))  # another file of that name
+    with jqx.interop.Archive(source) as archive:
+        assert reads_of(lazily(archive)[0], tmp_path / "out") == 7
+
+
+def test_leaves_without_a_source_are_written_again(tmp_path):
+    tree = {str(i): Lazy(jax.ShapeDtypeStruct((4,), "f4"), lambda: np.ones(4, "f4")) for i in "abc"}
+    interrupted(tree, tmp_path / "out", 2)
+    assert reads_of(tree, tmp_path / "out") == 3
+
+
+def test_a_line_of_the_journal_that_was_cut_short_says_nothing(source, tmp_path):
+    with jqx.interop.Archive(source) as archive:
+        q, _ = lazily(archive)
+        jqx.save(tmp_path / "plain", q)
+        interrupted(q, tmp_path / "out", 4)
+        (journal,) = tmp_path.glob("*.part.journal")
+        journal.write_bytes(journal.read_bytes()[:-7])
+        interrupted(q, tmp_path / "out", 2)
+        assert reads_of(q, tmp_path / "out") == 2
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_a_second_writer_is_an_error(tmp_path):
+    leaf = jax.ShapeDtypeStruct((4,), "f4")
+
+    def again():
+        jqx.save(tmp_path / "out", tree, resume=True)
+
+    tree = {"a": Lazy(leaf, lambda: again() or np.ones(4, "f4"))}
+    with pytest.raises(ValueError, match="another process writes this file"):
+        jqx.save(tmp_path / "out", tree, resume=True)
+
+
+def test_what_is_made_must_be_what_was_announced():
+    lazy = Lazy(jax.ShapeDtypeStruct((2,), "f4"), lambda: np.ones(3, "f4"))
+    with pytest.raises(ValueError, match="the result of `make` does not match `spec`"):
+        lazy.read()
+
+
+def test_a_weight_that_is_quantized_already(source, tmp_path):
+    with jqx.interop.Archive(source) as archive:
+        q, plan = lazily(archive)
+        with pytest.raises(ValueError, match="is quantized already"):
+            jqx.quantize_params(q, plan)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_and_run_again_the_bytes_are_the_same(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, 512), np.float32)
+    jqx.interop.save_leaves(
+        tmp_path / "in", {f"{i}.weight": x for i in range(48)}, (x + i for i in range(48))
+    )
+    command = [sys.executable, "-m", "jqx", "quantize", tmp_path / "in"]
+    options = ["--policy", "w4a16", "--resume"]
+    start = time.perf_counter()
+    subprocess.run([*command, tmp_path / "plain", *options], check=True, capture_output=True)
+    whole = time.perf_counter() - start
+    out, kills = tmp_path / "out", 0
+    while kills < 6:
+        process = subprocess.Popen([*command, out, *options], stdout=subprocess.DEVNULL)
+        try:
+            process.wait(rng.random() * whole * 1.2)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            assert not out.exists() or out.read_bytes() == (tmp_path / "plain").read_bytes()
+        if out.exists():
+            assert out.read_bytes() == (tmp_path / "plain").read_bytes()
+            out.unlink()
+    subprocess.run([*command, out, *options, "--force"], check=True, capture_output=True)
+    assert out.read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_a_leaf_that_is_being_replaced_is_none_that_is_whole(tmp_path):
+    """Interrupted between two tensors of a leaf that is made of something else, the leaf that was
+    there before is neither.
+    """
+    spec = jqx.QSpec("int8", jqx.per_axis(0))
+    made = {name: jqx.QTensor.quantize(normal(i, 8, 8), spec) for i, name in enumerate("ab")}
+    kind = jax.eval_shape(lambda: made["a"])
+    lazy = {name: Lazy(kind, lambda q=q: q, name) for name, q in made.items()}
+    interrupted({"x": lazy["a"], "y": lazy["a"]}, tmp_path / "out", 1)
+
+    class Stops:
+        """A scale that cannot be written: the codes are, by then."""
+
+        shape, dtype = kind.scale.shape, kind.scale.dtype
+
+        def __array__(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    codes = jqx.QTensor.quantize(normal(9, 8, 8), spec)
+    leaves = [codes.values, Stops()]
+    broken = jax.tree.unflatten(jax.tree.structure(codes), leaves)
+    with pytest.raises(KeyboardInterrupt):
+        tree = {"x": Lazy(kind, lambda: broken, "other"), "y": lazy["a"]}
+        jqx.save(tmp_path / "out", tree, resume=True)
+    assert reads_of({"x": lazy["a"], "y": lazy["a"]}, tmp_path / "out") == 2
+    assert_same(jqx.load(tmp_path / "out"), {"x": made["a"], "y": made["a"]})
+
+
+def test_what_another_process_writes_is_not_started_again(tmp_path):
+    leaf, wider = (jax.ShapeDtypeStruct((n,), "f4") for n in (4, 5))
+
+    def again():
+        tree = {"a": Lazy(wider, lambda: np.ones(5, "f4"))}
+        jqx.save(tmp_path / "out", tree, resume=True)
+
+    tree = {"a": Lazy(leaf, lambda: again() or np.ones(4, "f4"))}
+    with pytest.raises(ValueError, match="another process writes this file"):
+        jqx.save(tmp_path / "out", tree, resume=True)
+
+
+def test_the_last_line_of_a_leaf_counts(tmp_path):
+    kind = jax.ShapeDtypeStruct((2,), "f4")
+
+    def stop():
+        raise KeyboardInterrupt
+
+    def tree(value, source):
+        return {"a": Lazy(kind, lambda: np.full(2, value, "f4"), source)} | {"b": Lazy(kind, stop)}
+
+    for value, source in [(1, "A"), (2, "B"), (3, "C")]:
+        interrupted(tree(value, source), tmp_path / "out", 1)
+    (journal,) = tmp_path.glob("*.part.journal")
+    lines = [json.loads(line) for line in journal.read_bytes().split(b"\n") if line]
+    assert [source for leaf, source in lines if leaf == "a"] == [None, "A", None, "B", None, "C"]
+    journal.write_bytes(journal.read_bytes() + b'["a", "E", 7]\n7\n[["a"], "E"]\n["a", "E')
+    final = {
+        "a": Lazy(kind, lambda: np.full(2, 5, "f4"), "C"),
+        "b": Lazy(kind, lambda: np.ones(2, "f4")),
+    }
+    jqx.save(tmp_path / "out", final, resume=True)
+    np.testing.assert_array_equal(jqx.load(tmp_path / "out")["a"], 3)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+# What a killed writer leaves is removed by the next writer of the same file; what others write
+# stays.
+
+
+TREE = {"a.weight": np.ones((4, 32), np.float32)}
+KIND = jax.ShapeDtypeStruct((4, 32), "f4")
+LEFT = f"out.{'0' * 31}a.part"
+GGUF = {"general.architecture": "x"}
+
+WRITERS = {
+    "save": lambda path: jqx.save(path, TREE),
+    "save_leaves": lambda path: jqx.interop.save_leaves(path, {"a": KIND}, TREE.values()),
+    "a folder": lambda path: write(path, TREE, "safetensors", config={}),
+    "gguf": lambda path: write(path, TREE, "gguf", metadata=GGUF),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_next_writer_removes_what_a_killed_one_has_left(tmp_path, name):
+    (tmp_path / LEFT).mkdir()
+    (tmp_path / LEFT / "model.safetensors").write_bytes(b"half")
+    (tmp_path / LEFT.replace("a.part", "b.part")).write_bytes(b"half")
+    others = [f"other.{'0' * 32}.part", f"out.{'0' * 8}.part", "out.part", f"{LEFT}.old"]
+    for other in others:
+        (tmp_path / other).write_bytes(b"of others")
+    (tmp_path / "out.0.part").symlink_to(tmp_path / others[0])
+    WRITERS[name](tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "out.0.part", "out"])
+
+
+def test_what_another_writer_of_the_file_writes_stays(tmp_path):
+    def make():
+        (own,) = tmp_path.glob("out.*.part")
+        shutil.copy(own, tmp_path / LEFT)  # as if its writer were killed
+        jqx.save(tmp_path / "out", {"a": np.zeros(4, "f4")})
+        assert sorted(os.listdir(tmp_path)) == sorted(["out", own.name])
+        return TREE["a.weight"]
+
+    jqx.save(tmp_path / "out", {"a": Lazy(KIND, make)})
+    assert jqx.load(tmp_path / "out")["a"].shape == (4, 32)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_command_line_removes_it_too(capsys, tmp_path):
+    jqx.save(tmp_path / "in", TREE)
+    (tmp_path / LEFT).write_bytes(b"half")
+    assert run(capsys, "quantize", tmp_path / "in", tmp_path / "out", "--policy", "w8a16")[0] == 0
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_that_is_killed(capsys, tmp_path, number):
+    x = np.ones((512, 512), np.float32)
+    tree = {f"{i}.weight": KIND.update(shape=x.shape) for i in range(64)}
+    jqx.interop.save_leaves(tmp_path / "in", tree, (x for _ in tree))
+    command = [sys.executable, "-m", "jqx", "quantize", tmp_path / "in", tmp_path / "out"]
+    command += ["--policy", "w4a16"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not [*tmp_path.glob("out*")]:
+        time.sleep(0.001)
+    process.send_signal(number)
+    assert process.wait() == (-number if number == signal.SIGKILL else 128 + number)
+    assert len([*tmp_path.glob("out.*.part")]) == (number == signal.SIGKILL)
+    assert run(capsys, *command[3:])[0] == 0
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]

@@ -17,14 +17,17 @@ import pytest
 
 import jqx
 from jqx import calibrators, numerics
+from jqx.calibrators._shared import AbsMax
+from jqx.tensor import _serialize
 
 from .planned import FUNCTIONS
+from .trees import assert_same
 
 FOLDER = pathlib.Path(__file__).with_name("version_0_1_0")
 
 
 @dataclasses.dataclass(frozen=True)
-class Mine(calibrators.AbsMax):
+class Mine(AbsMax):
     """A calibrator of the user."""
 
 
@@ -125,6 +128,16 @@ def plans():
 RENAMED = {"Hqo": "Hqq"}
 """Classes that have another name since."""
 
+NAMES = (
+    *("AbsMax", "AcrossDevices", "AdditiveNoise", "Block", "Ceil", "Codebook", "Delayed"),
+    *("ElementwiseGradientScaling", "Entropy", "Fixed", "FixedRange", "FourOverSix", "Groups"),
+    *("Hqq", "Integer", "LearnedStep", "LearnedStepAndOffset", "MinMax", "Minifloat", "Mse"),
+    *("Numerics", "ParameterizedClipping", "Parq", "PerAxis", "PerBlock", "PerGroup"),
+    *("PerKeptAxis", "PerRun", "PerTensor", "Percentile", "PowerOfTwo", "Rms", "Rounded"),
+    *("StochasticRounding", "StraightThrough", "StraightThroughUnclipped"),
+)
+"""What version 2 calls the classes of jqx. These names never change."""
+
 
 def assert_holds(value, data):
     """Asserts that a value has every field that JSON says, whatever else it has."""
@@ -175,3 +188,53 @@ def test_plans_convert_what_was_quantized_with_them(plans):
         rounding = 2.0**-6 if name.startswith("attended") else 64 * 2.0**-23
         allowed = rounding * float(np.max(np.abs(case["out"])))
         np.testing.assert_allclose(found[name], case["out"], rtol=0, atol=allowed, err_msg=name)
+
+
+def in_version_2(data):
+    """What version 2 writes in place of JSON of version 1."""
+    if isinstance(data, list):
+        return [in_version_2(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    names = {name: name.rpartition(".")[2] for name in data if name.startswith("jqx.")}
+    fields = {RENAMED.get(n := names.get(key, key), n): in_version_2(data[key]) for key in data}
+    return fields | ({"version": 2} if "version" in data else {})
+
+
+def without(data, others):
+    """Leaves out fields that `others` lacks: they were added since."""
+    if isinstance(data, list):
+        return [without(*pair) for pair in zip(data, others, strict=True)]
+    if isinstance(data, dict):
+        return {name: without(x, others[name]) for name, x in data.items() if name in others}
+    return data
+
+
+def test_version_2_names_classes_without_their_module(plans):
+    for data in plans.values():
+        plan = jqx.Plan.from_dict(data, OWN)
+        again = plan.to_dict(OWN)
+        assert "jqx." not in json.dumps({**again, "operations": None})
+        assert without(again, in_version_2(data)) == in_version_2(data)
+        assert jqx.Plan.from_dict(json.loads(json.dumps(again)), OWN) == plan
+
+
+def test_names_of_classes_in_files_stay():
+    assert sorted(_serialize.CLASSES) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", ["jqx.calibrators.Other", "jqx.tensor.AbsMax", "Hqo", "absmax"])
+def test_names_of_neither_version_are_refused(plans, name):
+    text = json.dumps(plans["specs"]).replace("jqx.calibrators.AbsMax", name)
+    with pytest.raises(ValueError, match=f"the value '{name}' at .* is unknown"):
+        jqx.Plan.from_dict(json.loads(text), OWN)
+
+
+def test_a_tree_of_version_1_is_written_in_version_2(tree, tmp_path):
+    jqx.save(tmp_path / "again", tree, values=OWN)
+    raw = (tmp_path / "again").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    text = header["__metadata__"]["jqx"]
+    assert json.loads(text)["version"] == 2 and '"Codebook"' in text and "jqx." not in text
+    again = jqx.load(tmp_path / "again", values=OWN)
+    assert_same(again, tree)

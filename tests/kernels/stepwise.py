@@ -6,18 +6,15 @@ import functools
 from collections.abc import Iterator
 from unittest import mock
 
-from jqx.contractions import _pending, _ragged_kernels, _ragged_pending, using
-from jqx.contractions._how import _kernels, _kernels_of_codes
-from jqx.contractions._how._formulation import FORMULATIONS, PLATFORMS
+from jqx.contractions import _kernels, _pending, _ragged_dot, using
+from jqx.contractions._formulation import FORMULATIONS, PLATFORMS
 
 OF_GROUPS = ("ragged_kernel", "ragged_kernel_quantizing")
 KINDS = ("kernel", "kernel_of_codes", "kernel_quantizing", *OF_GROUPS)
 RUN_BY = {
-    _kernels: ("weights_tpu", "weights_gpu"),
-    _kernels_of_codes: ("products_tpu", "products_gpu"),
+    _kernels: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
     _pending: ("products_tpu", "products_gpu"),
-    _ragged_kernels: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
-    _ragged_pending: ("products_tpu", "products_gpu"),
+    _ragged_dot: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.diagnostics import _targets as targets
+from jqx.diagnostics import _lowering as targets
 
 pytestmark = pytest.mark.aot
 

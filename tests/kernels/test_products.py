@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.kernels._rows import arithmetic_on, codes_of
+from jqx.kernels._pallas import arithmetic_on, codes_of
 from jqx.kernels._shared import products_gpu, products_tpu
 from jqx.numerics import Integer, format_of
 

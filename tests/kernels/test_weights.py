@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jqx.kernels._programs_gpu import tiles_of as tiles_of_gpu
+from jqx.kernels._products_gpu import tiles_of as tiles_of_gpu
+from jqx.kernels._products_tpu import BUDGET, tiles_of
 from jqx.kernels._shared import weights_gpu, weights_tpu
-from jqx.kernels._tiles_tpu import BUDGET, tiles_of
 
 from .matrices import TABLE, Case, assert_sums, made, real_weight
 

@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused():
         (
             lambda: attention("fp8").apply(known, X[:, :1], mutable=["cache"]),
             ValueError,
-            "another format|'int4'|cache='fp8'",
+            "has the format 'int4'|layer 'fp8'",
         ),
         (
             lambda: layer.apply({**state, "cache": {"kv_cache": X}}, X[:, :1], mutable=["cache"]),

@@ -137,80 +137,6 @@ def test_partitioned_parameters_are_unboxed():
     assert (module.apply(boxed, x) == module.apply(plain, x)).all()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_statistics_need_a_mutable_collection(way):
-    module = WAYS[way](W8A8, Mode.CALIBRATE)
-    with pytest.raises(
-        ValueError, match=r"CALIBRATE.* writes the collection 'quant_stats'"
-    ) as error:
-        module.apply(variables(), images())
-    assert "mutable=['quant_stats']" in str(error.value)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_calibrating_with_fixed_scales_is_refused(way):
-    module = WAYS[way](W8A8, Mode.SIMULATE, "dynamic")
-    known = jqx.linen.fix_scales(module, variables(), images())
-    with pytest.raises(ValueError, match="statistics have no use") as error:
-        WAYS[way](W8A8, Mode.CALIBRATE).apply(known, images(), mutable=["quant_stats"])
-    assert "calibrate before" in str(error.value)
-
-
-@pytest.mark.parametrize("function", ["convert", "fix_scales", "learn_scales"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_module_in_another_mode_is_refused(way, function):
-    module = WAYS[way](W8A8, Mode.FLOAT)
-    with pytest.raises(
-        ValueError, match=rf"jqx\.linen\.{function}: no part of the module"
-    ) as error:
-        getattr(jqx.linen, function)(module, variables(), images())
-    assert "Mode." in str(error.value)
-
-
-@pytest.mark.parametrize("way", ["layers", "whole"])
-def test_converting_twice_is_refused(way):
-    module = WAYS[way](W8A8, Mode.CONVERT)
-    converted = jqx.linen.convert(module, calibrated(way=way), images())
-    with pytest.raises(ValueError, match="quantized already"):
-        jqx.linen.convert(module, converted, images())
-
-
-def test_zero_points_are_not_learned():
-    asymmetric = {"qtype": jnp.uint8, "symmetric": False}
-    policy = jqx.presets.w8a8(activation=asymmetric, weight={"gradient": jqx.gradients.lsq})
-    module = jqx.linen.quantize(Net(), policy)
-    with pytest.raises(ValueError, match="has no gradient") as error:
-        jqx.linen.learn_scales(module, variables(), images(), scales="dynamic")
-    assert "fix_scales" in str(error.value)
-
-
-def test_a_rule_that_matches_nothing_is_an_error():
-    policy = jqx.Policy([jqx.Rule("decoder/.*", weight=jqx.QSpec(jnp.int8))])
-    with pytest.raises(ValueError, match="matches no contraction"):
-        jqx.linen.quantize(Net(), policy).apply(variables(), images())
-
-
-def test_what_is_no_policy_mode_or_module_is_refused():
-    with pytest.raises(TypeError, match="policy"):
-        jqx.linen.Dense(3, policy="w8a8")
-    with pytest.raises(TypeError, match="mode"):
-        jqx.linen.Dense(3, policy=W8A8, mode="convert")
-    with pytest.raises(TypeError, match="module"):
-        jqx.linen.quantize(lambda x: x, W8A8)
-    with pytest.raises(ValueError, match=r"(?s)is quantized already.*class QuantizedNet.*clone"):
-        jqx.linen.quantize(jqx.linen.quantize(Net(), W8A8), W8A8)
-    with pytest.raises(ValueError, match=r"(?s)is bound to variables.*a bound Net.*parent=None"):
-        jqx.linen.quantize(Net().bind(variables()), W8A8)
-    with pytest.raises(TypeError, match="module"):
-        jqx.linen.make_plan(Net(), variables(), images())
-
-    class Own(nn.Module):
-        policy: str = "mine"
-
-    with pytest.raises(ValueError, match=r"(?s)with fields policy\n.*rename"):
-        jqx.linen.quantize(Own(), W8A8)
-
-
 def test_a_quantized_module_is_a_value():
     """Hashable, comparable, cloned with other fields; its float module is not changed."""
     net = Net()
@@ -278,21 +204,3 @@ def test_convert_lays_weights_out_for_a_target():
         module.apply(packed, x)
         with pytest.raises(ValueError, match=r"jqx\.linen\.convert: `target` is unknown"):
             jqx.linen.convert(module, known, x, target="cuda")
-
-
-@pytest.mark.parametrize("way", ["layer", "whole", "inside another module"])
-def test_variables_that_were_not_converted_are_named(way):
-    policy, mode = jqx.presets.w8a8_dynamic(), Mode.CONVERT
-    x = jnp.ones((2, 4))
-    if way == "layer":
-        module, path = jqx.linen.Dense(3, policy=policy, mode=mode), "kernel"
-    else:
-        module = jqx.linen.quantize(nn.Sequential([nn.Dense(3)]), policy, mode=mode)
-        path = "layers_0/kernel"
-    if way == "inside another module":
-        module, path = nn.Sequential([module]), "layers_0/layers_0/kernel"
-    known = module.init(jax.random.key(0), x)
-    wrong = rf"(?s)not converted.*floats for {path}, .*fix: .*jqx\.linen\.convert"
-    with pytest.raises(ValueError, match=wrong):
-        module.apply(known, x)
-    assert module.apply(jqx.linen.convert(module, known, x), x).shape == (2, 3)

@@ -5,7 +5,7 @@ import pytest
 
 import jqx
 from jqx.modules import Mode
-from jqx.modules._shared import QuantizedFunction, Wanted
+from jqx.modules._shared import QuantizedFunction, Search
 
 POLICIES = {"static": jqx.presets.w8a8(), "dynamic": jqx.presets.w8a8_dynamic()}
 X = jnp.ones((2, 4))
@@ -30,7 +30,7 @@ def params():
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_conversion_and_its_result_are_one_trace(name):
     call, traces = counted(POLICIES[name], dynamic=True)
-    scales = call.find_scales(params(), Wanted.SCALES)
+    scales = call.find_scales(params(), Search.SCALES)
     call = call.with_scales(scales)
     codes = call.quantize(params())
     call(codes, Mode.CONVERT)

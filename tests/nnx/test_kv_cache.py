@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_refused():
     for run, facts in (
         (lambda: attention("int8"), "`cache` is unknown|'int8'|'fp8'"),
         (lambda: layer.init_cache((3, *SHAPE)), "one sequence axis"),
-        (lambda: other(X[:, :1]), "another format|'int4'|cache='fp8'"),
+        (lambda: other(X[:, :1]), "has the format 'int4'|layer 'fp8'"),
         (lambda: layer(X[:, :1].repeat(49, 1)), "the cache is full|49 new"),
     ):
         with pytest.raises(ValueError) as caught:

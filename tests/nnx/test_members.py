@@ -272,7 +272,7 @@ def test_statistics_and_learned_scales_are_the_wholes_alone():
     jqx.nnx.learn_scales(model, X)
     with pytest.raises(ValueError, match=r"(?s)Base: `encode` of a part.*learned scales"):
         model.blocks[0].encode(X)
-    with pytest.raises(ValueError, match=r"(?s)quantize: this model.*quantized parts"):
+    with pytest.raises(ValueError, match=r"(?s)quantize: this Base is quantized already"):
         jqx.nnx.quantize(model.blocks[0], POLICY)
 
 

@@ -1,6 +1,4 @@
-"""A static activation without a scale is an error, unless it is asked of the values at hand."""
-
-import re
+"""Scales of several methods and of parts, and learned scales."""
 
 import jax
 import jax.numpy as jnp
@@ -12,51 +10,9 @@ import jqx
 import jqx.nnx
 from jqx.nnx import Mode
 
-from .networks import POLICIES, WAYS, float_network, images, params
+from .networks import POLICIES, WAYS
 
 W8A8 = POLICIES["w8a8"]
-SITES = {
-    "whole": "conv/kernel:conv_general_dilated:lhs, hidden/kernel:dot_general:lhs",
-    "layers": "kernel:conv_general_dilated:lhs",
-    "injected": "kernel:conv_general_dilated:lhs",
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_forgotten_calibration_is_an_error_that_names_the_sites(way):
-    model = WAYS[way](W8A8, Mode.SIMULATE)
-    before = nnx.to_pure_dict(nnx.state(model))
-    match = f"(?s)have no scale.*{{}}, without .*{re.escape(SITES[way])}.*fix.*dynamic"
-    for mode in (Mode.SIMULATE, Mode.CONVERT):
-        model.set_attributes(mode=mode)
-        with pytest.raises(ValueError, match=match.format(mode)):
-            model(images())
-        for name in ("convert", "fix_scales", "learn_scales"):
-            with pytest.raises(ValueError, match=match.format(f"a call of {name}")):
-                getattr(jqx.nnx, name)(model, images())
-    after = nnx.to_pure_dict(nnx.state(model))
-    assert str(before) == str(after)
-    if way == "whole":
-        assert len(jqx.nnx.make_plan(model, images()).sites) == 3
-        with pytest.raises(ValueError, match=r"(?s)Linear: `__call__` of a part.*without scales"):
-            model.out(jnp.ones((1, 8)))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_dynamic_scales_are_those_of_the_values_of_the_call(way):
-    model = WAYS[way](W8A8, Mode.SIMULATE, "dynamic")
-    expected = jqx.simulate(float_network, W8A8, "dynamic")(params(), images())
-    assert (model(images()) == expected).all()
-    plan = jqx.make_plan(float_network, W8A8)(params(), images())
-    weights = jqx.quantize_params(params(), plan)
-    stats = jqx.calibrate(float_network, plan)(params(), images())[1]
-    affines = jqx.affines(plan, stats) if way == "whole" else "dynamic"
-    expected = jqx.convert(float_network, plan, affines)(weights, images())
-    jqx.nnx.convert(model, images())
-    other = WAYS[way](W8A8, Mode.SIMULATE)
-    jqx.nnx.convert(other, images(), scales="dynamic")
-    assert (model(images()) == expected).all() and (other(images()) == expected).all()
-    assert model(2 * images()).shape == (4, 3)
 
 
 def test_methods_are_converted_one_after_another():
@@ -85,14 +41,9 @@ def test_parts_take_dynamic_scales():
     model = WAYS["whole"](W8A8, Mode.SIMULATE, "dynamic")
     x, floats = jnp.linspace(-1, 1, 8)[None], WAYS["whole"](W8A8, Mode.FLOAT)
     assert (model.out(x) != floats.out(x)).any()
-
-
-def test_scales_are_checked():
-    with pytest.raises(ValueError, match=r"(?s)Linear: `scales` is unknown.*'batch'.*fix"):
-        jqx.nnx.Linear(2, 3, policy=W8A8, scales="batch", rngs=nnx.Rngs(0))
     model = WAYS["whole"](W8A8, Mode.SIMULATE)
-    with pytest.raises(ValueError, match=r"(?s)fix_scales: `scales` is unknown"):
-        jqx.nnx.fix_scales(model, images(), scales="static")
+    with pytest.raises(ValueError, match=r"(?s)Linear: `__call__` of a part.*without scales"):
+        model.out(x)
 
 
 def test_learned_scales_have_a_rate_of_their_own():

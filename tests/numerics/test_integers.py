@@ -1,5 +1,3 @@
-import re
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -182,7 +180,7 @@ PARTS = r"jqx\.numerics\.Integer: .*{}.*\n  given:    .*{}.*(\n  expected: .+)?\
 
 @pytest.mark.parametrize("bits", [-8, 0, 1, 9, 12, 15, 24, 31, 33, 64])
 def test_widths_that_do_not_exist_are_refused(bits):
-    with pytest.raises(ValueError, match=PARTS.format("bits is not supported", f"bits == {bits}")):
+    with pytest.raises(ValueError, match=f"(?s)bits == {bits} is not supported.+fix:"):
         Integer(bits)
 
 
@@ -192,8 +190,7 @@ def test_one_bit_is_referred_to_binary():
 
 
 def test_a_narrow_unsigned_format_is_refused():
-    facts = re.escape("signed == False, narrow == True")
-    with pytest.raises(ValueError, match=PARTS.format("no negative code to exclude", facts)):
+    with pytest.raises(ValueError, match=r"(?s)no negative code to exclude.+fix:"):
         Integer(8, signed=False, narrow=True)
 
 

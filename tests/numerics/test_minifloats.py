@@ -281,12 +281,12 @@ def test_the_families_of_specials_have_the_suffixes_of_their_names():
                 "specials": Specials.NONE,
                 "saturate": False,
             },
-            "saturate == False, Specials.NONE",
+            "without infinity and NaN must saturate",
         ),
     ],
 )
 def test_formats_that_do_not_exist_are_refused(fields, facts):
-    parts = r"jqx\.numerics\.Minifloat: .+\n  given:    .*{}.*\n  expected: .+\n  fix:      .+"
+    parts = r"(?s)jqx\.numerics\.Minifloat: .*{}.*\n  fix:      .+"
     with pytest.raises(ValueError, match=parts.format(re.escape(facts))):
         Minifloat(**fields)
 

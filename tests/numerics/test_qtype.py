@@ -229,7 +229,7 @@ def test_a_format_of_ones_own_takes_axes_and_round_modes_but_no_zero_point():
     s = np.asarray(scale)[:, None]
     expected = LOG4_TABLE.rounded(np.asarray(X) / s, RoundMode.TOWARD_ZERO) * s
     np.testing.assert_array_equal(real, expected)
-    with pytest.raises(ValueError, match=r"^jqx\.quantize: log4 has no zero point\.\n  given:"):
+    with pytest.raises(ValueError, match=r"^jqx\.quantize: log4 has no zero point\.\n  fix:"):
         jqx.quantize(X, scale, jnp.zeros(4, jnp.int8), qtype=LOG4, axes=0)
 
 

@@ -322,7 +322,7 @@ def test_mistakes_are_errors_in_four_parts():
         (stats, {"table": GRAM}, "not given"),
         ({}, {"a": GRAM}, "do not have the same entries"),
         ({**stats, "c": 0}, {"a": GRAM}, "does not have the entries of the plan"),
-        ({key: tuple(value) for key, value in stats.items()}, {"a": GRAM}, "do not depend"),
+        ({key: tuple(value) for key, value in stats.items()}, {"a": GRAM}, "differ in structure"),
     ]:
         with pytest.raises(ValueError, match=fact) as refusal:
             jqx.merge_stats(plan, stats, others, observers=given)

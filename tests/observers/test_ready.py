@@ -292,7 +292,7 @@ def test_samples_are_equally_likely_to_be_any_row():
 @pytest.mark.parametrize(
     ("make", "error", "fact"),
     [
-        (lambda: samples(0), ValueError, "at least 1"),
+        (lambda: samples(0), ValueError, "below 1"),
         (lambda: samples(2.5), TypeError, "integer"),
         (lambda: hessian(weight=3), TypeError, "observers.hessian: `weight` is not a function"),
         (lambda: samples(3, weight=np.ones(3)), TypeError, "ndarray"),

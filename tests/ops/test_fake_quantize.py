@@ -281,9 +281,9 @@ REFUSED = {
     "levels_a_float": (GOOD, {"levels": 4.0}, TypeError, ("`levels` must be an integer", "float")),
     "levels_a_boolean": (GOOD, {"levels": True}, TypeError, ("`levels` must be an integer",)),
     "levels_none": (GOOD, {"levels": None}, TypeError, ("`levels` must be an integer",)),
-    "levels_one": (GOOD, {"levels": 1}, ValueError, ("`levels` must be 2 or more", "levels == 1")),
+    "levels_one": (GOOD, {"levels": 1}, ValueError, ("`levels` must be 2 or more, but is 1",)),
     "levels_zero": (GOOD, {"levels": 0}, ValueError, ("`levels` must be 2 or more",)),
-    "levels_negative": (GOOD, {"levels": -1}, ValueError, ("levels == -1", "levels >= 2")),
+    "levels_negative": (GOOD, {"levels": -1}, ValueError, ("2 or more, but is -1",)),
     "unknown_broadcast": (
         GOOD,
         {"auto_broadcast": "explicit"},
@@ -295,7 +295,7 @@ REFUSED = {
         GOOD,
         {"axis": 1},
         ValueError,
-        ("`axis` has no meaning with auto_broadcast='numpy'", "axis == 1"),
+        ("`axis` (1) has no meaning with auto_broadcast='numpy'",),
     ),
     "none_with_a_scalar": (
         (X, S, X, X, X),

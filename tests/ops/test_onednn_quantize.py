@@ -202,7 +202,7 @@ def test_float8_takes_channels():
 
 
 X, ONE = np.ones((2, 3), np.float32), np.ones(1, np.float32)
-WRONG_TYPE = "has an element type that the operation does not take"
+WRONG_TYPE = "has an element type that is not supported"
 
 
 def ones(shape, dtype=np.float32):
@@ -214,7 +214,7 @@ REFUSED_BY_DYNAMIC_QUANTIZE = {
         (X.astype(np.float16), ONE),
         {},
         TypeError,
-        (f"`x` {WRONG_TYPE}", "x: float16", "float32"),
+        (f"`x` {WRONG_TYPE}", "float16", "float32"),
     ),
     "x_of_integers": ((ones(3, np.int32), ONE), {}, TypeError, (f"`x` {WRONG_TYPE}", "int32")),
     "scales_of_16_bits": (
@@ -308,7 +308,7 @@ REFUSED_BY_DYNAMIC_QUANTIZE = {
         (X, ONE),
         {"granularity": "per_group"},
         ValueError,
-        ("`granularity` is unknown", "'per_group'", "per_tensor, per_channel"),
+        ("`granularity` 'per_group' is unknown", "per_tensor, per_channel"),
     ),
 }
 
@@ -337,7 +337,7 @@ REFUSED_BY_ONEDNN_QUANTIZE = {
         (X,),
         {"scales": [1.0], "zps": [0], "qtype": jnp.float8_e4m3fn},
         ValueError,
-        ("`zps` must be absent for float8", "float8_e4m3fn", "zps=None"),
+        ("`zps` must be absent for float8", "float8_e4m3fn", "drop zps"),
     ),
     "quantize_with_two_scales": (
         (X,),
@@ -361,7 +361,7 @@ REFUSED_BY_ONEDNN_QUANTIZE = {
         (X,),
         {"scales": [1.0], "granularity": "per_row"},
         ValueError,
-        ("`granularity` is unknown", "'per_row'"),
+        ("`granularity` 'per_row' is unknown",),
     ),
 }
 

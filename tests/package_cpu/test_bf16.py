@@ -9,7 +9,7 @@ import pytest
 
 import jqx
 from jqx import _package_cpu
-from jqx.contractions._how._kernels_cpu_groups import FEW
+from jqx.contractions._kernels_cpu import FEW
 from jqx.kernels._shared import float_product_cpu
 
 from ..arrays import normal

@@ -10,8 +10,8 @@ from jax import lax
 
 import jqx
 from jqx import _package_cpu
-from jqx.contractions._how._kernels_cpu_groups import _table_of
-from jqx.interop._encoded import as_numpy, codes_of
+from jqx.contractions._kernels_cpu import _table_of
+from jqx.interop._codec import as_numpy, codes_of
 from jqx.kernels._shared import decoded_product_cpu
 from jqx.numerics import Codebook, Minifloat, Specials, format_of, mxfp4, mxfp8_e4m3, nf4, nvfp4
 from jqx.tensor._shared import kernel_of

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jqx
 from jqx import _package_cpu
 from jqx.contractions._cache import values_as
-from jqx.interop._encoded import as_numpy, codes_of
+from jqx.interop._codec import as_numpy, codes_of
 from jqx.kernels._shared import float_product_cpu, product_cpu
 
 from ..arrays import normal

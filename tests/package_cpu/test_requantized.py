@@ -10,7 +10,7 @@ from jax import lax
 
 import jqx
 from jqx import _package_cpu
-from jqx.contractions._how._kernels_cpu import plain_sums
+from jqx.contractions._kernels_cpu import plain_sums
 
 from ..arrays import normal
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 from jqx import _compat, parallel
-from jqx.diagnostics import _targets as targets
+from jqx.diagnostics import _lowering as targets
 
 pytestmark = pytest.mark.aot
 

@@ -83,7 +83,7 @@ ERRORS = {
     "no use": (
         {"shardings": {"up": None}},
         "`shardings` have no effect",
-        "pass partial_dtype=jnp.bfloat16",
+        "pass one of these",
     ),
     "integers": ({"partial_dtype": jnp.int8}, "`partial_dtype`", "float"),
     "not partitioned": (

@@ -8,7 +8,7 @@ from jax import lax
 
 import jqx
 from jqx import parallel
-from jqx.parallel._unbiased import rounded
+from jqx.parallel._wire import round_stochastically
 
 from .devices import COUNT, normal, on_each
 
@@ -76,7 +76,7 @@ def test_one_of_the_two_neighbouring_numbers_is_drawn(qtype):
     codes = np.unique(np.asarray(_numbers(qtype)))
     gaps = np.diff(codes)
     x = jnp.asarray(codes[:-1] + gaps / 4, jnp.float32)
-    draw = jax.jit(lambda key: rounded(x, jnp.ones((1,), jnp.float32), spec, key))
+    draw = jax.jit(lambda key: round_stochastically(x, jnp.ones((1,), jnp.float32), spec, key))
     drawn = np.asarray(jax.vmap(draw)(jax.random.split(jax.random.key(1), KEYS)))
     up = drawn == codes[1:]
     assert (up | (drawn == codes[:-1])).all()

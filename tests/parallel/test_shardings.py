@@ -194,19 +194,19 @@ ERRORS = {
         ),
         ValueError,
         "axis 0 of 'w' is partitioned, but codes are packed along it",
-        "no byte with codes of several devices",
+        "pack it along another axis",
     ),
     "no mesh": (
         lambda mesh: jqx.parallel.shardings({"w": P("data")}, {"w": block_of(8, {})}),
         ValueError,
         "the mesh along whose axes 'w' is partitioned is not known",
-        "a mesh, which has the number of partitions",
+        "pass NamedShardings",
     ),
     "no sharding": (
         lambda mesh: jqx.parallel.shardings({"w": "data"}, {"w": block_of(8, {})}, mesh=mesh),
         TypeError,
         "the entry for 'w' is not a sharding",
-        "a jax.sharding.NamedSharding",
+        "pass a NamedSharding",
     ),
     "target": (
         lambda mesh: jqx.parallel.shardings(
@@ -214,13 +214,13 @@ ERRORS = {
         ),
         ValueError,
         "`target` is not used",
-        "target=None",
+        "leave out target=",
     ),
     "tree": (
         lambda mesh: jqx.quantize_params(params(), plan_of("w8a16"), shardings={"up": P()}),
         ValueError,
         "`shardings` are not for these parameters",
-        "the tree of `params`",
+        "Dict key mismatch",
     ),
 }
 

@@ -104,7 +104,7 @@ def test_algorithms_take_static_numbers(name):
     def f(w, x, n):
         return jnp.tanh(x[:, :n] @ w["a"][:n]) @ w["b"]
 
-    options = {"steps": 1} if name in ("adaround", "auto_round", "rotate") else {}
+    options = {"steps": 1} if name in ("adaround", "auto_round") else {}
     algorithm = getattr(jqx.algorithms, name)(**options)
     params = {"a": normal(0, 8, 16) / 4, "b": normal(1, 16, 16) / 4}
     batches = [(normal(2, 32, 8), 4), (normal(3, 32, 8), 4)]

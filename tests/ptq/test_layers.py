@@ -191,7 +191,6 @@ ALGORITHMS = {
     "equalize": equalize(),
     "rotate": rotate(),
     "rotate offline": rotate(offline=True),
-    "learned rotations": rotate(steps=2),
     "eora": eora(rank=2),
     "loftq": loftq(rank=2, rounds=2),
     "bias_correction": bias_correction(),

@@ -418,7 +418,7 @@ ALGORITHMS = {
     "smooth_quant": algorithms.smooth_quant,
     "awq": lambda: algorithms.awq(steps=3),
     "equalize": algorithms.equalize,
-    "rotate": lambda: algorithms.rotate(steps=2),
+    "rotate": algorithms.rotate,
     "gptq": lambda: algorithms.gptq(propagation="gptaq"),
     "gptq in one pass": lambda: algorithms.gptq(sequential=False),
     "adaround": lambda: algorithms.adaround(steps=5),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.ptq._unbound import leaves_by_path
+from jqx.ptq._quantized import leaves_by_path
 
 from ..arrays import on_device
 
@@ -94,7 +94,7 @@ def test_a_backend_without_layouts_is_named(monkeypatch):
 def test_parameters_of_one_path_cannot_be_saved():
     """Names tell them apart in a plan, and not in a file."""
     params = {"c": {"d": jnp.ones(8)}, "c/d": jnp.ones(8)}
-    match = r"(?s)two parameters have the same path.+'c/d' more than once"
+    match = r"several parameters have the path 'c/d'"
     with pytest.raises(ValueError, match=match):
         leaves_by_path(params)
 

@@ -90,7 +90,7 @@ def test_two_bits_are_refused_where_jax_cannot_write_them(name):
     q = random_tensor(np.random.default_rng(0), jnp.dtype(name), (4, 8))
     with pytest.raises(ValueError, match=f"jax.export cannot serialize {name} values") as info:
         written(q)
-    for words in ("jqx.QTensor: ", "packed storage", "q.pack()"):
+    for words in ("jqx.QTensor: ", "q.pack()"):
         assert words in str(info.value)
     assert_equal(returned(q.pack()), q.pack())
 
@@ -104,10 +104,10 @@ def test_a_format_of_the_user_is_refused_by_name():
 
 
 CHANGES = {
-    b'"version": 1': (b'"version": 2', "the version is unknown"),
+    b'"version": 2': (b'"version": 3', "the version is unknown"),
     b'"qtype"': (b'"qtipe"', "the field 'qtipe' at QTensor is unknown"),
     b'"float32"': (b'"float33"', "`dtype` is not a dtype"),
-    b"Codebook": (b"Codebock", "'jqx.numerics.Codebock' at QTensor.qtype is unknown"),
+    b"Codebook": (b"Codebock", "'Codebock' at QTensor.qtype is unknown"),
     b'"blocks": []': (b'"blocks": {}', "QTensor.blocks is unknown"),
     b'"mine"': (b"[1, 2]", "QTensor.qtype.label has the wrong type"),
 }

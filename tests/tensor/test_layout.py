@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import treescope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -367,7 +366,7 @@ def test_tensors_of_different_layouts_are_not_joined():
     q = random_tensor(np.random.default_rng(0), "int4", (4, 6))
     for other in (laid_out(q, SWAPPED), laid_out(q, AS_INT8), q.pack()):
         for function in (jqx.QTensor.concatenate, jqx.QTensor.stack):
-            facts = ("different layouts", "one layout", "q.unpack()", str(other.layout))
+            facts = ("different layouts", "q.unpack()", str(other.layout))
             name = f"QTensor.{function.__name__}"
             assert_refused(lambda a, b, f=function: f([a, b]), (q, other), TypeError, name, *facts)
 
@@ -467,8 +466,6 @@ def test_it_shows_how_the_codes_lie():
     for layout, words in shown.items():
         laid = laid_out(q, layout)
         assert words in repr(laid) and f"{laid.nbytes:,} bytes" in repr(laid)
-        text = treescope.render_to_text(laid)
-        assert f"swapped={layout.swapped}" in text and f"int8={layout.int8}" in text
         abstract = jax.eval_shape(lambda q: q, laid)
         assert repr(abstract) == repr(laid)
 
@@ -483,9 +480,15 @@ def test_it_shows_how_the_codes_lie():
         (((5,), "int4"), "int4", SWAPPED, ValueError, ("two axes to be swapped", "(5,)")),
         (((5,), "int4"), "int4", AS_INT8, TypeError, ("`values`", "int4", "values.dtype == int8")),
         (((5,), "uint8"), "uint4", AS_INT8, TypeError, ("`values`", "values.dtype == int8")),
-        (((5,), "int8"), "int8", AS_INT8, ValueError, ("int8", "int8=True", "other than int8")),
-        (((5,), "int8"), numerics.int3, AS_INT8, ValueError, ("int3", "other than int8")),
-        (((5,), "uint8"), numerics.nf4, AS_INT8, ValueError, ("nf4", "other than int8")),
+        (
+            ((5,), "int8"),
+            "int8",
+            AS_INT8,
+            ValueError,
+            ("int8", "int8=True", "integers of up to 8 bits"),
+        ),
+        (((5,), "int8"), numerics.int3, AS_INT8, ValueError, ("int3", "integers of up to 8 bits")),
+        (((5,), "uint8"), numerics.nf4, AS_INT8, ValueError, ("nf4", "integers of up to 8 bits")),
         (((5,), "uint8"), "int8", packed(-1, 5), ValueError, ("int8", "less than 8 bits")),
         (
             ((6,), "uint8"),

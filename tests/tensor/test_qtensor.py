@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import treescope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -846,7 +845,7 @@ def test_packed_codes_with_zero_points_and_a_tail_dequantize_alike(qtype):
 @pytest.mark.parametrize("qtype", [jnp.int8, jnp.int16, jnp.float8_e4m3fn, numerics.int7.storage])
 def test_a_format_that_fills_its_bytes_is_not_packed(qtype):
     q = jqx.QTensor.quantize(ones((4, 6)), jqx.QSpec(qtype))
-    assert_refused(lambda q: q.pack(), (q,), ValueError, "QTensor.pack", "fill their bytes", "bits")
+    assert_refused(lambda q: q.pack(), (q,), ValueError, "QTensor.pack", "fill their bytes")
     f = functools.partial(jqx.QTensor.quantize, spec=jqx.QSpec(qtype), pack=0)
     assert_refused(f, (ones((4, 6)),), ValueError, "QTensor.quantize", "fill their bytes")
 
@@ -984,19 +983,15 @@ def test_it_shows_format_shape_granularity_and_bytes(name):
     shown = repr(q)
     for fact in (f"{form}{list(q.shape)}", granularity, f"{size:,} bytes", "dtype=float32"):
         assert fact in shown
-    text = treescope.render_to_text(q)
-    for fact in (f"shape={q.shape}", repr(granularity), f"nbytes={size}", "scale", "values"):
-        assert fact in text
 
 
-def test_treescope_shows_it_whatever_its_leaves_are():
+def test_it_is_shown_whatever_its_leaves_are():
     """Masks and partitions have `None` or labels in place of arrays."""
     q, _ = made("nv with a tail")
     for thing in (None, "label", True):
         filled = jax.tree.map(lambda leaf, thing=thing: thing, q)
-        text = treescope.render_to_text(filled)
-        assert "QTensor" in text and repr(thing) in text and repr(thing) in repr(filled)
-    assert "shape=(3, 4, 10)" in treescope.render_to_text(jax.eval_shape(lambda: q))
+        assert "QTensor" in repr(filled) and repr(thing) in repr(filled)
+    assert "[3, 4, 10]" in repr(jax.eval_shape(lambda: q))
 
 
 @jax.jit

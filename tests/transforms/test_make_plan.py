@@ -331,7 +331,7 @@ def test_bad_arguments_are_refused_with_what_to_do(call, error, fact):
     with pytest.raises(error, match=fact) as info:
         call()
     text = str(info.value)
-    assert all(part in text for part in ("jqx.", "given:", "expected:", "fix:"))
+    assert all(part in text for part in ("jqx.", "fix:"))
 
 
 def test_parameters_may_hold_random_keys_and_integers():

@@ -1,4 +1,4 @@
-from jqx.transforms._origin import Origin, close_over_merges
+from jqx.transforms._views import Origin, close_over_merges
 
 
 def sets(*groups):

@@ -17,7 +17,8 @@ from jax import export
 
 import jqx
 from jqx import calibrators, gradients, numerics
-from jqx.calibrators import AbsMax, Groups
+from jqx.calibrators import Groups
+from jqx.calibrators._shared import AbsMax
 from jqx.tensor._shared import record_from_json, to_json
 from jqx.transforms._plan import Weight
 
@@ -303,7 +304,7 @@ def assert_four_parts(info, call):
     assert re.fullmatch(parts, str(info.value)), str(info.value)
 
 
-@pytest.mark.parametrize("version", [None, 0, 2, "1", 1.0, True])
+@pytest.mark.parametrize("version", [None, 0, 3, "1", 1.0, True])
 def test_another_version_is_refused(version):
     data = {**written(planned()), "version": version}
     with pytest.raises(ValueError, match="the version is unknown") as info:
@@ -328,7 +329,7 @@ def test_every_missing_field_is_named():
             jqx.Plan.from_dict(changed(data, path, lambda node, key: node.pop(key)))
         assert_four_parts(info, "Plan.from_dict")
         named = f"does not have the field {path[-1]!r}" in str(info.value)
-        assert named or path[-1].startswith("jqx.") or path == ("version",), path
+        assert named or path[-1][0].isupper() or path == ("version",), path
 
 
 def test_every_unknown_field_is_named():

@@ -1,6 +1,5 @@
 """The warning about an alternative in the path of a rule that matches nothing."""
 
-import itertools
 import re
 import warnings
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx.transforms._unused_alternatives import alternatives
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -28,18 +26,16 @@ def planned(policy):
 
 
 def test_a_warning_names_the_rule_the_alternative_and_the_nearest_path():
-    policy = jqx.Policy({".*bias|(embed|haed)/kernel": "float", ".*": "int8"})
+    policy = jqx.Policy({"(embed|haed)/kernel": "float", ".*": "int8"})
     with pytest.warns(UserWarning) as record:
         planned(policy)
     (warning,) = record
     assert warning.filename == __file__
     assert str(warning.message) == (
-        "jqx.make_plan: rule 0 of the policy has an alternative without a match.\n"
-        "  given:    'haed' in Rule('.*bias|(embed|haed)/kernel')\n"
-        "  expected: a match of each; paths are: 'embed/kernel', 'head/kernel', 'scores', "
-        "'up/kernel'\n"
-        "  fix:      did you mean 'head/kernel'? Or drop what has no match, or pass optional=True "
-        "for a policy of several models."
+        "jqx.make_plan: rule 0 of the policy has alternatives without a match.\n"
+        "  given:    'haed' in Rule('(embed|haed)/kernel')\n"
+        "  fix:      did you mean 'head/kernel'? Or drop them, or pass optional=True for a policy "
+        "of several models."
     )
 
 
@@ -47,8 +43,7 @@ def test_a_warning_names_the_rule_the_alternative_and_the_nearest_path():
     ("rules", "fact"),
     [
         (jqx.presets.w8a16(exclude="(embed|heads)/.*").rules, "'heads' in Rule('(embed|heads)/"),
-        ([jqx.Rule("(embed|head)/.*|up/kernels", weight="int8")], "did you mean 'up/kernel'?"),
-        ([jqx.Rule("(embed/(kernel|q|v)|up).*", weight="int8")], "2 alternatives without a match"),
+        ([jqx.Rule("(?:embed|no|none)/.*", weight="int8")], "'no', 'none' in Rule"),
         ([jqx.Rule("embed/kernel|head", weight="int8")], "write 'head/.*'."),
         ([jqx.Rule("embed/kernel|.*query.*", weight="int8")], "correct the path."),
     ],
@@ -98,8 +93,8 @@ def test_steps_of_a_scan_are_paths():
         with pytest.raises(ValueError, match="selects steps twice"):
             jqx.make_plan(scanned, jqx.Policy(rules))(params, X)
         jqx.make_plan(scanned, jqx.Policy({"(layers)[0]": "int8", ".*": "int4"}))(params, X)
-    with pytest.warns(UserWarning, match=r"'blocks\[0\]' in Rule"):
-        jqx.make_plan(scanned, jqx.Policy({"(layers|blocks[0])": "int8"}))(params, X)
+    with pytest.warns(UserWarning, match="'blocks' in Rule"):
+        jqx.make_plan(scanned, jqx.Policy({"(layers|blocks)": "int8"}))(params, X)
 
 
 def test_one_call_of_ptq_warns_once():
@@ -110,21 +105,3 @@ def test_one_call_of_ptq_warns_once():
             params, [jnp.ones(X.shape)]
         )
     assert len(record) == 1
-
-
-PATTERNS = (
-    "(a|b)c",
-    "a|b",
-    "((a|b)/x|c)x",
-    "x(a|b(c|ab))c|(?:ab|b)",
-    r"[|(]a(\||b|a)",
-    "(a|b)(b|c)",
-)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_each_alternative_alone_matches_a_part_and_all_match_everything(pattern):
-    words = ["".join(word) for n in range(5) for word in itertools.product("abcx/|", repeat=n)]
-    full = {word for word in words if re.fullmatch(pattern, word)}
-    parts = [{w for w in words if re.fullmatch(x.path, w)} for x in alternatives(pattern)]
-    assert all(part < full for part in parts) and set().union(*parts) == full and full

@@ -6,24 +6,25 @@ writes it. Needs matplotlib, from the extra `examples`, which the first use of a
 import typing as _typing
 
 from ..._late import late as _late
-from ..._old_names import renamed as _renamed
 
 if _typing.TYPE_CHECKING:
-    from ._bars import sensitivity_bars as sensitivity_bars
-    from ._bars import sqnr_bars as sqnr_bars
-    from ._boxes import ranges as ranges
-    from ._front import front as front
-    from ._heat_map import heat_map as heat_map
-    from ._histogram import histogram as histogram
+    from ._plots import front as front
+    from ._plots import heat_map as heat_map
+    from ._plots import histogram as histogram
+    from ._plots import ranges as ranges
+    from ._plots import sensitivity_bars as sensitivity_bars
+    from ._plots import sqnr_bars as sqnr_bars
 else:
     __getattr__, __dir__ = _late(
         __name__,
         {
-            "_bars": ("sensitivity_bars", "sqnr_bars"),
-            "_boxes": ("ranges",),
-            "_front": ("front",),
-            "_heat_map": ("heat_map",),
-            "_histogram": ("histogram",),
+            "_plots": (
+                "front",
+                "heat_map",
+                "histogram",
+                "ranges",
+                "sensitivity_bars",
+                "sqnr_bars",
+            )
         },
-        _renamed(__name__, {}),
     )

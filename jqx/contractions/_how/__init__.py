@@ -1,1 +1,0 @@
-"""How to contract: the formulations, the order in which they are tried, and their parts."""

@@ -1,1 +1,0 @@
-"""The integer arithmetic: sums of codes in int32, and their requantization."""

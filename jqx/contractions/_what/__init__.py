@@ -1,1 +1,0 @@
-"""What to contract: the axes of operands, and an operation as the planner sees it."""
