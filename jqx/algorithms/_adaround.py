@@ -22,7 +22,7 @@ from ..transforms._shared import Chosen, OnNonfinite
 from ._gptq import Stack, parted
 from ._grids import Grids, calibrated
 from ._layers import layer_by_layer
-from ._matrices import Matrix, Unsupported, corrected, observers_of, settled
+from ._matrices import Matrix, Unsupported, observers_of, settled
 from ._options import algorithm, check_options
 from ._report import MatrixReport
 from ._store import Where
@@ -171,7 +171,10 @@ class adaround:
                     fix="calibrate on other batches, without NaN and infinities.",
                 )
         goal = np.stack(
-            [self._goal(w, matrix) for w, matrix in zip(stack.w, matrices, strict=True)]
+            [
+                self._goal(w, matrix, grids.limits(label))
+                for w, matrix, label in zip(stack.w, matrices, stack.label, strict=True)
+            ]
         )
         products = np.stack([x.hessian for x in matrices]).astype(np.float32)
         learned = np.asarray(
@@ -192,11 +195,11 @@ class adaround:
         grids.write(stack.element_ids, rounded)
         return entries
 
-    def _goal(self, w: Array, matrix: Matrix) -> Array:
+    def _goal(self, w: Array, matrix: Matrix, limits: tuple[Array, Array]) -> Array:
         """Returns the target that the rounded matrix approximates."""
         if matrix.drift is None:
             return w
-        return corrected(w, matrix.hessian, matrix.drift.cross, self.strength, _DAMPING)
+        return matrix.corrected(w, limits, self.strength, _DAMPING)
 
 
 def _up(v: jax.Array) -> jax.Array:

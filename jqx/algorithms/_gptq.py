@@ -32,7 +32,6 @@ from ._matrices import (
     Unsupported,
     by_shape,
     carried_over,
-    corrected,
     damped,
     factor,
     matrices_of,
@@ -617,7 +616,8 @@ class gptq:
       propagation: how a site compensates for the error of its inputs, if `sequential`. `"qep"`
         corrects the weight before rounding, `"gptaq"` corrects each column during the loop;
         `"none"` does not. Integers that the function computes from floats, such as the expert of a
-        token, are those of the quantized function in both.
+        token, are those of the quantized function in both. `"qep"` leaves a row as it is if
+        its scales would cut the correction off so that it loses.
       strength: how much of that correction is applied, 0 to 1; `None` is .5 for `qep` and .25 for
         `gptaq`.
       ill_conditioned: what to do with a matrix whose `H` no damping makes positive definite:
@@ -862,8 +862,10 @@ class gptq:
         if cross and (self.propagation == "qep" or self.factors or self.sweeps):
             w = np.stack(
                 [
-                    corrected(x, matrix.hessian, d, strength, solved.damping)
-                    for x, matrix, d, solved in zip(w, matrices, cross, factors, strict=True)
+                    matrix.corrected(x, stack.grids.limits(label), strength, solved.damping)
+                    for x, label, matrix, solved in zip(
+                        w, stack.label, matrices, factors, strict=True
+                    )
                 ]
             ).astype(np.float32)
         if cross and self.propagation == "gptaq":

@@ -15,6 +15,7 @@ import numpy as np
 from .. import _compat
 from .._compat import whole_of
 from ..calibrators import Affine, Calibrator
+from ..numerics import format_of
 from ..numerics._shared import E8M0
 from ..observers import places
 from ..ops._shared import affine_dequantize, affine_quantize
@@ -231,6 +232,13 @@ class Grids:
     def at(self, label: Array) -> tuple[Array, Array | None]:
         """Returns scales and zero points of elements by the index of their scale."""
         return self.scale[label], None if self.zero_point is None else self.zero_point[label]
+
+    def limits(self, label: Array) -> tuple[Array, Array]:
+        """Returns the least and the largest value of elements by the index of their scale."""
+        scale, zero_point = self.at(label)
+        start = 0 if zero_point is None else zero_point.astype(np.float32)
+        form = format_of(self.spec.qtype)
+        return (form.low - start) * scale, (form.high - start) * scale
 
     def put(self, label: Array, affine: Affine) -> None:
         """Writes scales and zero points by their index."""

@@ -199,12 +199,35 @@ class Matrix:
         """Returns the squared error of each row of the result, summed over the inputs: of `rounded`
         on the actual inputs, relative to `w` on those of the float function.
         """
-        difference = w - rounded
+        change = self.loss_change(w, rounded)
+        return change if self.drift is None else change + objective(w, self.drift.gram)
+
+    def loss_change(self, w: Array, changed: Array) -> Array:
+        """Returns how much larger the squared error of each row of the result is with `changed` in
+        place of `w`; below 0 where `changed` makes up for the error of the inputs.
+        """
+        difference = w - changed
         error = objective(difference, self.hessian)
         if self.drift is None:
             return error
-        mixed = np.einsum("nk,nk->n", w @ self.drift.cross, difference)
-        return error + 2 * mixed + objective(w, self.drift.gram)
+        return error + 2 * np.einsum("nk,nk->n", w @ self.drift.cross, difference)
+
+    def corrected(
+        self, w: Array, limits: tuple[Array, Array], strength: float, damping: float
+    ) -> Array:
+        """Returns a matrix corrected for the error of its inputs, but for rows that would lose by
+        it within the limits of their scales.
+
+        A few massive activations can ask for corrections beyond these limits, which cancel each
+        other in the product. Rounding clips them, and GPTQ would make up for that with all other
+        columns.
+        """
+        assert self.drift is not None
+        target = corrected(w, self.hessian, self.drift.cross, strength, damping)
+        low, high = limits
+        held = np.clip(target, np.minimum(low, w), np.maximum(high, w))
+        is_worse = self.loss_change(w, held) > 0
+        return np.where(is_worse[:, None], w, target)
 
 
 class Drift(NamedTuple):

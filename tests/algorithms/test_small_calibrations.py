@@ -7,6 +7,7 @@ from jax import lax
 
 import jqx
 from jqx.algorithms import adaround, gptq
+from jqx.algorithms._matrices import Drift, Matrix, corrected
 
 RNG = np.random.default_rng(0)
 INT4 = jqx.Policy({".*": "int4"})
@@ -155,3 +156,33 @@ def test_an_interrupted_run_reports_the_same(tmp_path):
     first, again = (quantize(params, [x]) for _ in range(2))
     assert first.details.entries == again.details.entries
     assert first.report.codes == again.report.codes and "64 of 100" in again.report.codes
+
+
+def test_a_correction_beyond_the_limits_of_the_scales_is_left_out_where_it_would_lose():
+    """Two columns are nearly multiples of each other in a few massive rows. What the float function
+    has besides them asks for corrections that cancel each other.
+    """
+    rng = np.random.default_rng(2)
+    quantized = 0.05 * rng.normal(size=(512, 12))
+    massive = rng.normal(size=(8, 1))
+    quantized[:8, :2] += 400 * np.abs(massive) * [1, 0.4] + rng.normal(size=(8, 2))
+    difference = 0.001 * rng.normal(size=(512, 12))
+    difference[:8, :2] += 3 * (quantized[:8, 1:2] - 0.4 * quantized[:8, :1]) * [1, 0.3]
+    w = rng.normal(size=(24, 12))
+    w[:4, :2] = 0  # nothing of what these rows multiply by is missing
+    drift = Drift(difference.T @ quantized, difference.T @ difference)
+    ids = np.arange(w.size).reshape(w.shape)
+    matrix = Matrix(("f",), (), (), ids, quantized.T @ quantized, len(quantized), drift)
+    limits = np.full_like(w, -1.5), np.full_like(w, 1.5)
+
+    def loss(changed):
+        return np.square((quantized + difference) @ w.T - quantized @ changed.T).sum(0)
+
+    unlimited = corrected(w, matrix.hessian, drift.cross, 1.0, 1e-6)
+    held = np.clip(unlimited, np.minimum(limits[0], w), np.maximum(limits[1], w))
+    is_worse = loss(held) > loss(w)
+    assert 0 < is_worse.sum() < len(w) and not is_worse[:4].any()
+    result = matrix.corrected(w, limits, 1.0, 1e-6)
+    np.testing.assert_array_equal(result, np.where(is_worse[:, None], w, unlimited))
+    np.testing.assert_allclose(matrix.loss(w, held), loss(held), rtol=1e-6)
+    assert np.all(loss(unlimited) <= loss(w))  # they are no worse without limits
