@@ -56,7 +56,7 @@ def number(low: float = 0, high: float = math.inf, *, above: bool = False) -> Ru
 def whole(least: int = 0, most: int = 10**6) -> Rule:
     """Returns the rule of integers from `least` to `most`."""
     return Rule(
-        f"a whole number of {least} or more" + (f", at most {most}" if most != 10**6 else ""),
+        f"a whole number of {least} or more, at most {most}",
         lambda n: isinstance(n, (int, np.integer)) and not _is_bool(n),
         lambda n: least <= n <= most,
         int,

@@ -10,7 +10,7 @@ import jqx.linen
 import jqx.nnx
 
 ROOT = pathlib.Path(jqx.__file__).parent
-CALLS = ("message", "called", "require", "require_that", "check_instance")
+CALLS = ("message", "fail", "called", "require", "check_instance", "check_fields")
 OTHERS = {
     "learn_scales": "of jqx.linen or jqx.nnx",
     "bind": "a method of what jqx.load returns",

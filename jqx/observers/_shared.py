@@ -10,9 +10,7 @@ from ._observer import in_total as in_total
 from ._observer import without_nonfinite as without_nonfinite
 from ._statistics import BOTH as BOTH
 from ._statistics import AbsMaxStats as AbsMaxStats
-from ._statistics import CrossStats as CrossStats
 from ._statistics import HessianStats as HessianStats
 from ._statistics import MeanStats as MeanStats
-from ._statistics import SamplesStats as SamplesStats
 from ._statistics import gram as gram
 from ._statistics import has_rows as has_rows

@@ -18,7 +18,6 @@ from ._arguments import check_operations as check_operations
 from ._arguments import check_plan as check_plan
 from ._arguments import kind_of as kind_of
 from ._arguments import number_of as number_of
-from ._calibrate import Affines as Affines
 from ._calibrate import Batch as Batch
 from ._calibrate import Observe as Observe
 from ._calibrate import advancing as advancing
@@ -49,7 +48,6 @@ from ._interpret import Rules as Rules
 from ._interpret import count_arguments as count_arguments
 from ._interpret import count_operand as count_operand
 from ._interpret import every_row as every_row
-from ._interpret import finite_rows as finite_rows
 from ._interpret import followed as followed
 from ._interpret import interpret as interpret
 from ._interpret import view as view
