@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from jqx.diagnostics._hlo import Instruction, Program, is_product, kernels
-from jqx.diagnostics._lowering import KINDS
+from jqx._src.diagnostics.hlo import Instruction, Program, is_product, kernels
+from jqx._src.diagnostics.lowering import KINDS
 
 
 def launches(program: Program) -> int:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from _gpu_decoder_model import ATTENTION, Config
 
-from jqx.diagnostics._hlo import Program, bits, kernels
-from jqx.diagnostics._lowering import Contraction, Lowering
+from jqx._src.diagnostics.hlo import Program, bits, kernels
+from jqx._src.diagnostics.lowering import Contraction, Lowering
 
 JQX = re.compile(r"/jqx_\w+/pallas_call$")
 PARAMS = "params"  # the argument that holds the weights

@@ -12,7 +12,7 @@ from _lowering_kernel import Product
 
 import jqx
 from jqx import numerics, presets
-from jqx.contractions._ragged_dot import tiles_for_kernel
+from jqx._src.contractions.ragged_dot import tiles_for_kernel
 
 EXPERTS = 8
 SEQUENCES, TOKENS, HEADS, KV_HEADS, WIDTH = 8, 4096, 32, 8, 128

@@ -47,7 +47,7 @@ from _lowering_kernel import UNITS, Kernel, Moved, kernels_of
 from _lowering_schemes import NAMES, Call, Problem, Shape, problems
 
 import jqx
-from jqx.kernels import _products_tpu
+from jqx._src.kernels import products_tpu
 
 TARGETS = (*UNITS, "h200")
 BESIDE = ("tpu-v5e", "h200")
@@ -204,7 +204,7 @@ def goals(counts: Sequence[Record], programs: Sequence[Record]) -> Iterator[str]
     named = {f"{r['scheme']} {r['shape']}": r for r in counts}
     read = {name: r["codes_times"] for name, r in named.items() if r["rows"] <= ONCE}
     yield from _goal(f"codes are read once, up to {ONCE} rows: bytes / codes <= 1", read, 1)
-    limit = _products_tpu.LIMIT / MIB
+    limit = products_tpu.LIMIT / MIB
     held = {name: r["vmem_mib"] for name, r in named.items()}
     yield from _goal(f"a step fits: MiB of VMEM <= {limit:.0f}", held, limit)
     passes = {

@@ -29,7 +29,8 @@ from _harness import (
 )
 
 import jqx
-from jqx import _package_cpu, numerics
+from jqx import numerics
+from jqx._src import package_cpu
 
 FORMATS = {
     "int8": (jnp.int8, None),
@@ -98,7 +99,7 @@ def cases() -> Iterator[Case]:
 def quantized_product(case: Case, installed: bool) -> Callable[[], object]:
     """Returns a call with the kernels of the package, or without."""
     x, w, sizes = case.arrays()
-    with mock.patch.object(_package_cpu, "is_installed", lambda: installed):
+    with mock.patch.object(package_cpu, "is_installed", lambda: installed):
         jax.clear_caches()  # else what was traced with the package would be used without
         q = jqx.pack_for(jqx.QTensor.quantize(w, case.spec), "cpu")
         if case.rows == "int8":
@@ -143,7 +144,7 @@ def main() -> None:
     given = parser.parse_args()
     facts, load = environment(), ForeignLoad()
     print_environment(facts)
-    if not _package_cpu.is_installed():
+    if not package_cpu.is_installed():
         raise SystemExit(
             "jqx-cpu is not installed, or not used on this processor: pip install ./cpu"
         )

@@ -42,8 +42,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx import _compat, parallel
-from jqx.diagnostics import _lowering
+from jqx import parallel
+from jqx._src import compat
+from jqx._src.diagnostics import lowering
 
 PARTS = ("hosts", "programs", "model")
 COUNT, SIZE = 8, 1 << 18
@@ -161,15 +162,15 @@ def _run(compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def devices_of(target: str) -> list[Any] | None:
     """Returns eight devices of a target, `None` where its compiler is not installed."""
-    known = _lowering.TARGETS[target]
-    modules = list(filter(_lowering._is_installed, known.modules))
+    known = lowering.TARGETS[target]
+    modules = list(filter(lowering._is_installed, known.modules))
     if not modules:
         return None
-    with _lowering._present(known.environment):
+    with lowering._present(known.environment):
         if known.platform == "tpu":
-            return _compat.devices_of_topology("tpu", "v5e:2x4")
+            return compat.devices_of_topology("tpu", "v5e:2x4")
         config = resources.files("jqx.diagnostics").joinpath(f"{target}.textproto").read_text()
-        return _compat.devices_of_topology(
+        return compat.devices_of_topology(
             "cuda", "", plugin=modules[0], target_config=config, topology="1x1x8"
         )
 
@@ -178,7 +179,7 @@ def programs(target: str, devices: Sequence[Any]) -> Iterator[Record]:
     """Yields what collectives send, compiled for eight devices."""
     mesh = Mesh(np.array(devices), ("i",))
     x = jax.ShapeDtypeStruct((COUNT * SIZE,), jnp.float32, sharding=NamedSharding(mesh, P("i")))
-    options = _lowering.TARGETS[target].options or None
+    options = lowering.TARGETS[target].options or None
 
     for name, (f, often) in COLLECTIVES.items():
         floats = often * (1 - 1 / COUNT) * SIZE * 4
@@ -203,7 +204,7 @@ def all_programs() -> Iterator[Record]:
     for target in ("tpu-v5e", "h200"):
         devices = devices_of(target)
         if devices is None:
-            extra = _lowering.TARGETS[target].extra
+            extra = lowering.TARGETS[target].extra
             print(f"\nskipped: no compiler for {target}: the extra {extra} is not installed")
         else:
             yield from programs(target, devices)

@@ -46,8 +46,8 @@ from _gpu_rows import BASELINE, GROUPS, PREFILL_SHAPES, SMOKE, Gemm, Group, Row,
 from _gpu_torch import TORCH, TorchVariant, reason_without_torch
 from _harness import environment, print_environment, print_table, write_json
 
-from jqx.diagnostics import _lowering as targets
-from jqx.diagnostics._hlo import Program
+from jqx._src.diagnostics import lowering as targets
+from jqx._src.diagnostics.hlo import Program
 
 START = time.perf_counter()
 WARM, REPETITIONS, CALLS_SECONDS = 3, 10, 5

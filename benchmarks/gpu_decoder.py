@@ -65,9 +65,9 @@ from _harness import environment, print_environment, print_table, write_json
 from gpu_contractions import Task, run_within, time_of
 from gpu_contractions import measure as measure_contraction
 
-from jqx.diagnostics import _lowering as targets
-from jqx.diagnostics._hlo import Program
-from jqx.diagnostics._lowering import read_executable
+from jqx._src.diagnostics import lowering as targets
+from jqx._src.diagnostics.hlo import Program
+from jqx._src.diagnostics.lowering import read_executable
 
 START = time.perf_counter()
 MIB = 2**20

@@ -13,78 +13,80 @@ from . import observers as observers
 from . import onednn as onednn
 from . import presets as presets
 from . import tflite as tflite
-from ._late import late as _late
-from .caches import KVCache as KVCache
-from .caches import decode_attention as decode_attention
-from .calibrators._shared import per_axis as per_axis
-from .calibrators._shared import per_block as per_block
-from .calibrators._shared import per_channel as per_channel
-from .calibrators._shared import per_group as per_group
-from .calibrators._shared import per_tensor as per_tensor
-from .calibrators._shared import per_token as per_token
-from .contractions import conv_general_dilated as conv_general_dilated
-from .contractions import dot_general as dot_general
-from .contractions import dynamic_slice as dynamic_slice
-from .contractions import dynamic_update_slice as dynamic_update_slice
-from .contractions import einsum as einsum
-from .contractions import formulations as formulations
-from .contractions import kernels_in_exports as kernels_in_exports
-from .contractions import matmul as matmul
-from .contractions import ragged_dot as ragged_dot
-from .contractions import take as take
-from .numerics._shared import RoundMode as RoundMode
-from .ops import affine_from_range as affine_from_range
-from .ops import dequantize as dequantize
-from .ops import dynamic_quantize as dynamic_quantize
-from .ops import fake_quantize as fake_quantize
-from .ops import quantize as quantize
-from .ops import quantize_dequantize as quantize_dequantize
-from .ops import round as round
-from .policy import Policy as Policy
-from .policy import Rule as Rule
-from .ptq import Algorithm as Algorithm
-from .ptq import Quantized as Quantized
-from .ptq import Unbound as Unbound
-from .ptq import ptq as ptq
-from .tensor import QSpec as QSpec
-from .tensor import QTensor as QTensor
-from .tensor import Segments as Segments
-from .tensor import pack_for as pack_for
-from .transforms import ChannelMap as ChannelMap
-from .transforms import LowRank as LowRank
-from .transforms import Plan as Plan
-from .transforms import affines as affines
-from .transforms import calibrate as calibrate
-from .transforms import calibrate_batches as calibrate_batches
-from .transforms import convert as convert
-from .transforms import dequantize_params as dequantize_params
-from .transforms import hoist as hoist
-from .transforms import make_plan as make_plan
-from .transforms import map_channels as map_channels
-from .transforms import merge_stats as merge_stats
-from .transforms import quantize_params as quantize_params
-from .transforms import quantize_state as quantize_state
-from .transforms import simulate as simulate
+from ._src.caches.decode_attention import decode_attention as decode_attention
+from ._src.caches.kv_cache import KVCache as KVCache
+from ._src.calibrators.granularity import per_axis as per_axis
+from ._src.calibrators.granularity import per_block as per_block
+from ._src.calibrators.granularity import per_channel as per_channel
+from ._src.calibrators.granularity import per_group as per_group
+from ._src.calibrators.granularity import per_tensor as per_tensor
+from ._src.calibrators.granularity import per_token as per_token
+from ._src.contractions.cache import dynamic_slice as dynamic_slice
+from ._src.contractions.cache import dynamic_update_slice as dynamic_update_slice
+from ._src.contractions.conv_general_dilated import conv_general_dilated as conv_general_dilated
+from ._src.contractions.dot_general import dot_general as dot_general
+from ._src.contractions.dot_general import matmul as matmul
+from ._src.contractions.einsum import einsum as einsum
+from ._src.contractions.formulation import formulations as formulations
+from ._src.contractions.formulation import kernels_in_exports as kernels_in_exports
+from ._src.contractions.ragged_dot import ragged_dot as ragged_dot
+from ._src.contractions.take import take as take
+from ._src.late import late as _late
+from ._src.numerics.exact import RoundMode as RoundMode
+from ._src.ops.fake_quantize import fake_quantize as fake_quantize
+from ._src.ops.onednn import dynamic_quantize as dynamic_quantize
+from ._src.ops.quantize import dequantize as dequantize
+from ._src.ops.quantize import quantize as quantize
+from ._src.ops.quantize import quantize_dequantize as quantize_dequantize
+from ._src.ops.quantize import round as round
+from ._src.ops.range import affine_from_range as affine_from_range
+from ._src.policy import Policy as Policy
+from ._src.policy import Rule as Rule
+from ._src.ptq.ptq import ptq as ptq
+from ._src.ptq.quantized import Quantized as Quantized
+from ._src.ptq.quantized import Unbound as Unbound
+from ._src.tensor.qtensor import QTensor as QTensor
+from ._src.tensor.segments import Segments as Segments
+from ._src.tensor.shardings import pack_for as pack_for
+from ._src.tensor.spec import QSpec as QSpec
+from ._src.transforms.algorithm import Algorithm as Algorithm
+from ._src.transforms.calibrate import affines as affines
+from ._src.transforms.calibrate import calibrate as calibrate
+from ._src.transforms.calibrate import calibrate_batches as calibrate_batches
+from ._src.transforms.calibrate import merge_stats as merge_stats
+from ._src.transforms.channel_map import ChannelMap as ChannelMap
+from ._src.transforms.channel_map import LowRank as LowRank
+from ._src.transforms.convert import convert as convert
+from ._src.transforms.hoist import hoist as hoist
+from ._src.transforms.make_plan import make_plan as make_plan
+from ._src.transforms.map_channels import map_channels as map_channels
+from ._src.transforms.plan import Plan as Plan
+from ._src.transforms.quantize_params import dequantize_params as dequantize_params
+from ._src.transforms.quantize_params import quantize_params as quantize_params
+from ._src.transforms.quantize_params import quantize_state as quantize_state
+from ._src.transforms.simulate import simulate as simulate
 
 if _typing.TYPE_CHECKING:
     from . import algorithms as algorithms
     from . import diagnostics as diagnostics
+    from . import extend as extend
     from . import interop as interop
     from . import parallel as parallel
-    from .diagnostics import compare as compare
-    from .diagnostics import explain as explain
-    from .diagnostics import lowering as lowering
-    from .diagnostics import report as report
-    from .interop import load as load
-    from .interop import save as save
+    from ._src.diagnostics.compare import compare as compare
+    from ._src.diagnostics.explain import explain as explain
+    from ._src.diagnostics.lowering import lowering as lowering
+    from ._src.diagnostics.report import report as report
+    from ._src.interop.archive import load as load
+    from ._src.interop.save import save as save
 else:  # type checkers report unknown names
     __getattr__, __dir__ = _late(
         __name__,
         {
-            "algorithms": (),
-            "diagnostics": ("compare", "explain", "lowering", "report"),
-            "interop": ("load", "save"),
-            "parallel": (),
+            "jqx.algorithms": (),
+            "jqx.diagnostics": ("compare", "explain", "lowering", "report"),
+            "jqx.extend": (),
+            "jqx.interop": ("load", "save"),
+            "jqx.parallel": (),
         },
     )
 __version__ = "0.1.0"

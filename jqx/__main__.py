@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from ._command_line import main
+from ._src.command_line.main import main
 
 if __name__ == "__main__":
     # As an exception, the signal ends a writer like any error: nothing half-written is left.

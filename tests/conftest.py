@@ -17,7 +17,7 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
-from jqx import _package_cpu
+from jqx._src import package_cpu
 
 from .environment import older
 
@@ -33,7 +33,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_disable_most_optimizations", True)
 
 # What jqx computes alone is tested as if jqx-cpu were not installed; see package_cpu/conftest.py.
-_package_cpu.is_installed = lambda: False
+package_cpu.is_installed = lambda: False
 
 
 def _with_older(options, older):

@@ -9,12 +9,12 @@ import sys
 
 import jax
 
-from jqx.diagnostics._interval_walk import Follower, Notes
-from jqx.diagnostics._intervals import anything
-from jqx.diagnostics._ranges import _parameter
-from jqx.transforms import _make_plan
+from jqx._src.diagnostics.interval_walk import Follower, Notes
+from jqx._src.diagnostics.intervals import anything
+from jqx._src.diagnostics.ranges import _parameter
+from jqx._src.transforms import make_plan
 
-plan_call = _make_plan.plan_call
+plan_call = make_plan.plan_call
 
 
 def planned(function, call, policy, weights, *rest):
@@ -22,7 +22,7 @@ def planned(function, call, policy, weights, *rest):
     plan = plan_call(function, call, policy, weights, *rest)
     arrays = jax.tree.leaves(call.leaves)
     if not any(isinstance(x, jax.core.Tracer) for x in arrays) and look_at(call, plan):
-        _make_plan.plan_call = plan_call  # seen: the example goes on as ever
+        make_plan.plan_call = plan_call  # seen: the example goes on as ever
     return plan
 
 
@@ -45,7 +45,7 @@ def look_at(call, plan):
 
 
 if __name__ == "__main__":
-    _make_plan.plan_call = planned
+    make_plan.plan_call = planned
     example = pathlib.Path(sys.argv[1])
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(example.parent))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jqx import RoundMode
-from jqx.numerics._shared import INTEGERS
+from jqx._src.numerics.qtype import INTEGERS
 
 from .numerics.oracles import code_range, codes_of
 

@@ -12,23 +12,17 @@ import pytest
 
 import jqx
 
-ROOT = pathlib.Path(jqx.__file__).parent
+PACKAGE = pathlib.Path(jqx.__file__).parent
+ROOT = PACKAGE / "_src"
 FILES = sorted(ROOT.rglob("*.py"))
+LISTS = sorted({*PACKAGE.rglob("*.py")} - {*FILES} - {PACKAGE / "__main__.py"})
+"""The public modules, which only list names."""
 
 LAYERS = [
-    ("_errors", "_signatures"),
-    ("_calls", "_checks", "_compat"),
-    ("_fields",),
-    (
-        "_added",
-        "_compat_kernels",
-        "_files",
-        "_heap",
-        "_late",
-        "_table",
-        "_xla_cpu",
-    ),
-    ("_package_cpu",),
+    ("errors", "signatures"),
+    ("checks", "compat"),
+    ("compat_kernels", "fields", "files", "heap", "late", "table", "xla_cpu"),
+    ("package_cpu",),
     ("numerics",),
     ("gradients",),
     ("ops",),
@@ -38,7 +32,6 @@ LAYERS = [
     ("contractions",),
     ("caches",),
     ("observers",),
-    ("onednn", "tflite"),
     ("policy",),
     ("presets",),
     ("transforms",),
@@ -47,8 +40,7 @@ LAYERS = [
     ("diagnostics",),
     ("ptq", "parallel"),
     ("linen", "nnx", "interop"),
-    ("_command_line",),
-    ("__main__",),
+    ("command_line",),
 ]
 """From the bottom up; each imports only from those before it."""
 
@@ -69,7 +61,7 @@ def parsed(path: pathlib.Path) -> tuple[ast.Module, tuple[ast.AST, ...]]:
 @functools.cache
 def imports(path: pathlib.Path) -> list[tuple[str, str, ast.stmt]]:
     """Returns (module, name, node) of every import, relative ones resolved to `jqx....`."""
-    package = ["jqx", *path.relative_to(ROOT).parts[:-1]]
+    package = ["jqx", *path.relative_to(PACKAGE).parts[:-1]]
     found = []
     for node in parsed(path)[1]:
         if isinstance(node, ast.Import):
@@ -110,22 +102,28 @@ def test_a_layer_imports_only_from_layers_below(path):
     if layer not in HEIGHT:
         yield f"{layer} is not in the list of layers"
         return
-    for module, name, _ in imports(path):
-        parts = module.split(".")
+    for module, name, node in imports(path):
+        parts = [*module.split("."), name]
         if parts[0] != "jqx":
             continue
-        target = parts[1] if len(parts) > 1 else name
-        if target != layer and HEIGHT[target] >= HEIGHT[layer]:
-            yield f"{layer} imports {target}"
+        if parts[1] != "_src":
+            if layer != "command_line" and node not in for_type_checkers(path):
+                yield f"{layer} imports the public module {module}"
+        elif parts[2] != layer and HEIGHT[parts[2]] >= HEIGHT[layer]:
+            yield f"{layer} imports {parts[2]}"
 
 
 @in_every_file
-def test_another_folder_is_imported_by_its_package_or_by_what_it_shares(path):
-    for module, _, _ in imports(path):
-        parts = module.split(".")
-        if parts[0] == "jqx" and len(parts) > 2 and parts[1] != layer_of(path):
-            if parts[2:] != ["_shared"]:
-                yield f"import {module} reaches inside another folder"
+def test_private_names_stay_in_their_file(path):
+    for module, name, _ in imports(path):
+        if module.startswith("jqx") and name.startswith("_") and name != "_src":
+            yield f"import of {name} from {module}"
+
+
+def test_folders_hold_files_and_list_no_names():
+    for path in FILES:
+        if path.name == "__init__.py":
+            assert len(parsed(path)[0].body) == 1, name_of(path)  # the docstring
 
 
 @in_every_file
@@ -138,7 +136,7 @@ def test_imports_stand_at_the_top_of_a_file(path):
 @in_every_file
 def test_unstable_jax_names_stand_in_one_file(path):
     unstable = ("jax._src", "jaxlib")
-    if path.name not in ("_compat.py", "_compat_kernels.py"):
+    if path.name not in ("compat.py", "compat_kernels.py"):
         unstable += ("jax.extend", "jax.core", "jax.interpreters")
     for module, name, _ in imports(path):
         if f"{module}.{name}".startswith(unstable):
@@ -150,7 +148,7 @@ def test_third_parties_are_the_core_dependencies(path):
     roots = {module.split(".")[0] for module, _, _ in imports(path)} - {"jqx"}
     more = {"flax"} if layer_of(path) in ("linen", "nnx") else set()
     more |= {"scipy"} if layer_of(path) == "algorithms" else set()
-    more |= {"matplotlib"} if path.parent.name == "plots" else set()
+    more |= {"matplotlib"} if path.name in ("canvas.py", "plots.py") else set()
     yield from sorted(roots - {"jax", "chex", "numpy"} - more - set(sys.stdlib_module_names))
 
 
@@ -164,20 +162,20 @@ def test_a_file_is_named_for_an_idea_and_holds_no_more(path):
         yield "no module docstring"
 
 
-@in_every_file
-def test_an_init_file_lists_each_name_once(path):
-    if path.name != "__init__.py":
-        return
-    names = []
-    for node in parsed(path)[0].body:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                internal = alias.asname in ("_unknown", "_late")
-                internal |= path.parent.name == "contractions" and alias.name == "QTensor"
-                if alias.asname != alias.name and not internal:
-                    yield f"{alias.name} is not re-exported"
-                names.append(alias.name)
-    yield from (f"{name} twice" for name, count in Counter(names).items() if count > 1)
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_public_module_lists_each_name_once_and_holds_no_code(path):
+    aliases = [
+        alias
+        for node in parsed(path)[0].body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname not in ("_unknown", "_late")
+    ]
+    assert all(alias.asname == alias.name for alias in aliases)
+    assert max(Counter(alias.name for alias in aliases).values(), default=1) == 1
+    assert not [
+        node for node in parsed(path)[1] if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    ]
 
 
 def test_contractions_alone_bind_the_matrix_product():
@@ -189,7 +187,7 @@ def test_contractions_alone_bind_the_matrix_product():
         and isinstance(node.ctx, ast.Store)
         and node.attr in ("__matmul__", "__rmatmul__")
     ]
-    assert writers == ["contractions/__init__.py"] * 2
+    assert writers == ["contractions/dot_general.py"] * 2
 
 
 def callers(name):
@@ -204,8 +202,8 @@ def callers(name):
 
 def test_one_walk_gives_equations_their_addresses():
     """Nobody else asks which equations count in addresses."""
-    assert callers("is_marked") == ["transforms/_find.py"]
-    assert "diagnostics/_interval_walk.py" in callers("addressed")
+    assert callers("is_marked") == ["transforms/find.py"]
+    assert "diagnostics/interval_walk.py" in callers("addressed")
 
 
 def test_the_planner_alone_tells_platforms_apart():
@@ -214,9 +212,9 @@ def test_the_planner_alone_tells_platforms_apart():
     """
     found = [name for name in callers("platform_dependent") if name.startswith("contractions/")]
     assert found == [
-        "contractions/_conv.py",
-        "contractions/_dot_general.py",
-        "contractions/_formulation.py",
+        "contractions/conv.py",
+        "contractions/dot_general.py",
+        "contractions/formulation.py",
     ]
 
 
@@ -231,8 +229,8 @@ PUBLIC = {
         simulate convert hoist
         quantize_params dequantize_params quantize_state
         compare explain lowering report save load
-        algorithms calibrators diagnostics gradients interop numerics observers onednn parallel
-        presets tflite
+        algorithms calibrators diagnostics extend gradients interop numerics observers onednn
+        parallel presets tflite
     """,
     "algorithms": """
         AlgorithmReport AwqReport BiasReport BlockReport BlocksReport Chosen Compensation
@@ -254,6 +252,10 @@ PUBLIC = {
         plots
     """,
     "diagnostics.plots": "front heat_map histogram ranges sensitivity_bars sqnr_bars",
+    "extend": """
+        Contraction Formulation Operand OperandAxes Site Skipped Unreached View Weight
+        primitive_rules using
+    """,
     "gradients": """
         Gradient GradientEstimator Surrogate straight_through ste ste_unclipped
         LearnedStep lsq LearnedStepAndOffset lsq_plus pact dorefa dorefa_weights
@@ -303,31 +305,11 @@ def exported(path: pathlib.Path) -> set[str]:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names_are_those_that_are_listed(module):
-    folder = ROOT if module == "jqx" else ROOT.joinpath(*module.split("."))
+    folder = PACKAGE if module == "jqx" else PACKAGE.joinpath(*module.split("."))
     path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     assert exported(path) == set(PUBLIC[module].split())
     found = importlib.import_module("jqx" if module == "jqx" else f"jqx.{module}")
     assert [name for name in PUBLIC[module].split() if not hasattr(found, name)] == []
-
-
-def test_no_folder_exports_an_internal_name():
-    """A folder that users do not meet exports what jqx has of it at the top, and no more."""
-    top = {}
-    for module, name, _ in imports(ROOT / "__init__.py"):
-        top.setdefault(module, set()).add(name)
-    top["jqx.modules"] = {"Mode"}  # of jqx.linen and jqx.nnx
-    top["jqx._command_line"] = {"main"}
-    top["jqx.contractions"] |= {"Formulation", "using"}  # to extend jqx
-    top["jqx.transforms"] |= {"Contraction", "OperandAxes", "View", "primitive_rules"}
-    top["jqx.transforms"] |= {"Operand", "Site", "Skipped", "Unreached", "Weight"}  # of a Plan
-    folders = {path.parent.name for path in FILES if path.parent.parent == ROOT}
-    for folder in folders - set(PUBLIC):
-        assert exported(ROOT / folder / "__init__.py") == top.get(f"jqx.{folder}", set()), folder
-
-
-def test_what_a_folder_shares_is_not_public():
-    for path in ROOT.glob("*/_shared.py"):
-        assert not exported(path) & exported(path.with_name("__init__.py")), name_of(path)
 
 
 def test_a_name_that_never_was_is_no_attribute():
@@ -361,11 +343,15 @@ def test_names_that_are_imported_late_are_those_that_type_checkers_read():
 
 
 HEAVY = "flax chex scipy tqdm matplotlib orbax jax.experimental.pallas jax.experimental.topologies"
-LATE = "jqx.algorithms jqx.diagnostics jqx.interop jqx.parallel jqx.linen jqx.nnx jqx._command_line"
+LATE = """
+    jqx.algorithms jqx.diagnostics jqx.extend jqx.interop jqx.parallel jqx.linen jqx.nnx
+    jqx._src.algorithms jqx._src.diagnostics jqx._src.interop jqx._src.command_line
+"""
 
 
 def test_importing_jqx_imports_neither_what_is_heavy_nor_folders_that_few_programs_use():
     """Of the time that jax takes, jqx adds less than half (`benchmarks/bench_import.py`)."""
-    code = f"import sys, jqx; print(*({{*'{HEAVY} {LATE}'.split()}} & {{*sys.modules}}))"
+    late = {*HEAVY.split(), *LATE.split()}
+    code = f"import sys, jqx; print(*({late} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

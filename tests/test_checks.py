@@ -4,19 +4,19 @@ import jax
 import jax.numpy as jnp
 
 import jqx
-from jqx import _errors
+from jqx._src import errors
 
 
 def test_a_message_has_only_the_parts_that_it_is_given():
     parts = {"given": "g", "expected": "e", "fix": "m."}
-    whole = str(_errors.fail("f", "p.", **parts))
+    whole = str(errors.fail("f", "p.", **parts))
     assert whole == "jqx.f: p.\n  given:    g\n  expected: e\n  fix:      m."
-    assert str(_errors.fail("f", "p.", fix="m.")) == "jqx.f: p.\n  fix:      m."
+    assert str(errors.fail("f", "p.", fix="m.")) == "jqx.f: p.\n  fix:      m."
 
 
 def test_an_error_is_a_value_error_unless_another_class_is_named():
-    assert type(_errors.fail("f", "p.")) is ValueError
-    assert type(_errors.fail("f", "p.", error=TypeError)) is TypeError
+    assert type(errors.fail("f", "p.")) is ValueError
+    assert type(errors.fail("f", "p.", error=TypeError)) is TypeError
 
 
 def test_conversions_trace_without_the_text_of_a_tensor(monkeypatch):

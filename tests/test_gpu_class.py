@@ -4,7 +4,7 @@ import importlib
 import pathlib
 import sys
 
-from jqx.diagnostics._hlo import Program
+from jqx._src.diagnostics.hlo import Program
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 classes = importlib.import_module("_gpu_class")

@@ -618,8 +618,8 @@ def test_errors_of_jax_for_a_quantized_array_name_what_to_write(name):
 
 
 def test_names_of_algorithms_and_presets_in_messages_exist():
-    from jqx.tensor._spec import PRESETS
-    from jqx.transforms._algorithm import NAMES
+    from jqx._src.tensor.spec import PRESETS
+    from jqx._src.transforms.algorithm import NAMES
 
     assert sorted(PRESETS) == sorted(x for x in dir(jqx.presets) if not x.startswith("_"))
     kinds = {name: getattr(jqx.algorithms, name) for name in NAMES}

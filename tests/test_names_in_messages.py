@@ -9,7 +9,7 @@ import jqx
 import jqx.linen
 import jqx.nnx
 
-ROOT = pathlib.Path(jqx.__file__).parent
+ROOT = pathlib.Path(jqx.__file__).parent / "_src"
 CALLS = ("message", "fail", "called", "require", "check_instance", "check_fields")
 OTHERS = {
     "learn_scales": "of jqx.linen or jqx.nnx",
@@ -45,7 +45,7 @@ def test_a_function_in_a_message_has_its_public_name():
     wrong = []
     for path in sorted(ROOT.rglob("*.py")):
         folder = path.relative_to(ROOT).parts[0]
-        if folder == "_command_line":
+        if folder == "command_line":
             continue
         own = folder if folder in ("linen", "nnx") else None
         for name, line in names_in(path):

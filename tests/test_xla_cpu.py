@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx import _xla_cpu
-from jqx.transforms import _simulate
+from jqx._src import xla_cpu
+from jqx._src.transforms import simulate
 
 from .contractions.convolutions import NHWC, convolution
 from .contractions.oracles import MATRICES
@@ -120,7 +120,7 @@ def test_the_largest_of_many_floats_is_no_NaN():
 
 @mended
 def test_codes_that_the_backward_pass_reads_are_kept_as_quotients(monkeypatch):
-    monkeypatch.setattr(_simulate, "_kept", lax.optimization_barrier)
+    monkeypatch.setattr(simulate, "_kept", lax.optimization_barrier)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (64, 256))]
     f = lambda w, x: jax.nn.relu(x @ w)  # noqa: E731
     simulated = jqx.simulate(f, jqx.presets.w8a8_dynamic(), "dynamic", backward=jnp.float32)
@@ -152,9 +152,9 @@ def test_a_bitcast_of_four_bit_floats_in_a_loop_is_not_compiled():
         jax.jit(lambda x: lax.map(cast, x)).lower(rows).compile()
 
 
-@pytest.mark.parametrize("name", _xla_cpu.WORKAROUNDS)
+@pytest.mark.parametrize("name", xla_cpu.WORKAROUNDS)
 def test_each_workaround_has_a_test_and_stands_where_the_list_says(name):
     assert callable(globals()[f"test_{name}"])
-    for place in _xla_cpu.WORKAROUNDS[name].where:
+    for place in xla_cpu.WORKAROUNDS[name].where:
         file, function = place.rsplit(".", 1)
-        assert hasattr(importlib.import_module(f"jqx.{file}"), function)
+        assert hasattr(importlib.import_module(f"jqx._src.{file}"), function)

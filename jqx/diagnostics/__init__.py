@@ -2,37 +2,37 @@
 
 import typing as _typing
 
-from .._late import unknown as _unknown
+from .._src.diagnostics.accumulators import Accumulator as Accumulator
+from .._src.diagnostics.compare import Comparison as Comparison
+from .._src.diagnostics.compare import SiteError as SiteError
+from .._src.diagnostics.compare import compare as compare
+from .._src.diagnostics.dashboard import Dashboard as Dashboard
+from .._src.diagnostics.dashboard import dashboard as dashboard
+from .._src.diagnostics.explain import Explained as Explained
+from .._src.diagnostics.explain import Explanation as Explanation
+from .._src.diagnostics.explain import explain as explain
+from .._src.diagnostics.held_back import HeldBack as HeldBack
+from .._src.diagnostics.held_back import held_back as held_back
+from .._src.diagnostics.interval_walk import Overflow as Overflow
+from .._src.diagnostics.lowering import Contraction as Contraction
+from .._src.diagnostics.lowering import Lowering as Lowering
+from .._src.diagnostics.lowering import lowering as lowering
+from .._src.diagnostics.ranges import Ranges as Ranges
+from .._src.diagnostics.ranges import ranges as ranges
+from .._src.diagnostics.report import Report as Report
+from .._src.diagnostics.report import WeightError as WeightError
+from .._src.diagnostics.report import report as report
+from .._src.diagnostics.search import Assignment as Assignment
+from .._src.diagnostics.search import Bits as Bits
+from .._src.diagnostics.search import Bytes as Bytes
+from .._src.diagnostics.search import Error as Error
+from .._src.diagnostics.search import search as search
+from .._src.diagnostics.sensitivity import Sensitivities as Sensitivities
+from .._src.diagnostics.sensitivity import Sensitivity as Sensitivity
+from .._src.diagnostics.sensitivity import relative_error as relative_error
+from .._src.diagnostics.sensitivity import sensitivity as sensitivity
+from .._src.late import unknown as _unknown
 from . import plots as plots
-from ._accumulators import Accumulator as Accumulator
-from ._compare import Comparison as Comparison
-from ._compare import SiteError as SiteError
-from ._compare import compare as compare
-from ._dashboard import Dashboard as Dashboard
-from ._dashboard import dashboard as dashboard
-from ._explain import Explained as Explained
-from ._explain import Explanation as Explanation
-from ._explain import explain as explain
-from ._held_back import HeldBack as HeldBack
-from ._held_back import held_back as held_back
-from ._interval_walk import Overflow as Overflow
-from ._lowering import Contraction as Contraction
-from ._lowering import Lowering as Lowering
-from ._lowering import lowering as lowering
-from ._ranges import Ranges as Ranges
-from ._ranges import ranges as ranges
-from ._report import Report as Report
-from ._report import WeightError as WeightError
-from ._report import report as report
-from ._search import Assignment as Assignment
-from ._search import Bits as Bits
-from ._search import Bytes as Bytes
-from ._search import Error as Error
-from ._search import search as search
-from ._sensitivity import Sensitivities as Sensitivities
-from ._sensitivity import Sensitivity as Sensitivity
-from ._sensitivity import relative_error as relative_error
-from ._sensitivity import sensitivity as sensitivity
 
 if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
     __getattr__ = _unknown(__name__)

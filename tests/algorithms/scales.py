@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jqx.algorithms._channels import clips_of
+from jqx._src.algorithms.channels import clips_of
 
 
 def divided(pairs, params, scales):

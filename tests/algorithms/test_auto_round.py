@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.algorithms import _store, auto_round, chain, gptq, smooth_quant
+from jqx._src.algorithms import store
+from jqx.algorithms import auto_round, chain, gptq, smooth_quant
 
 from ..arrays import on_device
 
@@ -119,7 +120,7 @@ def unrolled(p, x):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [True, "disk"])
 def test_values_elsewhere_give_the_same_codes(where, monkeypatch):
-    monkeypatch.setattr(_store, "_LEAST", 0)
+    monkeypatch.setattr(store, "_LEAST", 0)
     found, plain = (
         ptq(decoder, jqx.Policy({".*": "int3"}), auto_round(steps=3, offload=own), STACKED)
         for own in (where, False)

@@ -12,8 +12,8 @@ from jax import lax
 import jqx
 import jqx.linen
 import jqx.nnx
+from jqx._src.algorithms.channels import at_most_one, clips_of
 from jqx.algorithms import awq, bias_correction, chain, equalize, find_pairs, smooth_quant
-from jqx.algorithms._channels import at_most_one, clips_of
 
 from ..arrays import on_device
 from .scales import divided

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.algorithms._gptq import round_columns
-from jqx.algorithms._matrices import Drift, Matrix, carried_over, damped, factor, order_of
+from jqx._src.algorithms.columns import round_columns
+from jqx._src.algorithms.matrices import Drift, Matrix, carried_over, damped, factor, order_of
 from jqx.calibrators import Affine
 
 from ..arrays import on_device

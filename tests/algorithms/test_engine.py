@@ -20,14 +20,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx.algorithms import _store, gptq
-from jqx.algorithms._engine import Frame, Scan
-from jqx.algorithms._grids import Grids
-from jqx.algorithms._layers import NAME
-from jqx.algorithms._matrices import Drift, Matrix
-from jqx.algorithms._stages import Programs
-from jqx.algorithms._store import OnDisk, OnHost
-from jqx.transforms import Weight, _calibrate
+from jqx._src.algorithms import store
+from jqx._src.algorithms.engine import Frame, Scan
+from jqx._src.algorithms.grids import Grids
+from jqx._src.algorithms.layers import NAME
+from jqx._src.algorithms.matrices import Drift, Matrix
+from jqx._src.algorithms.stages import Programs
+from jqx._src.algorithms.store import OnDisk, OnHost
+from jqx._src.transforms import calibrate
+from jqx._src.transforms.plan import Weight
+from jqx.algorithms import gptq
 
 from ..arrays import on_device
 
@@ -158,7 +160,7 @@ def held(monkeypatch):
 def test_activations_elsewhere_give_the_same_codes(
     plan, plain, propagation, where, held, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(_store, "_LEAST", 0)
+    monkeypatch.setattr(store, "_LEAST", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen, files, solve = [], [], gptq.solve
 
@@ -185,12 +187,12 @@ def test_activations_elsewhere_give_the_same_codes(
 
 def test_values_on_disk_are_those_that_were_kept():
     x = jnp.arange(24).reshape(4, 6)
-    keeper = _store.Offload("disk")
+    keeper = store.Offload("disk")
     for dtype in ("float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4"):
-        own = jnp.tile(x.astype(dtype), (_store._LEAST, 1))
+        own = jnp.tile(x.astype(dtype), (store._LEAST, 1))
         away = keeper.kept(own)
         assert isinstance(away, OnDisk)
-        back = _store.on_device(away)
+        back = store.on_device(away)
         assert back.dtype == own.dtype and back.sharding == own.sharding
         np.testing.assert_array_equal(back, own)
     assert isinstance(keeper.kept(x), OnHost)
@@ -277,7 +279,7 @@ def test_large_statistics_are_stated_before_they_are_taken(plan, monkeypatch, ca
     batches = BATCHES[:1]
     jqx.calibrate_batches(counted, plan, PARAMS, batches, **options, progress=False)
     count = len(traces)
-    monkeypatch.setattr(_calibrate, "_LARGE", 1)
+    monkeypatch.setattr(calibrate, "_LARGE", 1)
     stats = jqx.calibrate_batches(counted, plan, PARAMS, batches, **options)
     assert len(traces) == 2 * count  # stating it traces nothing more
     size = sum(x.nbytes for x in jax.tree.leaves(stats))

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import jqx
+from jqx._src.algorithms.hadamard import factors_of, hadamard, is_order, largest_block
 from jqx.algorithms import chain, gptq, rotate
-from jqx.algorithms._hadamard import factors_of, hadamard, is_order, largest_block
 
 from ..arrays import on_device
 

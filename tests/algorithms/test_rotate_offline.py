@@ -15,8 +15,8 @@ from jax import lax
 import jqx
 import jqx.linen
 import jqx.nnx
+from jqx._src.algorithms.hadamard import hadamard
 from jqx.algorithms import chain, gptq, rotate
-from jqx.algorithms._hadamard import hadamard
 
 from ..arrays import on_device
 

@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 
 import jqx
+from jqx._src.algorithms.matrices import Drift, Matrix, corrected
 from jqx.algorithms import adaround, gptq
-from jqx.algorithms._matrices import Drift, Matrix, corrected
 
 RNG = np.random.default_rng(0)
 INT4 = jqx.Policy({".*": "int4"})

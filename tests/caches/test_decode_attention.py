@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jqx
-from jqx.caches import _decode_attention
-from jqx.caches._decode_attention import cached
-from jqx.diagnostics import _lowering as targets
+from jqx._src.caches import decode_attention
+from jqx._src.caches.decode_attention import cached
+from jqx._src.diagnostics import lowering as targets
 
 from ..arrays import on_device
 
@@ -101,13 +101,13 @@ def close(found, expected, floats="float32", largest=2.0):
 def by_kernel(kernel, q, keys, values, lengths, window=None):
     """A kernel on any platform, or `None` where it does not take such a cache."""
     own = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
-    if not _decode_attention.is_taken(kernel, *own):
+    if not decode_attention.is_taken(kernel, *own):
         return None
     stops = jnp.clip(lengths, 0, own[0].codes.shape[1])
     starts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
     run = functools.partial(
-        _decode_attention.kernel_attention,
-        _decode_attention.KERNELS[kernel],
+        decode_attention.kernel_attention,
+        decode_attention.KERNELS[kernel],
         scale=q.shape[2] ** -0.5,
         window=window,
         interpret=True,
@@ -251,7 +251,7 @@ def test_the_gradient_is_that_of_floats_and_does_not_see_what_is_behind():
 @pytest.fixture(params=KERNELS)
 def chosen(request, monkeypatch):
     """Caches that are laid out for a kernel; on this platform the other form is what runs."""
-    monkeypatch.setattr(_decode_attention, "_kernel_of", lambda *cache: request.param)
+    monkeypatch.setattr(decode_attention, "_kernel_of", lambda *cache: request.param)
     return request.param
 
 
@@ -263,7 +263,7 @@ def test_an_array_that_is_laid_out_for_a_kernel_gives_the_same_with_its_gradient
     own = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
     forms = [
         lambda q: jqx.decode_attention(q, keys, values, lengths),
-        lambda q: _decode_attention.plain_attention(
+        lambda q: decode_attention.plain_attention(
             q, *own, jnp.zeros_like(lengths), lengths, scale=0.125
         ),
     ]
@@ -411,7 +411,7 @@ def test_a_cache_is_read_as_it_lies(target, case, monkeypatch):
     known = targets.TARGETS[target]
     if not any(map(targets._is_installed, known.modules)):
         pytest.skip(f"no compiler for {target}: the extra {known.extra} is not installed")
-    monkeypatch.setattr(_decode_attention, "_kernel_of", lambda *cache: TARGETS[target])
+    monkeypatch.setattr(decode_attention, "_kernel_of", lambda *cache: TARGETS[target])
     shape = len(case.lengths), case.length, case.heads, case.width
     keys = jax.eval_shape(
         functools.partial(quantized, case=case), jax.ShapeDtypeStruct(shape, jnp.float32)

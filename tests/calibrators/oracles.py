@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import jqx
+from jqx._src.numerics.lookup import name_of_qtype
 
 from ..numerics.oracles import code_range
 
@@ -80,7 +81,7 @@ def blocks(x: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...
 
 def dequantized(x: np.ndarray, low: Any, high: Any, qtype: Any, symmetric: bool) -> np.ndarray:
     """What quantizing to the grid of a range gives back, in float64; scales as in `affine`."""
-    name = jqx.numerics._shared.name_of_qtype(qtype)
+    name = name_of_qtype(qtype)
     if name == "nf4" or name.startswith("float8"):
         largest = np.maximum(np.abs(low), np.abs(high)).astype(np.float32)
         top = {"nf4": 1, "float8_e4m3fn": 448}[name]

@@ -10,6 +10,8 @@ import pytest
 
 import jqx
 from jqx import calibrators, numerics
+from jqx._src.calibrators.granularity import PerAxis, PerBlock, PerGroup, PerKeptAxis, PerRun
+from jqx._src.calibrators.ranges import Fixed, Rms
 
 HOSTILE = [
     *(None, True, -1, 0, 3.5, math.nan, math.inf, -math.inf, 1e300, 10**400, -(10**400), 2**31),
@@ -19,16 +21,16 @@ HOSTILE = [
 MADE = {
     calibrators.Delayed: {},
     calibrators.Entropy: {},
-    calibrators._shared.Fixed: {"low": -1.0, "high": 1.0},
+    Fixed: {"low": -1.0, "high": 1.0},
     calibrators.Hqq: {},
     calibrators.Mse: {},
     calibrators.Percentile: {},
-    calibrators._shared.Rms: {"multiplier": 1.0},
-    calibrators._shared.PerAxis: {},
-    calibrators._shared.PerBlock: {"sizes": ((0, 2),)},
-    calibrators._shared.PerGroup: {"size": 2},
-    calibrators._shared.PerKeptAxis: {"name": "per_channel"},
-    calibrators._shared.PerRun: {"axes": (0,), "size": 2},
+    Rms: {"multiplier": 1.0},
+    PerAxis: {},
+    PerBlock: {"sizes": ((0, 2),)},
+    PerGroup: {"size": 2},
+    PerKeptAxis: {"name": "per_channel"},
+    PerRun: {"axes": (0,), "size": 2},
     numerics.Block: {"element": jnp.int8, "size": 4},
     numerics.Codebook: {"entries": (-1.0, 1.0)},
     numerics.Integer: {},

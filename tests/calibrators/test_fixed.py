@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx._src.calibrators.ranges import Fixed
 from jqx.calibrators import fixed
-from jqx.calibrators._shared import Fixed
 
 from ..ops.refusals import assert_refused
 from .oracles import BLOCKED, SHAPE, affine, draw

@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jqx
+from jqx._src.calibrators.histogram import LENGTH, ZERO, bin_of, points_in, points_of
 from jqx.calibrators import percentile
-from jqx.calibrators._histogram import LENGTH, ZERO, bin_of, points_in, points_of
 
 from ..arrays import on_device
 from .oracles import dequantized

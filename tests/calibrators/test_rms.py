@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx._src.calibrators.ranges import Rms
 from jqx.calibrators import rms
-from jqx.calibrators._shared import Rms
 
 from ..arrays import on_device
 from ..ops.refusals import assert_refused

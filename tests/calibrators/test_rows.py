@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.calibrators._histogram import members, rows_of
+from jqx._src.calibrators.histogram import members, rows_of
 
 from ..arrays import on_device
 from .oracles import BLOCKED, SHAPE, blocks

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jqx
-from jqx._command_line import main
+from jqx._src.command_line.main import main
 
 from ..tensor.tensors import spread_out
 

@@ -6,7 +6,7 @@ import pathlib
 import re
 import shlex
 
-from jqx._command_line import main
+from jqx._src.command_line.main import main
 
 KINDS = ("python", "console")
 GUIDE = pathlib.Path(__file__).parents[2] / "docs/guides/command_line.md"

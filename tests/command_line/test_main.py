@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx._command_line import main
+from jqx._src.command_line.main import main
 
 from .files import error_of, saved
 

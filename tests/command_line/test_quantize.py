@@ -256,7 +256,7 @@ def test_float64_is_not_cut(capsys, tmp_path, out):
 STATUS = pathlib.Path("/proc/self/status")
 PEAK = f"""
 import pathlib, re, sys
-from jqx._command_line import main
+from jqx._src.command_line.main import main
 code = main(sys.argv[1:])
 text = pathlib.Path("{STATUS}").read_text()
 print(code, int(re.search(r"VmHWM:\\s*(\\d+) kB", text)[1]) * 1024)

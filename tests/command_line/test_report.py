@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.diagnostics._shared import measure
+from jqx._src.diagnostics.report import measure
 
 from ..arrays import on_device
 from ..tensor.tensors import spread_out

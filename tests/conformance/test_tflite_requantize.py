@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jqx.contractions._requantize import Requantization, requantize
+from jqx._src.contractions.requantize import Requantization, requantize
 
 from . import tflite_peers as peers
 from .golden_io import load

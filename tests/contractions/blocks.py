@@ -10,9 +10,9 @@ import numpy as np
 
 import jqx
 from jqx import numerics
+from jqx._src.numerics.lookup import E8M0
 from jqx.calibrators import Groups
 from jqx.numerics import Block, Codebook, Integer, format_of
-from jqx.numerics._shared import E8M0
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import jqx
-from jqx.contractions._formulation import Choice
+from jqx._src.contractions.formulation import Choice
 
 from ..tensor.tensors import kept, random_codes, tensor
 

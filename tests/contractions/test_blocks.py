@@ -15,9 +15,9 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions._blocks import HowTo
-from jqx.contractions._exact import integer
-from jqx.contractions._shared import Dimensions
+from jqx._src.contractions.blocks import HowTo
+from jqx._src.contractions.dimensions import Dimensions
+from jqx._src.contractions.exact import integer
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, assert_floats

@@ -13,8 +13,8 @@ from jax import lax
 
 import jqx
 from jqx import QTensor, dynamic_slice, dynamic_update_slice, numerics
+from jqx._src.contractions.einsum import einsum
 from jqx.calibrators import Affine
-from jqx.contractions._einsum import einsum
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jqx
-from jqx.contractions._conv import window_of
+from jqx._src.contractions.conv import window_of
 
 from ..numerics.oracles import assert_floats
 from ..strategies import law

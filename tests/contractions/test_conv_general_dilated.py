@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.contractions._requantize import Requantization
+from jqx._src.contractions.requantize import Requantization
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_codes, assert_floats, nearest

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import numerics
-from jqx.contractions._plain import DIGITS, TINY, TOP, join, split
+from jqx._src.contractions.plain import DIGITS, TINY, TOP, join, split
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, assert_floats, nearest

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jqx
-from jqx.contractions._shared import Dimensions
+from jqx._src.contractions.dimensions import Dimensions
 
 from ..numerics.oracles import assert_floats
 from ..strategies import law

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jqx.contractions._shared import dot_gradients
+from jqx._src.contractions.dot_general import dot_gradients
 
 from ..arrays import on_device
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx import numerics
-from jqx.contractions._einsum import einsum
+from jqx._src.contractions.einsum import einsum
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, assert_floats, nearest

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jqx.contractions._requantize import (
+from jqx._src.contractions.requantize import (
     FixedPointRounding,
     Requantization,
     multiply_fixed_point,

@@ -15,7 +15,7 @@ from jax import lax
 
 import jqx
 from jqx import numerics
-from jqx.contractions._formulation import FORMULATIONS
+from jqx._src.contractions.formulation import FORMULATIONS
 
 from ..numerics.oracles import as_float64, assert_floats
 from .blocks import block_sums, code_numbers, real_values, scales, weight

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 import jqx
-from jqx.contractions._blocks import HowTo
-from jqx.contractions._exact import integer, planes
-from jqx.contractions._shared import Dimensions
+from jqx._src.contractions.blocks import HowTo
+from jqx._src.contractions.dimensions import Dimensions
+from jqx._src.contractions.exact import integer, planes
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, as_int64, assert_floats, code_range

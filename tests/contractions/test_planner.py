@@ -11,13 +11,14 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions import _blocks, _planner
-from jqx.contractions._blocks import HowTo, find_block
-from jqx.contractions._conv_general_dilated import CONVOLUTIONS
-from jqx.contractions._conv_general_dilated import SUMS as CONVOLVED_SUMS
-from jqx.contractions._formulation import FORMULATIONS
-from jqx.contractions._pending import PENDING, ROWS_PENDING
-from jqx.contractions._planner import (
+from jqx._src.contractions import blocks, planner
+from jqx._src.contractions.blocks import HowTo, find_block
+from jqx._src.contractions.conv_general_dilated import CONVOLUTIONS
+from jqx._src.contractions.conv_general_dilated import SUMS as CONVOLVED_SUMS
+from jqx._src.contractions.dimensions import Dimensions
+from jqx._src.contractions.formulation import FORMULATIONS
+from jqx._src.contractions.pending import PENDING, ROWS_PENDING
+from jqx._src.contractions.planner import (
     FEW_ROWS,
     PRODUCTS,
     REQUANTIZED,
@@ -27,8 +28,7 @@ from jqx.contractions._planner import (
     Product,
     plan,
 )
-from jqx.contractions._ragged_dot import GROUPS
-from jqx.contractions._shared import Dimensions
+from jqx._src.contractions.ragged_dot import GROUPS
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64
@@ -267,10 +267,10 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
 
 def test_every_formulation_stands_in_the_list_of_its_operation():
     known = {}
-    for planner in (PRODUCTS, SUMS, REQUANTIZED, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, *WAYS):
-        for form in planner.formulations:
-            assert form.op == planner.op
-            known.setdefault(form.name, set()).add(planner.op)
+    for each in (PRODUCTS, SUMS, REQUANTIZED, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, *WAYS):
+        for form in each.formulations:
+            assert form.op == each.op
+            known.setdefault(form.name, set()).add(each.op)
     assert known == {name: {form.op} for name, form in FORMULATIONS.items()}
 
 
@@ -282,7 +282,7 @@ def test_blocks_of_scales_are_found_once(monkeypatch):
         found.append(dimensions)
         return find_block(lhs, rhs, dimensions)
 
-    monkeypatch.setattr(_blocks, "find_block", counted)
+    monkeypatch.setattr(blocks, "find_block", counted)
     jax.make_jaxpr(jqx.matmul)(jnp.ones((3, K)), weight("int8", LARGE["one row"], size=32))
     assert found.count(Dimensions.of(MATRICES, 2, 2)) == 1  # not that of single blocks
 
@@ -342,7 +342,7 @@ def test_what_is_chosen_elsewhere_computes_the_same(name, qtype, options, dtype)
     w = weight(qtype, layout, **options)
     x = on_device(small_integers(np.random.default_rng(0), layout.lhs), dtype)
     how = case_of(x, w).how
-    y = jax.jit(getattr(_planner, name).compute, static_argnums=2)(x, w, how)
+    y = jax.jit(getattr(planner, name).compute, static_argnums=2)(x, w, how)
     expected = real_values(x) @ real_values(w)
     bound = gamma(K + 12) * contraction(magnitudes(x), magnitudes(w), MATRICES)
     assert y.dtype == jnp.float32 and np.all(np.abs(as_float64(y) - expected) <= bound)
@@ -388,7 +388,7 @@ def test_the_row_that_is_added_stands_beside_batch_axes_too():
     how = case_of(x, w, numbers).how
     row, alone = (
         jax.jit(form.compute, static_argnums=2)(x, w, how)
-        for form in (_planner.convert_row, _planner.convert)
+        for form in (planner.convert_row, planner.convert)
     )
     assert row.shape == (3, 1, N)
     expected = np.einsum("bmk,bkn->bmn", real_values(x), real_values(w))

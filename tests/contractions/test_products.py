@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.contractions._exact import TALL, plain, rows_product, shaped
-from jqx.contractions._shared import Dimensions
+from jqx._src.contractions.dimensions import Dimensions
+from jqx._src.contractions.exact import TALL, plain, rows_product, shaped
 
 from ..arrays import on_device
 from ..numerics.oracles import as_int64, assert_floats

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx.contractions._ragged_dot import ragged_dot
+from jqx._src.contractions.ragged_dot import ragged_dot
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats, code_range, nearest

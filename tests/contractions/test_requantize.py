@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.calibrators import Affine
-from jqx.contractions._requantize import (
+from jqx._src.contractions.requantize import (
     FixedPointRounding,
     Requantization,
     requantize,
     requantize_float,
 )
+from jqx.calibrators import Affine
 from jqx.numerics import Integer, format_of
 
 from ..arrays import on_device

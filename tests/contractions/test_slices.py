@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 from jqx import numerics
-from jqx.contractions._blocks import in_slices, slice_along
-from jqx.contractions._shared import Dimensions
+from jqx._src.contractions.blocks import in_slices, slice_along
+from jqx._src.contractions.dimensions import Dimensions
 
 from ..arrays import on_device
 from ..numerics.oracles import assert_floats

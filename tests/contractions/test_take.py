@@ -11,7 +11,7 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.contractions._take import take
+from jqx._src.contractions.take import take
 
 from ..arrays import on_device
 from ..numerics.oracles import as_float64, assert_floats

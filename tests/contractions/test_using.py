@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.contractions import Formulation, using
+from jqx._src.contractions.formulation import Formulation, using
 
 from .blocks import weight
 from .oracles import MATRICES, Layout
@@ -180,4 +180,4 @@ WRONG = {
 def test_what_cannot_be_tried_is_refused(make, error, match):
     with pytest.raises(error, match=match) as caught, using(make()):
         pass
-    assert all(part in str(caught.value) for part in ("jqx.contractions.using", "fix:"))
+    assert all(part in str(caught.value) for part in ("jqx.extend.using", "fix:"))

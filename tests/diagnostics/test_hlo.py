@@ -2,8 +2,8 @@
 
 import pytest
 
-from jqx.diagnostics._hlo import Program, bits
-from jqx.diagnostics._lowering import contractions_of
+from jqx._src.diagnostics.hlo import Program, bits
+from jqx._src.diagnostics.lowering import contractions_of
 
 # A fusion inside of a fusion, a loop whose condition alone bounds it, and cycles.
 TPU = """

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx.diagnostics import _lowering as targets
+from jqx._src.diagnostics import lowering as targets
 from jqx.diagnostics import lowering
 
 from .programs import by_hand, codes, looped, shape

@@ -14,7 +14,7 @@ import pytest
 
 import jqx
 from jqx import presets
-from jqx.diagnostics import _lowering as targets
+from jqx._src.diagnostics import lowering as targets
 from jqx.diagnostics import lowering
 
 pytestmark = pytest.mark.aot

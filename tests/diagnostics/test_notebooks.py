@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx._table import Table
+from jqx._src.table import Table
 from jqx.algorithms import AwqReport, BiasReport, BlocksReport, RotationReport
 
 from ..arrays import normal

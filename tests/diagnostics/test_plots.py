@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import jqx
+from jqx._src.diagnostics.report import measure
 from jqx.diagnostics import (
     Bytes,
     Comparison,
@@ -85,7 +86,7 @@ def test_a_legend_says_what_is_clipped():
     axis = plots.histogram(W, dataclasses.replace(q, scale=q.scale / 2)).axes[0]
     assert legend(axis)[0] == "values" and legend(axis)[1].endswith("codes in use")
     clipped = dataclasses.replace(q, scale=q.scale / 2)
-    share = 100 * jqx.diagnostics._shared.measure(W, clipped).clipped
+    share = 100 * measure(W, clipped).clipped
     assert legend(axis)[2] == f"ends of int4: {share:.2g} % of values are clipped"
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx import numerics
+from jqx._src.diagnostics.report import bits_of, measure, sqnr
 from jqx.calibrators import fixed, minmax
 from jqx.diagnostics import WeightError
-from jqx.diagnostics._shared import bits_of, measure, sqnr
 
 from ..arrays import on_device
 from ..strategies import law

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx._src.gradients.estimators import AdditiveNoise
 from jqx.gradients import additive_noise
-from jqx.gradients._shared import AdditiveNoise
 
 KEY = jax.random.key(10)
 N = 40_000

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx._src.gradients.estimator import check_estimator
+from jqx._src.gradients.estimators import StraightThrough
 from jqx.gradients import ste
-from jqx.gradients._shared import check_estimator
 
 from ..ops.refusals import assert_refused
 
@@ -245,9 +246,7 @@ def test_check_estimator_accepts_values_with_a_rule():
         check_estimator("caller", gradient)
 
 
-@pytest.mark.parametrize(
-    "value", [jqx.gradients._shared.StraightThrough, [jqx.gradients.ste], "ste"]
-)
+@pytest.mark.parametrize("value", [StraightThrough, [jqx.gradients.ste], "ste"])
 def test_a_class_or_an_unhashable_value_is_no_estimator(value):
     with pytest.raises(TypeError, match="not a gradient estimator"):
         jqx.QSpec(jnp.int8, gradient=value)

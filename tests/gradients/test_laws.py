@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx._src.gradients import estimators
+from jqx._src.gradients.estimator import check_estimator
 from jqx.gradients import (
     ElementwiseGradientScaling,
     LearnedStep,
@@ -22,7 +24,6 @@ from jqx.gradients import (
     ste_unclipped,
     stochastic,
 )
-from jqx.gradients._shared import check_estimator
 
 pytestmark = pytest.mark.slow
 
@@ -235,7 +236,5 @@ def test_a_key_is_asked_for_exactly_where_it_is_used(gradient):
 @every
 def test_two_equal_calls_share_a_trace(gradient):
     """A value that is equal and hashes alike is one static argument."""
-    assert gradient == eval(repr(gradient), {**vars(jqx.gradients), **vars(jqx.gradients._shared)})
-    assert hash(gradient) == hash(
-        eval(repr(gradient), {**vars(jqx.gradients), **vars(jqx.gradients._shared)})
-    )
+    assert gradient == eval(repr(gradient), vars(estimators))
+    assert hash(gradient) == hash(eval(repr(gradient), vars(estimators)))

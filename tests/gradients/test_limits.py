@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jqx import gradients
-from jqx.gradients._shared import moves_limits
+from jqx._src.gradients.estimator import moves_limits
 
 EXPECTED = {
     "ste": (False, True),

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx._src.gradients.estimators import (
+    StraightThrough,
+    StraightThroughUnclipped,
+    clamp,
+    straight_through,
+)
 from jqx.gradients import ste, ste_unclipped
-from jqx.gradients._estimators import clamp, straight_through
-from jqx.gradients._shared import StraightThrough, StraightThroughUnclipped
 
 from ..numerics.oracles import as_float64, code_range, codes_of
 

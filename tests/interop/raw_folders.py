@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from jqx.interop._save import Writer
+from jqx._src.interop.save import Writer
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 

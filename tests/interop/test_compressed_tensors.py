@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.interop._codec import to_stream
-from jqx.interop._config import matches
+from jqx._src.interop.codec import to_stream
+from jqx._src.interop.config import matches
 
 from .raw_folders import CHECKPOINTS, write_folder
 

@@ -17,8 +17,8 @@ import pytest
 
 import jqx
 from jqx import calibrators, numerics
-from jqx.calibrators._shared import AbsMax
-from jqx.tensor import _serialize
+from jqx._src.calibrators.ranges import AbsMax
+from jqx._src.tensor import serialize
 
 from .planned import FUNCTIONS
 from .trees import assert_same
@@ -220,7 +220,7 @@ def test_version_2_names_classes_without_their_module(plans):
 
 
 def test_names_of_classes_in_files_stay():
-    assert sorted(_serialize.CLASSES) == sorted(NAMES)
+    assert sorted(serialize.CLASSES) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", ["jqx.calibrators.Other", "jqx.tensor.AbsMax", "Hqo", "absmax"])

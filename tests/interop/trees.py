@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx import numerics
+from jqx._src.numerics import lookup
 
 from ..arrays import on_device
 from ..tensor.tensors import CASES, quantized_case, spec, spread_out
@@ -23,7 +24,7 @@ DTYPES = [
 """All dtypes of JAX but complex128."""
 
 QTYPES = [
-    *(jnp.dtype(name) for name in numerics._shared.DTYPES if name != "float8_e8m0fnu"),
+    *(jnp.dtype(name) for name in lookup.DTYPES if name != "float8_e8m0fnu"),
     *(numerics.int3, numerics.int5, numerics.uint7, numerics.ternary),
     *(numerics.Integer(8, narrow=True), numerics.nf4, numerics.binary),
     numerics.Codebook((-1.0, 0.25, 3.0), "three"),

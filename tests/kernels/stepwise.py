@@ -6,15 +6,15 @@ import functools
 from collections.abc import Iterator
 from unittest import mock
 
-from jqx.contractions import _kernels, _pending, _ragged_dot, using
-from jqx.contractions._formulation import FORMULATIONS, PLATFORMS
+from jqx._src.contractions import kernels, pending, ragged_dot
+from jqx._src.contractions.formulation import FORMULATIONS, PLATFORMS, using
 
 OF_GROUPS = ("ragged_kernel", "ragged_kernel_quantizing")
 KINDS = ("kernel", "kernel_of_codes", "kernel_quantizing", *OF_GROUPS)
 RUN_BY = {
-    _kernels: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
-    _pending: ("products_tpu", "products_gpu"),
-    _ragged_dot: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
+    kernels: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
+    pending: ("products_tpu", "products_gpu"),
+    ragged_dot: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
 }
 
 

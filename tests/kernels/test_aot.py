@@ -13,7 +13,7 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx.diagnostics import _lowering as targets
+from jqx._src.diagnostics import lowering as targets
 
 pytestmark = pytest.mark.aot
 

@@ -9,7 +9,8 @@ import pytest
 from jax import export
 
 import jqx
-from jqx import _compat_kernels, numerics
+from jqx import numerics
+from jqx._src import compat_kernels
 
 from ..arrays import normal
 from .stepwise import on
@@ -250,10 +251,10 @@ def test_codes_laid_out_for_another_tpu_are_refused_if_that_is_known(monkeypatch
         return run.lower(lowering_platforms=("tpu",))
 
     lower("tpu7x")  # no TPU is at hand
-    monkeypatch.setattr(_compat_kernels, "local_chip", lambda: "TPU v6 lite")
+    monkeypatch.setattr(compat_kernels, "local_chip", lambda: "TPU v6 lite")
     lower("tpu-v6e")
     other = r"laid out for another TPU(.|\n)*TPU v6 lite(.|\n)*pack_for"
     with pytest.raises(ValueError, match=other):
         lower("tpu7x")
-    monkeypatch.setattr(_compat_kernels, "local_chip", lambda: "TPU7x")
+    monkeypatch.setattr(compat_kernels, "local_chip", lambda: "TPU7x")
     lower("tpu7x")

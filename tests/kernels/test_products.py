@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.kernels._pallas import arithmetic_on, codes_of
-from jqx.kernels._shared import products_gpu, products_tpu
+from jqx._src.kernels.pallas import arithmetic_on, codes_of
+from jqx._src.kernels.products_gpu import products_gpu
+from jqx._src.kernels.products_tpu import products_tpu
 from jqx.numerics import Integer, format_of
 
 from .matrices import Case, integers_of

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx import _compat, numerics
-from jqx.tensor._shared import OneOf, alone
+from jqx import numerics
+from jqx._src import compat
+from jqx._src.tensor.segments import OneOf, alone
 
 from ..arrays import normal
 from .stepwise import on
@@ -73,7 +74,7 @@ def operands_of_kernels(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             found.append([v.aval.shape for v in eqn.invars])
-        for inner in _compat.sub_jaxprs(eqn):
+        for inner in compat.sub_jaxprs(eqn):
             found += operands_of_kernels(inner)
     return found
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jqx.kernels._products_tpu import tiles_of
+from jqx._src.kernels.products_tpu import tiles_of
 
 
 @pytest.mark.parametrize("k", [4096, 14336])

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jqx.kernels._products_gpu import tiles_of as tiles_of_gpu
-from jqx.kernels._products_tpu import BUDGET, tiles_of
-from jqx.kernels._shared import weights_gpu, weights_tpu
+from jqx._src.kernels.products_gpu import tiles_of as tiles_of_gpu
+from jqx._src.kernels.products_gpu import weights_gpu
+from jqx._src.kernels.products_tpu import BUDGET, tiles_of, weights_tpu
 
 from .matrices import TABLE, Case, assert_sums, made, real_weight
 

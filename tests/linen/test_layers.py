@@ -9,8 +9,8 @@ from flax import linen as nn
 
 import jqx
 import jqx.linen
+from jqx._src.modules.quantized_function import overlay
 from jqx.linen import Mode
-from jqx.modules._shared import overlay
 
 from ..arrays import normal
 

@@ -10,8 +10,8 @@ from flax import linen as nn
 
 import jqx
 import jqx.linen
+from jqx._src.modules.quantized_function import flatten
 from jqx.linen import Mode
-from jqx.modules._shared import flatten
 
 from ..arrays import normal
 from .networks import POLICIES, WAYS, Net, images, variables

@@ -9,7 +9,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 import jqx
 import jqx.linen
 import jqx.nnx
-from jqx.modules import Mode
+from jqx._src.modules.quantized_function import Mode
 
 from ..linen import networks as of_linen
 from ..nnx import networks as of_nnx

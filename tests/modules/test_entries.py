@@ -3,7 +3,7 @@
 import hypothesis
 from hypothesis import strategies as st
 
-from jqx.modules._shared import flatten, nest, overlay, split, without
+from jqx._src.modules.quantized_function import flatten, nest, overlay, split, without
 
 NAMES = st.sampled_from(["a", "b", "kernel", "layers_0"])
 KEYS = st.builds(

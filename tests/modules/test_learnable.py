@@ -10,7 +10,7 @@ from flax import nnx
 
 import jqx
 import jqx.nnx
-from jqx.modules._quantized_function import warn_of_scales_without_gradient
+from jqx._src.modules.quantized_function import warn_of_scales_without_gradient
 
 PARTS = r"jqx\.learn_scales: .+(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+lsq.+"
 X, W = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 8), (8, 4)))

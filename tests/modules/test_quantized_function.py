@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx.modules import Mode
-from jqx.modules._shared import QuantizedFunction, Search
+from jqx._src.modules.quantized_function import Mode, QuantizedFunction, Search
 
 POLICIES = {"static": jqx.presets.w8a8(), "dynamic": jqx.presets.w8a8_dynamic()}
 X = jnp.ones((2, 4))

@@ -10,7 +10,7 @@ import pytest
 import jqx
 import jqx.linen
 import jqx.nnx
-from jqx.modules import Mode
+from jqx._src.modules.quantized_function import Mode
 
 from ..linen.networks import WAYS
 from .libraries import LIBRARIES, POLICIES, images, named

@@ -9,8 +9,8 @@ import pytest
 
 import jqx
 from jqx import RoundMode, numerics
+from jqx._src.numerics.lookup import E8M0
 from jqx.numerics import Block, Integer, float6_e2m3fn, float6_e3m2fn, mxfp4, mxint8, nf4, nvfp4
-from jqx.numerics._shared import E8M0
 
 from ..arrays import on_device
 from .tables import assert_conforms, assert_same_numbers, every_way, grid, minifloat_table, table_of

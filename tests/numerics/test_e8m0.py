@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jqx import RoundMode
-from jqx.numerics._shared import E8M0, PowerOfTwo, exponent_of_e8m0, times_e8m0
+from jqx._src.numerics.lookup import E8M0, PowerOfTwo, exponent_of_e8m0, times_e8m0
 
 from ..arrays import on_device
 from .tables import GRID, Table, assert_conforms, assert_same_numbers, every_way, grid

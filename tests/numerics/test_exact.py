@@ -1,4 +1,4 @@
-"""Fails when a new XLA undoes one of the tricks of `jqx/numerics/_exact.py`."""
+"""Fails when a new XLA undoes one of the tricks of `jqx/_src/numerics/exact.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,20 +7,23 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jqx import numerics
-from jqx.numerics._exact import split_reciprocal
-from jqx.numerics._shared import (
-    INTEGERS,
+from jqx._src.numerics.exact import (
+    bit_width,
+    common_dtype,
+    compute_dtype,
     difference,
     divide,
     divide_by_steps,
     float_difference,
     holds_codes,
+    is_signed,
     multiply,
     narrow,
     saturating_float_sum,
     saturating_sum,
+    split_reciprocal,
 )
+from jqx._src.numerics.qtype import INTEGERS
 
 from ..arrays import on_device
 from .oracles import assert_codes, assert_floats, code_range, codes_of, nearest, saturated
@@ -478,17 +481,17 @@ def test_sums_of_32_bits_saturate_to_a_narrow_range_in_float32():
     ],
 )
 def test_small_floats_are_computed_in_float32(dtype, wide):
-    assert numerics._shared.compute_dtype(dtype) == np.dtype(wide)
-    assert numerics._shared.common_dtype(jnp.dtype(dtype), jnp.dtype("float16")) == np.dtype(wide)
-    assert numerics._shared.common_dtype(jnp.dtype("bfloat16"), jnp.dtype(dtype)) == np.dtype(wide)
+    assert compute_dtype(dtype) == np.dtype(wide)
+    assert common_dtype(jnp.dtype(dtype), jnp.dtype("float16")) == np.dtype(wide)
+    assert common_dtype(jnp.dtype("bfloat16"), jnp.dtype(dtype)) == np.dtype(wide)
 
 
 @pytest.mark.parametrize("qtype", INTEGERS)
 def test_widths_and_signs_are_those_of_the_names(qtype):
     low, high = code_range(qtype)
-    assert numerics._shared.bit_width(qtype) == (high - low).bit_length()
-    assert numerics._shared.is_signed(qtype) is (low < 0)
-    assert type(numerics._shared.bit_width(qtype)) is int
+    assert bit_width(qtype) == (high - low).bit_length()
+    assert is_signed(qtype) is (low < 0)
+    assert type(bit_width(qtype)) is int
 
 
 def test_float32_holds_no_codes_of_32_bits_and_float64_holds_all():
@@ -511,7 +514,7 @@ def _assert_difference_is_rounded_once(q, zero_point, dtype, eager=False):
     exact = q.astype(np.int64) - zero_point.astype(np.int64)  # of 33 bits, so exact in float64
     with np.errstate(over="ignore"):
         expected = nearest(exact.astype(np.float64), dtype)
-    wide = numerics._shared.compute_dtype(dtype)
+    wide = compute_dtype(dtype)
     assert_floats(jax.jit(lambda q, z: difference(q, z, dtype))(q, zero_point), expected, wide)
     if q.dtype.itemsize == 4:  # where it takes more than one subtraction
         operands = on_device(q), on_device(zero_point)
@@ -552,7 +555,7 @@ def test_difference_without_a_zero_point_rounds_the_codes_once():
         for dtype, result in of_qtype.items():
             with np.errstate(over="ignore"):
                 expected = nearest(every[qtype].astype(np.float64), dtype)
-            assert result.dtype == numerics._shared.compute_dtype(dtype)
+            assert result.dtype == compute_dtype(dtype)
             np.testing.assert_array_equal(np.float64(result), expected, f"{qtype}, {dtype}")
 
 

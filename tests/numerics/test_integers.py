@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jqx import RoundMode, numerics
+from jqx._src.numerics.qtype import INTEGERS
 from jqx.numerics import Integer
-from jqx.numerics._shared import INTEGERS
 
 from ..arrays import on_device
 from .oracles import assert_codes, code_range, codes_of, rounded, saturated

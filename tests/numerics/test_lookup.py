@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from jqx import numerics
+from jqx._src.numerics.lookup import DTYPES, E8M0, PowerOfTwo, as_qtype, name_of_qtype
+from jqx._src.numerics.minifloats import MINIFLOATS
+from jqx._src.numerics.qtype import INTEGERS
 from jqx.numerics import (
     Codebook,
     Integer,
@@ -18,15 +21,6 @@ from jqx.numerics import (
     mxfp4,
     nf4,
     ternary,
-)
-from jqx.numerics._shared import (
-    DTYPES,
-    E8M0,
-    INTEGERS,
-    MINIFLOATS,
-    PowerOfTwo,
-    as_qtype,
-    name_of_qtype,
 )
 
 OTHERS = ["bool", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jqx import RoundMode
+from jqx._src.numerics.minifloats import MINIFLOATS
 from jqx.numerics import Minifloat, Specials, float6_e2m3fn, float6_e3m2fn, format_of
-from jqx.numerics._shared import MINIFLOATS
 
 from ..arrays import on_device
 from .tables import (

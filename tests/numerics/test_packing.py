@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jqx.numerics._shared import pack_bits, packed_length, unpack_bits
+from jqx._src.numerics.packing import pack_bits, packed_length, unpack_bits
 
 from ..arrays import on_device
 

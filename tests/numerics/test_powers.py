@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jqx._src.numerics.exact import exponent_of, times_power_of_two
 from jqx.numerics import power_of_two, step_of
-from jqx.numerics._shared import exponent_of, times_power_of_two
 
 from ..arrays import on_device
 

@@ -9,6 +9,7 @@ import pytest
 
 import jqx
 from jqx import RoundMode, numerics
+from jqx._src.numerics.lookup import DTYPES, PowerOfTwo, as_qtype
 from jqx.numerics import (
     Block,
     Codebook,
@@ -20,7 +21,6 @@ from jqx.numerics import (
     round_to_integer,
     step_of,
 )
-from jqx.numerics._shared import DTYPES, PowerOfTwo, as_qtype
 
 from ..arrays import on_device
 from .tables import Table, assert_conforms, assert_same_numbers, every_way, grid

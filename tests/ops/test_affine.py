@@ -7,8 +7,8 @@ import pytest
 
 import jqx
 from jqx import RoundMode, numerics
+from jqx._src.ops.affine import affine_dequantize, affine_fake_quantize, affine_quantize
 from jqx.gradients import ste
-from jqx.ops._shared import affine_dequantize, affine_fake_quantize, affine_quantize
 
 from ..arrays import on_device
 from ..numerics.oracles import (

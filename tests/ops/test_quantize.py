@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx import RoundMode, numerics
-from jqx.numerics._shared import INTEGERS
+from jqx._src.numerics.qtype import INTEGERS
 
 from ..arrays import on_device
 from ..numerics.oracles import (

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import numerics
-from jqx.numerics._shared import INTEGERS
+from jqx._src.numerics.qtype import INTEGERS
 
 from ..numerics.oracles import (
     as_float64,

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx import _package_cpu
+from jqx._src import package_cpu
 
 from ..arrays import normal
 
@@ -89,6 +89,6 @@ def test_a_partitioned_program_has_the_plain_form():
         None,
         qtype=jnp.int8,
     )
-    assert _package_cpu.NAME in f.lower(q, k).as_text()
-    assert _package_cpu.NAME not in f.lower(q, parted).as_text()
+    assert package_cpu.NAME in f.lower(q, k).as_text()
+    assert package_cpu.NAME not in f.lower(q, parted).as_text()
     np.testing.assert_array_equal(f(q, parted), f(q, k))

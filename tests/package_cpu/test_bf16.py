@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx import _package_cpu
-from jqx.contractions._kernels_cpu import FEW
-from jqx.kernels._shared import float_product_cpu
+from jqx._src import package_cpu
+from jqx._src.contractions.kernels_cpu import FEW
+from jqx._src.kernels.products_cpu import float_product_cpu
 
 from ..arrays import normal
 
@@ -70,7 +70,7 @@ def test_products_are_exact_and_their_sums_float32(is_whole):
     for found, x, w, (s, o) in zip(jax.jit(run)(given), rows, weights, told, strict=True):
         expected = np.einsum("bmk,bnk->bmn", x, w)
         k = x.shape[-1]
-        by_digits = x.shape[1] <= FEW or not _package_cpu.has_bfloats()
+        by_digits = x.shape[1] <= FEW or not package_cpu.has_bfloats()
         if is_whole and not by_digits:  # whole numbers, times powers of two, that float32 holds
             np.testing.assert_array_equal(found, expected)
             continue
@@ -107,7 +107,7 @@ def test_contractions_multiply_many_rows_as_such(scheme):
     q = jqx.quantize_params(w, plan(w, normal(1, 1, 256))).astype(jnp.bfloat16)
     p, x = q.pack_for("cpu"), normal(2, 3, 40, 256).astype(jnp.bfloat16)
     run = jax.jit(lambda x, q: jqx.matmul(x, q, preferred_element_type=jnp.float32))
-    many = _package_cpu.has_bfloats()
+    many = package_cpu.has_bfloats()
     (form,) = jqx.formulations(jqx.matmul)(x[0], p)
     assert form.cpu.name == ("package_floats" if many else "tiles")
     assert ("multiplies_bf16" in run.lower(x[0], p).as_text(debug_info=True)) == many

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx import _package_cpu
-from jqx.kernels._shared import convolution_cpu
+from jqx._src import package_cpu
+from jqx._src.kernels.products_cpu import convolution_cpu
 
 from ..arrays import normal
 from ..contractions.convolutions import NHWC, convolution
@@ -135,7 +135,7 @@ def test_convolutions_and_gradients_are_those_without_it(monkeypatch):
         return chosen(results, operands), chosen(requantized, operands), run(operands)
 
     (names, of_sums, found), _ = everything(), jax.clear_caches()
-    monkeypatch.setattr(_package_cpu, "is_installed", lambda: False)
+    monkeypatch.setattr(package_cpu, "is_installed", lambda: False)
     (_, _, expected), _ = everything(), jax.clear_caches()
     assert {cpu for cpu, _ in names} == {"package_convolution"}
     assert {other for _, other in names} == {"conv_integer", "conv_dot"}
@@ -206,17 +206,17 @@ def test_devices_and_exports_have_the_plain_form():
     x, w = pair(images=4)
     run = jax.jit(convolve)
     one = run(x, w)
-    assert _package_cpu.NAME in run.lower(x, w).as_text()
+    assert package_cpu.NAME in run.lower(x, w).as_text()
     exported = jax.export.export(run)(x, w)
-    assert _package_cpu.NAME not in exported.mlir_module()
+    assert package_cpu.NAME not in exported.mlir_module()
     np.testing.assert_array_equal(exported.call(x, w), one)
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     parted = jax.device_put(x, NamedSharding(mesh, P("d")))
     whole = jax.device_put(w, NamedSharding(mesh, P()))
-    assert _package_cpu.NAME not in run.lower(parted, whole).as_text()
+    assert package_cpu.NAME not in run.lower(parted, whole).as_text()
     np.testing.assert_array_equal(run(parted, whole), one)
     mapped = jax.jit(jax.shard_map(convolve, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d")))
-    assert _package_cpu.NAME in mapped.lower(parted, whole).as_text()
+    assert package_cpu.NAME in mapped.lower(parted, whole).as_text()
     np.testing.assert_array_equal(mapped(parted, whole), one)
 
 
@@ -231,16 +231,16 @@ def wrong(x=IMAGE, w=KERNEL, x_zero=None, w_scale=None, dtype=jnp.int32, **windo
 WRONG = {
     "images are s8": lambda: wrong(IMAGE.astype(jnp.int16)),
     "a kernel is s8": lambda: wrong(w=KERNEL.astype(jnp.int16)),
-    "images are .batch, height": lambda: _package_cpu.call(
+    "images are .batch, height": lambda: package_cpu.call(
         "convolution", jax.ShapeDtypeStruct((2,), jnp.int32), IMAGE[0], KERNEL, *NONE, **PLAIN
     ),
     "features are those": lambda: wrong(groups=3),
-    "strides and dilation": lambda: _package_cpu.call(
+    "strides and dilation": lambda: package_cpu.call(
         "convolution", RESULT, IMAGE, KERNEL, *NONE, **{**PLAIN, "strides": np.int64([0, 1])}
     ),
     "zero points of images": lambda: wrong(x_zero=jnp.zeros((1, 3), jnp.int8)),
     "scales of a kernel": lambda: wrong(w_scale=jnp.ones((1, 5))),
-    "the result is": lambda: _package_cpu.call(
+    "the result is": lambda: package_cpu.call(
         "convolution", jax.ShapeDtypeStruct((2, 5, 5, 8), jnp.int32), IMAGE, KERNEL, *NONE, **PLAIN
     ),
     "a scale is missing": lambda: wrong(dtype=jnp.float32),

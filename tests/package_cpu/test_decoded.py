@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx import _package_cpu
-from jqx.contractions._kernels_cpu import _table_of
-from jqx.interop._codec import as_numpy, codes_of
-from jqx.kernels._shared import decoded_product_cpu
+from jqx._src import package_cpu
+from jqx._src.contractions.kernels_cpu import _table_of
+from jqx._src.interop.codec import as_numpy, codes_of
+from jqx._src.kernels.products_cpu import decoded_product_cpu
+from jqx._src.tensor.targets import kernel_of
 from jqx.numerics import Codebook, Minifloat, Specials, format_of, mxfp4, mxfp8_e4m3, nf4, nvfp4
-from jqx.tensor._shared import kernel_of
 
 from ..arrays import normal
 
@@ -157,7 +157,7 @@ def test_derivatives_and_rows_of_16_bits(monkeypatch):
 
     found, expected, gradients = jax.jit(f)(x, q)
     np.testing.assert_array_equal(found, expected, strict=True)
-    monkeypatch.setattr(_package_cpu, "is_installed", lambda: False)
+    monkeypatch.setattr(package_cpu, "is_installed", lambda: False)
     *_, plain = jax.jit(lambda *args: f(*args))(x, q)
     for a, b in zip(gradients, plain, strict=True):
         np.testing.assert_array_equal(a, b, strict=True)

@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 import jqx
-from jqx import _package_cpu
+from jqx._src import package_cpu
 
 from ..arrays import normal
 
@@ -69,6 +69,6 @@ def test_for_several_platforms_the_cpu_alone_calls_kernels():
 
 
 def test_without_the_package_they_are_refused(monkeypatch):
-    monkeypatch.setattr(_package_cpu, "is_installed", lambda: False)
+    monkeypatch.setattr(package_cpu, "is_installed", lambda: False)
     with pytest.raises(ImportError, match=r"jqx-cpu is not installed(.|\n)+fix:"):
         jqx.kernels_in_exports().__enter__()

@@ -14,10 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx import _package_cpu
-from jqx.contractions._cache import values_as
-from jqx.interop._codec import as_numpy, codes_of
-from jqx.kernels._shared import float_product_cpu, product_cpu
+from jqx._src import package_cpu
+from jqx._src.contractions.cache import values_as
+from jqx._src.interop.codec import as_numpy, codes_of
+from jqx._src.kernels.products_cpu import float_product_cpu, product_cpu
 
 from ..arrays import normal
 
@@ -146,7 +146,7 @@ def test_float_rows_times_few_bits(scheme):
         assert np.all(np.abs(found - exact) <= size * (k * bits / 512 + 8) * 2.0**-24)
     few, many = (normal(3, count, k).astype(jnp.bfloat16) for count in (16, 17))
     assert chosen(jqx.matmul, few, q.astype(jnp.bfloat16)) == ["package_floats"]
-    form = "package_floats" if _package_cpu.has_bfloats() else "tiles"
+    form = "package_floats" if package_cpu.has_bfloats() else "tiles"
     assert chosen(jqx.matmul, many, q.astype(jnp.bfloat16)) == [form]
 
 
@@ -237,7 +237,7 @@ def test_scales_of_rows_are_those_without_it():
             groups = granularity.groups(given.shape)
             alone = jax.jit(lambda x, g=groups: g._in_steps(g.split(x)))(given)
             run = jax.jit(lambda x, g=groups: g.largest_magnitude(x))
-            assert f"{_package_cpu.NAME}_magnitudes" in run.lower(given).as_text()
+            assert f"{package_cpu.NAME}_magnitudes" in run.lower(given).as_text()
             np.testing.assert_array_equal(run(given).ravel(), alone.ravel())
     mapped = jax.jit(
         jax.vmap(jax.vmap(lambda x: jqx.per_tensor().groups((16384,)).largest_magnitude(x)))
@@ -258,12 +258,12 @@ def test_ranges_of_rows_are_those_without_it():
     )
     for groups in (way.groups(x.shape) for way in ways):
         run = jax.jit(lambda x, g=groups: g.extremes(x))
-        assert f"{_package_cpu.NAME}_ranges" in run.lower(x).as_text()
+        assert f"{package_cpu.NAME}_ranges" in run.lower(x).as_text()
         for found, plain in zip(run(x), groups._extremes_at_once(x), strict=True):
             np.testing.assert_array_equal(found, plain, strict=True)
     assert jqx.per_axis(0).groups(x.shape).extremes(x)[2][9, 0, 0] == 7 * 384
     tail = jqx.per_block({0: 1, 1: 1, 2: 100}, tail=True).groups(x.shape)
-    assert _package_cpu.NAME not in jax.jit(tail.extremes).lower(x).as_text()
+    assert package_cpu.NAME not in jax.jit(tail.extremes).lower(x).as_text()
     rows = lambda x: jqx.per_axis(0).groups(x.shape).extremes(x)[0].ravel()  # noqa: E731
     np.testing.assert_array_equal(jax.jit(jax.vmap(rows))(x), np.fmin.reduce(x, 2, initial=np.inf))
     slopes = np.asarray(jax.grad(lambda x: rows(x).sum())(x[20:]))
@@ -282,7 +282,7 @@ def test_training_has_the_gradients_that_it_has_without_it(monkeypatch):
         return run.lower(w, x).as_text().count("_magnitudes"), run(w, x)
 
     (calls, found), _ = gradients(), jax.clear_caches()
-    monkeypatch.setattr(_package_cpu, "is_installed", lambda: False)
+    monkeypatch.setattr(package_cpu, "is_installed", lambda: False)
     (none, expected), _ = gradients(), jax.clear_caches()
     assert calls and not none
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
@@ -316,17 +316,17 @@ def test_devices_and_exports_have_the_plain_form():
     plan = jqx.make_plan(f, jqx.presets.w8a8_dynamic())(w, x)
     p, g = jqx.pack_for(jqx.quantize_params(w, plan), "cpu"), jqx.convert(f, plan)
     one = jax.jit(g)(p, x)
-    assert _package_cpu.NAME in jax.jit(g).lower(p, x).as_text()
+    assert package_cpu.NAME in jax.jit(g).lower(p, x).as_text()
     exported = jax.export.export(jax.jit(g))(p, x)
-    assert _package_cpu.NAME not in exported.mlir_module()
+    assert package_cpu.NAME not in exported.mlir_module()
     np.testing.assert_array_equal(exported.call(p, x), one)
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     whole = jax.device_put(p, NamedSharding(mesh, P()))
     rows = jax.device_put(x, NamedSharding(mesh, P("d")))
-    assert _package_cpu.NAME not in jax.jit(g).lower(whole, rows).as_text()
+    assert package_cpu.NAME not in jax.jit(g).lower(whole, rows).as_text()
     np.testing.assert_array_equal(jax.jit(g)(whole, rows), one)
     mapped = jax.jit(jax.shard_map(g, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d")))
-    assert _package_cpu.NAME in mapped.lower(whole, rows).as_text()
+    assert package_cpu.NAME in mapped.lower(whole, rows).as_text()
     np.testing.assert_array_equal(mapped(whole, rows), one)
 
 
@@ -361,7 +361,7 @@ def test_another_version_is_an_error(monkeypatch):
     other = types.SimpleNamespace(__version__="0.0.0")
     monkeypatch.setitem(sys.modules, "jqx_cpu", other)
     with pytest.raises(ImportError, match=r"different versions(.|\n)+0\.0\.0(.|\n)+fix:"):
-        _package_cpu.check_version.__wrapped__()
+        package_cpu.check_version.__wrapped__()
 
 
 def test_its_version_is_that_of_jqx():
@@ -370,7 +370,8 @@ def test_its_version_is_that_of_jqx():
 
 
 def test_a_variable_names_the_kernels():
-    code = "import jqx_cpu as cpu, jqx._package_cpu as p; print(cpu.kernels(), p.is_installed())"
+    code = "import jqx_cpu; print(jqx_cpu.kernels(), package_cpu.is_installed())"
+    code = f"from jqx._src import package_cpu; {code}"
 
     def run(**variables):
         environment = {**os.environ, **variables}

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx import _package_cpu
+from jqx._src import package_cpu
 
 from ..arrays import normal
 
@@ -96,8 +96,8 @@ def test_a_partitioned_program_has_the_plain_form():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     put = jax.device_put(x, NamedSharding(mesh, P("x")))
     f, sizes = jax.jit(jqx.ragged_dot), jnp.array(SIZES[0])
-    assert _package_cpu.NAME in f.lower(x, q, sizes).as_text()
-    assert _package_cpu.NAME not in f.lower(put, q, sizes).as_text()
+    assert package_cpu.NAME in f.lower(x, q, sizes).as_text()
+    assert package_cpu.NAME not in f.lower(put, q, sizes).as_text()
 
 
 def test_sizes_beyond_32_bits_and_the_precision():
@@ -117,7 +117,7 @@ def test_wrong_sizes_are_an_error_of_xla():
 
     def call(step, sizes, x=x):
         given = x, w, none, zero, none, zero, step, sizes
-        return _package_cpu.call("product", result, *given, **options)
+        return package_cpu.call("product", result, *given, **options)
 
     assert (call(zero, jnp.array([1, 2, 1])) == 0).all()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"sizes are s32\[groups\].*\[2\]"):

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx import _package_cpu
-from jqx.contractions._kernels_cpu import plain_sums
+from jqx._src import package_cpu
+from jqx._src.contractions.kernels_cpu import plain_sums
 
 from ..arrays import normal
 
@@ -98,7 +98,7 @@ def test_one_of_a_stack_and_rows_that_are_mapped():
 
 def test_formulations_of_users_come_first():
     x, w, output = cases()[-1]
-    mine = jqx.contractions.Formulation(
+    mine = jqx.extend.Formulation(
         "sums_of_mine",
         "an example",
         ("cpu",),
@@ -106,7 +106,7 @@ def test_formulations_of_users_come_first():
         lambda lhs, rhs, how: plain_sums(lhs, rhs, how),
         op="dot_general:int32",
     )
-    with jqx.contractions.using(mine):
+    with jqx.extend.using(mine):
         (chosen,) = jqx.formulations(requantized)(x, w, output)
         assert chosen.cpu.name == "sums_of_mine"
 
@@ -119,7 +119,7 @@ def test_a_wrong_parameter_is_an_error_of_xla():
 
     def call(*given, dtype=jnp.int8, **changes):
         result = jax.ShapeDtypeStruct((1, 4, 4), dtype)
-        return _package_cpu.call("requantized_product", result, *given, **(options | changes))
+        return package_cpu.call("requantized_product", result, *given, **(options | changes))
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"s32\[batch, n or 1\].*\[1, 3\]"):
         call(*given)

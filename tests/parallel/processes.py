@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx import _package_cpu
+from jqx._src import package_cpu
 
-_package_cpu.is_installed = lambda: False  # weights of one device would lie for its kernels
+package_cpu.is_installed = lambda: False  # weights of one device would lie for its kernels
 INDEX, COUNT, PORT = map(int, sys.argv[1:])
 PRESETS = ("w8a8", "w8a8_dynamic", "w8a16", "w4a16", "w4a8", "w4a4", "nf4", "fp8", "mxfp8")
 SPECS = {"up": P(None, "model"), "down": P("model", None), "b": P()}

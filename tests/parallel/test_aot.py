@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx import _compat, parallel
-from jqx.diagnostics import _lowering as targets
+from jqx import parallel
+from jqx._src import compat
+from jqx._src.diagnostics import lowering as targets
 
 pytestmark = pytest.mark.aot
 
@@ -51,9 +52,9 @@ def devices(target):
         pytest.skip(f"no compiler for {target}: the extra {known.extra} is not installed")
     with targets._present(known.environment):
         if known.platform == "tpu":
-            return _compat.devices_of_topology("tpu", "v5e:2x4")
+            return compat.devices_of_topology("tpu", "v5e:2x4")
         config = targets.resources.files("jqx.diagnostics").joinpath(f"{target}.textproto")
-        return _compat.devices_of_topology(
+        return compat.devices_of_topology(
             "cuda", "", plugin=modules[0], target_config=config.read_text(), topology="1x1x8"
         )
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import jqx
 from jqx import parallel
-from jqx.parallel._wire import round_stochastically
+from jqx._src.parallel.wire import round_stochastically
 
 from .devices import COUNT, normal, on_each
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.ptq._quantized import leaves_by_path
+from jqx._src.ptq.quantized import leaves_by_path
 
 from ..arrays import on_device
 

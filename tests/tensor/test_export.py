@@ -10,6 +10,7 @@ from jax import export
 
 import jqx
 from jqx import numerics
+from jqx._src.numerics.lookup import DTYPES
 
 from ..arrays import on_device
 from .tensors import CASES, NV4, assert_equal, random_tensor, spec, spread_out
@@ -17,7 +18,7 @@ from .tensors import CASES, NV4, assert_equal, random_tensor, spec, spread_out
 X = on_device(spread_out((4, 10)))
 OWN = numerics.Codebook((-1.0, 0.25, 3.0), "mine")
 QTYPES = [
-    *(jnp.dtype(name) for name in numerics._shared.DTYPES if name != "float8_e8m0fnu"),
+    *(jnp.dtype(name) for name in DTYPES if name != "float8_e8m0fnu"),
     *(numerics.int3, numerics.uint7, numerics.ternary, numerics.Integer(8, narrow=True)),
     *(numerics.nf4, numerics.binary, OWN),
     numerics.float6_e3m2fn,

@@ -10,8 +10,8 @@ import pytest
 
 import jqx
 from jqx import RoundMode, calibrators, numerics
+from jqx._src.tensor.grid import fake_quantize_as
 from jqx.calibrators import Affine
-from jqx.tensor._shared import fake_quantize_as
 
 from ..arrays import on_device
 from ..numerics.oracles import assert_floats

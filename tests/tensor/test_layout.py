@@ -16,7 +16,8 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import numerics
-from jqx.tensor._shared import Layout, Packing
+from jqx._src.numerics.packing import pack_bits
+from jqx._src.tensor.layout import Layout, Packing
 
 from ..numerics.oracles import as_float64, assert_floats
 from ..ops.refusals import assert_refused
@@ -80,7 +81,7 @@ def _laid_out(q, layout):
         axis = layout.packing.axis
         if layout.swapped and axis > -3:
             axis = -3 - axis
-        values = numerics._shared.pack_bits(form.to_bits(values), form.bits, axis % q.ndim)
+        values = pack_bits(form.to_bits(values), form.bits, axis % q.ndim)
     return dataclasses.replace(q, values=values, layout=layout)
 
 

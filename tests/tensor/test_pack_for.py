@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx import numerics
-from jqx.tensor._shared import Layout
+from jqx._src.tensor.layout import Layout
 
 from ..arrays import on_device
 from ..numerics.oracles import assert_floats

@@ -16,8 +16,9 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import RoundMode, calibrators, numerics
-from jqx.numerics._shared import INTEGERS
-from jqx.tensor._shared import Layout, Packing, fake_quantize_as
+from jqx._src.numerics.qtype import INTEGERS
+from jqx._src.tensor.grid import fake_quantize_as
+from jqx._src.tensor.layout import Layout, Packing
 
 from ..arrays import on_device
 from ..calibrators.oracles import affine, extremes, magnitude, ordinary_floats

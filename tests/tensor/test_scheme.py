@@ -5,7 +5,7 @@ import pytest
 
 import jqx
 from jqx import calibrators
-from jqx.tensor._shared import parse_scheme
+from jqx._src.tensor.spec import parse_scheme
 
 CHANNEL, TOKEN, TENSOR = jqx.per_channel(), jqx.per_token(), jqx.per_tensor()
 BLOCKS = jqx.per_group(32, tail=True)

@@ -8,7 +8,7 @@ import pytest
 
 import jqx
 from jqx import RoundMode, calibrators, gradients
-from jqx.numerics._shared import INTEGERS
+from jqx._src.numerics.qtype import INTEGERS
 
 from ..ops.refusals import assert_refused
 

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec
 
 import jqx
 from jqx import numerics
-from jqx.tensor._shared import partition_specs, record_from_json, sliceable, to_json
+from jqx._src.tensor.serialize import record_from_json, to_json
+from jqx._src.tensor.shardings import partition_specs
+from jqx._src.tensor.views import sliceable
 
 from ..arrays import on_device
 

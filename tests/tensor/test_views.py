@@ -21,8 +21,8 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import numerics
+from jqx._src.tensor.views import axis_groups
 from jqx.numerics import format_of
-from jqx.tensor._shared import axis_groups
 
 from ..numerics.oracles import assert_floats
 from ..ops.refusals import assert_refused

@@ -1,4 +1,4 @@
-from jqx.transforms._views import Origin, close_over_merges
+from jqx._src.transforms.views import Origin, close_over_merges
 
 
 def sets(*groups):

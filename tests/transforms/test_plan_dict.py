@@ -17,10 +17,11 @@ from jax import export
 
 import jqx
 from jqx import calibrators, gradients, numerics
+from jqx._src.calibrators.ranges import AbsMax
+from jqx._src.numerics.lookup import DTYPES, PowerOfTwo
+from jqx._src.tensor.serialize import CLASSES, record_from_json, to_json
+from jqx._src.transforms.plan import Weight
 from jqx.calibrators import Groups
-from jqx.calibrators._shared import AbsMax
-from jqx.tensor._shared import record_from_json, to_json
-from jqx.transforms._plan import Weight
 
 from .forms import FORMS, POLICIES, function, rows, weights
 from .models import jitted, jitted_params, mlp, mlp_params, normal, plan_of
@@ -93,7 +94,7 @@ def public(package, of):
 
 
 QTYPES = [
-    *(jnp.dtype(name) for name in numerics._shared.DTYPES if name != "float8_e8m0fnu"),
+    *(jnp.dtype(name) for name in DTYPES if name != "float8_e8m0fnu"),
     *public(numerics, lambda value: isinstance(value, numerics.QType)),
     numerics.Integer(7, narrow=True),
     numerics.Minifloat(3, 3, numerics.Specials.NAN, bias=2, saturate=False),
@@ -139,14 +140,8 @@ SPECS = [
 
 def test_the_tables_hold_every_class_of_values():
     tables = (QTYPES, CALIBRATORS, GRADIENTS, NUMERICS, GRANULARITIES)
-    known = {
-        value
-        for package in (numerics, calibrators, gradients)
-        for value in (*vars(package).values(), *vars(package._shared).values())
-        if isinstance(value, type) and dataclasses.is_dataclass(value)
-    }
-    rest = known - {type(value) for table in tables for value in table}
-    assert rest == {Groups, numerics._shared.PowerOfTwo}  # no value of a spec, and one with a dtype
+    rest = {*CLASSES.values()} - {type(value) for table in tables for value in table}
+    assert rest == {Groups, PowerOfTwo}  # no value of a spec, and one with a dtype
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.tensor._shared import fake_quantize_as
+from jqx._src.tensor.grid import fake_quantize_as
 
 from ..arrays import on_device
 from ..contractions.oracles import equations_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx.transforms import _calibrate
+from jqx._src.transforms import calibrate
 
 W, X = jnp.eye(4), jnp.ones((2, 4))
 PLAN = jqx.make_plan(lambda w, x: x @ w, jqx.presets.w8a8())(W, X)
@@ -21,10 +21,10 @@ def make_terminal(monkeypatch):
 
 def advanced(**options):
     """What a bar of three is moved on by."""
-    with _calibrate.advancing("count", "item", 3, True, **options) as advance:
+    with calibrate.advancing("count", "item", 3, True, **options) as advance:
         advance()
         advance(2)
-    return [*_calibrate.with_bar("go through", "item", (1, 2))]
+    return [*calibrate.with_bar("go through", "item", (1, 2))]
 
 
 def test_a_terminal_is_shown_how_far_it_is(monkeypatch, capsys):
@@ -37,14 +37,14 @@ def test_a_terminal_is_shown_how_far_it_is(monkeypatch, capsys):
 
 def test_nothing_is_shown_where_there_is_no_terminal(capsys):
     assert advanced() == [1, 2]
-    _calibrate.tell(_calibrate.progress_bar("count", "item"), "a line")
+    calibrate.tell(calibrate.progress_bar("count", "item"), "a line")
     assert jqx.calibrate_batches(lambda w, x: x @ w, PLAN, W, [X])
     assert capsys.readouterr() == ("", "")
 
 
 def test_nothing_is_shown_where_it_is_not_asked_for(monkeypatch, capsys):
     make_terminal(monkeypatch)
-    with _calibrate.advancing("count", "item", 3, False) as advance:
+    with calibrate.advancing("count", "item", 3, False) as advance:
         advance()
     jqx.calibrate_batches(lambda w, x: x @ w, PLAN, W, [X], progress=False)
     assert capsys.readouterr() == ("", "")
@@ -52,7 +52,7 @@ def test_nothing_is_shown_where_it_is_not_asked_for(monkeypatch, capsys):
 
 def test_tqdm_need_not_be_there(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert _calibrate.progress_bar("count", "item") is None
+    assert calibrate.progress_bar("count", "item") is None
     assert advanced() == [1, 2]
     assert capsys.readouterr() == ("", "")
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx._src.transforms.quantize_weight import _compiled
 from jqx.presets import w8a8, w8a16
-from jqx.transforms._quantize_weight import _compiled
 
 from .models import int8_grid, mlp, mlp_params, normal, plan_of
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.policy._shared import Selector
+from jqx._src.policy import Selector
 
 from ..arrays import normal, on_device
 from ..contractions.oracles import gamma

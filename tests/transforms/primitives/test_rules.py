@@ -10,7 +10,9 @@ from jax import lax
 from jax.interpreters import mlir
 
 import jqx
-from jqx.transforms import Contraction, OperandAxes, View, primitive_rules
+from jqx._src.contractions.dimensions import OperandAxes
+from jqx._src.transforms.rules import Contraction, primitive_rules
+from jqx._src.transforms.views import View
 
 
 def primitive(name, compute):
@@ -122,5 +124,5 @@ WRONG = {
 def test_what_is_no_rule_is_refused(rules, error, match):
     with pytest.raises(error, match=match) as caught, primitive_rules(rules):
         pass
-    assert "jqx.transforms.primitive_rules" in str(caught.value)
+    assert "jqx.extend.primitive_rules" in str(caught.value)
     assert "fix:" in str(caught.value)

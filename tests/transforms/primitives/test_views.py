@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx.transforms._interpret import Rules, interpret
-from jqx.transforms._trace import is_quantized, trace_call
+from jqx._src.transforms.interpret import Rules, interpret
+from jqx._src.transforms.trace import is_quantized, trace_call
 
 from ..models import normal
 

@@ -1,0 +1,1 @@
+"""The code of jqx. Users import the modules beside this folder, which list its public names."""

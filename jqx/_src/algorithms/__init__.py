@@ -1,0 +1,1 @@
+"""Algorithms that choose the codes of weights, and what they share."""

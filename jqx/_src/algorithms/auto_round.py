@@ -1,0 +1,758 @@
+"""AutoRound: learns the rounding and the ranges of weights by signed gradient descent."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..calibrators.calibrator import Affine, Calibrator
+from ..calibrators.granularity import Groups
+from ..checks import check_pattern
+from ..errors import fail
+from ..fields import flag, nothing, number, whole
+from ..gradients.estimators import straight_through
+from ..numerics.exact import RoundMode
+from ..numerics.lookup import E8M0, format_of
+from ..numerics.qtype import Integer, QType
+from ..tensor.spec import QSpec
+from ..transforms.algorithm import Chosen, Inapplicable
+from ..transforms.calibrate import look_at_batches, progress_bar
+from ..transforms.operands import counts_of, is_counted, value_of
+from ..transforms.plan import Plan, Site
+from ..transforms.stats import OnNonfinite, check_mode
+from ..transforms.trace import TracedOnce
+from ..transforms.views import Address
+from .engine import Leaves, Pairs, Stream, Traced, Walk
+from .grids import Grids, Part, apart, bodies_of, calibrated
+from .options import algorithm, check_options
+from .report import NOT_REACHED, BlockReport, BlocksReport, Few, name_of
+from .stages import Replaced, Scope, Stage, Steps, labels_of
+from .store import InMemory, Offload, Where, on_device
+
+Array = np.ndarray
+
+
+# Parts of weights whose rounding is learned, and their grids.
+
+
+class TileValues(NamedTuple):
+    """The numbers of a tile.
+
+    Attributes:
+      x: the float values, float32.
+      scale: scale of each group, dequantized, float32.
+      zero_point: likewise, or `None`.
+      mask: which of the numbers are learned; `None` for all.
+      fixed: which of the numbers, and of the scales, stay as they are, because few rows reached
+        their matrix; `None` for none.
+    """
+
+    x: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None
+    mask: jax.Array | None
+    fixed: tuple[jax.Array, jax.Array] | None = None
+
+
+class InSteps(NamedTuple):
+    """Numbers of a tile in units of their scales, in groups: see `Groups.split`.
+
+    Attributes:
+      x: the numbers.
+      zero: the zero points, which broadcast to the numbers.
+      scale: the scales, likewise.
+    """
+
+    x: jax.Array
+    zero: jax.Array
+    scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """How a tile is rounded.
+
+    Attributes:
+      spec: spec of the weight.
+      groups: which of its numbers share a scale.
+      scale: the dtype in which scales are stored.
+      ranges: whether scales and zero points may change. That requires that no other tile shares
+        them, and that scales are floats and zero points integers.
+    """
+
+    spec: QSpec
+    groups: Groups
+    scale: Any
+    ranges: bool
+
+    @property
+    def form(self) -> QType:
+        """The format of its codes."""
+        return format_of(self.spec.qtype)
+
+    def in_steps(self, x: jax.Array, affine: Affine) -> InSteps:
+        """Returns numbers in units of their scales. Numbers with scale 0 are 0."""
+        scale = self.groups.split_scale(affine.scale)
+        zero = jnp.zeros_like(scale)
+        if affine.zero_point is not None:
+            zero = self.groups.split_scale(affine.zero_point)
+        exact = jnp.where(scale != 0, self.groups.split(x) / jnp.where(scale != 0, scale, 1), 0)
+        return InSteps(exact, zero, scale)
+
+    def clipped(self, x: jax.Array, zero: jax.Array) -> jax.Array:
+        """Clips numbers, in units of their scales, to the range of the format."""
+        return jnp.clip(x, self.form.low - zero, self.form.high - zero)
+
+    def on_grid(self, x: jax.Array, zero: jax.Array, mode: RoundMode | None = None) -> jax.Array:
+        """Rounds numbers, in units of their scales and within the range."""
+        return self.form.round(x + zero, mode or self.spec.rounding) - zero
+
+    def step(self, x: jax.Array, zero: jax.Array) -> jax.Array:
+        """Returns the distance of the two grid points around each number; 0 for numbers on a grid
+        with uneven steps.
+        """
+        if isinstance(self.form, Integer):
+            return jnp.ones_like(x)
+        fixed = jax.lax.stop_gradient(self.clipped(x, zero))
+        up, down = (self.on_grid(fixed, zero, mode) for mode in (RoundMode.UP, RoundMode.DOWN))
+        return up - down
+
+    def kept(self, scale: jax.Array) -> jax.Array:
+        """Returns scales as they are stored, with the gradient of the identity."""
+        return straight_through(scale.astype(self.scale).astype(np.float32), scale)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tile:
+    """The part of a weight that a block multiplies by: all of it, or one index of its first axes.
+
+    Attributes:
+      leaf_index: the index of the weight among the operands of the function.
+      index: the index of its first axes.
+      numbers: the numbers of its learned elements within their group of weights.
+      labels: the indices of its scales, likewise.
+      grids: the grids of that group.
+      values: its numbers.
+      rounding: how it is rounded.
+    """
+
+    leaf_index: int
+    index: tuple[int, ...]
+    numbers: Array
+    labels: Array
+    grids: Grids
+    values: TileValues
+    rounding: Rounding
+
+    @classmethod
+    def of(
+        cls, leaf_index: int, grids: Grids, part: Part, numbers: Array, fixed: Array | None = None
+    ) -> "Tile":
+        """Returns the smallest tile that holds some elements of a weight; some are `fixed`."""
+        kind = part.nearest
+        shape, groups = tuple(kind.shape), kind.groups
+        local = np.unique(numbers) - part.start
+        ends = np.transpose(np.unravel_index(local[[0, -1]], shape))
+        depth = next((i for i, (a, b) in enumerate(ends.T) if a != b), len(shape))
+        index, sizes = tuple(map(int, ends[0, :depth])), groups.sizes[:depth]
+        elements = np.arange(kind.size).reshape(shape)[index]
+        mask = np.isin(elements, local)
+        scales = np.arange(np.prod(groups.scale_shape, dtype=int)).reshape(groups.scale_shape)
+        labels = scales[tuple(np.floor_divide(index, sizes))] + part.first_scale
+        is_separate = all(1 in (size, count) for size, count in zip(sizes, shape, strict=False))
+        scale, zero_point = grids.at(labels)
+        is_whole = zero_point is None or jnp.issubdtype(zero_point.dtype, jnp.integer)
+        is_real = part.scale is None and kind.scale.dtype != E8M0
+        local_groups = Groups(shape[depth:], groups.sizes[depth:])
+        ranges = bool(is_separate and is_whole and is_real and mask.all())
+        values = TileValues(
+            jnp.asarray(part.x)[index].astype(np.float32),
+            jnp.asarray(scale),
+            None if zero_point is None else jnp.asarray(zero_point.astype(np.float32)),
+            None if mask.all() else jnp.asarray(mask),
+            _fixed(grids, elements + part.start, labels, fixed),
+        )
+        rounding = Rounding(grids.spec, local_groups, kind.scale.dtype, ranges)
+        return cls(leaf_index, index, elements[mask] + part.start, labels, grids, values, rounding)
+
+    def write(self, values: Array, affine: Affine) -> None:
+        """Writes numbers on the grid with given scales to the grids of the weight."""
+        if self.rounding.ranges:
+            self.grids.put(self.labels, affine)
+        mask = self.values.mask
+        self.grids.write(self.numbers, values.ravel() if mask is None else values[np.asarray(mask)])
+
+
+def _fixed(
+    grids: Grids, elements: Array, labels: Array, fixed: Array | None
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns which elements of a tile and which of its scales are fixed, if any."""
+    is_fixed = np.isin(elements, [] if fixed is None else fixed)
+    if not is_fixed.any():
+        return None
+    return jnp.asarray(is_fixed), jnp.asarray(np.isin(labels, grids.label(elements[is_fixed])))
+
+
+# Shifts before rounding, and factors of ranges, which are learned by signed gradient descent.
+
+
+_LEAST = 0.05
+"""The smallest range, relative to the initial one."""
+
+
+class Shifts(NamedTuple):
+    """The learned values of a tile.
+
+    Attributes:
+      shift: what is added to each number before it is rounded, in steps of the grid.
+      low: factor of the lower end of each range; `None` if both ends share one scale, or ranges are
+        not learned.
+      high: factor of the upper end, or of both; `None` if ranges are not learned.
+    """
+
+    shift: jax.Array
+    low: jax.Array | None
+    high: jax.Array | None
+
+
+def nearest(rounding: Rounding, values: TileValues, ranges: bool) -> Shifts:
+    """Returns the values that round to nearest; `ranges` says whether ranges may be learned."""
+    high = jnp.ones_like(values.scale) if ranges and rounding.ranges else None
+    low = None if values.zero_point is None else high
+    return Shifts(jnp.zeros_like(values.x), low, high)
+
+
+def rounded(rounding: Rounding, values: TileValues, shifts: Shifts) -> tuple[jax.Array, Affine]:
+    """Returns the rounded numbers of a tile, with the gradient of the identity for rounding, and
+    their scales and zero points.
+    """
+    affine = _affine(rounding, values, shifts)
+    exact = rounding.in_steps(values.x, affine)
+    moved = rounding.groups.split(shifts.shift) * rounding.step(exact.x, exact.zero)
+    moved = rounding.clipped(exact.x + moved, exact.zero)
+    quantized = rounding.on_grid(moved, exact.zero)
+    return rounding.groups.join(straight_through(quantized, moved) * exact.scale), affine
+
+
+def moved(
+    shifts: list[Shifts], slope: list[Shifts], rate: jax.Array, values: list[TileValues]
+) -> list[Shifts]:
+    """Returns learned values after a step of a given length against the signs of a gradient."""
+
+    def limited(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.clip(x, _LEAST, 1)
+
+    slope = [_free(x, d) for x, d in zip(values, slope, strict=True)]
+    steps = jax.tree.map(lambda x, d: x - rate * jnp.sign(d), shifts, slope)
+    return [x._replace(low=limited(x.low), high=limited(x.high)) for x in steps]
+
+
+def _free(values: TileValues, slope: Shifts) -> Shifts:
+    """Returns a gradient that is 0 for what is fixed."""
+    if values.fixed is None:
+        return slope
+    shift, scale = values.fixed
+    low, high = (None if x is None else jnp.where(scale, 0, x) for x in (slope.low, slope.high))
+    return Shifts(jnp.where(shift, 0, slope.shift), low, high)
+
+
+def _affine(rounding: Rounding, values: TileValues, shifts: Shifts) -> Affine:
+    """Returns scales and zero points, float32; differentiable."""
+    scale, zero_point, form = values.scale, values.zero_point, rounding.form
+    if shifts.high is None:
+        return Affine(scale, zero_point)  # pyright: ignore
+    if shifts.low is None:
+        return Affine(rounding.kept(scale * shifts.high), None)
+    assert zero_point is not None
+    low, high = (
+        scale * (end - zero_point) * factor
+        for end, factor in ((form.low, shifts.low), (form.high, shifts.high))
+    )
+    scale = rounding.kept((high - low) / (form.high - form.low))
+    offset = form.low - low / jnp.where(scale != 0, scale, 1)
+    rounded_offset = jnp.clip(jnp.round(offset), form.low, form.high)
+    return Affine(scale, straight_through(rounded_offset, offset))
+
+
+# Steps over batches in turn; the state with the least loss is kept.
+
+
+T = TypeVar("T")
+
+_CHECKS = 8
+"""How often the loss is measured after the start."""
+
+
+class Descent(NamedTuple):
+    """The result of a descent.
+
+    Attributes:
+      state: the state with the least loss.
+      initial: the loss at the start, the mean over some batches.
+      final: the loss of `state`, likewise.
+      best: after how many steps it was found; 0 is the start.
+    """
+
+    state: Any
+    initial: float
+    final: float
+    best: int
+
+
+def descended(
+    start: T,
+    steps: int,
+    batches: int,
+    seed: int,
+    *,
+    loss: Callable[[T, int], Any],
+    moved: Callable[[T, int, float], T],
+    refuse: Callable[[float, int], Exception],
+    done: Callable[[], Any] = lambda: None,
+) -> Descent:
+    """Takes some steps, each on one batch; each pass uses all batches.
+
+    Args:
+      start: the initial state.
+      steps: number of steps.
+      batches: number of batches.
+      seed: seed of the order of the batches.
+      loss: returns the loss on the batch of an index.
+      moved: returns the state after a step on the batch of an index; its length decays from 1 to 0
+        linearly.
+      refuse: returns the error to raise if the loss at the start, on so many batches, is not
+        finite.
+      done: is called after each step.
+    """
+    rng = np.random.default_rng(seed)
+    # So many batches that measuring the loss takes at most half as long as the steps.
+    checked = rng.permutation(batches)[: max(steps // (2 * _CHECKS), 1)].tolist()
+
+    def mean(state: T) -> float:
+        return float(np.mean([loss(state, i) for i in checked]))
+
+    initial = lowest = mean(start)
+    if not np.isfinite(initial):
+        raise refuse(initial, len(checked))
+    state, best_state, best, order = start, start, 0, []
+    for k in range(1, steps + 1):
+        order = order or rng.permutation(batches).tolist()
+        state = moved(state, order.pop(), 1 - (k - 1) / steps)
+        if k % max(steps // _CHECKS, 1) == 0 and (current := mean(state)) < lowest:
+            lowest, best_state, best = current, state, k
+        done()
+    return Descent(best_state, initial, lowest, best)
+
+
+# The distance of the results of a block from those in float.
+
+
+def distance(results: Sequence[Any], targets: Sequence[Any]) -> jax.Array:
+    """Returns the squared errors of results relative to their squares, summed."""
+    total = jnp.float32(0)
+    for x, y in zip(results, targets, strict=True):
+        if not jnp.issubdtype(value_of(y).dtype, jnp.floating):
+            continue
+        a, b = (value_of(z).astype(np.float32) for z in (x, y))
+        count = jnp.float32(1)
+        if is_counted(x):
+            count = jnp.minimum(counts_of(x), counts_of(y))
+            count = jnp.where(jnp.isfinite(count) & (count > 0), count, 0)
+        # Equal infinities are those of masks.
+        difference = jnp.where((count > 0) & (a != b), a - b, 0)
+        norm = jnp.sum(count * jnp.where((count > 0) & jnp.isfinite(b), b, 0) ** 2)
+        total += jnp.sum(count * difference**2) / jnp.where(norm > 0, norm, 1)
+    return total
+
+
+# Learns the rounding of weights block by block, from the results of each block.
+
+
+_FUNCTION = "algorithms.auto_round"
+
+
+def learned(
+    options: "auto_round",
+    f: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    progress: bool = False,
+    on_nonfinite: OnNonfinite = "error",
+) -> Chosen:
+    """Returns the parameters with codes that are learned block by block.
+
+    Args:
+      options: the options of learning.
+      f: the function.
+      plan: the plan.
+      params: its parameters, in float.
+      batches: as in `calibrate_batches`; all are held.
+      progress: whether to show a progress bar.
+      on_nonfinite: as in `calibrate_batches`.
+    """
+    batch_list, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
+    f = TracedOnce(f)
+    few_rows = Few(look_at_batches(_FUNCTION, f, plan, params, batch_list, on_nonfinite))
+    traced = Traced.of(f, plan, params, batch_list, options.weight, ignores=ignores)
+    plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)
+    sites = [site for site in plan.sites if site.address in bodies]
+    labels = labels_of(sites, bodies, options.blocks)
+    if options.blocks is not None and not any(
+        label != address for address, label in labels.items()
+    ):
+        raise fail(
+            _FUNCTION,
+            "`blocks` matches nothing.",
+            given=f"blocks == {options.blocks!r}; paths such as {[x.path for x in sites[:3]]}",
+            fix="pass a pattern that matches in paths of weights; the plan prints all of them.",
+        )
+    learned_sites = apart(plan, traced.groups, traced.elements, labels) & {*labels}
+    walk = _Learning(options, traced, learned_sites, few_rows)
+    scopes = traced.scopes(lambda site: site.address in learned_sites, labels)
+    leaves = walk.current, dict(traced.originals)
+    offload = Offload(options.offload)
+    streams = [Stream(Leaves(x), offload) for x in leaves]
+    walk.bar = progress_bar("auto_round", "block") if progress else None
+    walk.go(traced.frames(scopes, streams))
+    if walk.bar is not None:
+        walk.bar.close()
+    report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
+    codes = InMemory(walk.grids).quantized()
+    weights = plan.map_weights(lambda weight, _: codes[weight.path], params)
+    return Chosen(weights, report, few=few_rows.why)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Block:
+    """A block in one step of the scans around it.
+
+    Attributes:
+      stages: its stage and scope for each batch.
+      steps: the numbers of the steps.
+      tiles: the tiles of its weights.
+      inputs: its inputs for each batch, as they are kept.
+      targets: its results in float, likewise.
+      decided: the integers that it computes from floats.
+      batches: the indices of the batches.
+    """
+
+    stages: list[tuple[Stage, Scope]]
+    steps: Steps
+    tiles: list[Tile]
+    inputs: list[list[Any]]
+    targets: list[list[Any]]
+    decided: list[Any]
+    batches: list[int]
+
+    @property
+    def values(self) -> list[TileValues]:
+        """The numbers of its tiles."""
+        return [tile.values for tile in self.tiles]
+
+
+class _Learning(Walk):
+    """Runs blocks with weights in float and with learned ones, and learns the latter.
+
+    Attributes:
+      current: the leaves of the parameters as they are at each stage, by index.
+      grids: the grids of all weights.
+      entries: the entries of the report.
+      bar: shows how many blocks are done, or `None`.
+    """
+
+    def __init__(
+        self, options: "auto_round", traced: Traced, learned_sites: set[Address], few_rows: Few
+    ):
+        super().__init__(traced.plan, self._alone)
+        self._few_rows = few_rows
+        self._kinds["block"] = self._block
+        self._options, self._traced, self._learned_sites = options, traced, learned_sites
+        self.current, self.grids = dict(traced.originals), traced.grids(options.spec_of)
+        self.entries: list[BlockReport] = []
+        self.bar: Any = None
+        self._programs: dict[Any, Any] = {}
+        # Weights that are not learned must be rounded before a block gets its inputs.
+        for site in self.plan.sites:
+            if site.address not in learned_sites:
+                for path in self.plan.weights_in(site):
+                    self._round(path)
+
+    def _round(self, path: str) -> None:
+        grids = self.grids[self._traced.group_of(path).path]
+        part = next(x for x in grids.parts if x.path == path)
+        leaf_index, element_range = self._traced.leaf_indices[path], part.elements
+        leaf = self._traced.originals[leaf_index]
+        values = grids.values(np.arange(element_range.start, element_range.stop)).reshape(
+            leaf.shape
+        )
+        self.current[leaf_index] = jnp.asarray(values, leaf.dtype)
+
+    def nearest(self) -> Iterable[tuple[str, str]]:
+        """Yields the sites whose weights were rounded to nearest, with the reason."""
+        reached = {name for entry in self.entries for name in entry.sites}
+        for site in self.plan.sites:
+            if not any(self.plan.weight_at(x.path) for x in site.operands):
+                continue
+            if site.address not in self._learned_sites:
+                yield site.name, "whose weight other blocks or steps of a loop share"
+            elif site.name not in reached:
+                yield site.name, NOT_REACHED
+        yield from self._few_rows.why.items()
+
+    def _alone(self, *_: Any) -> None:
+        """Does nothing: all sites belong to blocks."""
+        raise AssertionError
+
+    def _block(self, pairs: Pairs, steps: Steps) -> None:
+        start, sites = time.perf_counter(), self._sites(pairs[0][0])
+        block = self._prepared(pairs, steps, self._tiles(sites, steps))
+        entry, shifts = self._learned(block)
+        for tile, tile_shifts in zip(block.tiles, shifts, strict=True):
+            values, affine = rounded(tile.rounding, tile.values, tile_shifts)
+            tile.write(np.asarray(values), affine)
+            leaf, mask = self.current[tile.leaf_index], tile.values.mask
+            self.current[tile.leaf_index] = Replaced(leaf, values, mask, tile.index, False).whole()
+        for (stage, (quantized, exact)), target in zip(pairs, block.targets, strict=True):
+            quantized.run(stage, steps)
+            exact.put(stage, list(map(on_device, target)))
+        names, seconds = tuple(site.name for site in sites), time.perf_counter() - start
+        self.entries.append(BlockReport(names, steps, *entry, seconds))
+        if self.bar is not None:
+            self.bar.update()
+
+    def _learned(self, block: _Block) -> tuple[tuple[float, float, int], list[Shifts]]:
+        """Returns the loss of rounding to nearest, the least loss, after how many steps it was
+        found, and what was learned then.
+        """
+        options = self._options
+        rate = options.learning_rate or 1 / options.steps
+        losses: dict[int, Any] = {}
+
+        def step(shifts: list[Shifts], i: int, length: float) -> list[Shifts]:
+            shifts, losses[i] = self._call("step", block, i, shifts, rate * length)
+            return shifts
+
+        descent = descended(
+            [nearest(tile.rounding, tile.values, options.ranges) for tile in block.tiles],
+            options.steps,
+            len(block.stages),
+            options.seed,
+            loss=lambda descent, i: self._call("lost", block, i, descent),
+            moved=step,
+            refuse=lambda loss, _: self._not_finite(block, loss, None),
+        )
+        for i, loss in losses.items():
+            if not np.isfinite(loss):
+                raise self._not_finite(block, float(loss), block.batches[i])
+        return (descent.initial, descent.final, descent.best), descent.state
+
+    def _sites(self, stage: Stage) -> list[Site]:
+        return [
+            site
+            for site in self.plan.sites
+            if site.address in self._learned_sites
+            and any(site.address[: len(address)] == address for address in stage.inside)
+        ]
+
+    def _tiles(self, sites: Sequence[Site], steps: Steps) -> list[Tile]:
+        """Returns the parts of weights that some sites multiply by."""
+        numbers: dict[str, list[Array]] = {}
+        fixed: dict[str, list[Array]] = {}
+        for site in sites:
+            for operand in site.operands:
+                if operand.path is not None:
+                    path = self._traced.group_of(self.plan.weights_in(site)[0]).path
+                    elements = self._traced.elements[operand.key][steps]
+                    numbers.setdefault(path, []).append(elements.ravel())
+                    key = next(x.key for x in site.operands if x.path is None)
+                    is_few = self._few_rows.at(site, key, elements.shape[-1], steps)
+                    is_few = np.broadcast_to(is_few, elements.shape[:-2])
+                    fixed.setdefault(path, []).append(elements[is_few].ravel())
+        tiles = []
+        for path, arrays in numbers.items():
+            grids: Grids = self.grids[path]
+            needed, is_few = np.concatenate(arrays), np.concatenate(fixed[path])
+            for part in grids.parts:
+                mine = part.elements
+                elements = needed[(needed >= mine.start) & (needed < mine.stop)]
+                if elements.size:
+                    tiles.append(
+                        Tile.of(self._traced.leaf_indices[part.path], grids, part, elements, is_few)
+                    )
+        return tiles
+
+    def _prepared(self, pairs: Pairs, steps: Steps, tiles: list[Tile]) -> _Block:
+        """Runs the block in float, with the integers that it decides on the quantized inputs."""
+        block = _Block(
+            [], steps, tiles, [], [], [], [quantized.batch for _, (quantized, _) in pairs]
+        )
+        for stage, (quantized, exact) in pairs:
+            read = [quantized.values[x] for x in stage.reads]
+            operands = list(map(on_device, read))
+            _, decisions = quantized.scope.run(stage, self.current, steps, operands, None, True)
+            floats = [on_device(exact.values[x]) for x in stage.reads]
+            results, _ = quantized.scope.run(
+                stage, self._traced.originals, steps, floats, decisions
+            )
+            block.stages.append((stage, quantized.scope))
+            block.inputs.append(read)
+            block.targets.append(list(map(exact.stream.offload.kept, results)))
+            block.decided.append(decisions)
+        return block
+
+    def _call(self, name: str, block: _Block, i: int, *arguments: Any) -> Any:
+        """Calls a program on one batch."""
+        stage, scope = block.stages[i]
+        inputs, targets = (list(map(on_device, x[i])) for x in (block.inputs, block.targets))
+        position = [tile.index for tile in block.tiles], block.steps
+        program, batch = (
+            self._program(name, block, stage, scope),
+            (inputs, targets, block.decided[i]),
+        )
+        try:
+            return program(block.values, self.current, position, batch, *arguments)
+        except ValueError as error:
+            if "differentiation" not in str(error):
+                raise
+            raise fail(
+                _FUNCTION,
+                f"{self._name(block)} cannot be differentiated.",
+                given=str(error),
+                fix="use smaller blocks, without loops of unknown length, such as blocks='.*'.",
+                error=Inapplicable,
+            ) from error
+
+    def _name(self, block: _Block) -> str:
+        sites = [site.name for site in self._sites(block.stages[0][0])]
+        return f"the block of {name_of(sites[:1], block.steps)}"
+
+    def _not_finite(self, block: _Block, loss: float, batch: int | None) -> Exception:
+        batches = f"{len(block.stages)} batches" if batch is None else f"batch {batch}"
+        return fail(
+            _FUNCTION,
+            f"the loss of {self._name(block)} is not finite.",
+            given=f"a loss of {loss} on {batches}",
+            fix="leave such batches out, or pass on_nonfinite='ignore', which leaves out rows "
+            "that are not finite.",
+        )
+
+    def _program(self, name: str, block: _Block, stage: Stage, scope: Scope) -> Any:
+        """Returns the program of a loss or a step, compiled once for equal blocks."""
+        kinds = [(x.leaf_index, x.rounding, x.index == tuple(block.steps)) for x in block.tiles]
+        key = name, id(stage), tuple(kinds)
+        if key in self._programs:
+            return self._programs[key]
+
+        def lost(
+            tile_values: Any, params: Any, position: Any, batch: Any, shifts: list[Shifts]
+        ) -> jax.Array:
+            indices, steps = position
+            leaves = dict(params)
+            tiles = zip(kinds, tile_values, indices, shifts, strict=True)
+            for (leaf_index, rounding, stepped), x, index, tile_shifts in tiles:
+                values, _ = rounded(rounding, x, tile_shifts)
+                where = steps if stepped else index
+                leaves[leaf_index] = Replaced(leaves[leaf_index], values, x.mask, where, stepped)
+            inputs, targets, decided = batch
+            results, _ = scope.run(stage, leaves, steps, inputs, decided)
+            return distance(results, targets)
+
+        def step(*arguments: Any) -> tuple[list[Shifts], jax.Array]:
+            *values, shifts, rate = arguments
+            loss, slope = jax.value_and_grad(partial(lost, *values))(shifts)
+            return moved(shifts, slope, rate, arguments[0]), loss
+
+        self._programs[key] = jax.jit({"lost": lost, "step": step}[name])
+        return self._programs[key]
+
+
+@algorithm("auto_round", "pass options by name: auto_round(steps=100).")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class auto_round:
+    """Learns the rounding of the weights of a block from the results of the block: an algorithm of
+    `jqx.ptq`.
+
+    A learned shift is added to each weight before it is rounded, and each range is multiplied by
+    learned factors of at most 1. Both are learned by signed gradient descent. Blocks are processed
+    one by one. The inputs of a block come from the quantized blocks before it, and its targets from
+    the float function. One batch is one step. The loss is the squared error of each result of the
+    block, relative to its squares, summed. The step with the least loss over batches is kept;
+    rounding to nearest is one of the candidates.
+
+    A block is the innermost body of a scan or of `jax.checkpoint`. Outside of both, each site is a
+    block, with the equations after it up to the point where the fewest numbers are passed on.
+    `blocks=` defines other blocks. Sites in loops that do not step over their weight, and weights
+    that several blocks share, are rounded to nearest, and so is an expert that fewer rows reach
+    than it has channels; the report names them. Activations stay in float.
+
+    Attributes:
+      steps: number of steps for each block.
+      learning_rate: length of the first step; it decays to 0 linearly. `None` is `1 / steps`: a
+        shift then moves by at most half a step of the grid.
+      blocks: a pattern (`re.search`) for paths of weights, such as `r"layers_\\d+"`. Sites whose
+        paths give the same match are one block. It replaces bodies as blocks.
+      ranges: whether ranges are learned too. Ranges stay fixed if scales are quantized themselves,
+        or are powers of two.
+      calibrator: computes the initial ranges; `None` takes that of each spec.
+      weight: weights of the rows of inputs, as in `jqx.observers.hessian`.
+      offload: whether values of batches are kept on the host, or on `"disk"`, between blocks.
+      seed: seed of the order of the batches.
+
+    Raises:
+      TypeError: a field has the wrong type.
+      ValueError: a field is out of range, or `blocks` is not a regular expression; at run time,
+        `blocks` matches nothing, or a block cannot be differentiated.
+
+    Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", arXiv:2309.05516.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda w, x: jax.nn.relu(x @ w)
+      >>> w = jax.random.normal(jax.random.key(0), (64, 8))
+      >>> x = jax.random.normal(jax.random.key(1), (256, 8)) @ jnp.ones((8, 64)) + 0.1
+      >>> algorithm = jqx.algorithms.auto_round(steps=50)
+      >>> quantize = jqx.ptq(f, jqx.Policy({".*": "int4"}), algorithm, progress=False)
+      >>> block = quantize(w, [x]).details[0]
+      >>> block.after < 0.1 * block.before
+      True
+    """
+
+    steps: int = 200
+    learning_rate: float | None = None
+    blocks: str | None = None
+    ranges: bool = True
+    calibrator: Calibrator | None = None
+    weight: Callable[..., Any] | None = None
+    offload: Where = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rate = number(0, 1, above=True) | nothing()
+        check_options(_FUNCTION, self, steps=whole(1), learning_rate=rate, ranges=flag())
+        if self.blocks is not None:
+            fix = "pass a pattern such as r'layers_[0-9]+'."
+            check_pattern(_FUNCTION, "blocks", self.blocks, fix=fix)
+
+    def spec_of(self, spec: QSpec) -> QSpec:
+        """Returns a spec with the calibrator that computes the initial ranges."""
+        return calibrated(spec, self.calibrator)
+
+    def run(
+        self,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        batches: Iterable[Any],
+        *,
+        progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
+    ) -> Chosen:
+        """Returns the parameters with learned codes, and a report."""
+        return learned(self, f, plan, params, batches, progress=progress, on_nonfinite=on_nonfinite)

@@ -1,0 +1,677 @@
+"""Labels of channels. Channels with one label have one factor. Labels that must have the same
+factor are joined; labels that cannot have a factor are fixed, with a reason.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import compat
+from ..compat import Eqn
+from ..contractions.dimensions import OperandAxes
+from ..observers.observer import ObservedSite
+from ..transforms.find import addressed
+from ..transforms.higher_order import FORMS
+from ..transforms.rules import CONTRACTIONS
+from ..transforms.views import SHARDINGS, Address
+from .options import components
+from .stages import Steps, body_of
+
+Array = np.ndarray
+
+FREE, FIXED = -1, 0
+"""FREE labels zeros and infinities, which no factor changes; FIXED labels values without factor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """A value that does not depend on arguments."""
+
+    value: Any
+
+    @property
+    def label(self) -> int:
+        """The label of all its elements: whether they may be scaled."""
+        if is_key(self.value):
+            return FIXED
+        x = np.asarray(self.value)
+        is_free = jnp.issubdtype(x.dtype, jnp.inexact) and bool(np.all((x == 0) | np.isinf(x)))
+        return FREE if is_free else FIXED
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter, or a view of one.
+
+    Attributes:
+      leaf_index: the index of the leaf.
+      shape: its shape.
+      elements: the numbers of its elements; `None` for weights of sites.
+    """
+
+    leaf_index: int
+    shape: tuple[int, ...]
+    elements: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """Any other value.
+
+    Attributes:
+      labels: labels of its elements, int32, of its rank, size 1 along an axis with equal labels.
+      shape: its shape.
+      reason: why it is fixed, if it is.
+    """
+
+    labels: Array
+    shape: tuple[int, ...]
+    reason: str = ""
+
+    @classmethod
+    def of(cls, labels: Array, shape: Sequence[int]) -> "Labelled":
+        """Returns a value, with equal labels along an axis stored once."""
+        return cls(narrowed(labels), tuple(shape))
+
+    @classmethod
+    def fixed(cls, shape: Sequence[int], reason: str = "", label: int = FIXED) -> "Labelled":
+        """Returns a value that has no factor."""
+        return cls(np.full((1,) * len(shape), label, np.int32), tuple(shape), reason)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no part of it has a factor."""
+        return self.labels.size == 1 and self.labels.item() in (FIXED, FREE)
+
+    def whole(self) -> Array:
+        """Returns the label of each element."""
+        return np.broadcast_to(self.labels, self.shape)
+
+    def even(self, axes: Sequence[int]) -> "Labelled | None":
+        """Returns a copy of size 1 along axes; `None` if labels change along them."""
+        labels = self.labels
+        for axis in axes:
+            maximum = labels.max(axis, keepdims=True)
+            if labels.shape[axis] > 1 and np.any((labels != maximum) & (labels != FREE)):
+                return None
+            labels = maximum
+        return dataclasses.replace(self, labels=labels)
+
+
+Value = Known | Leaf | Labelled
+
+
+def is_key(x: Any) -> bool:
+    """Whether a value holds typed keys of random numbers, which NumPy does not know."""
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def narrowed(x: Array) -> Array:
+    """Returns an array of size 1 along the axes with equal elements."""
+    for axis in range(x.ndim):
+        slab = x[(slice(None),) * axis + (slice(1),)]
+        if x.shape[axis] > 1 and np.all(x == slab):
+            x = np.ascontiguousarray(slab)
+    return x
+
+
+def step_of(x: Leaf | Labelled, i: int) -> Value:
+    """Returns the part of a value that a step of a scan reads."""
+    if isinstance(x, Leaf):
+        return Leaf(x.leaf_index, x.shape[1:], None if x.elements is None else x.elements[i])
+    return Labelled(x.labels[i if x.labels.shape[0] > 1 else 0], x.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Labels that cannot have a factor, and why."""
+
+    labels: Array
+    reason: str
+    is_choice: bool = False
+
+
+class Labels:
+    """All labels of a function. Clipped values have separate labels, with the factors that they had
+    before the clip.
+
+    Args:
+      fixed: labels that are known to have no factor, independent of the choices at products of two
+        values that may both have one, and why; as `fixed` of another pass returns it.
+    """
+
+    def __init__(self, fixed: "tuple[Array, dict[int, str]] | None" = None):
+        self._fixed, self._why = fixed or (None, {})
+        self._count = 1
+        self._clipped, self._limits = np.empty(0, np.int32), np.empty(0)
+        self._pairs: list[tuple[Array, Array]] = []
+        self._stops: list[Stop] = []
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether there are products of two values that could both take a factor."""
+        return any(stop.is_choice for stop in self._stops)
+
+    @property
+    def has_clips(self) -> bool:
+        """Whether any value is clipped."""
+        return len(self._clipped) > 0
+
+    def new(self, count: int) -> Array:
+        """Returns labels that are not in use."""
+        self._count += count
+        return np.arange(self._count - count, self._count, dtype=np.int32)
+
+    def made(self, labels: Array, shape: Sequence[int]) -> Labelled:
+        """Returns a value with new labels, except those that are known to be fixed."""
+        if self._fixed is None:
+            return Labelled.of(labels, shape)
+        indices = self._place(labels)
+        first_index = int(indices.flat[0]) if labels.size else FIXED
+        visible = np.where(self._fixed[indices], FIXED, labels)
+        return dataclasses.replace(
+            Labelled.of(visible, shape), reason=self._why.get(first_index, "")
+        )
+
+    def _place(self, labels: Array) -> Array:
+        """Returns the indices of labels among those of values that are not clipped. They are the
+        same in each pass, whatever is fixed.
+        """
+        return labels - np.searchsorted(self._clipped, labels).astype(np.int32)
+
+    def limits(self, labels: Array) -> Array:
+        """Returns the upper limits of values of these labels, infinity if they are not clipped."""
+        if not self.has_clips:
+            return np.full(labels.shape, np.inf)
+        clip_index = np.minimum(np.searchsorted(self._clipped, labels), len(self._clipped) - 1)
+        return np.where(self._clipped[clip_index] == labels, self._limits[clip_index], np.inf)
+
+    def clipped(self, x: Labelled, limit: Array) -> Labelled:
+        """Returns a value clipped at a limit that scales with it."""
+        limit = narrowed(limit.reshape(limit.shape or (1,) * len(x.shape)))
+        labels, limits = np.broadcast_arrays(x.labels, limit)
+        limits = np.minimum(limits, self.limits(labels))
+        is_limited = (labels > FIXED) & np.isfinite(limits)
+        pairs = np.stack([labels[is_limited].astype(np.float64), limits[is_limited]])
+        (old_labels, limits), where = np.unique(pairs, axis=1, return_inverse=True)
+        new = self.new(len(old_labels))
+        self._clipped = np.concatenate([self._clipped, new])
+        self._limits = np.concatenate([self._limits, limits])
+        self.join_labels(old_labels.astype(np.int32), new)
+        result = labels.copy()
+        result[is_limited] = new[where.ravel()]
+        return Labelled.of(result, x.shape)
+
+    def stop_clipped(self, values: Sequence[Labelled], reason: str) -> None:
+        """Fixes clipped values."""
+        for x in values if self.has_clips else ():
+            self.stop_labels(x.labels[np.isfinite(self.limits(x.labels))], reason)
+
+    def stop(self, x: Labelled, reason: str, is_choice: bool = False) -> None:
+        """Fixes a value that cannot have a factor."""
+        self.stop_labels(x.labels, reason, is_choice)
+
+    def stop_labels(self, labels: Array, reason: str, is_choice: bool = False) -> None:
+        """Fixes labels."""
+        labels = np.unique(labels)
+        if np.any(labels > FIXED):
+            self._stops.append(Stop(labels[labels > FIXED], reason, is_choice))
+
+    def stop_at(self, eqn: Eqn, values: Sequence[Labelled], reason: str = "") -> list[Labelled]:
+        """Fixes the operands of an equation, and returns its results."""
+        text = with_line(eqn, reason)
+        for x in values:
+            self.stop(x, text)
+        return [Labelled.fixed(v.aval.shape, text) for v in eqn.outvars]
+
+    def join(self, a: Array, b: Array, reason: str) -> Array:
+        """Joins the labels of two values that have the same factors, and returns them."""
+        a, b = np.broadcast_arrays(a, b)
+        differ = (a != b) & (a != FREE) & (b != FREE)
+        if differ.any():
+            pairs = np.unique(np.stack([a[differ], b[differ]]), axis=1)
+            self.stop_labels(pairs[:, (pairs == FIXED).any(0)], reason)
+            joinable = pairs[:, (pairs != FIXED).all(0)]
+            self.join_labels(*joinable)
+            differs = self.limits(joinable[0]) != self.limits(joinable[1])
+            self.stop_labels(joinable[:, differs], f"{reason} where one is clipped and another not")
+        return np.where(a == FREE, b, a)
+
+    def join_labels(self, a: Array, b: Array) -> None:
+        """Joins labels that may have factors, element by element."""
+        self._pairs.append((a, b))
+
+    def solved(self, choices: bool = True) -> "tuple[Array, dict[int, str]]":
+        """Returns for each label the number of its factor, 0 if the factor is 1, and for fixed
+        labels the reason. Without `choices`, fixes only labels that must be fixed.
+        """
+        none = np.empty(0, np.int32)
+        a, b = (np.concatenate([none, *x]) for x in zip(*self._pairs, (none, none), strict=True))
+        group_of = components(self._count, a, b)
+        reason_of_group: dict[int, str] = {}
+        for stop in (x for x in self._stops if choices or not x.is_choice):
+            for group in np.unique(group_of[stop.labels]):
+                reason_of_group.setdefault(int(group), stop.reason)
+        is_fixed = np.zeros(group_of.max() + 1, bool)
+        is_fixed[[*reason_of_group, group_of[FIXED]]] = True
+        if self._fixed is not None:
+            is_fixed[group_of[self._unclipped()[self._fixed]]] = True
+        numbers = np.cumsum(~is_fixed) * ~is_fixed
+        fixed = np.flatnonzero(is_fixed[group_of])[1:]
+        fixed_pairs = zip(fixed.tolist(), self._place(fixed).tolist(), strict=True)
+        reasons = {
+            x: reason_of_group.get(int(group_of[x])) or self._why.get(index, "")
+            for x, index in fixed_pairs
+        }
+        return numbers[group_of], reasons
+
+    def _unclipped(self) -> Array:
+        """Returns the labels of values that are not clipped."""
+        return np.delete(np.arange(self._count), self._clipped)
+
+    def fixed(self) -> "tuple[Array, dict[int, str]]":
+        """Returns labels that have no factor whatever is chosen, and why, for another pass."""
+        numbers, reasons = self.solved(choices=False)
+        unclipped = self._unclipped()
+        return numbers[unclipped] == 0, {
+            i: reasons[x] for i, x in enumerate(unclipped.tolist()) if x in reasons
+        }
+
+
+def with_line(eqn: Eqn, description: str = "") -> str:
+    """Returns an equation, or a description of it, with its source line, if that is known."""
+    line = compat.line_of(eqn)
+    return f"{description or eqn.primitive.name}{f' at {line}' if line else ''}"
+
+
+# How an equation without a site changes labels of channels: a rule for each primitive. A primitive
+# without a rule fixes its operands.
+
+
+Rule = Callable[[Labels, Eqn, Sequence[Labelled], Sequence[Value]], Sequence[Labelled]]
+
+
+def moved(eqn: Eqn, operands: Sequence[Any]) -> list[Array]:
+    """Evaluates a view on numbers in place of values."""
+    return [np.asarray(x) for x in compat.bind(eqn, [jnp.asarray(x) for x in operands])]
+
+
+def _kept(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
+    """Operations whose result scales like the operand."""
+    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return f.stop_at(eqn, values)
+    return [Labelled(x.labels, v.aval.shape) for x, v in zip(values, eqn.outvars, strict=False)]
+
+
+def _alike(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
+    """Sums and choices: all operands have the same factor."""
+    shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
+    if name == "select_n":
+        f.stop(values[0], with_line(eqn))
+        values = values[1:]
+    reason = with_line(eqn, f"{name} with an unscaled value,")
+    if name in ("max", "min", "clamp") and any(isinstance(x, Known) for x in inputs):
+        reason = with_line(eqn, f"{name} with a constant")
+        clip = _clip_of(name, inputs)
+        if clip is not None and np.all(clip[1] > 0):
+            return [f.clipped(values[clip[0]], clip[1])]
+        if clip is not None:
+            reason = with_line(eqn, f"{name} with a constant that is not positive")
+    labels = np.full((1,) * len(shape), FREE, np.int32)
+    for x in values:
+        x_labels = x.labels.reshape((1,) * len(shape)) if not x.shape else x.labels
+        labels = f.join(labels, x_labels, reason)
+    result = Labelled.of(labels, shape)
+    return [dataclasses.replace(result, reason=reason if result.is_fixed else "")]
+
+
+def _clip_of(name: str, inputs: Sequence[Value]) -> tuple[int, Array] | None:
+    """Returns which operand a constant limits from above, and the limit."""
+    if name == "max" or (name == "clamp" and not _is_free(inputs[0])):
+        return None
+    argnum = 1 if name == "clamp" or isinstance(inputs[0], Known) else 0
+    limit = inputs[2 if name == "clamp" else 1 - argnum]
+    if not isinstance(limit, Known) or _is_free(limit):
+        return None
+    return argnum, np.asarray(limit.value, np.float64)
+
+
+def _is_free(x: Value) -> bool:
+    return isinstance(x, Known) and x.label == FREE
+
+
+def _times(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
+    """Products: one operand takes the factor."""
+    a, b = values
+    if eqn.primitive.name == "div" or (not a.is_fixed and not b.is_fixed):
+        is_choice = eqn.primitive.name == "mul"
+        text = "the other factor of a product takes it," if is_choice else "a divisor"
+        f.stop(b, with_line(eqn, text), is_choice=is_choice and eqn.invars[0] is not eqn.invars[1])
+        b = Labelled.fixed(b.shape)
+    carries = b if a.is_fixed else a
+    shape = eqn.outvars[0].aval.shape
+    if len(carries.shape) != len(shape):
+        f.stop(carries, with_line(eqn))
+        carries = Labelled.fixed(shape)
+    return [Labelled.of(carries.labels, shape)]
+
+
+def _compared(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
+    """Signs, which depend only on the signs of the operands."""
+    zero = any(isinstance(x, Known) and x.label == FREE for x in inputs)
+    if not zero:
+        return f.stop_at(eqn, values)
+    return [Labelled.fixed(eqn.outvars[0].aval.shape)]
+
+
+def _reduced(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
+    """Sums and maxima over elements with one factor."""
+    (x,) = values
+    axes = eqn.params["axes"]
+    even = x.even(axes)
+    if even is None:
+        return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
+    shape = eqn.outvars[0].aval.shape
+    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return [Labelled.fixed(shape)]
+    return [Labelled(np.squeeze(even.labels, tuple(axes)), shape)]
+
+
+def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
+    """Running sums and maxima, and windows, over elements with one factor."""
+    x, p = values[0], eqn.params
+    even = x.even([p["axis"]] if "axis" in p else _windowed(p))
+    if even is None:
+        return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
+    return [Labelled(even.labels, eqn.outvars[0].aval.shape)]
+
+
+def _windowed(p: Mapping[str, Any]) -> list[int]:
+    """Returns the axes along which the windows of an equation change anything."""
+    names = "window_dimensions", "window_strides", "base_dilation"
+    windows = enumerate(zip(*(p[name] for name in names), p["padding"], strict=True))
+    return [i for i, (*sizes, ends) in windows if any(n != 1 for n in sizes) or any(ends)]
+
+
+def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
+    """Operations that move elements move their labels."""
+    name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
+    starts = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(values))
+    starts_given = inputs[starts:]
+    operands: list[Any] = [x.whole() for x in values[:starts]]
+    if not all(isinstance(x, Known) for x in starts_given):
+        sizes = eqn.params["slice_sizes"] if name == "dynamic_slice" else values[1].shape
+        axes = [i for i, n in enumerate(values[0].shape) if sizes[i] < n]
+        even = [x.even(axes) for x in values[:starts]]
+        if any(x is None for x in even):
+            return f.stop_at(eqn, values)
+        if name == "dynamic_update_slice":
+            old, new = (x.labels for x in even if x is not None)
+            return [Labelled.of(f.join(old, new, with_line(eqn)), shapes[0])]
+        operands = [x.whole() for x in even if x is not None]
+        operands += [np.int32(0) for _ in starts_given]
+    else:
+        operands += [x.value for x in starts_given]
+    results = moved(eqn, operands)
+    return [Labelled.of(x, shape) for x, shape in zip(results, shapes, strict=True)]
+
+
+def channels_of(x: Array, shape: Sequence[int], observed_site: ObservedSite) -> Array:
+    """Returns a statistic for each channel, as a site sums over them, [*batch, channels].
+
+    Args:
+      x: of the rank of the operand, size 1 along an axis whose elements share a value.
+      shape: shape of the operand.
+      observed_site: what observers get to know about it.
+    """
+    if observed_site.patches is not None:
+        axis, groups = observed_site.patches.axes.lhs_spec[1], observed_site.patches.groups
+        x = np.broadcast_to(x.ravel(), (shape[axis],)).reshape(groups, -1)
+        x = np.repeat(x, math.prod(observed_site.patches.kernel), axis=1)
+        return x[0] if groups == 1 else x
+    reduced = observed_site.reduced(len(shape))
+    expanded = np.broadcast_to(x, [1 if i in reduced else n for i, n in enumerate(shape)])
+    turned = expanded.transpose(*observed_site.batch, *reduced, *observed_site.contracted)
+    return turned.reshape(*(shape[axis] for axis in observed_site.batch), -1)
+
+
+def gathered(f: Labels, eqn: Eqn, x: Labelled, indices: Value) -> Labelled:
+    """A lookup in a value."""
+    shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
+    if x.is_fixed:
+        return Labelled.fixed(shape, x.reason)
+    if isinstance(indices, Known):
+        return Labelled.of(moved(eqn, [x.whole(), indices.value])[0], shape)
+    even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
+    if even is None:
+        return f.stop_at(eqn, [x])[0]
+    zeros = np.zeros(eqn.invars[1].aval.shape, eqn.invars[1].aval.dtype)
+    return Labelled.of(moved(eqn, [even.whole(), zeros])[0], shape)
+
+
+def product(f: Labels, eqn: Eqn, values: Sequence[Labelled]) -> Labelled:
+    """A product of values, such as attention's weights and values: one takes the factor."""
+    axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
+    a, b = values
+    f.stop_clipped(values, with_line(eqn, "a product of clipped values"))
+    if not a.is_fixed and not b.is_fixed:
+        return f.stop_at(eqn, [a, b], "a product of two values")[0]
+    argnum = 0 if b.is_fixed else 1
+    x, operand_axes = values[argnum], axes[argnum]
+    even = x.even(operand_axes.contracted)
+    if even is None:
+        return f.stop_at(eqn, [x], "a sum over channels")[0]
+    return Labelled.of(of_product(even.labels, operand_axes, argnum, len(shape)), shape)
+
+
+def of_product(labels: Array, axes: OperandAxes, argnum: int, rank: int) -> Array:
+    """Returns the labels of a product of `rank` axes: those of one operand, which are equal along
+    its contracted axes.
+    """
+    free = [axis for axis in axes.kept if axis not in axes.batch]
+    labels = labels.transpose(*axes.batch, *free, *axes.contracted)
+    labels = labels.reshape(labels.shape[: len(axes.batch) + len(free)])
+    padding = (1,) * (rank - labels.ndim)
+    batch, remaining = labels.shape[: len(axes.batch)], labels.shape[len(axes.batch) :]
+    return labels.reshape(
+        *batch, *((*remaining, *padding) if argnum == 0 else (*padding, *remaining))
+    )
+
+
+VIEWED = {
+    "transpose",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "slice",
+    "dynamic_slice",
+    "rev",
+    "expand_dims",
+    "split",
+    "unstack",
+    "stack",
+    "concatenate",
+    "pad",
+    "dynamic_update_slice",
+}
+_SAME = {"neg", "copy", "abs", "stop_gradient", "convert_element_type", "reduce_precision"}
+_SAME |= {"optimization_barrier", "pvary", *SHARDINGS}
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_SAME, _kept),
+    **dict.fromkeys(("add", "sub", "add_any", "max", "min", "clamp", "select_n"), _alike),
+    **dict.fromkeys(("mul", "div"), _times),
+    **dict.fromkeys(("gt", "ge", "lt", "le"), _compared),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"), _reduced),
+    **dict.fromkeys(("cumsum", "cummax", "cummin", "reduce_window_sum"), _along),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _along),
+    **dict.fromkeys(VIEWED, _viewed),
+}
+_CLIPPED = {*VIEWED, *_SAME} - {"neg", "abs"} | {"gt", "ge", "lt", "le", "select_n"}
+_CLIPPED |= {"max", "min", "clamp", "reduce_max", "cummax", "reduce_window_max"}
+"""For clipped values, these return values with the same clips."""
+
+
+def evaluated(
+    f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Sequence[Value]
+) -> Sequence[Labelled]:
+    """Returns the results of an equation that has neither a site nor an inner function."""
+    name = eqn.primitive.name
+    rule = RULES.get(name)
+    if all(x.is_fixed for x in values):
+        labels = {int(x.labels.item()) for x in values}
+        label = FREE if rule is not None and labels == {FREE} else FIXED
+        reason = (
+            with_line(eqn) if rule is None else next((x.reason for x in values if x.reason), "")
+        )
+        return [Labelled.fixed(v.aval.shape, reason, label) for v in eqn.outvars]
+    if rule is None:
+        return f.stop_at(eqn, values)
+    if name not in _CLIPPED or (f.has_clips and any(map(_has_infinity, inputs))):
+        f.stop_clipped(values, with_line(eqn, f"{name} of clipped values"))
+    reason = next((x.reason for x in values if x.is_fixed and x.reason), "")
+    results = rule(f, eqn, values, inputs)
+    return [dataclasses.replace(x, reason=x.reason or reason) if x.is_fixed else x for x in results]
+
+
+def _has_infinity(x: Value) -> bool:
+    return (
+        isinstance(x, Known) and not is_key(x.value) and bool(np.any(np.asarray(x.value) == np.inf))
+    )
+
+
+# Walks through a traced function with other objects in place of its values: step by step through
+# scans, into both branches, and into all functions that are called once.
+
+
+_MOST = 256
+"""Number of steps to follow in a scan that does not step over parameters."""
+
+
+class Walk:
+    """Walks through a jaxpr. Subclasses define what happens to values. Values that do not depend on
+    arguments are `Known`, and are computed.
+    """
+
+    def evaluate(
+        self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps
+    ) -> Sequence[Any]:
+        """Returns the results of an equation without inner functions."""
+        raise NotImplementedError
+
+    def stopped(self, eqn: Eqn, inputs: Sequence[Any], reason: str = "") -> list[Any]:
+        """Returns the results of an equation that is not entered."""
+        raise NotImplementedError
+
+    def joined(self, values: Sequence[Any], reason: str) -> Any:
+        """Joins the values of several branches into one."""
+        raise NotImplementedError
+
+    def stacked(self, rows: Sequence[Any]) -> Any:
+        """Joins the values of all steps of a scan into one; not all of them are known."""
+        raise NotImplementedError
+
+    def empty(self, shape: Sequence[int]) -> Any:
+        """Returns a result of a scan without steps."""
+        raise NotImplementedError
+
+    def step_of(self, x: Any, i: int) -> Any:
+        """Returns the part of a value that a step of a scan reads; the value is not known."""
+        raise NotImplementedError
+
+    def is_parameter(self, x: Any) -> bool:
+        """Whether a value is a parameter."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        inputs: Sequence[Any],
+        address: Address = (),
+        steps: Steps = (),
+    ) -> list[Any]:
+        """Returns the results of an open jaxpr."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return Known(atom.val) if compat.is_literal(atom) else env[atom]
+
+        for eqn_address, eqn, marked in addressed(jaxpr, address):
+            inside = eqn_address if marked else (*eqn_address, -1)
+            results = self._results(eqn, list(map(read, eqn.invars)), inside, steps)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _results(
+        self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps
+    ) -> Sequence[Any]:
+        constants = [x.value for x in inputs if isinstance(x, Known)]
+        if len(constants) == len(inputs) and not eqn.effects:
+            return [Known(x) for x in compat.bind(eqn, constants)]
+        if eqn.primitive.name in FORMS:
+            return self._form(eqn, inputs, address, steps)
+        return self.evaluate(eqn, inputs, address, steps)
+
+    def _form(self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, inputs, address, steps)
+        if name == "cond":
+            index, *operands = inputs
+            branches = [
+                self._inside(branch, operands, (*address, i), steps)
+                for i, branch in enumerate(eqn.params["branches"])
+            ]
+            if isinstance(index, Known):
+                return branches[int(np.clip(int(index.value), 0, len(branches) - 1))]
+            reason = with_line(eqn)
+            return [self.joined(x, reason) for x in zip(*branches, strict=True)]
+        if name in ("while", "shard_map"):
+            return self.stopped(eqn, inputs)
+        return self._inside(body_of(eqn), inputs, address, steps)
+
+    def _inside(
+        self, body: Any, inputs: Sequence[Any], address: Address, steps: Steps
+    ) -> list[Any]:
+        inner, consts = compat.open_jaxpr(body)
+        return self.run(inner, [Known(x) for x in consts], inputs, address, steps)
+
+    def _scan(self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps) -> Sequence[Any]:
+        """Goes through a scan step by step."""
+        consts, count = compat.scan_counts(eqn)
+        carried = slice(consts, consts + count)
+        shared, carry, stacked = inputs[:consts], inputs[carried], inputs[carried.stop :]
+        order, rows = range(eqn.params["length"]), []
+        if len(order) > _MOST and not any(map(self.is_parameter, stacked)):
+            return self.stopped(eqn, inputs, f"a scan of {len(order)} steps")
+        for i in reversed(order) if eqn.params["reverse"] else order:
+            step_inputs = [
+                Known(_rows(x.value)[i]) if isinstance(x, Known) else self.step_of(x, i)
+                for x in stacked
+            ]
+            results = self._inside(
+                eqn.params["jaxpr"], [*shared, *carry, *step_inputs], address, (*steps, i)
+            )
+            carry = results[:count]
+            rows.append(results[count:])
+        rows = rows[::-1] if eqn.params["reverse"] else rows
+        if not rows:
+            return [*carry, *(self.empty(v.aval.shape) for v in eqn.outvars[count:])]
+        return [*carry, *(self._all_steps(column) for column in zip(*rows, strict=True))]
+
+    def _all_steps(self, rows: Sequence[Any]) -> Any:
+        if all(isinstance(x, Known) for x in rows):
+            stack = jnp.stack if is_key(rows[0].value) else np.stack
+            return Known(stack([_rows(x.value) for x in rows]))
+        return self.stacked(rows)
+
+
+def _rows(x: Any) -> Any:
+    """Returns an array on the host; typed keys are left as they are."""
+    return x if is_key(x) else np.asarray(x)

@@ -1,0 +1,709 @@
+"""Quantizes a plan layer by layer: each site sees inputs from the sites before it, whose weights
+are quantized already.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import weakref
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import shown
+from ..errors import fail
+from ..files import Path, Replacement, as_path
+from ..gradients.estimators import ste
+from ..observers.observer import ObservedSite, flags, without_nonfinite
+from ..observers.statistics import HessianStats, gram, has_rows, hessian
+from ..tensor.segments import Lazy, has_lazy
+from ..tensor.spec import QSpec
+from ..transforms.algorithm import Chosen
+from ..transforms.calibrate import calibrate_batches, progress_bar, tell
+from ..transforms.find import contractions
+from ..transforms.interpret import count_operand
+from ..transforms.operands import is_counted, value_of
+from ..transforms.plan import Plan, Site, Weight
+from ..transforms.quantize_weight import check_finite_weight
+from ..transforms.stats import OnNonfinite, check_finite, check_mode, observed_parts, warn_left_out
+from ..transforms.trace import Call, TracedOnce, is_array
+from .engine import Inputs, Leaves, Stream, Traced, Walk, calibrate_stages
+from .grids import Elements, Grids, Group, sites_once
+from .matrices import Drift, Matrix, Unsupported, by_shape, counted, matrices_of, stacked, unknown
+from .report import UNREACHED, AlgorithmReport, MatrixReport, left_rounded, name_of, reached
+from .stages import Steps
+from .store import (
+    InFiles,
+    InMemory,
+    Memory,
+    Offload,
+    Shelf,
+    Where,
+    bytes_of_activations,
+    bytes_of_sums,
+    bytes_of_weights,
+    on_device,
+)
+
+Array = np.ndarray
+
+
+# Sums over batches of products of the inputs of a site, which GPTQ needs.
+
+
+class Sums:
+    """Sums of products of inputs, computed once for consecutive sites with the same inputs.
+
+    Attributes:
+      function: the name of the algorithm, for errors.
+      ignores: whether rows are left out that are not finite.
+      left_out: the flags of such rows, by the name of the site.
+      batches: the indices of batches that have some.
+    """
+
+    def __init__(self, function: str, ignores: bool, has_all_rows: bool) -> None:
+        self.function, self.ignores, self._shape = function, ignores, () if has_all_rows else None
+        self.left_out: dict[str, Array] = {}
+        self.batches: dict[int, None] = {}
+        self._last: tuple[list[Any], Any, Any] | None = None
+
+    def sums(
+        self, streams: list[Inputs], observed_site: Any, name: str, batches: Sequence[int]
+    ) -> Any:
+        """Returns the sum of `x x^T` over batches, float64 [*batch, channels, channels], the drift
+        from float inputs, if there are any, and for each matrix the number of rows that reach it,
+        the number of rows at the site, and the sum of `|x|^4`. `name` is that of the site in its
+        step; `batches` are the indices of the batches.
+        """
+        kind, arrays = dataclasses.replace(observed_site, path=""), jax.tree.leaves(streams)
+        counts = any(is_counted(x) for stream in streams for batch in stream for x in batch)
+        observed_site = observed_site if counts else kind  # one program for all equal sites
+        if self._last is not None and kind == self._last[1] and _same(self._last[0], arrays):
+            return self._last[2]
+        self._last = None
+        # Batch by batch, so that only one is on the device.
+        quantized, *floats = (
+            (list(map(on_device, batch)) for batch in quantized) for quantized in streams
+        )
+        total, drift, rows = None, None, (0, 0, 0)
+        for batch_index, x in zip(batches, quantized, strict=True):
+            exact = [next(stream)[0] for stream in floats]
+            stats, drift_parts, flags = _observed(
+                exact, *x, observed_site=observed_site, ignores=self.ignores, shape=self._shape
+            )
+            flags = np.asarray(flags)
+            self._look(flags, name, batch_index)
+            batch_rows = np.asarray(stats.rows, np.float64)
+            batch_rows = np.broadcast_to(batch_rows, stats.products.shape[:-2])
+            batch_rows = (
+                *counted(batch_rows, reached(flags, observed_site.op)),
+                np.asarray(stats.fourth, np.float64),
+            )
+            total, rows = _added(total, stats.products), tuple(map(np.add, rows, batch_rows))
+            if drift_parts is not None:
+                drift = Drift(*map(_added, drift or (None, None), drift_parts))
+        # Arrays that nothing else holds are not kept for this.
+        self._last = list(map(weakref.ref, arrays)), kind, (total, drift, rows)
+        return self._last[2]
+
+    def _look(self, flags: Array, name: str, batch: int) -> None:
+        """Raises if rows of a batch are not finite, or notes them if they are left out."""
+        if not flags[..., :2].any():
+            return
+        if not self.ignores:
+            check_finite(self.function, {name: flags}, batch)
+        self.left_out[name] = self.left_out.get(name, 0) + flags
+        self.batches[batch] = None
+
+    def warn(self) -> None:
+        """Warns of rows that were left out."""
+        warn_left_out(self.function, self.left_out, sorted(self.batches))
+
+
+def _same(references: Sequence[Any], arrays: Sequence[Any]) -> bool:
+    """Whether arrays are the same objects as the known ones."""
+    return len(references) == len(arrays) and all(
+        a() is b for a, b in zip(references, arrays, strict=True)
+    )
+
+
+def _added(total: Array | None, part: jax.Array) -> Array:
+    """Adds the part of one batch to a sum, in float64."""
+    if total is None:
+        return np.array(part, np.float64)
+    total += np.asarray(part)
+    return total
+
+
+@partial(jax.jit, static_argnames=("observed_site", "ignores", "shape"))
+def _observed(
+    exact: list[Any], x: Any, sizes: Any = None, *, observed_site: Any, ignores: bool, shape: Any
+) -> tuple[HessianStats, tuple[jax.Array, jax.Array] | None, jax.Array]:
+    """Returns the sums of one batch, the contents of its `Drift` if there is a float input, and
+    flags of both inputs.
+    """
+    site = _with_rows(observed_site, x, sizes, shape)
+    values = [value_of(z) for z in (x, *exact)]
+    flagged = reduce(jnp.maximum, (flags.observe(z, site) for z in values))
+    if ignores:
+        for z in exact:  # rows of the float function that do not count
+            if is_counted(z) and z.is_known:
+                counts = count_operand("algorithms.gptq", observed_site.path, z, shape)
+                weights = jnp.ones_like(counts) if site.weights is None else site.weights
+                site = dataclasses.replace(site, weights=jnp.minimum(weights, counts))
+        for i, z in enumerate(values):
+            values[i], site = without_nonfinite(z, site)
+    quantized, drift = values[0], None
+    if exact:
+        difference = values[1] - quantized
+        drift = gram(difference, quantized, site), gram(difference, difference, site)
+    return hessian.observe(quantized, site), drift, flagged
+
+
+def _with_rows(observed_site: ObservedSite, x: Any, sizes: Any, shape: Any) -> ObservedSite:
+    """Returns the site with sizes of groups and weights of rows, for observers."""
+    counts = (
+        count_operand("algorithms.gptq", observed_site.path, x, shape) if is_counted(x) else None
+    )
+    return dataclasses.replace(observed_site, sizes=value_of(sizes), weights=counts)
+
+
+# Checkpoints: results so far in a folder, from which an interrupted run continues.
+
+
+NAME = "checkpoint.json"
+
+
+class Checkpoint:
+    """Matrices with chosen codes, in the order in which they were chosen.
+
+    Matrices that are chosen together share one file, which is written as a whole. A run with the
+    same inputs processes them in the same order.
+
+    Args:
+      function: name of the function, for errors.
+      path: the folder; it is created if necessary.
+      made_of: digests of everything that the codes depend on, by name.
+
+    Raises:
+      OSError: the folder cannot be created or written to.
+      ValueError: the folder holds something else, or the results of another run.
+    """
+
+    def __init__(self, function: str, path: Path, made_of: Mapping[str, str]):
+        self._function, self._folder, self._count = function, as_path(function, path), 0
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            is_new = not os.listdir(self._folder)
+        except OSError:
+            is_new = False
+        if is_new:
+            text = json.dumps(made_of, indent=1)
+            self._write(os.path.join(self._folder, NAME), text.encode())
+        stored = self._known()
+        differ = [name for name in made_of if stored.get(name) != made_of[name]]
+        if differ:
+            raise fail(
+                self._function,
+                "the checkpoint belongs to another run.",
+                given=f"{self._folder!r}, made with other {', '.join(differ)}",
+                fix="pass another folder, or delete this one to start again.",
+            )
+
+    @property
+    def folder(self) -> str:
+        """The path of the folder."""
+        return self._folder
+
+    def _known(self) -> Mapping[str, Any]:
+        stored = None
+        try:
+            with open(os.path.join(self._folder, NAME), "rb") as file:
+                stored = json.load(file)
+        except (OSError, ValueError):
+            pass
+        if not isinstance(stored, dict):
+            raise fail(
+                self._function,
+                f"`checkpoint` is not a checkpoint folder: it has no readable {NAME}.",
+                given=repr(self._folder),
+                fix="pass the folder of an interrupted run, or one that is empty or new.",
+            )
+        return stored
+
+    def read(self, grids: Grids, element_ids: Array) -> list[MatrixReport] | None:
+        """Writes the next matrices to a weight and returns their report, if the checkpoint has
+        them.
+        """
+        path = self._path()
+        if not os.path.exists(path):
+            return None
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in ("places", "codes", "scale", "report")}
+                zero_point = file["zero_point"] if "zero_point" in file else None
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            arrays, zero_point, contents = None, None, str(error)
+        else:
+            contents = f"matrices of {arrays['places'].shape}"
+        if not (arrays is not None and np.array_equal(arrays["places"], element_ids)):
+            raise fail(
+                self._function,
+                "a file of the checkpoint is not what this run wrote.",
+                given=f"{path!r}: {contents}, and not matrices of {element_ids.shape}",
+                fix="delete that file and those with higher numbers.",
+            )
+        assert arrays is not None
+        label = _labels(grids, element_ids)
+        grids.codes[element_ids] = arrays["codes"].view(grids.codes.dtype)
+        grids.scale[label] = arrays["scale"]
+        if grids.zero_point is not None:
+            grids.zero_point[label] = zero_point
+        self._count += 1
+        return list(map(_entry, json.loads(str(arrays["report"]))))
+
+    def write(self, grids: Grids, element_ids: Array, entries: Sequence[MatrixReport]) -> None:
+        """Writes matrices that were just chosen."""
+        scale, zero_point = grids.at(_labels(grids, element_ids))
+        codes = grids.codes[element_ids]  # as integers: files support only NumPy's own dtypes
+        codes = codes.view(f"u{codes.dtype.itemsize}")
+        arrays: dict[str, Any] = {"places": element_ids, "codes": codes, "scale": scale}
+        if zero_point is not None:
+            arrays["zero_point"] = zero_point
+        report = json.dumps([dataclasses.asdict(entry) for entry in entries])
+        data = io.BytesIO()
+        np.savez(data, report=np.array(report), **arrays)
+        self._write(self._path(), data.getbuffer())
+        self._count += 1
+
+    def _write(self, path: str, data: Any) -> None:
+        with Replacement(self._function, path) as file:
+            file.write(0, data)
+            file.commit()
+
+    def _path(self) -> str:
+        return os.path.join(self._folder, f"{self._count:06}.npz")
+
+
+class Solver(Protocol):
+    """Chooses the codes of matrices. Its `repr` shows all options that codes depend on.
+
+    Attributes:
+      weight: weights of the rows of inputs, a function of the values of a batch; or `None`.
+      observers: what is recorded for sites whose weights are chosen before all others.
+      unsupported: what to do with weights whose inputs cannot be observed.
+      function: name of the function, for errors.
+    """
+
+    function: ClassVar[str]
+
+    @property
+    def weight(self) -> Callable[..., Any] | None: ...
+
+    @property
+    def observers(self) -> Mapping[str, Any]: ...
+
+    @property
+    def unsupported(self) -> Unsupported: ...
+
+    def spec_of(self, spec: QSpec) -> QSpec:
+        """Returns the spec with the calibrator that computes scales."""
+        ...
+
+    def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
+        """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
+        ...
+
+
+def chosen(
+    checkpoint: Checkpoint | None,
+    solver: Solver,
+    matrices: Callable[[], Sequence[Matrix]],
+    element_ids: Array,
+    grids: Grids,
+    weight: Weight,
+) -> list[MatrixReport]:
+    """Rounds matrices of one shape, in place, and returns their reports: from a checkpoint if it
+    has them, otherwise by a solver.
+    """
+    stored = None if checkpoint is None else checkpoint.read(grids, element_ids)
+    if stored is not None:
+        return stored
+    entries = solver.solve(matrices(), grids, weight)
+    if checkpoint is not None:
+        checkpoint.write(grids, element_ids, entries)
+    return entries
+
+
+def _entry(stored: Mapping[str, Any]) -> MatrixReport:
+    """Returns an entry of a report, with tuples restored from the lists of JSON."""
+    fields: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in stored.items()
+    }
+    return MatrixReport(**fields)
+
+
+def _labels(grids: Grids, element_ids: Array) -> Array:
+    """Returns the distinct indices of the scales of some elements."""
+    return np.flatnonzero(np.bincount(grids.label(element_ids).ravel()))
+
+
+def made_of(plan: Plan, solver: Solver, calls: Sequence[Call]) -> dict[str, str]:
+    """Returns digests of everything that the codes of a run depend on, by name, except the version
+    of JAX and the devices.
+
+    Args:
+      plan: the plan.
+      solver: chooses the codes.
+      calls: the function, traced for each batch.
+    """
+    functions = {id(call.jaxpr): call for call in calls}.values()
+    weights = [(x.path, dataclasses.replace(x.spec, gradient=ste)) for x in plan.weights]
+    first_leaves = list(zip(calls[0].leaves, calls[0].paths, strict=True))
+    batches = [
+        [x for x, path in zip(call.leaves, call.paths, strict=True) if path is None]
+        for call in calls
+    ]
+    return {
+        "function": digest([(call.jaxpr, call.consts) for call in functions]),
+        "plan": digest([plan.fingerprint, weights]),
+        "options": digest(solver),
+        "parameters": digest([(x, path) for x, path in first_leaves if path is not None]),
+        "batches": digest(batches),
+    }
+
+
+def digest(tree: Any) -> str:
+    """Returns a digest of the leaves of a pytree, and of its structure."""
+    leaves, structure = jax.tree.flatten(tree)
+    sha = hashlib.sha256(str(structure).encode())
+    for leaf in leaves:
+        if not is_array(leaf):
+            sha.update(re.sub(r" at 0x[0-9a-f]+", "", repr(leaf)).encode())
+            continue
+        if isinstance(leaf, Lazy):
+            sha.update(f"{leaf.dtype}{leaf.shape}{leaf.source}".encode())
+            continue
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        sha.update(f"{x.dtype}{x.shape}".encode())
+        sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return sha.hexdigest()
+
+
+_COUNTED = 3
+"""Bytes of a 2-byte value and its float32 row weight, relative to the value alone; at most."""
+
+
+def layer_by_layer(
+    solver: Solver,
+    f: Callable[..., Any],
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    with_float: bool = False,
+    offload: Where = False,
+    checkpoint: Path | None = None,
+    progress: bool = False,
+    on_nonfinite: OnNonfinite = "error",
+) -> Chosen:
+    """Returns the parameters with codes that a solver chooses site by site.
+
+    A weight that several sites share, or that a loop uses in all of its steps, is processed first,
+    with the sum over its uses of float inputs.
+
+    Args:
+      solver: chooses the codes of matrices.
+      f: the function.
+      plan: the plan.
+      params: its parameters, in float.
+      batches: as in `calibrate_batches`; all are held.
+      with_float: whether to run the float function too, so that the drift of inputs is known.
+      offload: whether values of batches are kept on the host, or on disk, between stages.
+      checkpoint: the folder of the results so far.
+      progress: whether to show a progress bar.
+      on_nonfinite: as in `calibrate_batches`.
+    """
+    batch_list, f = list(batches), TracedOnce(f)
+    ignores = check_mode(solver.function, on_nonfinite)
+    traced = Traced.of(f, plan, params, batch_list, solver.weight, lazy=True, ignores=ignores)
+    plan, first_call, groups, elements = (
+        traced.plan,
+        traced.calls[0],
+        traced.groups,
+        traced.elements,
+    )
+    stored, digests = None, None
+    is_lazy = has_lazy(list(traced.originals.values()))
+    if checkpoint is not None or is_lazy:
+        digests = made_of(plan, solver, traced.calls)
+    if checkpoint is not None:
+        _check_known(solver.function, traced)
+        stored = Checkpoint(solver.function, checkpoint, digests or {})
+    items = {item.address: item for item in contractions(first_call) if item.address}
+    parts = {
+        site.address: {x.about.role: x for x in observed_parts(site, items[site.address])}
+        for site in plan.sites
+    }
+
+    def is_known(site: Site) -> bool:
+        """Whether the sums of inputs of a site are known; if not, reports it or raises."""
+        activation = parts[site.address].get("activation")
+        is_refused = solver.unsupported == "error"
+        return activation is not None and (is_refused or has_rows(activation.about))
+
+    once = sites_once(plan, groups, first_call.jaxpr, elements)
+    once = {address for address in once if is_known(plan.site_at(address))}  # pyright: ignore
+    scopes = traced.scopes(lambda site: site.address in once, returns=False)
+    shared_sites = [
+        site
+        for site in plan.sites
+        if site.address not in once and any(plan.weight_at(x.path) for x in site.operands)
+    ]
+    memory = Memory(
+        weights=bytes_of_weights(plan, first_call.leaves, first_call.paths, solver.spec_of)
+        + sum(x.nbytes for x in elements.values()),
+        statistics=max(
+            *(bytes_of_sums(parts[address]["activation"], with_float) for address in once),
+            sum(
+                _bytes_of_all(site, parts[site.address]) for site in shared_sites if is_known(site)
+            ),
+            0,
+        ),
+        activations=bytes_of_activations(scopes, 1 + with_float)
+        * (1 if solver.weight is None else _COUNTED),
+        offload=offload,
+    )
+    count = sum(math.prod(x.shape[:-2]) for x in elements.values())
+    bar = progress_bar("quantize", "matrix", total=count) if progress else None
+    tell(bar, f"quantize: {memory}")
+
+    shelf, current = _shelf(solver, traced, stored, digests if is_lazy else None)
+    weights = _Weights(solver, traced, shelf, current, stored, bar)
+    for matrices, group in _shared(
+        solver,
+        f,
+        plan,
+        groups,
+        params,
+        batch_list,
+        shared_sites,
+        is_known,
+        is_lazy,
+        progress,
+        on_nonfinite,
+    ):
+        if matrices:
+            weights.choose(lambda same=matrices: same, stacked(matrices), group)
+        else:
+            shape = traced.originals[traced.leaf_indices[next(iter(group.sizes))]].shape
+            weights.entries.append(unknown(plan, group, shape))
+    inputs = Sums(solver.function, ignores, solver.weight is None)
+
+    def at_site(site: Site, steps: Steps, streams: list[Inputs]) -> None:
+        side, where = (parts[site.address][role] for role in ("activation", "weight"))
+        where = elements[where.key][steps]
+
+        def matrices() -> list[Matrix]:
+            where_at = name_of([side.key], steps)
+            total, drift, rows = inputs.sums(streams, side.about, where_at, walk.reached)
+            inputs_of, rows_of, fourths = (np.broadcast_to(x, where.shape[:-2]) for x in rows)
+            return [
+                Matrix(
+                    (site.name,),
+                    steps,
+                    index,
+                    where[index],
+                    total[index],
+                    int(inputs_of[index]),
+                    None if drift is None else Drift(*(x[index] for x in drift)),
+                    int(rows_of[index]),
+                    float(fourths[index]),
+                )
+                for index in np.ndindex(where.shape[:-2])
+            ]
+
+        group = traced.group_of(plan.weights_in(site)[0])
+        weights.choose(matrices, where.reshape(-1, *where.shape[-2:]), group)
+
+    leaf_sets = current, Leaves(dict(traced.originals))
+    keeper = Offload(offload)
+    streams = [Stream(x, keeper) for x in leaf_sets[: 1 + with_float]]
+    walk = Walk(plan, at_site)
+    walk.go(traced.frames(scopes, streams))
+    for address in sorted(once):
+        weights.leave(plan.site_at(address), elements)  # pyright: ignore
+    inputs.warn()
+    report = AlgorithmReport(tuple(weights.entries), memory)
+    weights.close()
+    codes = shelf.quantized()
+    return Chosen(plan.map_weights(lambda weight, _: codes[weight.path], params), report)
+
+
+def _check_known(function: str, traced: Traced) -> None:
+    """Raises if a checkpoint could not identify the parameters."""
+    for path, leaf_index in traced.leaf_indices.items():
+        leaf = traced.originals[leaf_index]
+        if isinstance(leaf, Lazy) and not leaf.source:
+            raise fail(
+                function,
+                "the checkpoint cannot identify these parameters.",
+                given=f"the leaf {path!r}, {shown(leaf)}, without a source",
+                fix="give it a `source` that identifies its values, as archive.lazy does, or leave "
+                "`checkpoint` out.",
+            )
+
+
+def _shelf(
+    solver: Solver,
+    traced: Traced,
+    checkpoint: Checkpoint | None,
+    digests: Mapping[str, str] | None,
+) -> tuple[Shelf, Leaves]:
+    """Returns the store of grids, and the parameters as they are at each stage. `digests` are
+    those of lazy parameters.
+    """
+    leaves = {
+        path: traced.originals[leaf_index] for path, leaf_index in traced.leaf_indices.items()
+    }
+    if digests is None:
+        return InMemory(traced.grids(solver.spec_of)), Leaves(dict(traced.originals))
+    is_known = all(not isinstance(x, Lazy) or x.source for x in leaves.values())
+    source = json.dumps(digests) if is_known else ""
+    folder = None if checkpoint is None else checkpoint.folder
+    shelf = InFiles(folder, traced.groups, leaves, solver.spec_of, source)
+    current = dict(traced.originals)
+    for group in traced.groups:
+        current.update({traced.leaf_indices[path]: shelf.current(path) for path in group.sizes})
+    return shelf, Leaves(current)
+
+
+def _bytes_of_all(site: Site, parts: Mapping[str, Any]) -> int:
+    """Returns the bytes of the sums of a site, over all steps of its scans."""
+    if "activation" not in parts:
+        return 0
+    return bytes_of_sums(parts["activation"]) * math.prod(loop.length for loop in site.loops)
+
+
+class _Weights:
+    """The weights during a run: those with chosen codes on their grids, all others in float.
+
+    Attributes:
+      entries: the entries of the report.
+    """
+
+    def __init__(
+        self,
+        solver: Solver,
+        traced: Traced,
+        shelf: Shelf,
+        current: Leaves,
+        checkpoint: Checkpoint | None,
+        bar: Any,
+    ):
+        self._solver, self._checkpoint, self._bar = solver, checkpoint, bar
+        self._places, self._shelf, self._current = traced.leaf_indices, shelf, current
+        self.entries: list[MatrixReport] = []
+        lazy = [x for x, i in self._places.items() if isinstance(traced.originals[i], Lazy)]
+        self._unread = set(lazy)
+
+    def choose(self, matrices: Callable[[], Sequence[Matrix]], where: Array, group: Group) -> None:
+        """Chooses the codes of matrices of one shape, and writes their values to the parameters.
+
+        Args:
+          matrices: returns them; called only if no checkpoint has their codes.
+          where: the numbers of their elements, [matrices, rows, columns].
+          group: the weights that they belong to.
+        """
+        leaf_indices = {path: self._places[path] for path in group.sizes}
+        leaves = self._current.some([*leaf_indices.values()])
+        for path, i in leaf_indices.items():
+            if path in self._unread:  # lazy weights are checked when they are read
+                self._unread.remove(path)
+                check_finite_weight(self._solver.function, leaves[i], path)
+        grids = self._shelf.take(group, {path: leaves[i] for path, i in leaf_indices.items()})
+        self.entries += chosen(self._checkpoint, self._solver, matrices, where, grids, group.whole)
+        start = 0
+        for path, size in group.sizes.items():
+            numbers = where
+            if len(group.sizes) > 1:
+                numbers = where[(where >= start) & (where < start + size)]
+            if numbers.size:
+                self._current.write(leaf_indices[path], numbers - start, grids.values(numbers))
+            start += size
+        self._shelf.put(group, grids, where)
+        if self._bar is not None:
+            self._bar.update(len(where))
+
+    def leave(self, site: Site, elements: Mapping[str, Elements]) -> None:
+        """Reports the matrices of a site that no batch reached: they are rounded to nearest."""
+        reported = {(entry.sites, entry.step, entry.at) for entry in self.entries}
+        for operand in site.operands:
+            if operand.key not in elements:
+                continue
+            *stack, rows, columns = elements[operand.key].shape
+            for index in np.ndindex(*stack):
+                matrix = (site.name,), index[: len(site.loops)], index[len(site.loops) :]
+                if matrix not in reported:
+                    self.entries.append(
+                        left_rounded(*matrix, site.path, (rows, columns), UNREACHED)
+                    )
+
+    def close(self) -> None:
+        """Closes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _shared(
+    solver: Solver,
+    f: Any,
+    plan: Plan,
+    groups: Sequence[Group],
+    params: Any,
+    batches: list[Any],
+    shared_sites: list[Site],
+    is_known: Callable[[Site], bool],
+    is_lazy: bool,
+    progress: bool,
+    on_nonfinite: OnNonfinite,
+) -> Iterable[tuple[list[Matrix], Group]]:
+    """Yields the matrices of sites that do not run once, with the sums over their uses; none for a
+    weight whose sums are not known.
+    """
+    if not shared_sites:
+        return
+    patterns = {
+        re.escape(site.path): solver.observers[".*"] for site in shared_sites if is_known(site)
+    }
+    stats, observed = {}, {"observers": patterns, "progress": progress}
+    observed["on_nonfinite"] = on_nonfinite
+    if patterns and is_lazy:
+        observed["weight"] = solver.weight
+        stats = calibrate_stages(f, plan, params, batches, **observed)
+    elif patterns:
+        stats = calibrate_batches(f, plan, params, batches, **observed)
+    single_sites = {site.name for site in plan.sites} - {site.name for site in shared_sites}
+    used = {path for site in shared_sites for path in plan.weights_in(site)}
+    for group in groups:
+        if used.isdisjoint(group.sizes):
+            continue
+        try:
+            matrices = matrices_of(solver.function, plan, group, stats)
+        except NotImplementedError:
+            if solver.unsupported == "error":
+                raise
+            yield [], group
+            continue
+        for same in by_shape(x for x in matrices if not single_sites.issuperset(x.sites)):
+            yield same, group

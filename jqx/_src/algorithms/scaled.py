@@ -1,0 +1,417 @@
+"""The common part of algorithms that scale channels: the pairs of a function, and statistics of
+channels.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import called, check_instance
+from ..errors import fail
+from ..observers.observer import Observer
+from ..table import Printed
+from ..tensor.spec import QSpec
+from ..transforms.algorithm import Inapplicable
+from ..transforms.arguments import check_function
+from ..transforms.calibrate import arguments_of, calibrate_batches
+from ..transforms.channel_map import ChannelMap
+from ..transforms.plan import Plan
+from ..transforms.quantize_weight import quantize_weight
+from ..transforms.stats import OnNonfinite
+from .channels import Folds, Pair, Visit, followed_through, least, most, spread
+from .grids import every_site
+from .labels import Array, channels_of
+from .options import components
+from .report import Few
+
+# Pairs: channels that can be scaled in the weights before a site and in its own weight, so that
+# the function does not change. They are found in the dataflow of any function.
+
+
+_HEAD = "sites", "channels", "scaled with"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(Printed):
+    """The pairs of a function, as `find_pairs` returns them. Prints as a table.
+
+    Attributes:
+      pairs: one for each set of weights that are scaled together.
+      reasons: why other sites of the plan are in no pair, by name.
+      kept: names of sites where an algorithm applies scales of channels without a pair.
+      left: names of sites whose channels an algorithm left as they were.
+      folds: which element takes which factor.
+    """
+
+    pairs: tuple[Pair, ...]
+    reasons: Mapping[str, str]
+    kept: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
+    folds: Folds = dataclasses.field(repr=False, compare=False, kw_only=True)
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                ", ".join(x.after),
+                str(x.channels),
+                " + ".join(x.before)
+                + ", clipped" * x.clipped
+                + ", left" * self.left.issuperset(x.after),
+            )
+            for x in self
+        ]
+        for name, reason in self.reasons.items():
+            label = "kept at the site" if name in self.kept else "none"
+            rows.append((name, "-", f"{label}: {reason}"))
+        width = max(len(row[0]) for row in rows) if rows else 0
+        lines = [f"{a:{width}}  {b:>8}  {c}" for a, b, c in (_HEAD, *rows)]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+    def keeping(self, keys: Iterable[str], left: Iterable[str]) -> "Pairs":
+        """Returns a copy that lists the sites of these operands as keeping scales, and the sites of
+        these names as left.
+        """
+        names = frozenset(key.rsplit(":", 1)[0] for key in keys)
+        return dataclasses.replace(self, kept=names, left=frozenset(left))
+
+    def without_clips(self) -> "Pairs":
+        """Returns a copy without clipped pairs."""
+        folds = self.folds.without_clips()
+        return Pairs(*folds.pairs(), folds=folds) if self.folds.is_clipped.any() else self
+
+    def refuse(self, function: str) -> NoReturn:
+        """Raises an error that says why there is nothing to scale."""
+        raise fail(
+            function,
+            "no weight of the plan has channels that can be scaled.",
+            given="; ".join(f"{name}: {reason}" for name, reason in [*self.reasons.items()][:4]),
+            fix="leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) "
+            "lists all sites.",
+            error=Inapplicable,
+        )
+
+
+@called("algorithms.find_pairs", "call it in two steps: find_pairs(f, plan)(params, x).")
+def find_pairs(f: Callable[..., Any], plan: Plan) -> Callable[..., Pairs]:
+    """Finds which channels of a function can be scaled, and what must be scaled with them.
+
+    A site multiplies an operand by a weight and sums over channels. The product does not change if
+    each channel of the operand is divided by a positive number, and the rows of the weight are
+    multiplied by it. The division can be folded into what produces the operand: the output axis of
+    a weight before it, a bias, the gain of a norm, or a table. That requires that all operations in
+    between commute with a factor for each channel. These do: views, sums if all their terms are
+    scaled, products with values that have no factor, ReLU, and attention's weighted sums of values,
+    where heads that share keys and values share factors. These do not: a nonlinear function, a norm
+    over the channels, a result of the function, or another use of a weight. Scans are followed step
+    by step.
+
+    A ReLU that is clipped by positive constants, such as ReLU6, commutes with scales if its clips
+    are scaled too. Such pairs are marked "clipped" in the table.
+    Between the clip and the sites only views, maxima and choices are allowed: a mean, or a sum with
+    another value, is not clipped even if its terms are.
+
+    No architecture is registered: pairs are found in the traced function.
+
+    Args:
+      f: the function that the plan was made for.
+      plan: a `Plan`; all sites of the function are considered, quantized or not.
+
+    Returns:
+      A function of the arguments of `f` that returns `Pairs`.
+
+    Raises:
+      TypeError: `f` is not a function or `plan` is not a plan.
+      ValueError: the plan was made for another function.
+
+    Source: uses of such scales: Nagel et al., arXiv:1906.04721; Xiao et al., arXiv:2211.10438;
+    Lin et al., arXiv:2306.00978.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda p, x: jax.nn.relu(x @ p["up"] + p["bias"]) @ p["down"]
+      >>> p = {"up": jnp.ones((2, 3)), "bias": jnp.ones(3), "down": jnp.ones((3, 2))}
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a16())(p, jnp.ones((1, 2)))
+      >>> pairs = jqx.algorithms.find_pairs(f, plan)(p, jnp.ones((1, 2)))
+      >>> print(pairs)
+      sites             channels  scaled with
+      ---------------------------------------------------
+      down:dot_general         3  up:dot_general + bias
+      up:dot_general           -  none: it is an argument
+    """
+    name = "algorithms.find_pairs"
+    check_function(name, f)
+    check_instance(name, "plan", plan, Plan, fix="call jqx.make_plan(f, policy)(params, x) first.")
+
+    def found(*args: Any) -> Pairs:
+        call_plan, *traversal = every_site(name, f, plan, args)
+        folds = Folds(call_plan, followed_through(*traversal))
+        return Pairs(*folds.pairs(), folds=folds)
+
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A function whose channels are scaled.
+
+    Attributes:
+      pairs: the channels that can be scaled.
+      visits: the sites whose weight the plan quantizes, in each step: all of them, or those with
+        channels that can be scaled.
+      weights: their weights as floats, by leaf, flat.
+      stats: what observers recorded of their operands.
+      few_rows: the matrices that few rows reached.
+    """
+
+    pairs: Pairs
+    visits: Sequence[Visit]
+    weights: dict[int, Array]
+    stats: dict[str, Any]
+    few_rows: Few
+
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        batches: Sequence[Any],
+        observers: tuple[Observer, ...],
+        progress: bool,
+        on_nonfinite: OnNonfinite,
+        all_sites: bool = False,
+        clipped: bool = False,
+    ) -> "Scaled":
+        """Finds the pairs of a function, and observes their sites on batches. With `all_sites`,
+        observes all sites whose weight the plan quantizes; with `clipped`, also clipped pairs.
+        """
+        pairs = find_pairs(f, plan)(*arguments_of(plan, params, batches[0]))
+        pairs = pairs if clipped else pairs.without_clips()
+        folds = pairs.folds
+        visits = [x for x in folds.visits if folds.weight(x) is not None]
+        scalable = [x for x in visits if np.any(folds.inputs(x) > 0)]
+        visits = visits if all_sites else scalable
+        if not visits:
+            pairs.refuse(function)
+        stats = {}
+        if observers:
+            paths = {re.escape(folds.site(x).path): observers for x in visits}
+            options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
+            stats = calibrate_batches(f, plan, params, batches, observers=paths, **options)
+        leaves = folds.leaves(params)
+        weights = {
+            x.leaf_index: np.asarray(leaves[x.leaf_index], np.float32).ravel() for x in visits
+        }
+        return cls(pairs, visits, weights, dict(stats), Few(stats))
+
+    @property
+    def folds(self) -> Folds:
+        """Which element takes which factor."""
+        return self.pairs.folds
+
+    def name(self, visit: Visit, observer: Observer) -> str:
+        """Returns the key of the statistics of the operand of a site."""
+        return f"{self.folds.key(visit)}@{observer}"
+
+    def spec_of_operand(self, visit: Visit) -> QSpec | None:
+        """Returns how the plan quantizes the other operand of a site."""
+        return next(x.spec for x in self.folds.site(visit).operands if x.path is None)
+
+    def observed(self, visit: Visit, observer: Observer) -> Any:
+        """Returns what an observer recorded of the operand of a site, in its step."""
+        stats = self.stats[self.name(visit, observer)]
+        return type(stats)(*(np.asarray(x)[visit.steps] for x in stats))
+
+    def is_few(self, visit: Visit) -> Array:
+        """Returns which matrices of a site only few rows reached, in its step: [*batch]."""
+        *batch, channels = visit.inputs.shape
+        is_few = self.few_rows.at(
+            self.folds.site(visit), self.folds.key(visit), channels, visit.steps
+        )
+        return np.broadcast_to(is_few, batch)
+
+    def share(self, visit: Visit) -> Array:
+        """Returns the part of the rows that reaches each matrix of a site, [*batch], if means are
+        taken over all rows, and not over those of an expert.
+        """
+        if visit.site.op == "ragged_dot":
+            return np.ones(visit.inputs.shape[:-1])
+        return self.few_rows.share(self.folds.site(visit), self.folds.key(visit), visit.steps)
+
+    def level(self, scale: Array, a: Array, sites: Sequence[tuple[Array, Array]]) -> None:
+        """Sets scales to 1 that only matrices read that few rows reached, or that belong to results
+        of such a matrix, as all that a `ragged_dot` returns. Other scales that are read together
+        with these are multiplied by one number, so that the largest input stays the same: a static
+        scale then covers few rows as well as without scales.
+
+        Args:
+          scale: the scales of channels, by number.
+          a: the largest magnitudes of their inputs, likewise.
+          sites: for each visit the numbers of its channels, [*batch, channels], and which of its
+            matrices few rows reached, [*batch].
+        """
+        if not any(is_few.any() for _, is_few in sites):
+            return
+        is_known, is_beside = np.zeros((2, len(scale)), bool)
+        for numbers, is_few in sites:
+            is_known[numbers[~is_few]] = True
+            is_beside[numbers[is_few]] = True
+        for visit, (_, is_few) in zip(self.visits, sites, strict=True):
+            is_known[self.folds.outputs(visit)[is_few]] = False
+        set_of = scaled_together(len(scale), [numbers for numbers, _ in sites])
+        for i in np.unique(set_of[is_beside]):
+            members = (set_of == i) & is_known
+            scale[members] *= range_kept(a[members], scale[members])
+        scale[~is_known] = 1
+        scale[0] = 1
+
+    def per_channel(self, visit: Visit, x: Array) -> Array:
+        """Returns a statistic of the channels of an operand, [*batch, channels]."""
+        if visit.site.op == "ragged_dot":
+            return x
+        return channels_of(x, visit.shape, visit.observed_site)
+
+    def largest_weight(self, visit: Visit) -> Array:
+        """Returns the largest weight of each channel of a site, in magnitude."""
+        return np.abs(self.weights[visit.leaf_index][visit.elements]).max(-2)
+
+    def rounded(
+        self, sites: Sequence[tuple[Visit, Array]], scale: Array
+    ) -> Iterator[tuple[int, Array, Array]]:
+        """Yields weights with scaled channels, and these rounded, [*batch, rows, channels], with
+        the place of their site among those given. One leaf of the parameters at a time is copied.
+
+        Args:
+          sites: visits, and the numbers of their channels.
+          scale: the scales of channels, by number.
+        """
+        by_leaf: dict[int, list[int]] = {}
+        for i, (visit, _) in enumerate(sites):
+            by_leaf.setdefault(visit.leaf_index, []).append(i)
+        for leaf, indices in by_leaf.items():
+            visit_of_leaf, x = sites[indices[0]][0], self.weights[leaf].copy()
+            for visit, numbers in (sites[i] for i in indices):
+                x[visit.elements] *= scale[numbers][..., None, :]
+            weight = self.folds.weight(visit_of_leaf)
+            assert weight is not None
+            weight_values = jnp.asarray(x.reshape(self.folds.shape(visit_of_leaf)))
+            rounded = np.asarray(quantize_weight(weight_values, weight.spec).dequantize()).ravel()
+            for i in indices:
+                elements = sites[i][0].elements
+                yield i, x[elements], rounded[elements]
+
+
+def range_kept(a: Array, scale: Array) -> float:
+    """Returns by what to multiply scales of channels so that the largest of `a`, the magnitudes of
+    their inputs, stays the same.
+    """
+    return float((a / scale).max() / a.max()) if a.any() else 1.0
+
+
+def scaled_together(count: int, numbers: Sequence[Array]) -> Array:
+    """Returns for each factor the set of factors that the same sites read; 0 for factors that no
+    site reads, and for number 0.
+    """
+    a = np.concatenate([x[x > 0] for x in numbers])
+    b = np.concatenate([np.full(int(np.sum(x > 0)), x.max()) for x in numbers])
+    component = components(count, a, b)
+    is_read = np.zeros(count, bool)
+    is_read[a] = True
+    which = np.unique(component[is_read], return_inverse=True)[1] + 1
+    set_of = np.zeros(count, int)
+    set_of[is_read] = which
+    return set_of
+
+
+# Scales that are applied at sites, for channels that no parameter before them can scale.
+
+
+class Kept:
+    """The divisors of operands at their sites, by key: `[*loops, *batch, channels]` on their own
+    axes. All taps of a kernel share one number, and so do all experts.
+    """
+
+    def __init__(self, folds: Folds):
+        self._folds = folds
+        self.scales: dict[str, Array] = {}
+
+    def divide(self, visits: Iterable[Visit], scale: Array) -> None:
+        """Divides the operand of some sites by a scale of its channels, for channels without a
+        pair.
+        """
+        for visit in visits:
+            loops = tuple(loop.length for loop in visit.site.loops)
+            divisors = self.scales.setdefault(
+                self._folds.key(visit), np.ones((*loops, *scale.shape))
+            )
+            is_paired = least(visit, self._folds.inputs(visit)) > 0
+            # A map holds float32: weights take the very factor that it applies.
+            applied = np.asarray(1 / scale, np.float32).astype(np.float64)
+            divisors[visit.steps] = np.where(is_paired, 1, 1 / applied)
+
+    def of(self, visit: Visit) -> Array:
+        """Returns the divisor of each channel of a site, [*batch, channels]."""
+        key = self._folds.key(visit)
+        if key not in self.scales:
+            return np.ones(visit.inputs.shape)
+        return spread(visit, self.scales[key][visit.steps])
+
+    def maps(self) -> dict[str, ChannelMap]:
+        """Returns the divisors as maps of sites."""
+        return {
+            key: ChannelMap(scale=jnp.asarray(1 / x, jnp.float32))
+            for key, x in self.scales.items()
+            if np.any(x != 1)
+        }
+
+
+class Unpaired:
+    """Numbers of factors for channels without a pair, after those of pairs: one for each channel of
+    each value that sites read.
+    """
+
+    def __init__(self, scaled: Scaled, observer: Observer, visits: Sequence[Visit]):
+        self._folds, self.count = scaled.folds, scaled.folds.count
+        self._values: list[tuple[list[Visit], Array]] = []
+        self._numbers: dict[int, Array] = {}
+        for readers in read_together(scaled, observer, visits):
+            channel_values = most(readers[0], np.zeros(readers[0].inputs.shape))
+            channels = self.count + np.arange(channel_values.size).reshape(channel_values.shape)
+            self._values.append((readers, channels))
+            self._numbers |= {id(visit): channels for visit in readers}
+            self.count += channel_values.size
+
+    def numbers(self, visit: Visit) -> Array:
+        """Returns the numbers of all channels of a site, [*batch, channels]."""
+        paired = self._folds.inputs(visit)
+        if id(visit) not in self._numbers:
+            return paired
+        is_paired = spread(visit, least(visit, paired) > 0)
+        return np.where(is_paired, paired, spread(visit, self._numbers[id(visit)]))
+
+    def kept(self, factors: Array) -> Kept:
+        """Returns what is applied at sites for factors by number."""
+        site_scales = Kept(self._folds)
+        for visits, channels in self._values:
+            site_scales.divide(visits, 1 / factors[channels])
+        return site_scales
+
+
+def read_together(scaled: Scaled, observer: Observer, visits: Iterable[Visit]) -> list[list[Visit]]:
+    """Groups sites by the value that they read, in its step."""
+    groups: dict[Any, list[Visit]] = {}
+    for visit in visits:
+        value = id(scaled.stats[scaled.name(visit, observer)]), visit.steps
+        groups.setdefault(value, []).append(visit)
+    return list(groups.values())

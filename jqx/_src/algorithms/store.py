@@ -1,0 +1,448 @@
+"""Where values of batches are kept between stages: on the devices, on the host, or in files."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import compat
+from ..heap import give_back
+from ..observers.statistics import hessian
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import Lazy, has_lazy, read
+from ..tensor.spec import QSpec
+from ..transforms.calibrate import bytes_of, in_bytes
+from ..transforms.operands import is_counted
+from ..transforms.plan import Plan
+from ..transforms.quantize_weight import quantize_weight
+from .grids import Grids, Group
+from .stages import Operands, Scope, Stage
+
+Where = bool | Literal["disk"]
+
+_LEAST = 1 << 16
+"""Smaller arrays are kept on the host and not in a file."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnHost:
+    """An array that is kept on the host.
+
+    Attributes:
+      values: its values.
+      sharding: their sharding on the devices; `None` leaves it to JAX.
+    """
+
+    values: np.ndarray
+    sharding: Any
+
+
+class OnDisk:
+    """An array that is kept in a file, which is deleted together with this object.
+
+    Args:
+      path: path of the file.
+      values: the array to write.
+      sharding: its sharding on the devices; `None` leaves it to JAX.
+    """
+
+    def __init__(self, path: str, values: np.ndarray, sharding: Any):
+        self._path, self._kind, self.sharding = path, (values.dtype, values.shape), sharding
+        np.ascontiguousarray(values).tofile(path)
+        weakref.finalize(self, _remove, path)
+
+    @property
+    def values(self) -> np.ndarray:
+        """Its values, read from the file at each access."""
+        dtype, shape = self._kind
+        return np.fromfile(self._path, np.uint8).view(dtype).reshape(shape)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.remove(path)
+
+
+class Offload:
+    """Keeps values of batches.
+
+    Args:
+      where: on the host, or in files of a temporary folder, which is deleted with this object.
+    """
+
+    def __init__(self, where: Where):
+        self._where, self._numbers = where, itertools.count()
+
+    @functools.cached_property
+    def _folder(self) -> str:
+        return temporary_folder(self)
+
+    def kept(self, x: Any) -> Any:
+        """Returns a value as it is kept. Random keys stay on the devices."""
+        if is_counted(x):
+            return jax.tree.map(self.kept, x)
+        is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        if not self._where or not is_array:
+            return x
+        sharding = x.sharding if x.committed else None
+        if self._where == "disk" and x.nbytes >= _LEAST:
+            path = os.path.join(self._folder, f"{next(self._numbers):08}")
+            return OnDisk(path, np.asarray(x), sharding)
+        return OnHost(np.asarray(x), sharding)
+
+
+def on_device(x: Any) -> Any:
+    """Returns a kept value, on the device."""
+    if is_counted(x):
+        return jax.tree.map(on_device, x)
+    return jax.device_put(x.values, x.sharding) if isinstance(x, (OnHost, OnDisk)) else x
+
+
+def temporary_folder(owner: Any) -> str:
+    """Makes a folder that is deleted together with an object, or at exit."""
+    path = tempfile.mkdtemp(prefix="jqx-")
+    # A `TemporaryDirectory` would warn when it is collected.
+    weakref.finalize(owner, shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+# Where the grids of weights are stored: in memory, or, for lazy weights, in files from the moment
+# their first codes are chosen.
+
+
+Array = np.ndarray
+
+
+class Shelf(Protocol):
+    """Grids of groups of weights, rounded to nearest unless other codes are chosen."""
+
+    def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
+        """Returns the grids of a group. `leaves` are its weights as arrays, by path, in float for
+        weights without chosen codes.
+        """
+        ...
+
+    def put(self, group: Group, grids: Grids, where: Array) -> None:
+        """Stores grids; the codes of elements `where` are chosen now."""
+        ...
+
+    def quantized(self) -> dict[str, Any]:
+        """Returns each weight with its codes, by path."""
+        ...
+
+
+class InMemory:
+    """Grids that are all computed at the start, and held in memory."""
+
+    def __init__(self, grids: Mapping[str, Grids]):
+        self._grids = grids
+
+    def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
+        """Returns the grids of a group."""
+        return self._grids[group.path]
+
+    def put(self, group: Group, grids: Grids, where: Array) -> None:
+        """Does nothing: the grids are in memory already."""
+
+    def quantized(self) -> dict[str, QTensor]:
+        """Returns the codes of each weight, by path."""
+        return {path: q for grids in self._grids.values() for path, q in grids.quantized().items()}
+
+
+class InFiles:
+    """Grids with chosen codes are in files; all others are computed when needed.
+
+    Args:
+      folder: for the files; `None` creates one that lives as long as whatever reads from it.
+      groups: the weights.
+      leaves: the weights, by path.
+      spec_of: returns the spec with the calibrator that computes scales.
+      source: identifies everything that codes depend on; empty if that is not known.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        groups: Iterable[Group],
+        leaves: Mapping[str, Any],
+        spec_of: Callable[[QSpec], QSpec],
+        source: str,
+    ):
+        folder = temporary_folder(self) if folder is None else folder
+        self._folder, self._leaves, self._spec_of, self._source = folder, leaves, spec_of, source
+        self._groups = {path: group for group in groups for path in group.sizes}
+        self._numbers = {group.path: i for i, group in enumerate(self._groups.values())}
+        self._kinds: dict[str, Grids] = {}
+
+    def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
+        """Reads the grids of a group, or computes them."""
+        if group.path in self._kinds:
+            return self._load(group, leaves)[0]
+        return Grids.of_group(group, leaves, self._spec_of)
+
+    def put(self, group: Group, grids: Grids, where: Array) -> None:
+        """Writes grids to their file."""
+        is_chosen = np.zeros(grids.codes.size, bool)
+        if group.path in self._kinds:
+            is_chosen = self._load(group, {})[1]
+        is_chosen[where] = True
+        arrays: dict[str, Any] = {
+            "codes": grids.codes,
+            "scale": grids.scale,
+            "chosen": np.packbits(is_chosen),
+        }
+        if grids.zero_point is not None:
+            arrays["zero_point"] = grids.zero_point
+        for i, part in enumerate(grids.parts):
+            for j, x in enumerate(jax.tree.leaves(part.scale)):
+                arrays[f"scale {i} {j}"] = np.asarray(x)
+        path = self._path(group)
+        bare: dict[str, Any] = {name: _bare(x) for name, x in arrays.items()}
+        with open(f"{path}.part", "wb") as file:
+            np.savez(file, **bare)
+        os.replace(f"{path}.part", path)
+        self._kinds[group.path] = _without(grids)
+        give_back()
+
+    def values(self, path: str) -> jax.Array:
+        """Returns a weight as it is now: in float, with dequantized values for elements whose codes
+        are chosen.
+        """
+        group, x = self._groups[path], read(self._leaves[path])
+        if group.path not in self._kinds:
+            return x
+        grids, is_chosen = self._load(group, {})
+        part = next(part for part in grids.parts if part.path == path)
+        where = np.flatnonzero(is_chosen[part.elements]).astype(np.int32)
+        values = np.array(x).ravel()
+        values[where] = grids.values(where + np.int32(part.start)).astype(values.dtype)
+        return jnp.asarray(values.reshape(x.shape))
+
+    def current(self, path: str) -> Lazy:
+        """Returns a lazy leaf that reads the weight as it is at that time."""
+        x = self._leaves[path]
+        return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), partial(self.values, path))
+
+    def quantized(self) -> dict[str, Lazy]:
+        """Returns the codes of each weight, by path, as lazy leaves that read the files. Weights
+        without chosen codes are rounded to nearest when they are read.
+        """
+        leaves = {}
+        for path, group in self._groups.items():
+            (weight,) = (x for x in group.weights if x.path == path)
+            spec, source = self._spec_of(weight.spec), f"{self._source}\n{path}"
+            kind = quantize_weight(_kind(self._leaves[path]), spec)
+            make = partial(self._quantized, path, spec)
+            leaves[path] = Lazy(kind, make, source if self._source else "")
+        return leaves
+
+    def _quantized(self, path: str, spec: QSpec) -> QTensor:
+        group = self._groups[path]
+        if group.path not in self._kinds:
+            return quantize_weight(read(self._leaves[path]), spec)
+        return self._load(group, {})[0].quantized()[path]
+
+    def _path(self, group: Group) -> str:
+        return os.path.join(self._folder, f"weight-{self._numbers[group.path]:06}.npz")
+
+    def _load(self, group: Group, leaves: Mapping[str, Any]) -> tuple[Grids, Array]:
+        """Returns the contents of a file: grids, and which elements have chosen codes."""
+        kind = self._kinds[group.path]
+        with np.load(self._path(group), allow_pickle=False) as file:
+            stored = {name: file[name] for name in file.files}
+        size = sum(group.sizes.values())
+        parts = []
+        for i, part in enumerate(kind.parts):
+            kinds, structure = jax.tree.flatten(part.scale)
+            scales = [
+                jnp.asarray(stored[f"scale {i} {j}"].view(x.dtype)) for j, x in enumerate(kinds)
+            ]
+            scale, x = structure.unflatten(scales), leaves.get(part.path)
+            parts.append(dataclasses.replace(part, x=x, scale=scale))
+        zero_point = None if kind.zero_point is None else stored["zero_point"]
+        arrays = {"codes": stored["codes"].view(kind.codes.dtype), "scale": stored["scale"]}
+        if zero_point is not None and kind.zero_point is not None:
+            arrays["zero_point"] = zero_point.view(kind.zero_point.dtype)
+        is_chosen = np.unpackbits(stored["chosen"], count=size).astype(bool)
+        return dataclasses.replace(kind, parts=tuple(parts), **arrays), is_chosen
+
+
+def _without(grids: Grids) -> Grids:
+    """Returns grids with shapes in place of arrays."""
+    parts = tuple(
+        dataclasses.replace(part, x=None, scale=jax.tree.map(_kind, part.scale))
+        for part in grids.parts
+    )
+    kinds = jax.tree.map(_kind, (grids.codes, grids.scale, grids.zero_point))
+    return Grids(grids.spec, parts, *kinds)
+
+
+def _kind(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _bare(x: Array) -> Array:
+    """Returns an array that files support: bytes for dtypes that are not NumPy's own."""
+    return x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}")
+
+
+# The memory of a run, computed before it starts, from shapes alone.
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The bytes that a run needs, without the temporaries inside a stage.
+
+    Attributes:
+      weights: the parameters, in float. For quantized ones also a copy as they are at each stage,
+        and on the host their codes, scales and zero points, and the numbers of their elements if a
+        site sees them through more than views. If some are lazy: the arrays among them, and all of
+        this for the largest weight only.
+      statistics: the sums of products of the inputs of one site, the one with the most, or of all
+        sites whose weights are chosen together before the others.
+      activations: the largest total of values of all batches that live between stages, including
+        those of the float function if it runs too.
+      offload: whether these are on the host, or on `"disk"`, except those of one batch.
+    """
+
+    weights: int
+    statistics: int
+    activations: int
+    offload: Where = False
+
+    def __str__(self) -> str:
+        where = " on disk" if self.offload == "disk" else " on the host" if self.offload else ""
+        return (
+            f"{in_bytes(self.weights)} of weights, {in_bytes(self.statistics)} of statistics, "
+            f"{in_bytes(self.activations)} of activations{where}"
+        )
+
+
+def bytes_of_weights(
+    plan: Plan,
+    leaves: Iterable[Any],
+    paths: Iterable[str | None],
+    spec_of: Callable[[QSpec], QSpec],
+) -> int:
+    """Returns the bytes of parameters, and of what is stored for quantized ones."""
+    total, once = 0, [0]
+    named = [(leaf, path) for leaf, path in zip(leaves, paths, strict=True) if path is not None]
+    is_lazy = has_lazy([leaf for leaf, _ in named])
+    for leaf, path in named:
+        extra, weight = 0, plan.weight_at(path)
+        kind = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if weight is not None:
+            codes = jax.eval_shape(partial(quantize_weight, spec=spec_of(weight.spec)), kind)
+            # A copy; codes, dequantized scales, zero points; scales that are quantized themselves.
+            scale_codes = codes.scale if isinstance(codes.scale, QTensor) else None
+            extra = bytes_of((kind, codes.values, codes.zero_point, scale_codes))
+            extra += 4 * math.prod(codes.groups.scale_shape)
+        once.append(extra + bytes_of(kind) if is_lazy else 0)
+        total += 0 if isinstance(leaf, Lazy) else bytes_of(kind)
+        total += 0 if is_lazy else extra
+    return total + max(once)
+
+
+def bytes_of_sums(part: Any, with_float: bool = False) -> int:
+    """Returns the bytes of the sums of products of the inputs of a site in one step of its scans:
+    in float64, and for one batch in float32.
+    """
+    kind = jax.eval_shape(lambda: hessian.empty(part.kind, part.about)).products
+    return math.prod(kind.shape) * (8 + 4) * (3 if with_float else 1)
+
+
+def bytes_of_activations(scopes: Sequence[Scope], streams: int) -> int:
+    """Returns the largest total bytes of values of batches that live between stages.
+
+    Args:
+      scopes: the scope of each batch.
+      streams: how many times each is run.
+    """
+    moments_of_scope = {id(scope): list(_moments(scope, frozenset())) for scope in scopes}
+    moments = zip(*(moments_of_scope[id(scope)] for scope in scopes), strict=True)
+    totals = (
+        (sum(x.live for x in stage_moments), max(x.temporary for x in stage_moments))
+        for stage_moments in moments
+    )
+    return max((streams * live + temporary for live, temporary in totals), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """Bytes of one batch: the most before or after a stage, and the additional ones during it."""
+
+    live: int
+    temporary: int = 0
+
+    def plus(self, count: int) -> "_Moment":
+        return _Moment(self.live + count, self.temporary)
+
+
+def _moments(scope: Scope, shared: frozenset[Any]) -> Iterable[_Moment]:
+    """Yields the live bytes of each stage; the outer scope counts values in `shared`."""
+
+    def total(atoms: Iterable[Any]) -> int:
+        return sum(bytes_of(x.aval) for x in {*atoms} - shared)
+
+    alive = {var for var in scope.jaxpr.invars if scope.is_of_batch(var)}
+    for stage in scope.stages:
+        remaining, new = alive - {*stage.released}, {*stage.gives}
+        bytes_before, bytes_after = total(alive), total(remaining | new)
+        if stage.kind in ("run", "site"):
+            live = max(bytes_before, bytes_after)
+            yield _Moment(live, total(alive | new) - live)
+        else:
+            inside = _scanned if stage.kind == "scan" else _entered
+            for moment in inside(scope, stage, remaining | shared):
+                yield moment.plus(total(remaining))
+            yield _Moment(bytes_after)
+        alive = remaining | new
+
+
+def _entered(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
+    """Yields the same for the function inside an equation; for branches the largest of them."""
+    (eqn,) = stage.eqns
+    if stage.kind == "inline":
+        inner, operands = scope.entered(stage)
+        yield from _moments(inner, _shared(operands, around))
+        return
+    moments = [
+        moment
+        for i in range(len(eqn.params["branches"]))
+        for inner, operands in [scope.entered(stage, i)]
+        for moment in _moments(inner, _shared(operands, around))
+    ]
+    yield _Moment(max(x.live for x in moments), max(x.temporary for x in moments))
+
+
+def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
+    """Yields the same for one step of a scan, plus the results of all steps and their stack."""
+    (eqn,) = stage.eqns
+    inner, operands = scope.stepped(stage)
+    consts, count = compat.scan_counts(eqn)
+    once = frozenset(inner.jaxpr.invars[:consts])
+    carried = inner.jaxpr.invars[consts : consts + count]
+    through = {x for var, x in operands.items() if var not in carried}
+    through_bytes = sum(bytes_of(x.aval) for x in through - around)
+    rows = sum(bytes_of(x.aval) for x in eqn.outvars[count:])
+    last_row = rows // max(eqn.params["length"], 1)
+    for moment in _moments(inner, once):
+        yield moment.plus(through_bytes + rows - last_row)
+    # Each column of rows becomes one array while the rows still exist.
+    yield _Moment(through_bytes + rows + sum(bytes_of(x.aval) for x in carried), rows)
+
+
+def _shared(operands: Operands, around: Any) -> frozenset[Any]:
+    return frozenset(var for var, x in operands.items() if x in around)

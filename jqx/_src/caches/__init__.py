@@ -1,0 +1,1 @@
+"""Quantized caches of the keys and values of attention."""

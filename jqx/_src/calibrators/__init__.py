@@ -1,0 +1,1 @@
+"""Granularities, and calibrators that turn observed values into scales."""

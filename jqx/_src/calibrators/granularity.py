@@ -1,0 +1,707 @@
+"""Granularity: which elements share a scale. It resolves to the shape of a scale."""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from .. import package_cpu
+from ..checks import called, check_instance, check_integer, is_at_least, normalize_axes, shown
+from ..compat_kernels import alone_or_in_parts
+from ..errors import fail
+
+# Groups: which elements of an array share a scale, expressed as shapes. They reshape an array so
+# that a scale broadcasts to it, and reduce an array to one value per scale.
+
+
+LARGE = 2**14
+"""The least number of elements of an array for which a kernel is called."""
+
+LEAST = 32
+"""The least number of elements that share a scale for which a kernel is called."""
+
+MOST = 2**24
+"""The largest number of elements that a kernel counts, in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """An array of `shape` in blocks of `sizes`, with one scale for each block.
+
+    Along each axis the block size is the length of the axis if the whole axis shares one scale (0
+    for an empty axis), 1 if each index has its own scale, and any value between for blocks. The
+    last block may be smaller; it is the tail.
+
+    Attributes:
+      shape: shape of the array.
+      sizes: block size along each axis.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of_scale(
+        cls, shape: Sequence[int], scale: Sequence[int], blocks: Iterable[Sequence[int]] = ()
+    ) -> "Groups":
+        """Returns the groups for a given shape of the scale, each dim of which divides that of the
+        array; `blocks` has (length, count, size) for axes with a tail.
+        """
+        block_sizes = {(length, count): size for length, count, size in blocks}
+        sizes = tuple(
+            block_sizes.get((n, m), n if m == 1 else 1 if m == n else n // m)
+            for n, m in zip(shape, scale, strict=True)
+        )
+        return cls(tuple(shape), sizes)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the scale: the number of blocks along each axis."""
+        return tuple(1 if b == n else -(-n // b) for n, b in self._axes)
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int, int], ...]:
+        """(length, count, size) of the axes whose block size the shape of the scale leaves open.
+
+        They do not name axes, so they stay valid under vmap over any other axis.
+        """
+        sizes_by_counts = {
+            (n, m, b)
+            for (n, b), m in zip(self._axes, self.scale_shape, strict=True)
+            if n != m * b and m > 1
+        }
+        if len({(n, m) for n, m, _ in sizes_by_counts}) < len(sizes_by_counts):
+            raise fail(
+                "QTensor",
+                "two axes of the same length have equally many blocks of different sizes.",
+                given=f"shape {self.shape}, block sizes {self.sizes}",
+                fix="use one block size for both axes.",
+            )
+        return tuple(sorted(sizes_by_counts))
+
+    @property
+    def per_scale(self) -> int:
+        """Number of elements that share a scale; a tail has fewer."""
+        return math.prod(self.sizes)
+
+    @property
+    def _axes(self) -> list[tuple[int, int]]:
+        return list(zip(self.shape, self.sizes, strict=True))
+
+    def is_blocked(self, axis: int) -> bool:
+        """Whether a scale is shared by blocks, not by the whole axis or a single index."""
+        return self._is_blocked(self.shape[axis], self.sizes[axis])
+
+    def _is_blocked(self, n: int, b: int) -> bool:
+        return b not in (1, n) and b < n  # equality first: a symbolic size may not be ordered
+
+    def split(self, x: jax.Array, fill: float = 0) -> jax.Array:
+        """Splits each blocked axis in two, (blocks, size); a tail is padded with `fill`."""
+        padding = [(0, (-n) % b if self._is_blocked(n, b) else 0, 0) for n, b in self._axes]
+        if any(high for _, high, _ in padding):
+            x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
+        return x.reshape(
+            [
+                part
+                for n, b in self._axes
+                for part in ((-(-n // b), b) if self._is_blocked(n, b) else (n,))
+            ]
+        )
+
+    def split_scale(self, scale: jax.Array) -> jax.Array:
+        """Reshapes a scale so that it broadcasts, axis by axis, to what `split` returns."""
+        return scale.reshape(
+            [
+                part
+                for (n, b), m in zip(self._axes, scale.shape, strict=True)
+                for part in ((m, 1) if self._is_blocked(n, b) else (m,))
+            ]
+        )
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """Inverts `split`; the padding of a tail is dropped."""
+        x = x.reshape([-(-n // b) * b if self._is_blocked(n, b) else n for n, b in self._axes])
+        return x if x.shape == self.shape else x[tuple(slice(n) for n in self.shape)]
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the result of `split` along which a scale is shared."""
+        axes, i = [], 0
+        for n, b in self._axes:
+            i += self._is_blocked(n, b)
+            if b != 1:
+                axes.append(i)
+            i += 1
+        return tuple(axes)
+
+    def reduce(self, f: Callable[..., jax.Array], x: jax.Array, fill: float) -> jax.Array:
+        """Reduces to the shape of the scale by `f`, such as `jnp.max`, whose unit is `fill`."""
+        reduced = f(self.split(x, fill), axis=self.axes, keepdims=True, initial=fill)
+        return reduced.reshape(self.scale_shape)
+
+    @functools.partial(jax.jit, static_argnums=0)  # traced once for all sites of one shape
+    def largest_magnitude(self, x: jax.Array) -> jax.Array:
+        """Returns the largest magnitude for each scale, in the dtype of `x`; a NaN makes it NaN.
+
+        The maximum is taken of integers: the bits of magnitudes have the same order, with NaN above
+        all. XLA on CPU loses NaN in a maximum of floats along 32 or more contiguous elements
+        (jaxlib 0.10.2).
+        """
+        forms = {"cpu": self._on_cpu, "tpu": self._on_tpu, "default": self._at_once}
+        largest = lax.platform_dependent(self.split(x), **forms)
+        return largest.reshape(self.scale_shape)
+
+    def _on_cpu(self, x: jax.Array) -> jax.Array:
+        """Uses a kernel of jqx-cpu if there is one. XLA computes the kernel's input once; without a
+        kernel it would compute it for the maximum, and again for what is scaled.
+        """
+        if not self._has_kernel(x):
+            return self._in_steps(x)
+        return alone_or_in_parts(self._by_kernel, self._in_steps, lax.stop_gradient(x))
+
+    def _has_kernel(self, x: jax.Array) -> bool:
+        """Whether jqx-cpu is installed, and elements that share a scale are contiguous."""
+        first_axis = self.axes[0] if self.axes else x.ndim
+        is_trailing = self.axes == tuple(range(first_axis, x.ndim))
+        is_static = not any(map(export.is_symbolic_dim, x.shape))
+        return (
+            package_cpu.is_installed()
+            and x.dtype == jnp.float32
+            and is_static
+            and is_trailing
+            and x.size >= LARGE
+            and math.prod(x.shape[first_axis:]) >= LEAST
+        )
+
+    def _in_rows(self, x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+        """Returns rows of elements that share a scale, and the shape of the scales. A scale has
+        several rows if there are few scales.
+        """
+        scale_shape = tuple(1 if axis in self.axes else n for axis, n in enumerate(x.shape))
+        rows = math.prod(scale_shape)
+        parts = 64 if rows < 64 and x.size // rows % 64 == 0 else 1
+        return x.reshape(rows * parts, -1), scale_shape
+
+    def _by_kernel(self, x: jax.Array) -> jax.Array:
+        rows, scale_shape = self._in_rows(x)
+        bits = _magnitude_bits(package_cpu.magnitudes(rows))
+        bits = jnp.max(bits.reshape(math.prod(scale_shape), -1), axis=1)
+        return lax.bitcast_convert_type(bits, x.dtype).reshape(scale_shape)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def extremes(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the least and the largest number for each scale, and the number of NaN values,
+        int32. Without any number the extremes are infinite.
+        """
+        plain, in_blocks = self._extremes_at_once, self.split(x)
+        if not self._has_kernel(in_blocks) or in_blocks.size != x.size or self.per_scale > MOST:
+            return plain(x)
+
+        @jax.custom_jvp
+        def found(x: jax.Array) -> jax.Array:
+            def kernel(x: jax.Array) -> jax.Array:
+                return alone_or_in_parts(self._extremes_by_kernel, in_floats, x)
+
+            return lax.platform_dependent(x, cpu=kernel, default=in_floats)
+
+        def in_floats(x: jax.Array) -> jax.Array:
+            return jnp.stack([part.astype(x.dtype) for part in plain(x)])
+
+        found.defjvps(lambda tangent, y, x: jax.jvp(in_floats, (x,), (tangent,))[1])
+        low, high, nans = found(x)
+        return low, high, nans.astype(jnp.int32)
+
+    def _extremes_at_once(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        nan = jnp.isnan(x)
+        low = self.reduce(jnp.min, jnp.where(nan, jnp.full_like(x, jnp.inf), x), jnp.inf)
+        high = self.reduce(jnp.max, jnp.where(nan, jnp.full_like(x, -jnp.inf), x), -jnp.inf)
+        return low, high, self.count(nan)
+
+    def _extremes_by_kernel(self, x: jax.Array) -> jax.Array:
+        rows, scale_shape = self._in_rows(self.split(x))
+        low, high, nans = package_cpu.ranges(rows).reshape(math.prod(scale_shape), -1, 3).T
+        parts = jnp.min(low, 0), jnp.max(high, 0), jnp.sum(nans, 0)
+        return jnp.stack([part.reshape(self.scale_shape) for part in parts])
+
+    def count(self, is_so: jax.Array) -> jax.Array:
+        """Returns how many elements are true for each scale, int32."""
+        kind = jnp.float32 if is_at_least(self.per_scale, 2**31) else jnp.int32  # cannot wrap
+        return self.reduce(jnp.sum, is_so.astype(kind), 0).astype(jnp.int32)  # not int64
+
+    def _in_steps(self, x: jax.Array) -> jax.Array:
+        bits = _magnitude_bits(x)
+        for axis in reversed(self.axes):
+            bits = _maximum(bits, axis)
+        return lax.bitcast_convert_type(bits, x.dtype)
+
+    def _at_once(self, x: jax.Array) -> jax.Array:
+        bits = jnp.max(_magnitude_bits(x), axis=self.axes, initial=0, keepdims=True)
+        return lax.bitcast_convert_type(bits, x.dtype)
+
+    def _on_tpu(self, x: jax.Array) -> jax.Array:
+        """Uses 32 bits: a TPU cannot take a maximum of 16-bit values."""
+        wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+        return self._at_once(wide).astype(x.dtype)
+
+    def __str__(self) -> str:
+        single_axes = tuple(i for i, (n, b) in enumerate(self._axes) if b == 1 and n != 1)
+        if any(self._is_blocked(n, b) for n, b in self._axes):
+            named = {i: b for i, (n, b) in enumerate(self._axes) if b != n}
+            return f"per_block({named})"
+        return f"per_axis{single_axes}".replace(",)", ")") if single_axes else "per_tensor"
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of magnitudes, as integers."""
+    integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    return lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
+
+
+def _maximum(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the maximum of nonnegative integers along an axis, which is kept.
+
+    A long axis is reduced in two steps. XLA on CPU runs the first in vectors and on all cores. It
+    leaves 64 (or 8) maxima, next to each other if the axis is the last.
+    """
+    n, shape = x.shape[axis], x.shape
+    is_last = axis == x.ndim - 1
+    parts = 64 if n % 64 == 0 and is_at_least(n, 512) else None
+    if parts is None and is_last and n % 8 == 0 and is_at_least(n, 9):
+        parts = 8
+    if parts is not None:
+        pair = (n // parts, parts) if is_last else (parts, n // parts)
+        x = x.reshape(*shape[:axis], *pair, *shape[axis + 1 :])
+        x = lax.optimization_barrier(jnp.max(x, axis=axis if is_last else axis + 1))
+    return jnp.max(x, axis=axis, initial=0, keepdims=True)
+
+
+# Checks of the arguments of calibrators and granularities.
+
+
+def check_integers(function: str, argument: str, numbers: Any, count: int | None = None) -> Any:
+    """Returns integers as a tuple, after checking their type and their number."""
+    fits = isinstance(numbers, (tuple, list)) and count in (None, len(numbers))
+    if not (
+        fits and all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
+    ):
+        raise fail(
+            function,
+            f"`{argument}` must hold integers.",
+            given=f"{argument} == {shown(numbers)}",
+            fix="pass pairs of an axis and a size."
+            if count
+            else "pass axis numbers, as in per_axis(0, 2).",
+            error=TypeError,
+        )
+    return tuple(map(int, numbers))
+
+
+def check_group_size(size: Any) -> int:
+    """Returns the size of a group, after checking it."""
+    size = check_integer("per_group", "size", size)
+    if not 1 <= size < 2**31:
+        raise fail(
+            "per_group",
+            "a group has no elements." if size < 1 else "a group has too many elements.",
+            given=f"size == {shown(size)}",
+            fix="pass a size of 1 or more, such as per_group(32).",
+        )
+    return size
+
+
+def check_tail(function: str, tail: Any) -> None:
+    """Checks that `tail` is a bool."""
+    check_instance(function, "tail", tail, bool, fix="pass tail=True or tail=False.")
+
+
+def check_size_known(
+    function: str, granularity: object, shape: Sequence[int], axis: int, size: int
+) -> None:
+    """Checks that an axis with more than one block of `size` has no symbolic size, as `jax.export`
+    has them.
+    """
+    n = shape[axis]
+    if size == 1 or not export.is_symbolic_dim(n) or not is_at_least(n, size + 1):
+        return
+    raise fail(
+        function,
+        f"axis {axis} has a symbolic size, so its blocks are not known.",
+        given=f"{granularity} for shape {tuple(shape)}",
+        fix="use one scale per token, channel or tensor there, or export with a known size.",
+    )
+
+
+class Granularity(Protocol):
+    """A frozen, hashable value that specifies which elements share a scale.
+
+    Attributes:
+      is_relative: whether it depends on a site, through the axes that a contraction keeps.
+    """
+
+    is_relative: ClassVar[bool]
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> "Granularity":
+        """Returns the absolute granularity for an operand of this rank that keeps axes `kept`."""
+        ...
+
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns which elements of an array of `shape` share a scale."""
+        ...
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scale of an array of `shape`; both have the same rank."""
+        ...
+
+
+class _ByGroups(abc.ABC):
+    """Takes the shape of a scale from the groups."""
+
+    @abc.abstractmethod
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns which elements of an array of `shape` share a scale."""
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scale of an array of `shape`; both have the same rank."""
+        return self.groups(shape).scale_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class PerAxis(_ByGroups):
+    """One scale for each index along `axes`, shared along all other axes."""
+
+    is_relative: ClassVar[bool] = False
+
+    axes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", check_integers("per_axis", "axes", self.axes))
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> "PerAxis":
+        """Returns itself with non-negative axes."""
+        return PerAxis(normalize_axes("per_axis", self.axes, rank))
+
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns blocks of size 1 along `axes`, and of the full axis length along all others."""
+        axes = normalize_axes("per_axis", self.axes, len(shape))
+        sizes = tuple(1 if i in axes else n for i, n in enumerate(shape))
+        return Groups(tuple(shape), sizes)
+
+    def __str__(self) -> str:
+        return f"per_axis{self.axes}" if len(self.axes) != 1 else f"per_axis({self.axes[0]})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PerTensor(PerAxis):
+    """One scale for the whole array: no axis has its own."""
+
+    axes: tuple[int, ...] = dataclasses.field(default=(), init=False)
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> "PerTensor":
+        """Returns itself."""
+        return self
+
+    def __str__(self) -> str:
+        return "per_tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock(_ByGroups):
+    """One scale for each block, shared along the axes that are not named.
+
+    Attributes:
+      sizes: (axis, block size) pairs.
+      tail: whether the last block along an axis may be smaller.
+    """
+
+    is_relative: ClassVar[bool] = False
+
+    sizes: tuple[tuple[int, int], ...]
+    tail: bool = False
+
+    def __post_init__(self) -> None:
+        pairs = self.sizes if isinstance(self.sizes, tuple) else (self.sizes,)
+        sizes = tuple(check_integers("per_block", "sizes", pair, count=2) for pair in pairs)
+        if not (sizes and all(1 <= size < 2**31 for _, size in sizes)):
+            raise fail(
+                "per_block",
+                "there are no blocks." if not sizes else "a block has no elements.",
+                given=f"sizes == {shown(dict(sizes))}",
+                fix="pass sizes of 1 or more, such as {0: 32}, or use jqx.per_tensor().",
+            )
+        object.__setattr__(self, "sizes", sizes)
+        check_tail("per_block", self.tail)
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> "PerBlock":
+        """Returns itself with non-negative axes."""
+        axes = [normalize_axes("per_block", axis, rank)[0] for axis, _ in self.sizes]
+        return PerBlock(
+            tuple(sorted(zip(axes, (size for _, size in self.sizes), strict=True))), self.tail
+        )
+
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns the blocks; raises if a size does not divide its axis and there is no tail."""
+        sizes = dict(self.resolve(len(shape), ()).sizes)
+        if len(sizes) != len(self.sizes):
+            raise fail(
+                "per_block",
+                "an axis is named twice.",
+                given=f"{self} for shape {tuple(shape)}",
+                fix="name each axis once, counted from the front or from the end.",
+            )
+        for axis, size in sizes.items():
+            check_size_known("per_block", self, shape, axis, size)
+        block_shape = tuple(min(sizes.get(i, n), n) for i, n in enumerate(shape))
+        for axis, size in sizes.items():
+            _check_divides("per_block", str(self), shape, axis, size, self.tail)
+        return Groups(tuple(shape), block_shape)
+
+    def __str__(self) -> str:
+        return f"per_block({dict(self.sizes)}{', tail=True' if self.tail else ''})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRun(_ByGroups):
+    """One scale for each run of `size` elements along `axes`, flattened with the last axis fastest;
+    every index of all other axes has its own scales. This is what `per_group` resolves to.
+
+    With a tail a run holds as many whole inner axes as fit: 27 elements of a 3x3 kernel for 32.
+    """
+
+    is_relative: ClassVar[bool] = False
+
+    axes: tuple[int, ...]
+    size: int
+    tail: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", check_integers("per_group", "axes", self.axes))
+        object.__setattr__(self, "size", check_group_size(self.size))
+        check_tail("per_group", self.tail)
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> "PerRun":
+        """Returns itself."""
+        return self
+
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns the blocks that make up the runs; raises if there are none."""
+        sizes, remaining = [1] * len(shape), self.size
+        for axis in reversed(normalize_axes("per_group", self.axes, len(shape))):
+            n = shape[axis]
+            check_size_known("per_group", self, shape, axis, remaining)
+            if n <= remaining and (self.tail or n == 0 or remaining % n == 0):
+                sizes[axis], remaining = n, remaining // n if n else 1
+                continue
+            _check_divides("per_group", str(self), shape, axis, remaining, self.tail)
+            sizes[axis], remaining = min(remaining, n), 1
+        if remaining != 1 and not self.tail:
+            raise fail(
+                "per_group",
+                f"axes {self.axes} hold fewer than {self.size} elements.",
+                given=f"{self} for shape {tuple(shape)}",
+                fix="use a smaller group, or pass tail=True.",
+            )
+        return Groups(tuple(shape), tuple(sizes))
+
+    def __str__(self) -> str:
+        return f"per_group({self.size}{', tail=True' if self.tail else ''}) along {self.axes}"
+
+
+def _check_divides(
+    function: str, name: str, shape: Sequence[int], axis: int, size: int, tail: bool
+) -> None:
+    if not tail and shape[axis] % size != 0:
+        raise fail(
+            function,
+            f"blocks of {size} do not divide axis {axis}.",
+            given=f"{name} for shape {tuple(shape)}",
+            fix=f"pass tail=True for a smaller last block, or a size that divides {shape[axis]}.",
+        )
+
+
+class _Relative:
+    """Raises for `groups` and `scale_shape`: the axes come from a contraction."""
+
+    is_relative: ClassVar[bool] = True
+
+    def groups(self, shape: Sequence[int]) -> NoReturn:
+        """Raises, because there is no contraction here."""
+        self.scale_shape(shape)
+
+    def scale_shape(self, shape: Sequence[int]) -> NoReturn:
+        """Raises, because there is no contraction here."""
+        name = str(self) if "(" in str(self) else f"{self}()"
+        raise fail(
+            name.partition("(")[0],
+            f"{name} is relative to a contraction and has no meaning outside of one.",
+            fix="name the axes or blocks: jqx.per_axis(...), or jqx.per_block({axis: size}).",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PerKeptAxis(_Relative):
+    """One scale for each index of every axis that a contraction keeps; resolved at a site."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        fix = "pass for example 'per_channel'."
+        check_instance("per_channel", "name", self.name, str, fix=fix)
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> PerAxis:
+        """Returns `per_axis` of the kept axes, or `per_tensor` if there are none."""
+        axes = normalize_axes(self.name, tuple(kept), rank)
+        return PerAxis(axes) if axes else PerTensor()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class PerGroup(_Relative):
+    """`per_channel` with blocks of `size` along the contracted axes; resolved at a site."""
+
+    size: int
+    tail: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", check_group_size(self.size))
+        check_tail("per_group", self.tail)
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> PerRun:
+        """Returns runs along the axes that are not kept."""
+        axes = normalize_axes("per_group", tuple(kept), rank)
+        return PerRun(tuple(i for i in range(rank) if i not in axes), self.size, self.tail)
+
+    def __str__(self) -> str:
+        return f"per_group({self.size}{', tail=True' if self.tail else ''})"
+
+
+def is_without_blocks(granularity: Granularity) -> bool:
+    """Whether a scale never has blocks, whatever the array."""
+    return isinstance(granularity, (PerAxis, PerKeptAxis))
+
+
+def _axes_instead(name: str) -> str | None:
+    """Returns what to write in place of an argument of `per_axis`."""
+    return "pass the axes by position: jqx.per_axis(0)." if name.startswith("ax") else None
+
+
+@called("per_tensor", "it takes no arguments; jqx.per_axis(0) takes axes.")
+def per_tensor() -> Granularity:
+    """Returns the granularity of one scale for the whole array.
+
+    Example:
+      >>> import jqx
+      >>> jqx.per_tensor().scale_shape((3, 4))
+      (1, 1)
+    """
+    return PerTensor()
+
+
+@called("per_axis", "pass the axes by position: jqx.per_axis(0).", _axes_instead)
+def per_axis(*axes: int) -> Granularity:
+    """Returns the granularity of one scale for each index along `axes`.
+
+    Args:
+      *axes: axis numbers, as in NumPy; negative numbers count from the end.
+
+    Raises:
+      TypeError: if an axis is not an integer.
+      ValueError: if no axis is given; on use, if an array does not have one of them.
+
+    Example:
+      >>> import jqx
+      >>> jqx.per_axis(-1).scale_shape((3, 4))
+      (1, 4)
+    """
+    if not axes:
+        raise fail(
+            "per_axis",
+            "no axis given.",
+            fix="pass the axes that have their own scales, or use jqx.per_tensor().",
+        )
+    return PerAxis(axes)
+
+
+@called("per_channel", "it takes no arguments: the axes are those that a contraction keeps.")
+def per_channel() -> Granularity:
+    """Returns one scale for each index of every axis that a contraction keeps.
+
+    The granularity is relative and is resolved at a site: for `x @ w` it is axis 1 of `w`, for
+    `x @ w.T` axis 0. Batch axes of the contraction are kept as well.
+
+    Example:
+      >>> import jqx
+      >>> jqx.per_channel().resolve(rank=2, kept=(1,)).scale_shape((3, 4))
+      (1, 4)
+    """
+    return PerKeptAxis("per_channel")
+
+
+@called("per_block", "pass the sizes of a block: jqx.per_block({0: 32}).")
+def per_block(sizes: Mapping[int, int], tail: bool = False) -> Granularity:
+    """Returns the granularity of one scale for each block.
+
+    Args:
+      sizes: the block size along each axis; negative axes count from the end. An axis that is not
+        named shares one scale. With size 1 each index of the axis has its own scale.
+      tail: whether the last block along an axis may be smaller.
+
+    Raises:
+      TypeError: if an axis or a size is not an integer, or `sizes` is not a dict.
+      ValueError: if no axis is given, or a size is below 1; on use, if a size does not divide its
+        axis and `tail` is False.
+
+    Example:
+      >>> import jqx
+      >>> jqx.per_block({0: 32, 1: 1}).scale_shape((64, 3))
+      (2, 3)
+      >>> jqx.per_block({0: 32}, tail=True).scale_shape((100, 3))
+      (4, 1)
+    """
+    check_instance("per_block", "sizes", sizes, Mapping, fix="pass a dict such as {0: 32}.")
+    return PerBlock(tuple(sizes.items()), tail)
+
+
+@called("per_group", "pass the size of a group: jqx.per_group(32).")
+def per_group(size: int, tail: bool = False) -> Granularity:
+    """Returns `per_channel()` with blocks of `size` along the axes that a contraction sums over.
+
+    The granularity is relative and is resolved at a site: for `x @ w` it has blocks along axis 0 of
+    `w`, one row of blocks for each index of axis 1. Several contracted axes are flattened into one,
+    with the last axis fastest.
+
+    Args:
+      size: number of elements that share a scale.
+      tail: whether groups may be smaller: the last group along an axis, and all groups if several
+        contracted axes do not divide `size` (27 elements of a 3x3 kernel share a scale for 32).
+
+    Raises:
+      TypeError: if `size` is not an integer.
+      ValueError: if `size` is below 1; on use, if it does not divide and `tail` is False.
+
+    Example:
+      >>> import jqx
+      >>> jqx.per_group(32).resolve(rank=2, kept=(1,)).scale_shape((64, 3))
+      (2, 3)
+    """
+    return PerGroup(size, tail)
+
+
+@called("per_token", "it takes no arguments: the axes are those that a contraction keeps.")
+def per_token() -> Granularity:
+    """Returns `per_channel()` under the name used for activations: one scale for each token.
+
+    Example:
+      >>> import jqx
+      >>> jqx.per_token().resolve(rank=3, kept=(0, 1)).scale_shape((2, 5, 8))
+      (2, 5, 1)
+    """
+    return PerKeptAxis("per_token")

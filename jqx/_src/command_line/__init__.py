@@ -1,0 +1,1 @@
+"""`python -m jqx`: `quantize.py` has the sub-commands that write models, `main.py` all others."""

@@ -1,0 +1,1 @@
+"""Contractions of arrays and QTensors, and the formulations that compute them."""

@@ -1,0 +1,486 @@
+"""`dot_general` on arrays and QTensors."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..checks import as_dtype, as_real, called, check_real, is_at_least
+from ..errors import fail
+from ..numerics.exact import common_dtype
+from ..tensor.layout import check_dtypes
+from ..tensor.qtensor import QTensor
+from ..tensor.targets import kernel_of
+from .blocks import HowTo, can_leave_sum
+from .dimensions import Dimensions, in_order, of_offset
+from .kernels import as_activation
+from .planner import REQUANTIZED, Product, Requantized, plan
+from .requantize import Asked, Output, Requantization, as_asked, as_result, check_requantized
+
+Operand = ArrayLike | QTensor
+
+
+@overload
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: None = None,
+) -> jax.Array: ...
+@overload
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: Asked,
+) -> QTensor: ...
+@called("dot_general")
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: Output = None,
+) -> Any:
+    """Contracts two operands; both may be quantized. Otherwise it is `jax.lax.dot_general`.
+
+    Two QTensors of integer formats are multiplied as integers. The int32 accumulator is exact; zero
+    points are corrected with sums over the contracted axes, and the scales are applied after the
+    sum, in float32. A sum that may overflow int32 is split, and the exact parts are added in
+    float32. (With 8 bits, this is beyond 131,071 products of int8 by int8, or 33,025 of uint8 by
+    uint8 with zero points. Codes of 16 bits are multiplied as 8-bit digits.)
+
+    With one QTensor (weight-only quantization), the result is that of its real values, with the
+    accuracy of a float32 sum. On CPU, codes are never converted to floats all at once. On other
+    platforms, a separate kernel converts them only for scales in blocks and many rows. Float
+    formats and codebooks are computed in this way on either side. If scales are in blocks along a
+    contracted axis, each block is contracted separately, and the products are summed in float32.
+
+    Two arrays are passed to `lax.dot_general`. How a contraction is computed depends on shapes,
+    formats and platform; `jqx.formulations` shows it.
+
+    Args:
+      lhs: array or QTensor. A scale must not vary along a contracted axis, except in blocks.
+      rhs: array or QTensor, with the same restriction.
+      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
+      precision: as in `jax.lax.dot_general`, for contractions of floats; integer arithmetic is
+        exact. With jqx-cpu and integers laid out for its kernels, the fastest one, `"default"`,
+        rounds float rows to 16 bits relative to the largest element of each row. In functions that
+        `jqx.convert` returns, `jax.default_matmul_precision("bfloat16")` has the same effect.
+      preferred_element_type: floating point dtype of the result; `None` takes the promoted dtype of
+        the operands.
+      output: how to quantize the result: a `QSpec` or a scheme such as `"int8"`, whose calibrator
+        finds the scale; a pair of one of these and an `Affine`; or a `Requantization`, which
+        multiplies the int32 sums of two integer operands by fixed-point factors, as TFLite does
+        (the factors include the scales of the operands, which are not used). `None` returns floats.
+
+    Returns:
+      Array of `preferred_element_type`, or a `QTensor` if `output` is given. Its axes are the batch
+      axes, the free axes of `lhs`, and the free axes of `rhs`.
+
+    Raises:
+      ValueError: a scale varies along a contracted axis, or both operands are integers and one has
+        codes of 32 bits.
+      TypeError: one operand is a QTensor and the other an integer array; or
+        `preferred_element_type` is an integer dtype; or `output` needs int32 sums that the operands
+        do not have; and errors of `lax.dot_general`, if shapes or dimension numbers do not fit.
+
+    Gradient: JAX differentiates it with respect to float operands and scales; codes have no
+      gradient.
+    NaN and infinities: IEEE arithmetic on scales and float operands, with one exception. On CPU
+      with integer codes, a row of a float operand (all its contracted elements) that holds an
+      infinity gives NaN, unless jqx-cpu multiplies more than 6 rows of bfloat16 as such. On other
+      platforms, sums of float32 or bfloat16 with codes, without scales, must fit float32.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.eye(2) * 3.0, jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+      >>> jqx.dot_general(jnp.ones((1, 2)), w, (((1,), (0,)), ((), ())))
+      Array([[3., 3.]], dtype=float32)
+    """
+    left, right = as_operand(lhs), as_operand(rhs)
+    floats = not any(isinstance(x, QTensor) for x in (left, right))
+    if floats and not isinstance(output, Requantization):
+        y = lax.dot_general(
+            left,
+            right,
+            dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        )
+        return as_asked("dot_general", y, output)
+    dimensions = Dimensions.of(dimension_numbers, left.ndim, right.ndim)
+    _check_operand("lhs", left, dimensions.lhs_contracting)
+    _check_operand("rhs", right, dimensions.rhs_contracting)
+    if preferred_element_type is None:
+        dtype = jnp.promote_types(left.dtype, right.dtype)
+    else:
+        dtype = as_dtype("dot_general", "preferred_element_type", preferred_element_type)
+        check_real("dot_general", "`preferred_element_type`", dtype)
+    check_sizes(left, right, dimensions)
+    if isinstance(output, Requantization):
+        summed = dimensions.lhs_contracting, dimensions.rhs_contracting
+        products = dimensions.contracted_size(left)
+        check_requantized("dot_general", left, right, summed, products, preferred_element_type)
+        return as_result(_requantized(left, right, dimensions, output), output)
+    y = contract(left, right, dimensions, precision, dtype)
+    return as_asked("dot_general", y.astype(dtype), output)
+
+
+def _requantized(
+    left: QTensor, right: QTensor, dimensions: Dimensions, output: Requantization
+) -> jax.Array:
+    """Returns the requantized int32 sums of products of codes minus their zero points."""
+    left, right, dimensions = as_stored(left, right, dimensions)
+    case = Requantized(left, right, HowTo.of(left, right, dimensions), output)
+    return REQUANTIZED.compute(case, left, right, output)
+
+
+def contract(
+    left: Any,
+    right: Any,
+    dimensions: Dimensions,
+    precision: lax.PrecisionLike,
+    dtype: Any = None,
+) -> jax.Array:
+    """Contracts two operands, at least one of them a QTensor. The result has the float dtype of the
+    computation, or `dtype` if a kernel rounds to it.
+    """
+    if is_empty(left) or is_empty(right):  # all sums, if any, are empty
+        return jnp.zeros(check_sizes(left, right, dimensions))
+    left, right = in_order(left, right, dimensions)
+    if isinstance(left, QTensor) and isinstance(right, QTensor):
+        # An offset of the smaller operand, the activation, is not worth separate sums.
+        if _is_smaller(left, right) and left.offset is not None:
+            left = left.dequantize()
+        elif not _is_smaller(left, right) and right.offset is not None:
+            right = right.dequantize()
+    shifted = any(isinstance(x, QTensor) and x.offset is not None for x in (left, right))
+    dtype = None if shifted else dtype
+    y = _contract_bare(_bare(left), _bare(right), dimensions, precision, dtype)
+    if isinstance(right, QTensor) and right.offset is not None:
+        return y + of_offset(left, right, dimensions).astype(y.dtype)
+    if isinstance(left, QTensor) and left.offset is not None:
+        term = of_offset(right, left, dimensions.swapped)
+        return y + dimensions.swap_output(term).astype(y.dtype)
+    return y
+
+
+def _bare(x: Any) -> Any:
+    return x.bare if isinstance(x, QTensor) else x
+
+
+def _contract_bare(
+    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
+) -> jax.Array:
+    """Contracts two operands without offsets and permuted axes."""
+    left, right, dimensions = as_stored(left, right, dimensions)
+    if isinstance(left, QTensor) and isinstance(right, QTensor):
+        y = _computed(left, right, dimensions, precision, dtype)
+        if y is not None:
+            return y
+        # If the operands are not both integers, the smaller one is the activation.
+        wide = common_dtype(left.dtype, right.dtype)
+        if _is_smaller(left, right):
+            left = as_activation(left, right, wide)
+        else:
+            right = as_activation(right, left, wide)
+    if isinstance(right, QTensor):
+        y = _computed(left, right, dimensions, precision, dtype)
+        assert y is not None
+        return y
+    y = _computed(right, left, dimensions.swapped, precision, dtype)
+    assert y is not None
+    return dimensions.swap_output(y)
+
+
+def _computed(
+    lhs: Any, rhs: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
+) -> jax.Array | None:
+    """Computes a product by its plan; `None` if an operand must be dequantized first."""
+    how = HowTo.of(lhs, rhs, dimensions, precision)
+    if kernel_of(rhs) and dtype is not None:
+        how = how._replace(dtype=jnp.dtype(dtype))
+    case = Product(lhs, rhs, how)
+    choice = plan(case)
+    return None if choice is None else choice.compute(lhs, rhs, case.how)
+
+
+def _is_smaller(left: Any, right: Any) -> bool:
+    """Whether the left operand is the smaller one; a symbolic size counts as an activation."""
+    if export.is_symbolic_dim(right.size):
+        return export.is_symbolic_dim(left.size)
+    return is_at_least(right.size, left.size)
+
+
+def as_stored(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any, Dimensions]:
+    """Returns operands with their axes in memory order, and the dimensions for that order."""
+    left, left_axes = _stored(left, dimensions.lhs_free)
+    right, right_axes = _stored(right, dimensions.rhs_free)
+    return left, right, dimensions.renamed(left_axes, right_axes)
+
+
+def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    """Returns an operand with its axes in memory order, and the new place of each axis. It is
+    unpacked if the memory order would swap free axes, because the result has their order.
+    """
+    order = tuple(range(x.ndim))
+    if isinstance(x, QTensor) and {*order[-2:]} <= {*free}:
+        x = x.unpack()
+    if isinstance(x, QTensor) and x.layout is not None and x.layout.swapped:
+        return x.stored, (*order[:-2], order[-1], order[-2])
+    return x, order
+
+
+def as_operand(x: Operand) -> Any:
+    """Returns a QTensor unchanged, and anything else as an array."""
+    if isinstance(x, QTensor):
+        check_dtypes("QTensor", x)
+        return x
+    return jnp.asarray(x)
+
+
+def is_empty(x: Any) -> bool:
+    """Whether an operand is known to have no elements."""
+    return any(isinstance(n, int) and n == 0 for n in x.shape)
+
+
+def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:
+    """Returns the shape of the result; `lax.dot_general` raises if shapes do not fit."""
+    if dimensions.fits(left.shape, right.shape):
+        return dimensions.result_shape(left.shape, right.shape)
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (left, right)]
+    return jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimensions.numbers), *shapes).shape
+
+
+def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> None:
+    """Checks that an array is real, and that the scale of a QTensor can leave the sum."""
+    if not isinstance(operand, QTensor):
+        as_real("dot_general", name, operand)
+        return
+    if not can_leave_sum(operand.groups, contracting):
+        kept = [str(axis) for axis in range(operand.ndim) if axis not in contracting]
+        raise fail(
+            "dot_general",
+            f"the scale of `{name}` varies along a contracted axis, so it cannot leave the sum.",
+            given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
+            f"contracted axes {contracting}",
+            expected=f"a scale of size 1, or of blocks, along axes {contracting}",
+            fix="contract it with an array by jqx.einsum, which multiplies such a scale into the "
+            f"array; or quantize with jqx.per_axis({', '.join(kept)})."
+            if kept
+            else "quantize with jqx.per_tensor().",
+        )
+
+
+# `matmul` on arrays and QTensors.
+
+
+@overload
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: None = None,
+) -> jax.Array: ...
+@overload
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: Asked,
+) -> QTensor: ...
+@called("matmul")
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    output: Output = None,
+) -> Any:
+    """Multiplies matrices; both may be quantized. Otherwise it is `jax.numpy.matmul`.
+
+    Args:
+      lhs: array or QTensor of one axis or more; contracted along its last axis.
+      rhs: array or QTensor of one axis or more; contracted along its second last, or only axis.
+      precision: as in `jax.lax.dot_general`.
+      preferred_element_type: dtype of the result; `None` takes the promoted dtype of the operands.
+      output: how to quantize the result, as in `jqx.dot_general`.
+
+    Returns:
+      Array, or a QTensor if `output` is given; leading axes broadcast as in `jax.numpy.matmul`.
+
+    Raises:
+      ValueError: as in `dot_general`; an operand has no axes; leading axes do not broadcast.
+
+    Gradient: as in `dot_general`.
+    NaN and infinities: as in `dot_general`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.eye(2) * 3.0, jqx.QSpec(jnp.int8))
+      >>> jnp.ones((4, 2)) @ w == jqx.matmul(jnp.ones((4, 2)), w)
+      Array([[ True,  True],
+             [ True,  True],
+             [ True,  True],
+             [ True,  True]], dtype=bool)
+    """
+    left, right = as_operand(lhs), as_operand(rhs)
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    if not isinstance(left, QTensor) and not isinstance(right, QTensor) and output is None:
+        return jnp.matmul(left, right, **options)
+    options["output"] = output
+    if not (left.ndim >= 1 and right.ndim >= 1):
+        raise fail(
+            "matmul",
+            "an operand has no axis to contract.",
+            given=f"lhs.shape == {left.shape}, rhs.shape == {right.shape}",
+            expected="operands of one axis or more",
+            fix="give it an axis, or multiply by the scalar before quantizing.",
+        )
+    if right.ndim <= 2:
+        return dot_general(left, right, (((left.ndim - 1,), (0,)), ((), ())), **options)
+    if left.ndim > 1:
+        batch = _broadcast_shapes(left.shape, right.shape)
+        left, right = _broadcast_leading(left, batch), _broadcast_leading(right, batch)
+    axes = tuple(range(right.ndim - 2)) if left.ndim > 1 else ()
+    numbers = (((left.ndim - 1,), (right.ndim - 2,)), (axes, axes))
+    return dot_general(left, right, numbers, **options)
+
+
+# The class is below this file, which has the product that its operators call.
+QTensor.__matmul__ = lambda self, other: matmul(self, other)  # type: ignore[method-assign]
+QTensor.__rmatmul__ = lambda self, other: matmul(other, self)  # type: ignore[method-assign]
+
+
+def _broadcast_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(lhs[:-2], rhs[:-2])
+    except ValueError:
+        raise fail(
+            "matmul",
+            "the leading axes do not broadcast.",
+            given=f"lhs.shape == {lhs}, rhs.shape == {rhs}",
+            expected="leading axes that are equal or 1, aligned right",
+            fix="reshape an operand, or contract with jqx.dot_general.",
+        ) from None
+
+
+def _broadcast_leading(x: Any, batch: tuple[int, ...]) -> Any:
+    """Broadcasts all axes except the last two to `batch`; a shared scale stays shared."""
+    shape = (*batch, *x.shape[-2:])
+    return x.broadcast_to(shape) if isinstance(x, QTensor) else jnp.broadcast_to(x, shape)
+
+
+# The backward pass of a product of arrays, in a dtype of choice.
+
+
+def dot_gradients(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: lax.DotDimensionNumbers,
+    cotangent: jax.Array,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of both operands, as float32 or wider.
+
+    Operands are rounded to `dtype`, and products are summed in float32 or wider. (On CPU, a product
+    with a bfloat16 result would be computed in float32 throughout.)
+    """
+    wide = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    d = Dimensions.of(numbers, lhs.ndim, rhs.ndim)
+    batch, lefts = len(d.lhs_batch), len(d.lhs_free)
+    ahead = tuple(range(batch))
+    left = tuple(range(batch, batch + lefts))
+    right = tuple(range(batch + lefts, cotangent.ndim))
+    x, w, g = lhs.astype(dtype), rhs.astype(dtype), cotangent.astype(dtype)
+    # Free axes keep their order; contracted axes have the order of the left operand.
+    of_lhs = [*d.lhs_batch, *d.lhs_free, *_in_order(d.lhs_contracting, d.rhs_contracting)]
+    of_rhs = [*d.rhs_batch, *_in_order(d.rhs_contracting, d.lhs_contracting), *d.rhs_free]
+    dx = _product(g, w, ((right, d.rhs_free), (ahead, d.rhs_batch)), of_lhs, wide)
+    dw = _product(x, g, ((d.lhs_free, left), (d.lhs_batch, ahead)), of_rhs, wide)
+    return dx, dw
+
+
+def _product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: lax.DotDimensionNumbers,
+    axes: Sequence[int],
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Returns a product whose axes are those of the result at the places in `axes`."""
+    order = tuple(axes.index(axis) for axis in range(len(axes)))
+
+    def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        y = lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype)
+        return jnp.transpose(y, order)
+
+    if lhs.dtype.itemsize != 2:
+        return plain(lhs, rhs)
+    in_rows = partial(rows_product, numbers=numbers, order=order, dtype=dtype)
+    return lax.platform_dependent(lhs, rhs, cpu=in_rows, default=plain)
+
+
+def rows_product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: lax.DotDimensionNumbers,
+    order: Sequence[int],
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Returns a transposed product of 16-bit floats, of matrices whose last axes are contracted.
+
+    XLA on CPU makes one product of a product and transposes around it, and most of these it cannot
+    run on 16-bit floats. So barriers keep them apart, and a single row, which under `vmap` would be
+    one axis of many, has a row of zeros below.
+    """
+    d = Dimensions.of(numbers, lhs.ndim, rhs.ndim)
+    batch = len(d.lhs_batch)
+    left = _transposed(lhs, (*d.lhs_batch, *d.lhs_free, *d.lhs_contracting))
+    right = _transposed(rhs, (*d.rhs_batch, *d.rhs_free, *d.rhs_contracting))
+    ahead, m = left.shape[:batch], left.shape[batch : batch + len(d.lhs_free)]
+    n = right.shape[batch : batch + len(d.rhs_free)]
+    k = math.prod(left.shape[batch + len(m) :])
+    left, right = (x.reshape(*ahead, math.prod(own), k) for x, own in ((left, m), (right, n)))
+    if is_row := math.prod(m) == 1:
+        left = jnp.concatenate([left, jnp.zeros_like(left)], batch)
+    axes = tuple(range(batch))
+    last = (batch + 1,)
+    y = lax.dot_general(left, right, ((last, last), (axes, axes)), preferred_element_type=dtype)
+    y = lax.slice_in_dim(y, 0, 1, axis=batch) if is_row else y
+    return _transposed(y.reshape(*ahead, *m, *n), order)
+
+
+def _transposed(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Returns a transpose that is not merged with what is before it or after it."""
+    if list(order) == list(range(x.ndim)):
+        return x
+    return lax.optimization_barrier(jnp.transpose(lax.optimization_barrier(x), order))
+
+
+def _in_order(axes: Sequence[int], partners: Sequence[int]) -> list[int]:
+    """Returns axes in the order of their partners."""
+    return [axis for _, axis in sorted(zip(partners, axes, strict=True))]

@@ -1,0 +1,482 @@
+"""Two operands of integer formats: `sum (lhs - lhs_zero) * (rhs - rhs_zero)`, exact in int32."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import export, lax
+
+from ..checks import is_at_least
+from ..errors import fail
+from ..numerics.exact import common_dtype
+from ..numerics.lookup import format_of, name_of_qtype
+from ..numerics.qtype import Integer
+from ..tensor.layout import Layout, is_flipped, to_int8
+from ..tensor.qtensor import QTensor
+from .blocks import HowTo, sum_in_turn, sum_of_blocks, with_scales
+from .dimensions import Dimensions
+from .formulation import CPU, PLATFORMS, formulation
+
+# Integer codes as int8, the signed type that every backend multiplies fast.
+
+
+ACCUMULATOR = 2**31 - 1
+"""The largest sum that an int32 holds."""
+
+
+def is_integer(x: Any) -> bool:
+    """Whether an operand is a QTensor of an integer format."""
+    return isinstance(x, QTensor) and isinstance(format_of(x.qtype), Integer)
+
+
+def is_byte(x: Any) -> bool:
+    """Whether an operand is a QTensor of an integer format of 8 bits or fewer."""
+    return is_integer(x) and format_of(x.qtype).bits <= 8
+
+
+def largest(q: QTensor) -> int:
+    """Returns the largest magnitude of a code minus its zero point."""
+    form = format_of(q.qtype)
+    low, high = int(form.low), int(form.high)
+    return max(-low, high) if q.zero_point is None else high - low
+
+
+def longest(lhs: QTensor, rhs: QTensor) -> int:
+    """Returns how many products of extreme codes, minus their zero points, an int32 sum holds."""
+    return ACCUMULATOR // (largest(lhs) * largest(rhs))
+
+
+def as_int8(q: QTensor) -> QTensor:
+    """Returns the same real values with codes and zero points in int8.
+
+    Codes of uint8 are shifted by -128. Compute limits on sums from the format before this call.
+    """
+    form, zero = format_of(q.qtype), q.zero_point
+    if zero is not None:
+        zero = to_int8(zero, form)
+    elif is_flipped(form):
+        zero = jnp.full((1,) * q.ndim, -128, jnp.int8)
+    is_stored = q.layout in (Layout(int8=True), Layout(int8=True, kernel="cpu"))
+    values = q.values if is_stored else to_int8(q.codes, form)
+    return dataclasses.replace(q, values=values, zero_point=zero, qtype=jnp.int8, layout=None)
+
+
+def planes(codes: jax.Array) -> list[jax.Array]:
+    """Splits int32 numbers into four int8 digits to the base 256, the lowest first.
+
+    The sum of the digits, each times its power of 256, is the number modulo 2**32.
+    """
+    digits = []
+    for _ in range(4):
+        digit = codes.astype(jnp.int8)  # the low byte, in [-128, 127]
+        digits.append(digit)
+        codes = (codes - digit.astype(jnp.int32)) >> 8
+    return digits
+
+
+# Sums of products of int8 arrays in int32, with the sums of either operand that zero points need.
+#
+# There are several forms of one function. `plain` is the definition, and the best form for
+# compilers for GPUs and TPUs. `shaped` brings operands into the shapes that XLA on CPU passes to
+# its int8 library (measured on jaxlib 0.10.2): a left operand contracted along its last axes, two
+# or more rows and columns, and no reduction of int8 outside of a product, which is 20 times
+# slower than a product.
+
+
+TALL = 512
+"""From this number of rows on, one more row costs less in a separate product, without a copy of the
+others.
+"""
+
+PARTS = 4
+"""Parts of a contracted axis that is the first one, if there are few rows."""
+
+
+class Products(NamedTuple):
+    """Sums over the contracted axes, in int32, lined up with the result.
+
+    Attributes:
+      total: the sums of the products.
+      left: the sums of the left operand; `None` if not requested.
+      right: the sums of the right operand; `None` if not requested.
+    """
+
+    total: Any
+    left: Any
+    right: Any
+
+
+def plain(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
+) -> Products:
+    """Multiplies as written."""
+    total = lax.dot_general(lhs, rhs, dimensions.numbers, preferred_element_type=jnp.int32)
+    of_left = dimensions.lhs_to_output(_sum(lhs, dimensions.lhs_contracting)) if left else None
+    of_right = dimensions.rhs_to_output(_sum(rhs, dimensions.rhs_contracting)) if right else None
+    return Products(total, of_left, of_right)
+
+
+def _sum(codes: jax.Array, axes: Sequence[int]) -> jax.Array:
+    return jnp.sum(codes, axis=axes, keepdims=True, dtype=jnp.int32)
+
+
+def shaped(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
+) -> Products:
+    """Multiplies in the shapes that are fast on CPU; the result is that of `plain`."""
+    if needs_transpose(dimensions) and not is_at_least(rhs.size, lhs.size):
+        swapped = shaped(rhs, lhs, dimensions.swapped, left=right, right=left)
+        total, of_right, of_left = (
+            None if part is None else dimensions.swap_output(part) for part in swapped
+        )
+        return Products(total, of_left, of_right)
+    rows = to_rows(lhs, dimensions)
+    total, of_left, of_right = rows_product(
+        rows, rhs, dimensions, left=left, right=right, transposed=needs_transpose(dimensions)
+    )
+    batch = rows.shape[: len(dimensions.lhs_batch)]
+    free = tuple(lhs.shape[axis] for axis in dimensions.lhs_free)
+    columns = tuple(rhs.shape[axis] for axis in dimensions.rhs_free)
+    return Products(
+        total.reshape(batch + free + columns),
+        None if of_left is None else of_left.reshape(batch + free + (1,) * len(columns)),
+        None if of_right is None else of_right.reshape(batch + (1,) * len(free) + columns),
+    )
+
+
+def fitting(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
+) -> Products:
+    """Multiplies as written if that is fast on CPU, else in other shapes."""
+    form = shaped if left or right or needs_shape(lhs, rhs, dimensions) else plain
+    return form(lhs, rhs, dimensions, left=left, right=right)
+
+
+def needs_transpose(dimensions: Dimensions) -> bool:
+    """Whether the left operand is not in the order: batch axes, free axes, contracted axes."""
+    order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
+    return order != tuple(range(dimensions.lhs_rank))
+
+
+def needs_shape(lhs: Any, rhs: Any, dimensions: Dimensions) -> bool:
+    """Whether a product leaves the fast path of XLA on CPU as written."""
+    narrow = dimensions.rows(lhs) == 1 or dimensions.columns(rhs) == 1
+    return narrow or needs_transpose(dimensions)
+
+
+def to_rows(x: jax.Array, dimensions: Dimensions) -> jax.Array:
+    """Brings a left operand into the order (*batch, rows, *contracted), free axes merged."""
+    order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
+    batch = tuple(x.shape[axis] for axis in dimensions.lhs_batch)
+    contracted = tuple(x.shape[axis] for axis in dimensions.lhs_contracting)
+    return x.transpose(order).reshape(*batch, dimensions.rows(x), *contracted)
+
+
+def rows_product(
+    rows: jax.Array,
+    rhs: jax.Array,
+    dimensions: Dimensions,
+    *,
+    left: bool = False,
+    right: bool = False,
+    transposed: bool = False,
+) -> Products:
+    """Multiplies `(*batch, rows, *contracted)` by a right operand without changing its shape.
+
+    Args:
+      rows: int8, from `to_rows`.
+      rhs: int8, with the axes of `dimensions`.
+      dimensions: of the whole contraction; only the numbers of axes of the left operand are used.
+      left: whether to sum the rows.
+      right: whether to sum the right operand.
+      transposed: whether the rows come from a transpose. XLA would undo it and leave the fast path;
+        an extra row of zeros makes it a copy.
+
+    Returns:
+      Products of shapes (*batch, rows, *columns), with 1 for each of the columns in the sums of the
+      left operand and for the rows in those of the right one.
+    """
+    at = len(dimensions.lhs_batch)
+    m = rows.shape[at]
+    # With few rows, an extra row of ones gives the sums of the right operand.
+    ones_below = right and not is_at_least(m, TALL)
+    tall = rows
+    if ones_below or m == 1 or transposed:
+        tall = jnp.concatenate([rows, _constant(rows, at, 1, int(ones_below))], axis=at)
+    y = _multiply(tall, rhs, dimensions)
+    of_left = _sums_of_rows(rows, at, dimensions) if left else None
+    of_right = None
+    if right:
+        of_right = (
+            _between(y, at, m, m + 1) if ones_below else _sums_of_columns(rows, rhs, at, dimensions)
+        )
+    return Products(_between(y, at, 0, m), of_left, of_right)
+
+
+def _constant(rows: jax.Array, at: int, count: int, value: int) -> jax.Array:
+    """Returns `count` rows in the shape of others, filled with one number."""
+    return jnp.full((*rows.shape[:at], count, *rows.shape[at + 1 :]), value, jnp.int8)
+
+
+def _between(y: jax.Array, axis: int, start: int, stop: int) -> jax.Array:
+    return y[(slice(None),) * axis + (slice(start, stop),)]
+
+
+def _sums_of_columns(rows: jax.Array, rhs: jax.Array, at: int, dimensions: Dimensions) -> jax.Array:
+    """Returns the sums of the right operand, of shape (*batch, 1, *columns), as a product with
+    ones.
+    """
+    return _between(_multiply(_constant(rows, at, 2, 1), rhs, dimensions), at, 0, 1)
+
+
+def _sums_of_rows(rows: jax.Array, at: int, dimensions: Dimensions) -> jax.Array:
+    """Returns the sums of rows, of shape (*batch, rows, 1...), as a product with ones.
+
+    XLA on CPU would store the operand of a sum (see `_xla_cpu`). The rows are the right operand,
+    because sums in a row are later read twice as fast as sums in a column.
+    """
+    axes, leads = tuple(range(at + 1, rows.ndim)), tuple(range(at))
+    numbers = ((axes, axes), (leads, leads))
+    ones = _constant(rows, at, 2, 1)
+    sums = lax.dot_general(ones, rows, numbers, preferred_element_type=jnp.int32)
+    sums = sums[..., 0, :]
+    return sums.reshape(*sums.shape, *(1,) * len(dimensions.rhs_free))
+
+
+def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Array:
+    """Returns int32 of shape (*batch, rows, *columns); a single column is padded with zeros."""
+    at = len(dimensions.rhs_batch)
+    contracting = tuple(range(at + 1, rows.ndim))
+    columns = tuple(rhs.shape[axis] for axis in dimensions.rhs_free)
+    batch_axes, contracted_axes = dimensions.rhs_batch, dimensions.rhs_contracting
+    padded = math.prod(columns) == 1
+    if padded:
+        rhs = to_rows(rhs, dimensions.swapped)
+        beside = jnp.zeros((*rhs.shape[:at], 1, *rhs.shape[at + 1 :]), jnp.int8)
+        rhs = jnp.concatenate([rhs, beside], axis=at)
+        batch_axes, contracted_axes = tuple(range(at)), contracting
+    if _has_few_rows(rows, rhs, contracted_axes, batch_axes):
+        return _in_parts(rows, rhs)
+    numbers = ((contracting, contracted_axes), (tuple(range(at)), batch_axes))
+    y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
+    return y[..., :1].reshape(*y.shape[:-1], *columns) if padded else y
+
+
+def _has_few_rows(
+    rows: jax.Array, rhs: jax.Array, contracted: tuple[int, ...], batch: tuple[int, ...]
+) -> bool:
+    """Whether there are few rows, and a matrix contracted along a first axis that can be split."""
+    few = not is_at_least(rows.shape[0], 17)
+    return contracted == (0,) and not batch and few and rhs.shape[0] % PARTS == 0
+
+
+def _in_parts(rows: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Multiplies parts of the contracted axis as a batch, in half the time of one product."""
+    size = rhs.shape[0] // PARTS
+    rows = rows.reshape(rows.shape[0], PARTS, size)
+    rhs = rhs.reshape(PARTS, size, *rhs.shape[1:])
+    numbers = (((2,), (1,)), ((1,), (0,)))
+    y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
+    return jnp.sum(y, axis=0, dtype=jnp.int32)
+
+
+Multiply = Callable[..., Products]
+
+
+@formulation(
+    "integers: multiplied as int8 into int32, exactly; zero points and scales come after",
+    PLATFORMS,
+    lambda case: case.are_bytes,
+)
+def integer(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _integer(lhs, rhs, how, plain)
+
+
+@formulation(
+    "integers with one row or column, zero points, or a contracted axis that is not last: on CPU "
+    "(on other platforms for one row and codes of 4 bits) a row is added, which keeps the product "
+    "on the int8 library and sums columns for zero points",
+    CPU,
+    lambda case: _is_shaped(case),
+)
+def integer_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _integer(lhs, rhs, how, shaped)
+
+
+@formulation(
+    "integers with scales in blocks: on CPU, where products of a batch leave the int8 library, one "
+    "block after another",
+    CPU,
+    lambda case: case.are_bytes and case.is_large and case.block is not None,
+)
+def integer_blocks(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _integer(lhs, rhs, how, fitting, sum_in_turn)
+
+
+@formulation(
+    "integers whose sums are requantized by integers: int8 into int32, zero points corrected",
+    PLATFORMS,
+    lambda case: case.are_bytes,
+    op="dot_general:int32",
+)
+def accumulator(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, plain)
+
+
+@formulation(
+    "sums to be requantized, where `integer_shaped` is the form of the product",
+    CPU,
+    lambda case: _is_shaped(case),
+    op="dot_general:int32",
+)
+def accumulator_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return accumulate(as_int8(lhs), as_int8(rhs), how.dimensions, shaped)
+
+
+@formulation(
+    "integers of more than 8 bits: split into int8 digits, whose products are exact",
+    PLATFORMS,
+    lambda case: case.are_integers and not case.are_bytes,
+)
+def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    limit = longest(lhs, rhs)
+
+    def compute(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
+        exact = not is_at_least(dimensions.contracted_size(lhs), limit + 1)
+        dtype = jnp.int32 if exact else _float_of(lhs, rhs)
+        total = jnp.zeros((), dtype)
+        for i, left in enumerate(digits_of(lhs)):
+            for j, right in enumerate(digits_of(rhs)):
+                for part in _runs(left, right, dimensions, longest(left, right)):
+                    product = accumulate(*part, dimensions, plain).astype(dtype)
+                    total = total + (
+                        product << 8 * (i + j) if exact else product * dtype.type(256.0 ** (i + j))
+                    )
+        return with_scales(total.astype(_float_of(lhs, rhs)), lhs, rhs, dimensions)
+
+    return sum_of_blocks(lhs, rhs, how.dimensions, compute, how.block)
+
+
+def in_fitting_shapes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    """Multiplies without blocks in the shapes that are fast on CPU."""
+    return _integer(lhs, rhs, how, fitting)
+
+
+def _is_shaped(case: Any) -> bool:
+    """Whether XLA on CPU would not pass a large product to its int8 library as written."""
+    whole = case.are_bytes and case.is_large and case.block is None
+    return whole and (case.is_corrected or case.is_narrow)
+
+
+def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:
+    """Returns the int32 contraction of int8 codes minus their zero points.
+
+    The zero points are moved out of the inner loop by sums over the contracted axes:
+
+        sum (l - a)(r - b) = sum l r  -  b (sum l - K a)  -  a sum r
+
+    Intermediate terms may wrap around in int32; the total is right if it fits.
+    """
+    a, b = _zero(lhs, dimensions.lhs_to_output), _zero(rhs, dimensions.rhs_to_output)
+    total, left, right = multiply(
+        lhs.values, rhs.values, dimensions, left=b is not None, right=a is not None
+    )
+    if a is not None and b is not None:
+        left = left - jnp.int32(dimensions.contracted_size(lhs)) * a
+    if b is not None:
+        total = total - b * left
+    if a is not None:
+        total = total - a * right
+    return total
+
+
+def check_splittable(function: str, lhs: QTensor, rhs: QTensor) -> None:
+    """Raises if codes are too wide even for a split into digits."""
+    for q in (lhs, rhs):
+        if not format_of(q.qtype).bits <= 16:
+            raise fail(
+                function,
+                "codes of 32 bits overflow the int32 accumulator.",
+                given=f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)}",
+                expected="integer formats of 16 bits or fewer",
+                fix="quantize to int16 or int8, or dequantize an operand.",
+            )
+
+
+def _integer(
+    lhs: QTensor,
+    rhs: QTensor,
+    how: HowTo,
+    multiply: Multiply,
+    in_blocks: Callable[..., jax.Array] = sum_of_blocks,
+) -> jax.Array:
+    limit = longest(lhs, rhs)
+
+    def compute(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
+        parts = [
+            accumulate(*part, dimensions, multiply).astype(_float_of(lhs, rhs))
+            for part in _runs(lhs, rhs, dimensions, limit)
+        ]
+        return with_scales(functools.reduce(jnp.add, parts), lhs, rhs, dimensions)
+
+    return in_blocks(as_int8(lhs), as_int8(rhs), how.dimensions, compute, how.block)
+
+
+def _float_of(lhs: QTensor, rhs: QTensor) -> jnp.dtype:
+    return common_dtype(lhs.real_scale().dtype, rhs.real_scale().dtype)
+
+
+def _runs(
+    lhs: QTensor, rhs: QTensor, dimensions: Dimensions, limit: int
+) -> Iterator[tuple[QTensor, QTensor]]:
+    """Yields operands with at most `limit` products per sum, cut along contracted axes."""
+    products = dimensions.contracted_size(lhs)
+    if not is_at_least(products, limit + 1):
+        yield lhs, rhs
+        return
+    if export.is_symbolic_dim(products):
+        raise fail(
+            "dot_general",
+            "sums of a symbolic length may not fit an int32.",
+            given=f"sums of {products} products of {name_of_qtype(lhs.qtype)} by "
+            f"{name_of_qtype(rhs.qtype)}",
+            expected=f"a length known to be {limit:,} at most",
+            fix='bound the size: jax.export.symbolic_shape("t", constraints=["t <= 4096"]).',
+        )
+    pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)
+    i, j = max(pairs, key=lambda pair: lhs.shape[pair[0]])
+    n = lhs.shape[i]
+    size = max(1, n * limit // products)
+    for start in range(0, n, size):
+        yield from _runs(_cut(lhs, i, start, size), _cut(rhs, j, start, size), dimensions, limit)
+
+
+def _cut(q: QTensor, axis: int, start: int, size: int) -> QTensor:
+    return q[(slice(None),) * axis + (slice(start, start + size),)]
+
+
+def digits_of(q: QTensor) -> list[QTensor]:
+    """Returns codes minus their zero points as int8 tensors, the digits to the base 256."""
+    form = format_of(q.qtype)
+    low, high = int(form.low), int(form.high)
+    differences = q.codes.astype(jnp.int32)
+    if q.zero_point is not None:
+        groups = q.groups
+        zero = groups.split_scale(q.zero_point.astype(jnp.int32))
+        differences = groups.join(groups.split(differences) - zero)
+        low, high = low - high, high - low
+    count = 1
+    while not -128 * (256**count - 1) <= 255 * low <= 255 * high <= 127 * (256**count - 1):
+        count += 1
+    return [
+        dataclasses.replace(q, values=digit, zero_point=None, qtype=jnp.int8, layout=None)
+        for digit in planes(differences)[:count]
+    ]
+
+
+def _zero(q: QTensor, to_output: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+    return None if q.zero_point is None else to_output(q.zero_point.astype(jnp.int32))

@@ -1,0 +1,486 @@
+"""The formulations of contractions, in order, and functions that show which one was chosen.
+
+The formulations of an operation are a list. For each platform, the first one that applies is
+chosen. A contraction is traced as a call of a jitted function whose name includes the names of the
+chosen formulations, so a jaxpr shows how each contraction is computed on each platform.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from .. import compat, package_cpu
+from ..checks import called, check_instance
+from ..compat_kernels import IN_EXPORTS
+from ..errors import fail
+from ..signatures import P
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import alone
+
+# Derivatives of products that are computed in another way than they are differentiated.
+
+
+def with_derivative(
+    product: Callable[[Any, Any], Any], linear: Callable[[Any, Any], Any]
+) -> Callable[[Any, Any], Any]:
+    """Gives a product of an array and a QTensor the derivative of another function, which is linear
+    in the array and in the scale. Converted codes are not stored for the backward pass.
+    """
+    function = jax.custom_jvp(product)
+    linear = jax.checkpoint(linear)
+
+    @functools.partial(function.defjvp, symbolic_zeros=True)
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (x, q), (dx, dq) = primals, tangents
+        y = function(x, q)
+        dy = jnp.zeros_like(y)
+        if not _is_zero(dx):
+            dy = dy + linear(dx, q)
+        ds = _of_scale(q.scale, dq.scale)
+        if ds is not None:
+            dy = dy + linear(x, dataclasses.replace(q, scale=ds))
+        return y, dy
+
+    return function
+
+
+def _of_scale(scale: Any, tangent: Any) -> Any:
+    """Returns the tangent of a scale, or of the real values of a quantized scale; `None` if it is
+    zero.
+    """
+    leaves, structure = jax.tree.flatten(tangent, is_leaf=_is_zero)
+    if all(_is_zero(x) or x.dtype == jax.dtypes.float0 for x in leaves):
+        return None
+    if not isinstance(scale, QTensor):
+        return tangent
+    known = [_instantiated(x) for x in leaves]
+    _, made = jax.jvp(lambda s: s.dequantize(), (scale,), (structure.unflatten(known),))
+    return made
+
+
+def _instantiated(tangent: Any) -> Any:
+    if not _is_zero(tangent):
+        return tangent
+    aval = tangent.aval
+    zeros = np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros
+    return zeros(aval.shape, aval.dtype)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+PREFIX = "jqx_"
+
+PLATFORMS = ("cpu", "tpu", "cuda", "rocm", "default")
+"""As in `jax.lax.platform_dependent`; the last one means every other platform."""
+
+CPU = PLATFORMS[:1]
+ELSEWHERE = PLATFORMS[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Formulation:
+    """One way to compute a contraction.
+
+    Attributes:
+      name: its name in a jaxpr, after the prefix `jqx_`.
+      reason: when and why it is chosen.
+      platforms: its platforms, a tuple of `"cpu"`, `"tpu"`, `"cuda"`, `"rocm"` and `"default"`,
+        which means any other one.
+      applies: whether it applies to a contraction: `(case) -> bool`, a function of shapes and
+        formats only. The case has the operands `lhs` and `rhs`, and `how`; see `Product`,
+        `Convolution`, `Groups`.
+      compute: `(lhs, rhs, how) -> result`, in a float dtype; `how` is static. For a `ragged_dot`,
+        `(lhs, rhs, group_sizes, how)`.
+      linear: the same function, but linear in either operand. It defines the derivative if
+        `compute` rounds its float operand or depends on magnitudes; `None` if `compute` is linear.
+      op: the operation: `"dot_general"`, `"conv_general_dilated"`, `"ragged_dot"`; or the int32
+        sums of the first two, to be requantized: `"dot_general:int32"`,
+        `"conv_general_dilated:int32"`; or the codes of such sums, `"dot_general:requantized"`,
+        where `compute` is `(lhs, rhs, requantization, how) -> codes`.
+      rounds: whether JAX must not differentiate `compute` itself; by default, this is so if
+        `linear` is given.
+      tells_parts: whether `jqx.formulations` lists the contractions inside of it instead.
+      finds: whether `compute` reads a weight from a stack by its index; otherwise it gets a slice.
+    """
+
+    name: str
+    reason: str
+    platforms: tuple[str, ...] = dataclasses.field(compare=False)
+    applies: Callable[[Any], bool] = dataclasses.field(compare=False, repr=False)
+    compute: Callable[..., Any] = dataclasses.field(repr=False)
+    linear: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
+    op: str = "dot_general"
+    rounds: bool | None = None
+    tells_parts: bool = False
+    finds: bool = False
+
+    @property
+    def needs_linear(self) -> bool:
+        """Whether its derivative is always that of `linear`."""
+        return self.linear is not None if self.rounds is None else self.rounds
+
+
+FORMULATIONS: dict[str, Formulation] = {}
+"""The formulations of jqx, by name."""
+
+
+def formulation(
+    reason: str,
+    platforms: tuple[str, ...],
+    applies: Callable[[Any], bool],
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Formulation]:
+    """Registers a function `(lhs, rhs, how)` as the formulation with its name."""
+
+    def register(compute: Callable[..., Any]) -> Formulation:
+        name = compute.__name__
+        FORMULATIONS[name] = Formulation(name, reason, platforms, applies, compute, **options)
+        return FORMULATIONS[name]
+
+    return register
+
+
+OPS: set[str] = set()
+"""The operations that have formulations."""
+
+_ADDED = jax.make_user_context(())
+"""Formulations of the user, each with everything that distinguishes it from another one with the
+same name, because this is part of the cache key of `jax.jit`.
+"""
+
+
+@contextlib.contextmanager
+def using(*formulations: Formulation) -> Iterator[None]:
+    """Tries formulations before those of jqx, in the given order, in functions traced inside.
+
+    If a formulation applies, it computes the contraction on its platforms; everything else stays
+    the same. Only the current thread is affected. Nothing is left behind: a jitted function that
+    was traced outside is traced again inside, and vice versa. `jqx.formulations` shows which
+    formulation was chosen.
+
+    Args:
+      *formulations: see `Formulation`. For two QTensors of which jqx would dequantize one, the
+        formulations must cover every platform.
+
+    Raises:
+      TypeError: an argument is not a `Formulation`.
+      ValueError: its operation or a platform is unknown, or its name is not a Python name, or is
+        the name of a formulation of jqx.
+
+    Gradient: that of `linear` if it is given, else that of `compute`.
+    NaN and infinities: as in `compute`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> from jqx.contractions import Formulation, using
+      >>> def by_hand(x, q, how):
+      ...     return jnp.dot(x, q.dequantize())
+      >>> mine = Formulation(
+      ...     name="by_hand",
+      ...     reason="an example: a single row beside a matrix",
+      ...     platforms=("cpu",),
+      ...     applies=lambda case: case.is_beside_floats and case.rows == 1,
+      ...     compute=by_hand,
+      ... )
+      >>> w = jqx.QTensor.quantize(jnp.ones((256, 256)), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+      >>> with using(mine):
+      ...     (chosen,) = jqx.formulations(jqx.matmul)(jnp.ones((1, 256)), w)
+      >>> chosen.cpu.name, chosen.elsewhere.name
+      ('by_hand', 'convert')
+    """
+    for mine in formulations:
+        _check(mine)
+    added = tuple((mine, mine.platforms, mine.applies) for mine in formulations)
+    with _ADDED((*added, *_ADDED.value)):
+        yield
+
+
+def _check(mine: Any) -> None:
+    fix = "pass jqx.contractions.Formulation(name, reason, platforms, applies, compute)."
+    check_instance("extend.using", "formulation", mine, Formulation, fix=fix)
+    if mine.op not in OPS:
+        raise fail(
+            "extend.using",
+            "the operation of a formulation is unknown.",
+            given=f"op == {mine.op!r}",
+            expected=f"one of {', '.join(map(repr, sorted(OPS)))}",
+            fix="pass the operation that it computes as op.",
+        )
+    platforms = mine.platforms
+    known = isinstance(platforms, tuple) and platforms and {*platforms} <= {*PLATFORMS}
+    if not known:
+        raise fail(
+            "extend.using",
+            "`platforms` of a formulation are not known.",
+            given=f"platforms == {platforms!r}",
+            expected=f"a tuple of {', '.join(map(repr, PLATFORMS))}",
+            fix='pass the platforms that it supports, such as platforms=("cuda",).',
+        )
+    if not (
+        isinstance(mine.name, str) and mine.name.isidentifier() and mine.name not in FORMULATIONS
+    ):
+        raise fail(
+            "extend.using",
+            "the name of a formulation is not valid, or is taken.",
+            given=f"name == {mine.name!r}",
+            expected="a Python name that no formulation of jqx has",
+            fix="pass another name.",
+        )
+
+
+class Planner:
+    """The formulations of an operation, in the order in which they are tried."""
+
+    def __init__(self, op: str, *formulations: Formulation):
+        self.op, self.formulations = op, formulations
+        OPS.add(op)
+
+    def choose(self, case: Any) -> "Choice | None":
+        """Returns the first formulation that applies, for each platform; `None` if a platform has
+        none.
+        """
+        added = [form for form, *_ in _ADDED.value if form.op == self.op]
+        left, found = {*PLATFORMS}, {}
+        for form in (*added, *self.formulations):
+            here = left.intersection(form.platforms)
+            if here and form.applies(case):
+                found.update(dict.fromkeys(here, form))
+                left -= here
+            if not left:
+                return Choice(**found)
+        return None
+
+    def compute(self, case: Any, *operands: Any) -> Any:
+        """Computes a contraction with the chosen formulations; there is one for every case."""
+        choice = self.choose(case)
+        assert choice is not None
+        return choice.compute(*(operands or (case.lhs, case.rhs)), case.how)
+
+
+class Choice(NamedTuple):
+    """The formulation for each platform."""
+
+    cpu: Formulation
+    tpu: Formulation
+    cuda: Formulation
+    rocm: Formulation
+    default: Formulation
+
+    @property
+    def elsewhere(self) -> Formulation:
+        """The formulation for all platforms without their own formulation."""
+        return self.default
+
+    @property
+    def own(self) -> dict[str, Formulation]:
+        """The formulations of platforms that differ from the default."""
+        forms = zip(PLATFORMS, self, strict=True)
+        return {platform: form for platform, form in forms if form != self.default}
+
+    def compute(self, *operands: Any) -> Any:
+        """Computes the contraction of operands (the last one is `how`) in a jitted function with
+        its name. The formulation is selected when the function is lowered for a platform.
+        """
+        *arrays, how = operands
+        return _named(self)(how, *arrays)
+
+
+_CHOICES: dict[str, Choice] = {}
+"""The choices, by the name of the jitted function that computes them."""
+
+
+@functools.cache
+def _named(choice: Choice) -> Callable[..., Any]:
+    def contract(how: Any, *arrays: Any) -> Any:
+        compute = _by_platform(choice, how, _compute)
+        if any(form.needs_linear for form in choice):
+            compute = with_derivative(compute, _by_platform(choice, how, _linear))
+        elif choice.own:
+            # Outside of `platform_dependent`, which would store converted codes.
+            compute = jax.checkpoint(compute)
+        return compute(*arrays)
+
+    name = PREFIX + choice.cpu.name
+    if choice.cpu != choice.default:
+        name += f"_else_{choice.default.name}"
+    for platform, form in choice.own.items():
+        name += "" if platform == "cpu" else f"_on_{platform}_{form.name}"
+    while name in _CHOICES:  # two formulations with the same name
+        name += "_"
+    _CHOICES[name] = choice
+    contract.__name__ = name
+    return jax.jit(contract, static_argnums=0)
+
+
+def _compute(form: Formulation) -> Callable[..., Any]:
+    return form.compute if form.finds else of_slices(form.compute)
+
+
+def _linear(form: Formulation) -> Callable[..., Any]:
+    return _compute(form) if form.linear is None else of_slices(form.linear)
+
+
+def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function of QTensors accept slices of stacks, as plain QTensors."""
+    return lambda *operands: compute(*map(alone, operands))
+
+
+def _by_platform(
+    choice: Choice, how: Any, part: Callable[[Formulation], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Returns a function of arrays that runs, on each platform, the formulation chosen for it."""
+    own = {platform: functools.partial(_last, part(f), how) for platform, f in choice.own.items()}
+    default = functools.partial(_last, part(choice.default), how)
+    if not own:
+        return default
+    return lambda *arrays: lax.platform_dependent(*arrays, default=default, **own)
+
+
+def _last(f: Callable[..., Any], how: Any, *arrays: Any) -> Any:
+    y, dtype = f(*arrays, how), getattr(how, "dtype", None)
+    return y if dtype is None else y.astype(dtype)  # the same dtype on all platforms
+
+
+class Chosen(NamedTuple):
+    """A contraction in a traced function, and how it is computed.
+
+    Attributes:
+      choice: the formulation on each platform.
+      operands: types of the arrays that it reads.
+      result: type of the result.
+      times: how often it runs, if it is in a scan.
+    """
+
+    choice: Choice
+    operands: tuple[str, ...]
+    result: str
+    times: int
+
+    @property
+    def cpu(self) -> Formulation:
+        """The formulation on CPU."""
+        return self.choice.cpu
+
+    @property
+    def elsewhere(self) -> Formulation:
+        """The formulation on all platforms without their own formulation."""
+        return self.choice.default
+
+    def __str__(self) -> str:
+        times = f" ({self.times} times)" if self.times > 1 else ""
+        head, own = f"{' x '.join(self.operands)} -> {self.result}{times}", self.choice.own
+        forms: Mapping[str, Formulation] = {**own, "elsewhere": self.elsewhere}
+        tell = "  {0}: {1.name}: {1.reason}" if own else "  {1.name}: {1.reason}"
+        return "\n".join([head, *(tell.format(*item) for item in forms.items())])
+
+
+@called("formulations")
+def formulations(f: Callable[P, Any]) -> Callable[P, list[Chosen]]:
+    """Returns a function that lists how jqx computes the contractions of `f`.
+
+    Args:
+      f: any JAX function that calls contractions of jqx; it is traced, not run.
+
+    Returns:
+      `chosen(*args, **kwargs) -> list`, with the arguments of `f`. It has one entry for each
+      contraction with a QTensor, in order. `cpu.name` and `cpu.reason` (and those of `elsewhere`)
+      are the chosen formulation and the reason, `choice` has one for each platform, and `str(...)`
+      shows everything.
+
+    Raises:
+      Any error that `f` raises when traced.
+
+    Gradient: none; nothing is computed.
+    NaN and infinities: nothing is computed.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.ones((256, 256)), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+      >>> (chosen,) = jqx.formulations(jqx.matmul)(jnp.ones((1, 256)), w)
+      >>> chosen.cpu.name, chosen.elsewhere.name
+      ('digits', 'convert')
+    """
+
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> list[Chosen]:
+        jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(f)(*args, **kwargs))
+        return _read(jaxpr, 1)
+
+    return chosen
+
+
+def _read(jaxpr: Any, times: int) -> list[Chosen]:
+    found = []
+    for eqn in jaxpr.eqns:
+        choice = _CHOICES.get(compat.name_of_jit(eqn))
+        if choice is not None and not choice.cpu.tells_parts:
+            operands = tuple(_type(v) for v in eqn.invars)
+            result = ", ".join(_type(v) for v in eqn.outvars)
+            found.append(Chosen(choice, operands, result, times))
+            continue
+        inner_times = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        for inner in compat.sub_jaxprs(eqn):
+            found += _read(inner, inner_times)
+    return found
+
+
+def _type(atom: Any) -> str:
+    return atom.aval.str_short(short_dtypes=True)
+
+
+# Kernels of jqx-cpu in functions that `jax.export` serializes.
+
+
+@contextlib.contextmanager
+def kernels_in_exports() -> Iterator[list[export.DisabledSafetyCheck]]:
+    """Lets functions that are exported inside of this context call the kernels of jqx-cpu.
+
+    Outside of it, an exported function uses the form of each contraction without kernels, which
+    runs everywhere but is slower. A function that is exported inside runs on CPUs where jqx-cpu is
+    installed: `import jqx_cpu` registers its kernels with XLA, and jqx itself is not needed. If it
+    is missing, XLA reports the missing kernel: `No FFI handler registered for jqx_cpu_...`.
+    Contractions with a symbolic size use the form without kernels here too, because kernels need
+    known sizes.
+
+    Yields:
+      The `disabled_checks` argument for `jax.export.export`, which otherwise rejects custom calls
+      without a stability guarantee. The kernels of jqx-cpu belong to one version of jqx.
+
+    Raises:
+      ImportError: jqx-cpu is not installed, or its kernels are not used on this processor.
+
+    Gradient: that of the form without kernels.
+    NaN and infinities: as in `jqx.dot_general`.
+
+    Example:
+      >>> import jax, jqx, jax.numpy as jnp
+      >>> def written(x, w):
+      ...     with jqx.kernels_in_exports() as checks:
+      ...         f = jax.export.export(jax.jit(jqx.matmul), disabled_checks=checks)
+      ...         return f(x, w)
+      >>> w = jqx.QTensor.quantize(jnp.ones((256, 256)), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+      >>> w = w.pack_for("cpu")
+      >>> written(jnp.ones((1, 256)), w).platforms  # doctest: +SKIP
+      ('cpu',)
+    """
+    if not package_cpu.is_installed():
+        raise fail(
+            "kernels_in_exports",
+            "the package jqx-cpu is not installed, or not used on this processor.",
+            given="no kernels to call",
+            expected=f"the package, on a processor with {' or '.join(package_cpu.FAST)}",
+            fix="install it with pip install ./cpu; select its instructions, such as with "
+            "JQX_CPU_KERNELS=AVX2; or export without it: that form runs everywhere.",
+            error=ImportError,
+        )
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in package_cpu.handlers()]
+    with IN_EXPORTS(True):
+        yield checks

@@ -1,0 +1,400 @@
+"""Formulations by kernels for products of floats and codes, for weights laid out by `pack_for`."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from ..kernels.pallas import Table, scales
+from ..kernels.products_gpu import products_gpu, weights_gpu
+from ..kernels.products_tpu import products_tpu, weights_tpu
+from ..numerics.blocks import Block
+from ..numerics.exact import common_dtype, power_below
+from ..numerics.lookup import E8M0, format_of
+from ..numerics.minifloats import Minifloat
+from ..numerics.qtype import Integer, QType
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import found
+from ..tensor.targets import kernel_of, layout_for_kernel
+from .blocks import HowTo, with_own_scales
+from .dimensions import Dimensions
+from .exact import ACCUMULATOR, as_int8, integer, largest
+from .formulation import CPU, ELSEWHERE, formulation, of_slices
+from .plain import convert, dequantize, is_exact_in, tiles
+
+# Operands of kernels: matrices, mapped over stacks, and parameters of weights.
+
+
+def is_laid_out_for(platform: str, x: Any, q: QTensor, how: HowTo) -> bool:
+    """Whether this is a product of matrices, computed in float32, with a weight that is laid out
+    for the kernels of a platform.
+    """
+    dimensions = how.dimensions
+    if kernel_of(q) != platform:
+        return False
+    symbolic = any(export.is_symbolic_dim(n) for n in (*x.shape, *q.shape))
+    matrices = dimensions.rhs_contracting == (q.ndim - 2,) and dimensions.rhs_free == (q.ndim - 1,)
+    return (
+        matrices
+        and not symbolic
+        and common_dtype(x.dtype, q.dtype) == jnp.float32
+        and layout_for_kernel(q, -2, platform, "") is not None
+    )
+
+
+def over_matrices(
+    run: Callable[..., jax.Array],
+    dimensions: Dimensions,
+    left: Sequence[jax.Array],
+    right: Sequence[jax.Array | None],
+    after: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the contraction of operands by a function of matrices.
+
+    Args:
+      run: `(*left, *right) -> [M, N]`, of matrices.
+      dimensions: of the contraction.
+      left: the left operand, and parameters of its rank, with its size or 1 along kept axes.
+      right: the right operand [..., K, N], and parameters of its rank.
+      after: a factor of the results, of the rank of the right operand, or `None`.
+    """
+    x, q = left[0], right[0]
+    assert q is not None
+    batch = tuple(q.shape[axis] for axis in dimensions.rhs_batch)
+    free = tuple(x.shape[axis] for axis in dimensions.lhs_free)
+    order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
+
+    def rows(leaf: jax.Array) -> jax.Array:
+        wide = jnp.transpose(leaf, order)
+        wide = jnp.broadcast_to(wide, (*batch, *free, wide.shape[-1]))
+        return wide.reshape(math.prod(batch), math.prod(free), wide.shape[-1])
+
+    def columns(leaf: jax.Array | None) -> jax.Array | None:
+        if leaf is None:
+            return None
+        leaf = jnp.transpose(leaf, (*dimensions.rhs_batch, leaf.ndim - 2, leaf.ndim - 1))
+        full = jnp.broadcast_to(leaf, (*batch, *leaf.shape[-2:]))
+        return full.reshape(math.prod(batch), *leaf.shape[-2:])
+
+    operands = [*map(rows, left), *map(columns, right)]
+    if batch:
+        y = jax.vmap(run)(*operands)
+    else:
+        y = run(*(None if leaf is None else leaf[0] for leaf in operands))[None]
+    factor = columns(after)
+    if factor is not None:
+        y = y * factor
+    return y.reshape(*batch, *free, q.shape[-1])
+
+
+def in_stack(kernel: Callable[..., jax.Array], q: QTensor, place: int) -> Callable[..., jax.Array]:
+    """Returns a kernel of matrices that reads the codes, the operand number `place`, from the stack
+    of a weight, if the weight is a slice of a stack.
+    """
+    codes, step = found(q)
+    if step is None or q.ndim > 2:
+        return kernel
+
+    def run(*operands: jax.Array | None, **options: Any) -> jax.Array:
+        return kernel(*operands[:place], codes, *operands[place + 1 :], step=step, **options)
+
+    return run
+
+
+def precision_of(precision: Any) -> Any:
+    """Returns the precision of the products in a kernel; `NotImplemented` for an algorithm."""
+    both = precision if isinstance(precision, tuple) else (precision,)
+    if all(one is None for one in both):
+        return None
+    if any(isinstance(one, (lax.DotAlgorithm, lax.DotAlgorithmPreset)) for one in both):
+        return NotImplemented
+    known = [lax.Precision(one) for one in both if one is not None]
+    return max(known, key=list(lax.Precision).index)
+
+
+def table_of(q: QTensor) -> Table:
+    """Returns the numbers of codes that are looked up."""
+    return _entries(format_of(q.qtype)) if q.layout is not None and q.layout.uint4 else None
+
+
+@functools.cache
+def _entries(form: Any) -> tuple[float, ...]:
+    form = form.elements if isinstance(form, Block) else form
+    with jax.ensure_compile_time_eval():
+        numbers = form.decode(jnp.arange(2**form.bits, dtype=jnp.uint8))
+    return tuple(np.asarray(numbers).tolist())
+
+
+class Parameters(NamedTuple):
+    """The parameters of a weight for a kernel.
+
+    Attributes:
+      scale: [..., G, N], floats or the exponents of powers of two.
+      zero: zero points of the same shape, or `None`.
+      after: a factor of the result, [..., 1, 1] or [..., 1, N], or `None`.
+    """
+
+    scale: jax.Array
+    zero: jax.Array | None
+    after: jax.Array | None
+
+
+def dtype_of(how: HowTo, parameters: Parameters) -> Any:
+    """Returns the dtype that a kernel writes: that of the result, if no factor follows."""
+    return how.dtype if how.dtype is not None and parameters.after is None else jnp.float32
+
+
+def parameters_of(q: QTensor, dtype: Any) -> Parameters:
+    """Returns the parameters of a weight [..., K, N] for a product with rows of a dtype."""
+    scale, after = _scale_of(q)
+    unit = getattr(format_of(q.qtype), "unit", 1.0)
+    if unit != 1.0:
+        one = jnp.ones((1,) * q.ndim, jnp.float32) if after is None else after
+        after = one * jnp.float32(unit)
+    if dtype == jnp.float16:
+        scale, after = _near_one(q, scale, after)
+    scale = jnp.broadcast_to(scale, (*scale.shape[:-1], q.shape[-1]))
+    zero = q.zero_point
+    if zero is not None:
+        zero = jnp.broadcast_to(zero, (*zero.shape[:-2], *scale.shape[-2:]))
+    return Parameters(scale, zero, after)
+
+
+def _scale_of(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the scale in its stored dtype, and a factor for a whole matrix, or `None`."""
+    scale = q.scale
+    if isinstance(scale, QTensor):
+        plain = scale.layout is None and scale.zero_point is None and scale.offset is None
+        if plain and scale.scale.shape[-2:] == (1, 1) and scale.qtype == jnp.float8_e4m3fn:
+            return scale.values, scale.real_scale().astype(jnp.float32)
+        return scale.dequantize().astype(jnp.float32), None
+    return (scale if scale.dtype in (E8M0, jnp.bfloat16) else scale.astype(jnp.float32)), None
+
+
+def _near_one(q: QTensor, scale: jax.Array, after: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Returns scales for which float16 represents all weights of a column, and the remaining power
+    of two, a factor of the result.
+    """
+    form, real = format_of(q.qtype), scales(scale)
+    largest = jnp.max(jnp.abs(lax.stop_gradient(real)), axis=-2, keepdims=True)
+    highest = max(abs(form.low), abs(form.high)) * (1 if q.zero_point is None else 2)
+    power = power_below(largest * jnp.float32(highest))
+    return real / power, power if after is None else after * power
+
+
+DECODING = (
+    "a float operand and a weight that is laid out for a kernel: the stored codes are scaled in "
+    "float32 in registers, rounded to the dtype of the operand, and multiplied"
+)
+
+
+def _multiplies_floats_on(platform: str) -> Callable[[Any], bool]:
+    """Returns the condition of the kernels of a platform for products with floats.
+
+    With one scale per channel, the scale can leave the product, and codes that compilers convert
+    need no kernel.
+    """
+
+    def applies(case: Any) -> bool:
+        if not case.is_beside_floats or precision_of(case.how.precision) is NotImplemented:
+            return False
+        needs = case.block is not None or is_looked_up(case.rhs)
+        return needs and is_laid_out_for(platform, case.lhs, case.rhs, case.how)
+
+    return applies
+
+
+def is_looked_up(q: QTensor) -> bool:
+    """Whether only a kernel converts the codes."""
+    return q.values.dtype in (jnp.uint4, jnp.float4_e2m1fn) and q.zero_point is None
+
+
+@formulation(DECODING, ("tpu",), _multiplies_floats_on("tpu"), linear=dequantize.linear, finds=True)
+def kernel_tpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    # TPUs do not have float16.
+    wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+    return _weights(x.astype(wide), q, how, weights_tpu)
+
+
+@formulation(
+    DECODING, ("cuda",), _multiplies_floats_on("gpu"), linear=dequantize.linear, finds=True
+)
+def kernel_gpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    return _weights(x, q, how, weights_gpu)
+
+
+def _weights(x: jax.Array, q: QTensor, how: HowTo, kernel: Callable[..., jax.Array]) -> jax.Array:
+    kernel = in_stack(kernel, q, 1)
+    q = with_own_scales(q, (q.ndim - 1,))
+    parameters = parameters_of(q, x.dtype)
+    run = functools.partial(
+        kernel,
+        table=table_of(q),
+        precision=precision_of(how.precision),
+        dtype=dtype_of(how, parameters),
+    )
+    weight = [q.values, parameters.scale, parameters.zero]
+    return over_matrices(run, how.dimensions, [x], weight, parameters.after)
+
+
+def as_activation(q: QTensor, beside: QTensor, wide: Any) -> jax.Array:
+    """Returns the real values of an operand in a wide dtype, for a product with the codes of
+    `beside`. They are bfloat16 if that is exact (8-bit floats times powers of two) and a kernel
+    reads the codes.
+    """
+    element = format_of(q.qtype)
+    element = element.elements if isinstance(element, Block) else element
+    exact = isinstance(element, Minifloat) and is_exact_in(q, jnp.bfloat16)
+    scale: Any = q.scale
+    if kernel_of(beside) and exact and scale.dtype == E8M0:
+        wide = jnp.bfloat16
+    return q.astype(wide).dequantize()
+
+
+# Formulations by kernels for products of codes; `pending.py` has those that quantize rows.
+
+
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+LEAST = 16
+"""Elements of the smallest group that matrix units of a GPU multiply."""
+
+
+def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
+    """Whether a kernel multiplies the codes of two operands. The left one may be given by shapes
+    only.
+    """
+    if not is_laid_out_for(platform, x, q, how):
+        return False
+    (axis,) = how.dimensions.lhs_contracting
+    size, whole = q.groups.sizes[-2], q.shape[-2]
+    shared = x.groups.sizes[axis]
+    in_step = shared == whole or shared == size
+    if not in_step or x.zero_point is not None or x.offset is not None or x.order is not None:
+        return False
+    if platform == "gpu" and size % LEAST:
+        return False
+    left, right = format_of(x.qtype), format_of(q.qtype)
+    if isinstance(left, Integer) and isinstance(right, Integer):
+        narrow = right.bits <= 4 or (right.signed and q.zero_point is None)
+        fits = size * largest(x) * largest(q) <= ACCUMULATOR if left.bits <= 8 else False
+        return left.signed and narrow and fits
+    both = (x.qtype, q.qtype)
+    return all(isinstance(t, jnp.dtype) and t in FLOAT8 for t in both) and q.zero_point is None
+
+
+def _multiplies_groups_on(platform: str) -> Callable[[Any], bool]:
+    """Returns the condition of the kernels of a platform for products of codes in groups. With one
+    scale per channel, XLA is as fast.
+    """
+
+    def applies(case: Any) -> bool:
+        codes = isinstance(case.lhs, QTensor) and case.block is not None
+        return codes and multiplies_codes(platform, case.lhs, case.rhs, case.how)
+
+    return applies
+
+
+CODES_IN_GROUPS = (
+    "codes and a weight in groups that is laid out for a kernel: each group is multiplied as "
+    "codes, integers exactly, and then by its scales in float32"
+)
+
+
+@formulation(CODES_IN_GROUPS, ("tpu",), _multiplies_groups_on("tpu"), finds=True)
+def kernel_of_codes_tpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _of_codes(lhs, rhs, how, products_tpu)
+
+
+@formulation(CODES_IN_GROUPS, ("cuda",), _multiplies_groups_on("gpu"), finds=True)
+def kernel_of_codes_gpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _of_codes(lhs, rhs, how, products_gpu)
+
+
+def _are_floats(case: Any) -> bool:
+    """Whether codes are 8-bit floats that a kernel multiplies on its own platform."""
+    x, q = case.lhs, case.rhs
+    if case.block is None or not isinstance(x, QTensor) or q.layout is None:
+        return False
+    integers = isinstance(format_of(q.qtype), Integer)
+    return not integers and multiplies_codes(q.layout.kernel, x, q, case.how)
+
+
+FLOATS = (
+    "8-bit floats in groups, and a weight that is laid out for a kernel of another platform: the "
+    "smaller operand is dequantized"
+)
+
+
+@formulation(FLOATS, CPU, _are_floats)
+def float8_groups_in_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return tiles.compute(_real(lhs, rhs), rhs, how)
+
+
+@formulation(FLOATS, ELSEWHERE, _are_floats)
+def float8_groups(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return convert.compute(_real(lhs, rhs), rhs, how)
+
+
+def _real(lhs: QTensor, rhs: QTensor) -> jax.Array:
+    return lhs.astype(common_dtype(lhs.dtype, rhs.dtype)).dequantize()
+
+
+def _of_codes(
+    lhs: QTensor, rhs: QTensor, how: HowTo, kernel: Callable[..., jax.Array]
+) -> jax.Array:
+    if isinstance(format_of(lhs.qtype), Integer):
+        lhs = as_int8(lhs)
+
+    def run(lhs: QTensor, rhs: QTensor) -> jax.Array:
+        return products(lhs.values, lhs.real_scale(), rhs, how, format_of(lhs.qtype), kernel)
+
+    return derived_as(run, functools.partial(_plain, how=how))(lhs, rhs)
+
+
+def _plain(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    if isinstance(format_of(lhs.qtype), Integer):
+        return integer.compute(lhs, rhs, how)
+    return convert.compute(_real(lhs, rhs), rhs, how)
+
+
+def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a function the derivative of another one, which computes the same result."""
+    function = jax.custom_jvp(f)
+
+    @function.defjvp
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        y = function(*primals)
+        return y, jax.jvp(of_slices(plain), primals, tangents)[1].astype(y.dtype)
+
+    return function
+
+
+def products(
+    x: jax.Array,
+    x_scale: jax.Array,
+    q: QTensor,
+    how: HowTo,
+    form: QType,
+    kernel: Callable[..., jax.Array],
+) -> jax.Array:
+    """Returns the product of rows and a weight by a kernel that multiplies codes.
+
+    Args:
+      x: floats to be quantized, or codes.
+      x_scale: their scale, of the same rank.
+      q: the weight, laid out for the kernel.
+      how: the contraction.
+      form: the format of rows.
+      kernel: `products_tpu`, or `products_gpu`.
+    """
+    kernel = in_stack(kernel, q, 2)
+    q = with_own_scales(q, (q.ndim - 1,))
+    parameters = parameters_of(q, jnp.float32)
+    run = functools.partial(kernel, form=form, dtype=dtype_of(how, parameters))
+    rows, weight = [x, x_scale.astype(jnp.float32)], [q.values, parameters.scale, parameters.zero]
+    return over_matrices(run, how.dimensions, rows, weight, parameters.after)

@@ -1,0 +1,627 @@
+"""`dashboard`: a page about a quantized model."""
+
+import html
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checks import called, check_instance
+from ..errors import fail, some
+from ..files import Path, Replacement
+from ..table import Table, decibels, size
+from ..transforms.plan import Plan
+from .compare import Comparison
+from .explain import Explanation
+from .lowering import Lowering
+from .page import (
+    COLORS,
+    OTHERS,
+    Row,
+    bars,
+    cards,
+    code,
+    folded,
+    grid,
+    in_model_order,
+    key,
+    note,
+    page,
+    section,
+    stacks,
+    text,
+)
+from .report import Report, WeightError, report, scheme_of_site, short_scheme
+from .search import Assignment, in_words, totals
+from .sensitivity import Sensitivities, Sensitivity
+
+_NAME = "diagnostics.dashboard"
+
+_SECTIONS = {
+    "Sizes and weights": (
+        "report",
+        "dashboard(quantized)  # of jqx.ptq\n"
+        "dashboard(plan, params)  # float parameters, which are rounded to nearest",
+    ),
+    "Results, site by site": (
+        "comparison",
+        "comparison = jqx.compare(f, quantized)(params, *batch)",
+    ),
+    "Sensitivities": (
+        "sensitivities",
+        "sensitivities = jqx.diagnostics.sensitivity(f, quantized.plan)(params, *batches)",
+    ),
+    "What the chip runs": (
+        "explanation",
+        "explanation = jqx.explain(\n"
+        "    f, quantized.params, *batch, plan=quantized.plan, affines=quantized.affines\n"
+        ')  # target="tpu-v6e" asks the compiler of another chip',
+    ),
+    "Search": (
+        "assignment",
+        "assignment = jqx.diagnostics.search(f, policy, candidates, budget)(params, *batches)",
+    ),
+    "What stays in float": ("plan", "dashboard(quantized)  # in place of its report"),
+}
+"""For each section, the argument that it is made from, and a program that computes it."""
+
+_OF_THE_PLAN = "Sections are of the plan of this model, unless they say otherwise."
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """A page about a quantized model, which `dashboard` returns. A notebook shows it.
+
+    Attributes:
+      title: title of the page.
+      html: the whole page, without scripts and external resources.
+      missing: the sections that the page does not have, since their data was not passed.
+    """
+
+    title: str
+    html: str
+    missing: tuple[str, ...]
+
+    def save(self, path: Path) -> None:
+        """Writes the page to a file, in UTF-8, such as `"model.html"`.
+
+        Raises:
+          TypeError: if `path` is not a path.
+          OSError: if the file cannot be written.
+        """
+        with Replacement("Dashboard.save", path) as file:
+            file.write(0, memoryview(self.html.encode()))
+            file.commit()
+
+    def __repr__(self) -> str:
+        return f"Dashboard({self.title!r}, {len(self.html.encode()):,} bytes of HTML)"
+
+    def _repr_html_(self) -> str:
+        inside = html.escape(self.html)
+        style = "width:100%;height:46rem;border:1px solid rgba(128,128,128,.4);border-radius:6px"
+        name = html.escape(self.title)
+        return f'<iframe srcdoc="{inside}" sandbox title="{name}" style="{style}"></iframe>'
+
+
+@called("diagnostics.dashboard", "pass the result of jqx.ptq: dashboard(quantized).")
+def dashboard(
+    model: Any,
+    params: Any = None,
+    *,
+    comparison: Comparison | None = None,
+    sensitivities: Sensitivities | None = None,
+    explanation: Explanation | Lowering | None = None,
+    assignment: Assignment | None = None,
+    title: str = "Quantized model",
+) -> Dashboard:
+    """Returns a page about a quantized model: sizes, errors, sensitivities, and what the chip runs.
+
+    Only the report of a plan is computed. Data that is not passed has no section; the page lists
+    these sections and how to get them. A comparison and an explanation must have the paths and
+    formats of the plan of the model. Sensitivities may be measured with another plan, and a search
+    has formats of its own; both must have paths of the model, and the page says what they are of.
+
+    Args:
+      model: the result of `jqx.ptq`, or of `jqx.load` for a quantized function; or a `Report`; or a
+        `Plan`, with `params`.
+      params: the float parameters of a plan, for its report; a tuple if there are several.
+      comparison: from `jqx.compare`: the error of each site.
+      sensitivities: from `jqx.diagnostics.sensitivity`: the cost of quantizing each weight.
+      explanation: from `jqx.explain` or `jqx.lowering`: the compiled contractions.
+      assignment: from `jqx.diagnostics.search`: the scheme of each weight.
+      title: title of the page.
+
+    Returns:
+      A `Dashboard`: `save` writes it, and a notebook shows it. The page is one file that needs no
+      network and no script. It is readable in light and dark mode, on desktops and phones.
+
+    Raises:
+      TypeError: if `model` is none of these, or another argument has another type.
+      ValueError: if `params` is passed without a plan, or does not fit it; or if what is passed
+        is of different models, or a comparison or an explanation is of another plan.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]
+      >>> a, b, x = jax.random.normal(jax.random.key(0), (3, 16, 16))
+      >>> params = {"a": a, "b": b}
+      >>> quantized = jqx.ptq(f, jqx.presets.w8a16(), progress=False)(params, [x])
+      >>> found = jqx.compare(f, quantized)(params, x)
+      >>> page = jqx.diagnostics.dashboard(quantized, comparison=found, title="two layers")
+      >>> page.missing
+      ('Sensitivities', 'What the chip runs', 'Search')
+    """
+    plan, weights = _plan_and_report(model, params)
+    for name, value, kind in (
+        ("comparison", comparison, Comparison),
+        ("sensitivities", sensitivities, Sensitivities),
+        ("explanation", explanation, (Explanation, Lowering)),
+        ("assignment", assignment, Assignment),
+    ):
+        if value is not None:
+            fix = f"{next(call for argument, call in _SECTIONS.values() if argument == name)}."
+            check_instance(_NAME, name, value, kind, fix=fix)
+    check_instance(_NAME, "title", title, str, fix='pass title="a name".')
+    results = {
+        "comparison": comparison,
+        "explanation": explanation,
+        "sensitivities": sensitivities,
+        "assignment": assignment,
+    }
+    _check_one_model(plan, weights, results)
+    arguments = {**results, "report": weights, "plan": plan}
+    missing = tuple(name for name, (key, _) in _SECTIONS.items() if arguments[key] is None)
+    parts = [
+        f"<header><h1>{text(title)}</h1>{note(_OF_THE_PLAN) if plan else ''}</header>",
+        cards(_summary(plan, weights, comparison, explanation)),
+        _sizes(weights) if weights else "",
+        _weights(weights) if weights and weights.weights else "",
+        _costs(sensitivities, plan) if sensitivities else "",
+        _sites(comparison) if comparison else "",
+        _chip(explanation, plan) if explanation else "",
+        _mixture(assignment) if assignment else "",
+        _algorithm(getattr(model, "details", None), weights.codes if weights else ""),
+        _in_float(plan) if plan else "",
+        _missing(missing),
+    ]
+    return Dashboard(title, page(title, "".join(parts)), missing)
+
+
+def _plan_and_report(model: Any, params: Any) -> tuple[Plan | None, Report | None]:
+    if params is not None and not isinstance(model, Plan):
+        raise fail(
+            _NAME,
+            f"`params` is passed without a plan, with an object of type {type(model).__name__}.",
+            fix="leave params out: only a Plan needs them, for its report.",
+        )
+    if isinstance(model, Plan):
+        return model, None if params is None else report(model, params)
+    if isinstance(model, Report):
+        return None, model
+    plan, weights = getattr(model, "plan", None), getattr(model, "report", None)
+    if isinstance(plan, Plan) and isinstance(weights, Report):
+        return plan, weights
+    raise fail(
+        _NAME,
+        "`model` is not a quantized model.",
+        given=f"an object of type {type(model).__name__}",
+        fix="pass jqx.ptq(f, policy)(params, batches), a Report, or a Plan and its params.",
+        error=TypeError,
+    )
+
+
+def _summary(
+    plan: Plan | None,
+    weights: Report | None,
+    comparison: Comparison | None,
+    explanation: Explanation | Lowering | None,
+) -> list[tuple[str, str, str]]:
+    """Returns the cards at the top of the page."""
+    entries = []
+    if weights is not None:
+        float_bytes, quantized_bytes = weights.bytes_before, weights.bytes_after
+        ratio = f"{float_bytes / quantized_bytes:.2f} times fewer bytes" if quantized_bytes else ""
+        if weights.bytes_packed < quantized_bytes:
+            ratio += f"; {size(weights.bytes_packed)} with packed codes"
+        entries.append(("parameters", f"{size(float_bytes)} → {size(quantized_bytes)}", ratio))
+        if weights.weights:
+            bits = _mean_bits(weights.weights)
+            entries.append(("bits a weight", f"{bits:.2f}", f"of {len(weights.weights)} quantized"))
+        done, skipped, macs = weights.sites, weights.skipped, weights.macs
+    else:
+        assert plan is not None
+        done, skipped, macs = len(plan.sites), len(plan.skipped), math.nan
+    share = "" if math.isnan(macs) else f"{100 * macs:.1f} % of the multiply-adds"
+    entries.append(("contractions quantized", f"{done} of {done + skipped}", share))
+    measured = [w for w in weights.weights if not math.isnan(w.sqnr)] if weights else []
+    if measured:
+        worst = min(measured, key=lambda w: w.sqnr)
+        entries.append(("lowest SQNR of a weight", _sqnr(worst.sqnr), worst.path or "(argument)"))
+    if comparison is not None:
+        sites = f"of {len(comparison.sites)} sites together"
+        entries.append(("SQNR of the result", _sqnr(comparison.result.sqnr), sites))
+    if isinstance(explanation, Explanation):
+        codes = sum(site.is_quantized for site in explanation.sites)
+        value = f"{codes} of {len(explanation.sites)}"
+        entries.append((f"read codes on {explanation.lowering.target}", value, "contractions"))
+    return entries
+
+
+def _count(number: int, name: str) -> str:
+    """Returns a number with its noun."""
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
+def _mean_bits(weights: Iterable[WeightError]) -> float:
+    """Returns the mean bits per quantized weight, weighted by float bytes."""
+    total = sum(w.bytes_before for w in weights)
+    return sum(w.bits * w.bytes_before for w in weights) / total if total else math.nan
+
+
+def _sqnr(x: float) -> str:
+    return "not a number" if math.isnan(x) else f"{decibels(x)}{' dB' * math.isfinite(x)}"
+
+
+def _sizes(report: Report) -> str:
+    """Returns the sizes of the parameters before and after, and their formats."""
+    by_scheme: dict[str, list[WeightError]] = {}
+    for weight in report.weights:
+        by_scheme.setdefault(short_scheme(weight.scheme), []).append(weight)
+    groups = sorted(by_scheme.items(), key=lambda item: -sum(w.bytes_before for w in item[1]))
+    float_bytes = [sum(w.bytes_before for w in weights) for _, weights in groups]
+    quantized_bytes = [sum(w.bytes_after for w in weights) for _, weights in groups]
+    rows = [
+        (
+            scheme,
+            f"{len(weights):,}",
+            size(float_bytes[i]),
+            size(quantized_bytes[i]),
+            f"{_mean_bits(weights):.2f}",
+            decibels(min((w.sqnr for w in weights if not math.isnan(w.sqnr)), default=math.nan)),
+        )
+        for i, (scheme, weights) in enumerate(groups)
+    ]
+    rows.append(("not quantized", "-", size(report.kept), size(report.kept), "-", "-"))
+    head = ("format", "weights", "in float", "quantized", "bits", "lowest SQNR dB")
+    bars = [
+        ("float", [*float_bytes, report.kept], size(report.bytes_before)),
+        ("quantized", [*quantized_bytes, report.kept], size(report.bytes_after)),
+    ]
+    colors = [COLORS[i] if i < len(COLORS) else OTHERS for i in range(len(groups))]
+    table = Table(head, tuple(rows), "bits: per weight, with its scales, and codes packed")
+    picture = stacks(bars, [row[0] for row in rows], [*colors, OTHERS])
+    return section("Sizes and formats", picture, grid(table))
+
+
+def _weights(report: Report) -> str:
+    """Returns the signal-to-noise ratio of each weight, the worst first."""
+    weights = [report.weights[i] for i in in_model_order([w.path for w in report.weights])]
+    top = max((w.sqnr for w in weights if math.isfinite(w.sqnr)), default=1.0) or 1.0
+    rows = [
+        Row(
+            w.path or "(argument)",
+            _sqnr(w.sqnr),
+            1.0 if w.sqnr == math.inf else w.sqnr / top,
+            f"{short_scheme(w.scheme)}, {size(w.bytes_after)}",
+            _faults(w),
+        )
+        for w in sorted(weights, key=lambda w: (not math.isnan(w.sqnr), w.sqnr))
+    ]
+    faults = _count(len(report.faults), "weight")
+    warning = f"{faults} with clipped values, or with groups that stand for zeros alone."
+    return section(
+        "Weights, the worst first",
+        note("Signal to noise in dB: 6 dB more is half the error."),
+        note(warning, kind="bad") if report.faults else "",
+        bars(rows, "weights"),
+    )
+
+
+def _faults(w: WeightError) -> str:
+    clipped = f"{100 * w.clipped:.2g} % clipped" if w.clipped > 0 else ""
+    dead = f"{_count(w.dead, 'group')} of zeros" if w.dead else ""
+    return ", ".join(filter(None, [clipped, dead]))
+
+
+def _costs(costs: Sensitivities, plan: Plan | None) -> str:
+    """Returns the cost of quantizing each weight, the worst first; a plan tells which of them were
+    measured with other formats.
+    """
+    differing = _measured_in_other_formats(costs, plan) if plan else set()
+    largest = max((row.cost for row in costs.ranked), default=0.0) or 1.0
+    total = sum(row.cost for row in costs.ranked if row.cost > 0) or 1.0
+    rows = [
+        Row(
+            row.name,
+            f"{100 * row.cost / total:.1f} %",
+            row.cost / largest,
+            f"cost {row.cost:.3g}" + f", {short_scheme(row.scheme)}" * (row.path in differing),
+        )
+        for row in costs.ranked
+    ]
+    line = "What the quantization of each weight costs, in units of the metric, and its share "
+    line += f"({costs.estimate})."
+    if costs.everything is not None:
+        line += f" All quantized at once cost {costs.everything:.3g}."
+    lines = [line]
+    if differing:
+        lines.append(
+            "Measured with another plan than that of this model: the formats of "
+            f"{_count(len(differing), 'weight')} differ, and stand beside their costs."
+        )
+    return section("Sensitivities", note(*lines), bars(rows, "weights"))
+
+
+def _sites(comparison: Comparison) -> str:
+    """Returns the error of each site."""
+    order = in_model_order([row.name for row in comparison.sites])
+    sites = [comparison.sites[i] for i in order]
+    ratios = [x for row in sites for x in (row.local_sqnr, row.sqnr) if math.isfinite(x)]
+    top = max(ratios, default=1.0) or 1.0
+    rows = [
+        Row(
+            row.name or "(argument)",
+            _sqnr(row.local_sqnr),
+            1.0 if row.local_sqnr == math.inf else row.local_sqnr / top,
+            short_scheme(row.scheme) or row.op,
+            mark=None if math.isnan(row.sqnr) else min(1.0, row.sqnr / top),
+        )
+        for row in sorted(sites, key=lambda row: (math.isnan(row.local_sqnr), row.local_sqnr))
+    ]
+    result = comparison.result
+    return section(
+        "Results, site by site",
+        note(
+            f"The result of the function: {_sqnr(result.sqnr)}, cosine {result.cosine:.6f}, "
+            f"largest difference {result.max_error:.3g}."
+        ),
+        key([("this site alone, on float operands", "var(--bar)")], "with all before it"),
+        bars(rows, "sites"),
+        folded("The table, in the order of the model", grid(comparison.table())),
+    )
+
+
+_KINDS = {
+    "codes": ("codes by codes", COLORS[0]),
+    "converted": ("codes, converted in the kernel", COLORS[1]),
+    "lookup": ("lookup of rows", COLORS[2]),
+    "widened first": ("codes, written in a wider type first", COLORS[3]),
+    "float": ("floats", OTHERS),
+    "gone": ("no contraction of that name", COLORS[4]),
+}
+"""The meaning of each `Explained.really`, and its colour; the best first."""
+
+
+def _chip(compiled: Explanation | Lowering, plan: Plan | None) -> str:
+    """Returns what a compiler makes of each site; a plan says which sites are quantized, if the
+    explanation was made without a plan.
+    """
+    low = compiled.lowering if isinstance(compiled, Explanation) else compiled
+    memory = ", ".join(f"{name} {size(n)}" for name, n in low.memory.items() if n)
+    lines = [f"Compiled for {low.target}. Memory: {memory or 'not said by the compiler'}."]
+    if low.cycles is not None:
+        lines.append(f"{low.cycles:,} cycles estimated.")
+    inside = [note(*lines)]
+    if isinstance(compiled, Explanation):
+        inside += _explained(compiled, plan)
+    else:
+        remarks = sum(bool(c.widened or c.left) for c in low.contractions)
+        count = _count(len(low.contractions), "contraction")
+        inside.append(note(f"{count}; {remarks} with remarks."))
+    table = folded("The table of contractions", grid(compiled.table()))
+    return section("What the chip runs", *inside, table)
+
+
+def _explained(explanation: Explanation, plan: Plan | None) -> list[str]:
+    planned = {(site.path, site.op) for site in plan.sites} if plan else set()
+    counts = Counter(site.really for site in explanation.sites)
+    kinds = [kind for kind in _KINDS if counts[kind]]
+    bar = [float(counts[kind]) for kind in kinds]
+    names = [f"{_KINDS[kind][0]} ({counts[kind]})" for kind in kinds]
+    total = _count(len(explanation.sites), "site")
+    inside = [stacks([("sites", bar, total)], names, [_KINDS[kind][1] for kind in kinds])]
+    without_codes = tuple(
+        (site.name, site.op, site.plan or "-", _KINDS[site.really][0])
+        for site in explanation.sites
+        if site.really in ("float", "widened first", "gone")
+        and not site.plan.startswith("left in float")
+        and (site.plan or (site.path, site.op) in planned)
+    )
+    if without_codes:
+        title = f"{_count(len(without_codes), 'quantized site')} whose kernels read no codes:"
+        head = ("site", "op", "plan", "what runs")
+        inside += [note(title, kind="bad"), grid(Table(head, without_codes, texts=4))]
+    if explanation.plain:
+        count = _count(len(explanation.plain), "weight")
+        target = explanation.lowering.target
+        line = f"{count} not laid out as {target} reads them fastest: "
+        line += "jqx.quantize_params(..., target=), or jqx.pack_for, does it."
+        inside.append(note(line, kind="bad"))
+    return inside
+
+
+def _mixture(assignment: Assignment) -> str:
+    """Returns the scheme that a search gave to each weight, and the cost of one scheme for all."""
+    rows = tuple(
+        (name, f"{bits:.2f}", size(count), f"{x:.4g}")
+        for name, bits, count, x in totals(assignment)
+    )
+    schemes = tuple((path or "(argument)", name) for path, name in assignment.schemes.items())
+    counts = Counter(assignment.schemes.values()).most_common()
+    lines = [f"Weights: {', '.join(f'{n} in {name}' for name, n in counts)}."]
+    if assignment.budget is not None:
+        lines.append(f"Budget: {in_words(assignment.budget)}.")
+    lines.append("Of the candidates of the search: this model may have other formats.")
+    footer = "bits and bytes: of the weights of the plan, with their scales"
+    return section(
+        "Search",
+        note(*lines),
+        grid(Table(("scheme", "bits a weight", "bytes", "metric"), rows, footer)),
+        folded("The scheme of each weight", grid(Table(("path", "scheme"), schemes, texts=2))),
+    )
+
+
+def _algorithm(details: Any, codes: str) -> str:
+    """Returns what an algorithm reports; nothing without an algorithm."""
+    if details is None and not codes:
+        return ""
+    inside = [note(codes)] if codes else []
+    if details is not None:
+        table = details.table() if hasattr(details, "table") else None
+        shown = grid(table) if isinstance(table, Table) else code(str(details))
+        inside.append(folded("What it reports", shown))
+    return section("Algorithm", *inside)
+
+
+def _in_float(plan: Plan) -> str:
+    """Returns the contractions that a plan leaves in float, and why."""
+    reasons: dict[str, list[str]] = {}
+    for item in plan.skipped:
+        reasons.setdefault(item.reason, []).append(f"{item.path or '(unnamed)'}, {item.op}")
+    for item in plan.unreached:
+        reasons.setdefault(item.reason, []).append(item.path or "(argument)")
+    rows = []
+    for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        counts = Counter(names).items()
+        listed = [f"{name} ({n} times)" if n > 1 else name for name, n in counts]
+        others = f"; and {len(listed) - 4} more" if len(listed) > 4 else ""
+        rows.append((reason, str(len(names)), "; ".join(listed[:4]) + others))
+    table = grid(Table(("why", "how many", "which"), tuple(rows), texts=3), wrap=True)
+    return section(
+        "What stays in float",
+        table if rows else note("Nothing: every contraction is quantized."),
+        folded("The plan", grid(plan.table())),
+    )
+
+
+def _missing(names: tuple[str, ...]) -> str:
+    if not names:
+        return ""
+    inside = "".join(f"<dt>{text(name)}</dt><dd>{code(_SECTIONS[name][1])}</dd>" for name in names)
+    keywords = [_SECTIONS[name][0] for name in names]
+    keywords = [f"{name}={name}" for name in keywords if name not in ("report", "plan")]
+    lines = ["Nothing was given for these."]
+    if keywords:
+        lines.append(f"Pass them to dashboard by name: {', '.join(keywords)}.")
+    return section("Not on this page", note(*lines), f"<dl>{inside}</dl>")
+
+
+# Whether all that a page shows is of one model. A comparison, and an explanation with a plan, must
+# have the paths and formats of the plan of the model; sensitivities and what a search found may
+# have other formats, but only paths of the model.
+
+Formats = Mapping[str, set[str]]
+"""For each path, how the contractions on it are quantized."""
+
+_AXES = re.compile(r"(per_axis|along) ?\([^)]*\)")
+"""Numbers of axes in a scheme, which differ where batches have more axes."""
+
+_STEPS = re.compile(r"\[\d+:\d+\]$")
+"""The steps of a scan that a part of a weight is for."""
+
+_FIXES = {
+    "comparison": "pass jqx.compare(f, quantized)(params, *batch).",
+    "explanation": "pass jqx.explain(f, quantized.params, *batch, plan=quantized.plan).",
+    "sensitivities": "pass jqx.diagnostics.sensitivity(f, quantized.plan)(params, *batches), or "
+    "what was measured with another plan of the same function and parameters.",
+    "assignment": "pass what jqx.diagnostics.search found for the same function and parameters.",
+}
+
+
+def _check_one_model(plan: Plan | None, report: Report | None, results: Mapping[str, Any]) -> None:
+    if plan is None:
+        assert report is not None
+        formats, paths = {}, {weight.path for weight in report.weights}
+    else:
+        formats = _gathered((site.path, scheme_of_site(site)) for site in plan.sites)
+        others = (*plan.skipped, *plan.unreached, *plan.weights)
+        paths = {*formats, *(item.path for item in others)}
+    for name, result in results.items():
+        result_formats = _formats_in(result)
+        if plan is not None and result_formats is not None:
+            _check_formats(name, result_formats, formats)
+        elif paths:
+            _check_paths(name, _paths_in(result), paths, subset=plan is not None)
+
+
+def _measured_in_other_formats(costs: Sensitivities, plan: Plan) -> set[str]:
+    formats = _gathered((site.path, scheme_of_site(site)) for site in plan.sites)
+
+    def differs(row: Sensitivity) -> bool:
+        schemes = _without_axes(row.scheme.split("; "))
+        return not schemes <= _without_axes(formats.get(row.path, ()))
+
+    return {row.path for row in costs.ranked if row.scheme and differs(row)}
+
+
+def _gathered(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    formats: dict[str, set[str]] = {}
+    for path, scheme in pairs:
+        formats.setdefault(path, set()).add(scheme)
+    return formats
+
+
+def _formats_in(result: Any) -> Formats | None:
+    """Returns the formats of a comparison, or of an explanation that was made with a plan."""
+    if isinstance(result, Comparison):
+        return _gathered((site.path, site.scheme) for site in result.sites)
+    if isinstance(result, Explanation) and any(site.plan for site in result.sites):
+        left = ("left in float", "quantized already")
+        sites = (site for site in result.sites if not site.plan.startswith(left))
+        return _gathered((site.path, site.plan) for site in sites)
+    return None
+
+
+def _paths_in(result: Any) -> list[str]:
+    if isinstance(result, Sensitivities):
+        return [row.path for row in result.ranked]
+    if isinstance(result, Explanation | Comparison):
+        return [site.path for site in result.sites]
+    return list(result.schemes) if isinstance(result, Assignment) else []
+
+
+def _check_formats(name: str, result: Formats, model: Formats) -> None:
+    for path in {**result, **model}:
+        schemes, expected = result.get(path, set()), model.get(path, set())
+        if _without_axes(schemes) != _without_axes(expected) and "" not in schemes | expected:
+            raise fail(
+                _NAME,
+                f"`{name}` is of another plan than the plan of the model.",
+                given=f"{path or '(argument)'} as {_joined(schemes)} in `{name}`",
+                expected=f"{_joined(expected)}, as in the plan of the model",
+                fix=_FIXES[name],
+            )
+
+
+def _check_paths(name: str, paths: list[str], model: set[str], subset: bool) -> None:
+    """Checks that paths are those of the model; unless `subset`, the model may have fewer."""
+    model = {*model, *(_STEPS.sub("", path) for path in model)}
+    unknown = [path for path in paths if not _is_part(path, model)]
+    parts = {part for path in paths for part in (path, *path.split("+"), _STEPS.sub("", path))}
+    if not unknown or (not subset and all(_is_part(path, parts) for path in model)):
+        return
+    raise fail(
+        _NAME,
+        f"`{name}` is of another model.",
+        given=f"the paths {some(map(repr, unknown), 3)} in `{name}`",
+        expected=f"paths of the model, such as {', '.join(map(repr, sorted(model)[:3]))}",
+        fix=_FIXES[name],
+    )
+
+
+def _is_part(path: str, paths: set[str]) -> bool:
+    """Returns whether a path, or each of the paths that it joins, is among others, maybe whole."""
+    return any(
+        all(part in paths or _STEPS.sub("", part) in paths for part in parts)
+        for parts in ([path], path.split("+"))
+    )
+
+
+def _without_axes(schemes: Iterable[str]) -> set[str]:
+    return {_AXES.sub(r"\1", scheme) for scheme in schemes}
+
+
+def _joined(schemes: Iterable[str]) -> str:
+    return " and ".join(sorted(schemes)) or "float, or no contraction,"

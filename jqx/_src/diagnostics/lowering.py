@@ -1,0 +1,489 @@
+"""`lowering`: compiles a function for a machine that need not be present."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from typing import Any
+
+import jax
+
+from .. import compat
+from ..checks import called
+from ..errors import fail
+from ..table import Table, Tabular
+from ..transforms.trace import is_array
+from .hlo import SHAPED, Instruction, Kernel, Program, bits, kernels
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A contraction of an optimized program.
+
+    Attributes:
+      site: its site in a plan, for a function from `jqx.convert`; otherwise empty.
+      op_name: name scopes and the primitive that it was traced from.
+      operands: types that are multiplied, such as `s8[32,256]`.
+      result: type of the sums.
+      reads: the dtypes that the kernel reads from memory for each operand, without scales.
+      runs: what computes it: a custom call by its name (a library, or a kernel of the user), a
+        fusion by its kind, or an instruction of the compiler.
+      widened: copies of codes in wider types that kernels wrote to memory before it, such as
+        `bf16[256,512] of w.values`.
+      left: why the matrix units of a GPU or TPU do not run it, or not on codes; empty if they do,
+        and on CPU.
+      times: how often it runs; `None` in a loop that runs until a condition fails.
+      cycles: cycles that the TPU compiler estimates for one run of its kernel, arithmetic only;
+        `None` on other targets.
+      kernel: name of its kernel; several contractions may share one.
+    """
+
+    site: str
+    op_name: str
+    operands: tuple[str, ...]
+    result: str
+    reads: tuple[tuple[str, ...], ...]
+    runs: str
+    widened: tuple[str, ...]
+    left: str
+    times: int | None
+    cycles: int | None
+    kernel: str
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes that are multiplied."""
+        return tuple(operand.partition("[")[0] for operand in self.operands)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns its fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Lowering(Tabular):
+    """A compiled function. Prints as a table, one row for each contraction.
+
+    Attributes:
+      target: the target it was compiled for.
+      contractions: contractions of the optimized program, in order; those of a loop once.
+      memory: bytes of `argument`, `output`, `temp`, `alias` and `generated_code`, if the compiler
+        reports them.
+      cycles: cycles that the TPU compiler estimates for all kernels, including loops, without
+        memory accesses; `None` on other targets, and if a loop runs until a condition fails.
+      hlo: the text of the optimized program.
+    """
+
+    target: str
+    contractions: tuple[Contraction, ...]
+    memory: dict[str, int] = field(hash=False)
+    cycles: int | None
+    hlo: str = field(repr=False)
+
+    @property
+    def temp_bytes(self) -> int:
+        """Bytes in addition to arguments and results; 0 if the compiler does not report them."""
+        return self.memory.get("temp", 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a dict for `json.dumps`, without the text of the program."""
+        return {
+            "target": self.target,
+            "contractions": [contraction.to_dict() for contraction in self.contractions],
+            "memory": dict(self.memory),
+            "cycles": self.cycles,
+        }
+
+    def table(self) -> Table:
+        """Returns the rows as text."""
+        rows = [
+            (
+                c.site or "/".join(c.op_name.split("/")[-2:]) or "(unnamed)",
+                multiplied(c),
+                " x ".join("+".join(dtypes) or "-" for dtypes in c.reads) or "-",
+                c.runs,
+                "?" if c.times is None else str(c.times),
+                "-" if c.cycles is None else str(c.cycles),
+                remarks(c),
+            )
+            for c in self.contractions
+        ]
+        head = ("contraction", "multiplies", "reads", "runs", "times", "cycles", "remarks")
+        sizes = [f"{name} {size:,}" for name, size in self.memory.items() if size]
+        footer = f"{len(rows)} contractions on {self.target}"
+        footer += f"; bytes: {', '.join(sizes)}" if sizes else ""
+        footer += "" if self.cycles is None else f"; {self.cycles:,} cycles estimated"
+        return Table(head, tuple(rows), footer, texts=len(head))
+
+
+@called("lowering", "pass the function and its arguments: jqx.lowering(f, params, x).")
+def lowering(f: Callable[..., Any], *args: Any, target: str = "cpu") -> Lowering:
+    """Compiles a function for a target, and returns the compiled form of each contraction.
+
+    Nothing runs, and no accelerator is needed: compilers for TPUs come with the extra `aot-tpu`,
+    the one for NVIDIA GPUs with `aot-gpu`. The latter runs without autotuning: fusions and the
+    types that are multiplied are the same as on the device, but the library that multiplies may
+    differ.
+
+    Args:
+      f: any JAX function, such as one from `jqx.convert`. A jitted function is compiled as it is,
+        donation included; other functions are jitted first.
+      *args: its arguments, with any shapes and dtypes: arrays, QTensors, or `jax.ShapeDtypeStruct`
+        in their place. Their placement is ignored: one device holds them all. For a function that
+        is not jitted, leaves that are not arrays are static.
+      target: `"cpu"`, `"h200"`, `"tpu-v5e"`, `"tpu-v6e"` or `"tpu7x"`.
+
+    Returns:
+      A `Lowering`. For each contraction it has the types that are multiplied and those read from
+      memory, what runs it, whether codes were first copied to memory in wider types, whether it
+      left the matrix units, and how often it runs; and memory and estimated cycles in total.
+
+    Raises:
+      ValueError: if the target is unknown.
+      ImportError: if its compiler is not installed.
+      RuntimeError: if its compiler cannot be loaded.
+      Also the errors of `f` when it is traced, and of the compiler.
+
+    Gradient: none; nothing is computed. NaN and infinity: the same.
+    State: the devices of this process do not change. While a compiler is loaded, environment
+      variables that it needs are set if they are absent, and then removed: for TPUs
+      `TPU_SKIP_MDS_QUERY=1`, `TPU_WORKER_HOSTNAMES=localhost` and `ALLOW_MULTIPLE_LIBTPU_LOAD=1`,
+      for GPUs `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> w = jqx.QTensor.quantize(jnp.ones((256, 512)), jqx.QSpec(jnp.int8, jqx.per_axis(1)))
+      >>> x = jnp.ones((8, 256))
+      >>> (good,) = jqx.lowering(jqx.matmul, x, w).contractions
+      >>> good.dtypes, good.widened  # three int8 digits of x, on CPU
+      (('s8', 's8'), ())
+      >>> by_hand = lambda x, w: x @ (w.values.astype(jnp.float32) * w.scale)
+      >>> (bad,) = jqx.lowering(by_hand, x, w).contractions
+      >>> bad.dtypes, bad.widened
+      (('f32', 'f32'), ('f32[256,512] of w.scale and w.values',))
+    """
+    executable = compiled_for("lowering", target, f, args)
+    return read_executable(executable, target)
+
+
+_BYTES = ("argument", "output", "temp", "alias", "generated_code")
+
+
+def read_executable(executable: Any, target: str) -> Lowering:
+    """Reads the contractions and costs of a compiled function."""
+    text = executable.as_text()
+    program = Program.parse(text)
+    launched = kernels(program)
+    estimated = [kernel for kernel in launched if kernel.cycles is not None]
+    cycles = None
+    if estimated and all(kernel.times is not None for kernel in estimated):
+        cycles = sum((kernel.cycles or 0) * (kernel.times or 0) for kernel in estimated)
+    stats = executable.memory_analysis()
+    sizes = {name: getattr(stats, f"{name}_size_in_bytes", None) for name in _BYTES}
+    return Lowering(
+        target=target,
+        contractions=tuple(contractions_of(program, target_of("lowering", target).platform)),
+        memory={name: size for name, size in sizes.items() if size is not None},
+        cycles=cycles,
+        hlo=text,
+    )
+
+
+# One contraction of a compiled program: its operands, what runs it, what came before it.
+
+SCOPE = re.compile(r"jqx\[((?:\[[0-9]+:[0-9]+\]|.)*?)\](?=/|\)|$)")
+
+
+MULTIPLIES = re.compile(r"/multiplies_(\w+)/")
+"""Operands of jqx kernels, which the operands of the custom call do not show."""
+
+
+KINDS = {  # kinds of fusions, by their names in XLA
+    "__triton_gemm": "Triton fusion",
+    "__triton_nested_gemm_fusion": "Triton fusion",
+    "__cudnn$fusion": "cuDNN fusion",
+    "__ynn_fusion": "YNN fusion",
+    "__onednn_fusion": "oneDNN fusion",
+}
+
+
+SHARE = 8
+"""A scale stands for more codes than this: operands smaller by this factor are scales."""
+
+
+Fed = Mapping[int, Instruction]
+"""Operands of a kernel by index, as the parameters of its computation."""
+
+
+def contractions_of(program: Program, platform: str) -> list[Contraction]:
+    """Returns the contractions of a program for `"cpu"`, `"cuda"` or `"tpu"`, kernel by kernel."""
+    return [
+        _read(program, kernel, inner, platform)
+        for kernel in kernels(program)
+        for inner in program.contractions(kernel.instruction)
+    ]
+
+
+def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -> Contraction:
+    # The first operands of kernels are the matrix of each tile, or which tokens count.
+    start = program.leading(inner, "s32") if inner.opcode == "custom-call" else 0
+    operands = program.operands_of(inner, start)
+    if inner.opcode == "multiply":
+        operands = [_before_broadcast(program, operand) for operand in operands]
+    if inner is kernel.instruction:
+        fed: list[Fed] = [{index: operand} for index, operand in enumerate(operands, start)]
+    else:
+        fed = [program.feeding(kernel.instruction, operand) for operand in operands]
+    reads = tuple(
+        tuple(
+            dict.fromkeys(value.dtype for value in parameters.values() if _is_large(value, operand))
+        )
+        for parameters, operand in zip(fed, operands, strict=True)
+    )
+    op_name = program.name_of(kernel.instruction, inner)
+    site = re.search(SCOPE, op_name)
+    return Contraction(
+        site=site[1] if site else "",
+        op_name=op_name,
+        operands=tuple(_multiplied(operand, op_name) for operand in operands),
+        result=inner.type,
+        reads=reads,
+        runs=_runs(kernel.instruction, inner),
+        widened=tuple(dict.fromkeys(_widened(kernel, operands, fed))),
+        left=_left(kernel.instruction, inner, operands, reads, platform),
+        times=kernel.times,
+        cycles=kernel.cycles,
+        kernel=kernel.instruction.name,
+    )
+
+
+def _multiplied(operand: Instruction, op_name: str) -> str:
+    """Returns the type of an operand at its multiplication."""
+    match = MULTIPLIES.search(op_name)
+    return operand.type if match is None else f"{match[1]}{operand.type[len(operand.dtype) :]}"
+
+
+def _before_broadcast(program: Program, instruction: Instruction) -> Instruction:
+    """Returns the value that a broadcast repeats for a product of elements."""
+    named = program.named[program.home[instruction.line]]
+    while instruction.opcode in SHAPED and instruction.operands[0] in named:
+        instruction = named[instruction.operands[0]]
+    return instruction
+
+
+def _is_large(value: Instruction, operand: Instruction) -> bool:
+    return value.size * SHARE > operand.size
+
+
+def _widened(kernel: Kernel, operands: Sequence[Instruction], fed: Sequence[Fed]) -> Iterator[str]:
+    for operand, parameters in zip(operands, fed, strict=True):
+        for index in parameters:
+            value = kernel.reads[index]
+            if isinstance(value, list) or value.widened is None:
+                continue
+            copy = value.widened
+            if _is_large(copy, operand):
+                yield f"{copy.type} of {' and '.join(sorted(value.origins))}"
+
+
+def _runs(kernel: Instruction, inner: Instruction) -> str:
+    if inner.opcode == "custom-call":
+        return inner.target
+    if inner is kernel:
+        return inner.opcode
+    kind = kernel.attribute(r'"kind":"([^"]+)"') or kernel.attribute(r"kind=k(\w+)").lower()
+    named = KINDS.get(kind, kind if kind.startswith("_") else f"{kind} fusion")
+    return f"{named}, by elements" if inner.opcode == "multiply" else named
+
+
+def _left(
+    kernel: Instruction,
+    inner: Instruction,
+    operands: Sequence[Instruction],
+    reads: Sequence[Sequence[str]],
+    platform: str,
+) -> str:
+    if platform == "cpu" or inner.opcode == "custom-call":
+        return ""
+    if inner.opcode == "multiply":
+        return "elements are multiplied and summed"
+    if platform == "cuda" and kernel.attribute(r"kind=(kLoop|kInput)"):
+        return f"a loop multiplies {operands[0].dtype}"
+    widest = max((bits(dtype) for dtypes in reads for dtype in dtypes), default=32)
+    if operands[0].dtype == "f32" and widest < 32:
+        read = " x ".join("+".join(dtypes) for dtypes in reads)
+        return f"{read} is multiplied as f32"
+    return ""
+
+
+_KEYS = re.compile(r"\w+(?:\[[^\]]*\])*\['([^']*)'\]")
+"""The path of an argument, such as `args[0]['up']['kernel']`: tables show the last key."""
+
+
+def multiplied(c: Contraction) -> str:
+    """Returns the types that a contraction multiplies."""
+    return f"{' x '.join(c.operands)} -> {c.result}" if c.operands else c.result
+
+
+def remarks(c: Contraction) -> str:
+    """Returns the problems of a contraction."""
+    copies = [_KEYS.sub(r"\1", copy) for copy in c.widened]
+    return "; ".join([*(f"writes {copy} first" for copy in copies), *filter(None, [c.left])])
+
+
+# Compiles for a machine that need not be present.
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the compiler of a platform needs to know about a machine.
+
+    Attributes:
+      platform: `"cpu"`, `"cuda"` or `"tpu"`.
+      topology: JAX's name of its kind.
+      extra: the extra of jqx that installs the compiler.
+      modules: modules, one of which must be installed.
+      options: compiler options.
+      environment: environment variables that the compiler needs when it is loaded.
+    """
+
+    platform: str
+    topology: str = ""
+    extra: str = ""
+    modules: tuple[str, ...] = ()
+    options: dict[str, str | bool] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _tpu(topology: str) -> Target:
+    one_host = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    # Only one process can use a TPU, but several can use its compiler.
+    shared = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    return Target("tpu", topology, "aot-tpu", ("libtpu",), environment=one_host | shared)
+
+
+TARGETS = {
+    "cpu": Target("cpu"),
+    # The autotuner would run kernels.
+    "h200": Target(
+        "cuda",
+        "1x1x1",
+        "aot-gpu",
+        ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
+        options={"xla_gpu_autotune_level": "0"},
+        environment={"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
+    ),
+    "tpu-v5e": _tpu("v5e:2x2"),
+    "tpu-v6e": _tpu("v6e:2x2"),
+    "tpu7x": _tpu("tpu7x:2x2x1"),
+}
+
+
+def target_of(function: str, target: str) -> Target:
+    """Returns a target by name, after checking that its compiler is installed."""
+    if target not in TARGETS:
+        raise fail(
+            function,
+            f"`target` is unknown: {target!r}.",
+            fix=f"pass one of {', '.join(map(repr, TARGETS))}.",
+        )
+    machine = TARGETS[target]
+    if machine.modules and not any(map(_is_installed, machine.modules)):
+        raise fail(
+            function,
+            f"the compiler for {target!r} is not installed.",
+            given=f"no module {' or '.join(machine.modules)}",
+            fix=f'pip install "jqx[{machine.extra}]"; no accelerator is needed.',
+            error=ImportError,
+        )
+    return machine
+
+
+def sharding_on(function: str, target: str) -> jax.sharding.Sharding:
+    """Returns a sharding on one device of a target."""
+    target_of(function, target)
+    return jax.sharding.SingleDeviceSharding(_device(function, target))
+
+
+def compiled_for(function: str, target: str, f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Compiles `f` at `args` for one device of a target, and returns the executable."""
+    machine, sharding = target_of(function, target), sharding_on(function, target)
+    leaves, tree = jax.tree.flatten(args)
+    placed_leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if is_array(leaf) else leaf
+        for leaf in leaves
+    ]
+    if isinstance(f, jax.stages.Wrapped):
+        lowered = f.lower(*jax.tree.unflatten(tree, placed_leaves))
+    else:
+        jitted = jax.jit(with_static(f, leaves, tree), keep_unused=True)
+        lowered = jitted.lower(
+            *jax.tree.unflatten(tree, [x if is_array(x) else None for x in placed_leaves])
+        )
+    with compat.names_in_cache_key():
+        return lowered.compile(compiler_options=machine.options or None)
+
+
+def with_static(f: Callable[..., Any], leaves: list[Any], tree: Any) -> Callable[..., Any]:
+    """Returns `f` as a function of the arrays among its arguments; the other leaves are static."""
+
+    @functools.wraps(f)
+    def call(*dynamic: Any) -> Any:
+        arrays = iter(jax.tree.leaves(dynamic))
+        filled = [next(arrays) if is_array(leaf) else leaf for leaf in leaves]
+        return f(*jax.tree.unflatten(tree, filled))
+
+    return call
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@functools.cache
+def _device(function: str, target: str) -> Any:
+    """Returns the device to compile for."""
+    default = jax.devices()  # starts the backends of this process, before a compiler is loaded
+    machine = TARGETS[target]
+    if machine.platform == "cpu":
+        return default[0] if default[0].platform == "cpu" else jax.devices("cpu")[0]
+    try:
+        with _present(machine.environment):
+            if machine.platform == "tpu":
+                return compat.devices_of_topology("tpu", machine.topology)[0]
+            config = resources.files("jqx.diagnostics").joinpath(f"{target}.textproto").read_text()
+            return compat.devices_of_topology(
+                "cuda",
+                "",
+                plugin=next(filter(_is_installed, machine.modules)),
+                target_config=config,
+                topology=machine.topology,
+            )[0]
+    except (RuntimeError, NotImplementedError) as error:
+        raise fail(
+            function,
+            f"the compiler for {target!r} cannot be loaded.",
+            given=" ".join(str(error).split())[:200],
+            fix=f"install the release that fits jax {jax.__version__}: "
+            f'pip install "jqx[{machine.extra}]".',
+            error=RuntimeError,
+        ) from error
+
+
+@contextlib.contextmanager
+def _present(variables: dict[str, str]) -> Iterator[None]:
+    """Sets absent environment variables inside the context."""
+    absent = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(absent)
+    try:
+        yield
+    finally:
+        for name in absent:
+            os.environ.pop(name, None)

@@ -1,0 +1,578 @@
+"""Pictures of the effects of quantization: bars, boxes, a heat map, a histogram, a front."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from ..checks import check_instance
+from ..errors import fail
+from ..numerics.lookup import format_of
+from ..table import decibels, size
+from ..tensor.qtensor import QTensor
+from .canvas import SMALL, Rows, axes_for, check_some, height_of, tidy, titled
+from .compare import Comparison
+from .page import ACCENT, COLORS, OTHERS, cut, in_model_order, shortened
+from .report import Report, in_steps, limits_of, scheme_of, short_scheme
+from .search import Assignment, Error, bytes_of
+from .sensitivity import Sensitivities
+
+_WORST = 6
+"""Number of bars with their value next to them, if there is no room for all."""
+
+_MOST_BARS = 50
+"""Number of costs with separate bars."""
+
+
+def sqnr_bars(
+    found: Comparison | Report, *, title: str | None = None, ax: Axes | None = None
+) -> Figure:
+    """Draws the signal-to-noise ratio of each site of a comparison, or of each weight of a report.
+
+    Args:
+      found: from `compare`: bars of the error of each site alone, with a line for the error
+        accumulated up to it; or from `report`.
+      title: title of the picture; `None` names its contents and the format.
+      ax: axes to draw in; `None` makes a figure whose height grows with the bars, up to a limit.
+
+    Returns:
+      The figure: a bar for each row, the first at the top, in the order of the model. Colours show
+      formats. Exact results have hatched bars. Results that are not a number have no bar, and a
+      note. If there is no room for all names, layers and the worst rows are named.
+
+    Raises:
+      TypeError: if `found` is neither, or `ax` is not axes.
+      ValueError: if there are no rows.
+
+    Example:
+      >>> import jqx, jax
+      >>> from jqx.diagnostics import plots
+      >>> w = jax.random.normal(jax.random.key(0), (16, 16))
+      >>> found = jqx.compare(lambda w, x: x @ w, jqx.presets.w8a8_dynamic())(w, w)
+      >>> plots.sqnr_bars(found).axes[0].get_xlabel()
+      'SQNR, dB'
+    """
+    check_instance(
+        "diagnostics.plots.sqnr_bars", "found", found, (Comparison, Report), fix="pass either."
+    )
+    unsorted_rows = _bars_of(found)
+    check_some("diagnostics.plots.sqnr_bars", unsorted_rows)
+    rows = [unsorted_rows[i] for i in in_model_order([row.name for row in unsorted_rows])]
+    values = [row.value for row in rows]
+    schemes = [row.scheme for row in rows]
+
+    height = height_of(len(rows))
+    figure, axis = axes_for("diagnostics.plots.sqnr_bars", ax, 8, height + 1.3)
+    labels = Rows(axis, [row.name for row in rows], None if ax else 72 * height / len(rows))
+    formats = sorted(set(schemes), key=lambda scheme: (-schemes.count(scheme), scheme))
+    colors = {scheme: COLORS[i] if i < len(COLORS) else OTHERS for i, scheme in enumerate(formats)}
+    drawn = _drawn(values)
+    fills = [colors[x] for x in schemes]
+    bars = axis.barh(range(len(rows)), drawn, color=fills, height=labels.thick, **labels.edges)
+    for bar, value in zip(bars, values, strict=True):
+        bar.set_hatch("////" if value == math.inf else "")
+        bar.set_edgecolor("white" if value == math.inf else "none")
+    handles: list[Any] = _schemes(formats, schemes, colors) if len(formats) > 1 else []
+    if isinstance(found, Comparison):
+        handles = handles or [Patch(color=COLORS[0], label="this site alone")]
+        gathered = _drawn([row.gathered for row in rows])
+        handles += axis.plot(
+            gathered,
+            range(len(rows)),
+            "-o",
+            color="black",
+            markersize=max(1.0, min(3.5, 0.3 * labels.points)),
+            lw=0.8,
+            label="with all before it",
+        )
+    if any(value == math.inf for value in values):
+        handles.append(Patch(facecolor=OTHERS, edgecolor="white", hatch="////", label="exact"))
+    _values(axis, labels, values)
+    tidy(axis)
+    axis.set_xlabel("SQNR, dB", fontsize=SMALL)
+    noun = "site" if isinstance(found, Comparison) else "weight"
+    plural = f"{len(rows)} {noun}s" if len(rows) > 1 else f"one {noun}"
+    suffix = f", {formats[0]}" if len(formats) == 1 and formats[0] else ""
+    titled(axis, f"SQNR of {plural}{suffix}" if title is None else title, handles)
+    return figure
+
+
+def sensitivity_bars(
+    found: Sensitivities, *, title: str | None = None, ax: Axes | None = None
+) -> Figure:
+    """Draws the cost of quantizing each weight, the worst at the top.
+
+    Args:
+      found: from `sensitivity`.
+      title: title of the picture; `None` names the estimate.
+      ax: axes to draw in; `None` makes a figure whose height grows with the bars.
+
+    Returns:
+      The figure: a bar for each of the worst 50, with its share of all costs. The share of all
+      others together has no bar, which would make the others short.
+
+    Raises:
+      TypeError: if `found` is not a result of `sensitivity`, or `ax` is not axes.
+      ValueError: if there are no rows.
+
+    Example:
+      >>> import jqx, jax
+      >>> from jqx.diagnostics import plots, sensitivity
+      >>> w, f = jax.random.normal(jax.random.key(0), (16, 16)), lambda w, x: x @ w
+      >>> found = sensitivity(f, jqx.presets.w8a16(), estimate="weight_error")(w, w)
+      >>> plots.sensitivity_bars(found).axes[0].get_title(loc="left")
+      'cost of quantizing each weight (weight_error)'
+    """
+    fix = "pass the result of diagnostics.sensitivity."
+    check_instance("diagnostics.plots.sensitivity_bars", "found", found, Sensitivities, fix=fix)
+    check_some("diagnostics.plots.sensitivity_bars", found.ranked)
+    ranked = found.ranked[:_MOST_BARS] if len(found.ranked) > _MOST_BARS + 1 else found.ranked
+    others = found.ranked[len(ranked) :]
+    names, shared = shortened([row.name for row in ranked])
+    costs = [row.cost for row in ranked]
+    if others:
+        names.append(f"{len(others)} others, together")
+        costs.append(sum(row.cost for row in others))
+    height = height_of(len(names))
+    figure, axis = axes_for("diagnostics.plots.sensitivity_bars", ax, 8, height + 1.1)
+    labels = Rows(axis, names, None if ax else 72 * height / len(names), grouped=False)
+    axis.barh(range(len(ranked)), costs[: len(ranked)], height=labels.thick, **labels.edges)
+    total = sum(row.cost for row in found.ranked if row.cost > 0) or 1.0
+    for row, cost in enumerate(costs if labels.each else costs[:1]):
+        _at_right(axis, row, f"{100 * cost / total:.1f} %", labels.size)
+    if shared:
+        axis.set_ylabel(shared, fontsize=SMALL, color="#6a6a6a")
+    tidy(axis)
+    axis.set_xlabel("cost, in units of the metric; at the right the share of all", fontsize=SMALL)
+    text = f"cost of quantizing each weight ({found.estimate})"
+    if found.everything is not None:
+        text += f"; all of them: {found.everything:.3g}"
+    titled(axis, text if title is None else title)
+    return figure
+
+
+class _Bar(NamedTuple):
+    """A bar: its name, its length, the format, and the position of the line."""
+
+    name: str
+    value: float
+    scheme: str
+    gathered: float
+
+
+def _bars_of(errors: Comparison | Report) -> list[_Bar]:
+    """Returns the bars of a comparison, or of a report, which has no line."""
+    if isinstance(errors, Comparison):
+        return [_Bar(x.name, x.local_sqnr, short_scheme(x.scheme), x.sqnr) for x in errors.sites]
+    return [_Bar(x.path, x.sqnr, short_scheme(x.scheme), math.nan) for x in errors.weights]
+
+
+def _schemes(formats: Sequence[str], schemes: Sequence[str], colors: dict[str, str]) -> list[Any]:
+    """Returns the legend of formats."""
+    listed = formats if len(formats) <= len(COLORS) + 1 else formats[: len(COLORS)]
+    handles = [Patch(color=colors[x], label=f"{x} ({schemes.count(x)})") for x in listed]
+    if unlisted := len(formats) - len(listed):
+        count = sum(scheme not in listed for scheme in schemes)
+        handles.append(Patch(color=OTHERS, label=f"{unlisted} other formats ({count})"))
+    return handles
+
+
+def _values(axis: Axes, labels: Rows, values: Sequence[float]) -> None:
+    """Writes values at the right of the rows: all if there is room, otherwise the worst with their
+    names.
+    """
+    positions: Sequence[int] = range(len(values))
+    if not labels.each:
+        ranked = sorted(positions, key=lambda i: (not math.isnan(values[i]), values[i]))
+        positions = [i for i in ranked if values[i] != math.inf][:_WORST]
+    taken: list[int] = []
+    for row in positions:
+        if any(abs(row - labelled_row) * labels.points < labels.size for labelled_row in taken):
+            continue
+        taken.append(row)
+        text = "not a number" if math.isnan(values[row]) else decibels(values[row])
+        if labels.each:
+            _at_right(axis, row, text, labels.size)
+        else:
+            _at_right(axis, row, f"{text}  {cut(labels.within(row), 26)}", 6.5, ACCENT)
+
+
+def _at_right(axis: Axes, row: float, text: str, size: float, color: str = "#404040") -> None:
+    axis.annotate(
+        text,
+        (1.0, row),
+        xycoords=axis.get_yaxis_transform(),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=size,
+        color=color,
+        annotation_clip=False,
+    )
+
+
+def _drawn(values: Sequence[float]) -> np.ndarray:
+    """Returns values to draw: infinite values, of exact results, become the largest other value, or
+    one if there is none; no signal becomes the smallest value.
+    """
+    array = np.array(values, float)
+    finite = array[np.isfinite(array)]
+    exact = finite.max(initial=0.0) or 1.0
+    return np.where(
+        array == np.inf, exact, np.where(array == -np.inf, finite.min(initial=0), array)
+    )
+
+
+# Box plots of the magnitudes in each tensor.
+
+
+def ranges(
+    arrays: Mapping[str, Any], *, title: str | None = None, ax: Axes | None = None
+) -> Figure:
+    """Draws the distribution of several arrays, one below the other.
+
+    Args:
+      arrays: arrays by name, such as weights by path; QTensors are dequantized. Each is read when
+        it is drawn.
+      title: title of the picture; `None` names its contents.
+      ax: axes to draw in; `None` makes a figure whose height grows with the arrays, up to a limit.
+
+    Returns:
+      The figure, with a box for each array, the first at the top: quartiles, whiskers from the 1st
+      to the 99th percentile, and the smallest and largest value as points. An outlier is a point
+      far from its whisker. Only finite values count; the name shows how many are not.
+
+    Raises:
+      TypeError: if `ax` is not axes.
+      ValueError: if there are no arrays.
+
+    Example:
+      >>> import jax
+      >>> from jqx.diagnostics import plots
+      >>> w = jax.random.normal(jax.random.key(0), (64, 64))
+      >>> [x.get_text() for x in plots.ranges({"a": w, "b": 2 * w}).axes[0].get_yticklabels()]
+      ['a', 'b']
+    """
+    check_some("diagnostics.plots.ranges", arrays)
+    names = list(arrays)
+    names = [names[i] for i in in_model_order(names)]
+    labels, boxes = [], []
+    for name in names:
+        x = arrays[name]
+        values = np.asarray(x.dequantize() if isinstance(x, QTensor) else x, np.float32).ravel()
+        finite = values[np.isfinite(values)]
+        left_out = values.size - finite.size
+        labels.append(f"{name} ({left_out:,} not finite)" if left_out else name)
+        boxes.append(
+            np.percentile(finite, [0, 1, 25, 50, 75, 99, 100]) if finite.size else [np.nan] * 7
+        )
+    height = height_of(len(names))
+    figure, axis = axes_for("diagnostics.plots.ranges", ax, 8, height + 1.3)
+    rows = Rows(axis, labels, None if ax else 72 * height / len(names))
+    low, percentile_1, q1, median, q3, percentile_99, high = np.array(boxes, float).T
+    positions = np.arange(len(names))
+    thick = min(1.4, 0.12 * rows.points)
+    whiskers = axis.hlines(
+        positions,
+        percentile_1,
+        percentile_99,
+        color="#505050",
+        lw=thick,
+        label="1st to 99th percentile",
+    )
+    box = axis.barh(
+        positions, q3 - q1, left=q1, height=0.62, color=COLORS[4], label="middle half (quartiles)"
+    )
+    (middle,) = axis.plot(
+        median,
+        positions,
+        "|",
+        color="black",
+        markersize=min(7.0, 0.6 * rows.points),
+        mew=1.2,
+        label="median",
+    )
+    size = max(1.5, min(4.0, 0.35 * rows.points))
+    points = axis.plot(
+        np.concatenate([low, high]),
+        np.concatenate([positions, positions]),
+        "o",
+        color=ACCENT,
+        markersize=size,
+        mew=0,
+        label="smallest and largest",
+    )
+    tidy(axis)
+    axis.set_xlabel("value", fontsize=SMALL)
+    count = f"{len(names)} weights" if len(names) > 1 else "one weight"
+    handles = [box, whiskers, middle, *points]
+    titled(axis, f"range of {count}" if title is None else title, handles)
+    return figure
+
+
+# The best assignments of a search: error against bytes.
+
+_DENSE, _SPARSE = (1, 1.5, 2, 3, 4, 6, 8), (1, 2, 5)
+"""Ticks of a decade, where the axis has less than a decade, and more."""
+
+
+def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None) -> Figure:
+    """Draws the best assignments of `search`, and one scheme on all weights for comparison.
+
+    Args:
+      found: from `search`.
+      title: title of the picture; `None` names its contents.
+      ax: axes to draw in; `None` makes a figure.
+
+    Returns:
+      The figure of the metric against bytes, both logarithmic: the front (predicted), the
+      assignment, the budget, and each candidate on all weights (measured). Numbers below the axis
+      are bytes and bits per weight, both with scales.
+
+    Raises:
+      TypeError: if `found` is not a result of `search`, or `ax` is not axes.
+
+    Example:
+      >>> import jqx, jax
+      >>> from jqx.diagnostics import Bytes, plots, search
+      >>> w, f = jax.random.normal(jax.random.key(0), (16, 16)), lambda w, x: x @ w
+      >>> ways = {f"int{n}": jqx.presets.w8a16(weight={"qtype": f"int{n}"}) for n in (8, 4)}
+      >>> plots.front(search(f, ways["int8"], ways, Bytes(400))(w, w)).axes[0].get_xlabel()
+      'bytes of the weights, and bits a weight, with scales'
+    """
+    check_instance(
+        "diagnostics.plots.front", "found", found, Assignment, fix="pass the result of search."
+    )
+    figure, axis = axes_for("diagnostics.plots.front", ax, 7, 4.4)
+    points = [point for point in found.front if point.error > 0]
+    handles = axis.plot(
+        [p.bytes for p in points],
+        [p.error for p in points],
+        "-",
+        color=COLORS[0],
+        label="best mixtures, predicted",
+    )
+    handles += axis.plot(
+        [found.bytes],
+        [found.measured],
+        "o",
+        color=ACCENT,
+        markersize=8,
+        label="the one found, measured",
+    )
+    if isinstance(found.budget, Error):
+        handles.append(axis.axhline(found.budget.limit, color=ACCENT, lw=1, ls="--"))
+    elif found.budget is not None:
+        budget_bytes = bytes_of(found.budget, 8 * found.bytes / found.bits)
+        handles.append(axis.axvline(budget_bytes, color=ACCENT, lw=1, ls="--"))
+    if found.budget is not None:
+        handles[-1].set_label("the budget")
+    label = "one scheme for all, measured"
+    for name, (count, error) in found.uniform.items():
+        mark = axis.plot([count], [error], "x", color="black", mew=1.6, label=label)
+        handles += mark if label else []
+        label = ""
+        axis.annotate(
+            name, (count, error), xytext=(5, 5), textcoords="offset points", fontsize=SMALL
+        )
+    axis.set(xscale="log", yscale="log")
+    axis.margins(0.07, 0.09)
+    _label_sizes(axis, found.bits / found.bytes)
+    axis.set_xlabel("bytes of the weights, and bits a weight, with scales", fontsize=SMALL)
+    axis.set_ylabel("metric", fontsize=SMALL)
+    tidy(axis, "both")
+    axis.tick_params(which="both", labelsize=SMALL)
+    titled(axis, "error against bytes" if title is None else title, handles)
+    return figure
+
+
+def _label_sizes(axis: Axes, bits: float) -> None:
+    """Labels the axis of bytes with units, and with bits per weight: `bits` for each byte."""
+    low, high = axis.get_xlim()
+    decade = _DENSE if high < 10 * low else _SPARSE
+    axis.xaxis.set_major_locator(LogLocator(subs=decade, numticks=50))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{size(x)}\n{x * bits:.2g}"))
+
+
+# A heat map: the error of each site under several schemes.
+
+_CELL = 0.8
+"""Width of a column in inches."""
+
+_NUMBER = 25.0
+"""Font size of a number in points."""
+
+
+def heat_map(
+    found: Mapping[str, Comparison], *, title: str | None = None, ax: Axes | None = None
+) -> Figure:
+    """Draws the error of each site alone under several schemes.
+
+    Args:
+      found: comparisons of one function, by the name of the scheme.
+      title: title of the picture; `None` names its contents.
+      ax: axes to draw in; `None` makes a figure whose size grows with the sites and schemes, up to
+        a limit.
+
+    Returns:
+      The figure: a row for each site, the first at the top, and a column for each scheme; dark is
+      bad. Cells show their number if it fits, and `exact` if there is no error. They are hatched if
+      a site never ran, or a result is not a number.
+
+    Raises:
+      TypeError: if `ax` is not axes.
+      ValueError: if there are no comparisons, or they have different sites.
+
+    Example:
+      >>> import jqx, jax
+      >>> from jqx.diagnostics import plots
+      >>> w, f = jax.random.normal(jax.random.key(0), (16, 16)), lambda w, x: x @ w
+      >>> ways = {"w8a16": jqx.presets.w8a16(), "w4a16": jqx.presets.w4a16(block=8)}
+      >>> found = {name: jqx.compare(f, policy)(w, w) for name, policy in ways.items()}
+      >>> [label.get_text() for label in plots.heat_map(found).axes[0].get_xticklabels()]
+      ['w8a16', 'w4a16']
+    """
+    check_some("diagnostics.plots.heat_map", found)
+    names = [[row.name for row in comparison.sites] for comparison in found.values()]
+    if not all(sites == names[0] for sites in names):
+        raise fail(
+            "diagnostics.plots.heat_map",
+            f"the comparisons have different sites, {', '.join(str(len(x)) for x in names)}.",
+            fix="compare one function under policies that quantize the same contractions.",
+        )
+    check_some("diagnostics.plots.heat_map", names[0])
+    order = in_model_order(names[0])
+    values = np.array([[c.sites[i].local_sqnr for c in found.values()] for i in order], float)
+    finite = values[np.isfinite(values)]
+    ends = (finite.min(initial=np.inf), finite.max(initial=-np.inf)) if finite.size else (0, 1)
+    drawn = np.clip(values, *ends)
+
+    height, width = height_of(len(order)), max(2.0, min(_CELL * len(found), 12))
+    figure, axis = axes_for("diagnostics.plots.heat_map", ax, width + 3.6, height + 1.0)
+    axis.set_facecolor("#d8d8d8")
+    image = axis.imshow(np.ma.masked_invalid(drawn), aspect="auto", cmap="viridis")
+    rows = Rows(axis, [names[0][i] for i in order], None if ax else 72 * height / len(order))
+    across = 72 * (axis.bbox.width / axis.figure.dpi if ax else width) / len(found)
+    if rows.each and across >= _NUMBER:
+        _numbers(axis, values, drawn, ends, min(SMALL, rows.size))
+    for i, j in np.argwhere(np.isnan(values)):
+        cell = Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="////", lw=0)
+        axis.add_patch(cell)
+    longest = max(map(len, map(str, found))) * 0.6 * SMALL
+    slanted = longest > across
+    axis.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, labelsize=SMALL)
+    axis.set_xticks(range(len(found)), list(found))
+    if slanted:
+        for label in axis.get_xticklabels():
+            label.set(rotation=40, ha="left", rotation_mode="anchor")
+    axis.tick_params(axis="both", length=0)
+    axis.spines[:].set_visible(False)
+    axis.set_ylim(len(order) - 0.5, -0.5)
+    bar = figure.colorbar(image, ax=axis, shrink=min(1.0, 4.0 / height), anchor=(0, 1), pad=0.02)
+    bar.set_label("SQNR, dB", fontsize=SMALL)
+    bar.ax.tick_params(labelsize=SMALL)
+    bar.outline.set_visible(False)  # pyright: ignore
+    lift = 0.65 * longest + SMALL if slanted else 2 * SMALL
+    never = Patch(facecolor="#d8d8d8", hatch="////", label="never ran, or not a number")
+    handles = [never] if np.isnan(values).any() else []
+    titled(axis, "SQNR of each site alone, dB" if title is None else title, handles, lift)
+    return figure
+
+
+def _numbers(
+    axis: Axes, values: np.ndarray, drawn: np.ndarray, ends: tuple[float, float], size: float
+) -> None:
+    """Writes numbers into cells: light on dark, dark on light."""
+    for (i, j), value in np.ndenumerate(values):
+        bright = (drawn[i, j] - ends[0]) / ((ends[1] - ends[0]) or 1.0)
+        if np.isnan(value):
+            continue
+        color = "black" if bright > 0.55 else "white"
+        axis.text(j, i, decibels(value), ha="center", va="center", color=color, fontsize=size)
+
+
+# A histogram of the values of a weight on its quantization grid.
+
+_MOST_VALUES = 200_000
+"""Maximum number of values of an array that are drawn."""
+
+
+def histogram(
+    x: Any, q: QTensor, *, title: str | None = None, bins: int = 160, ax: Axes | None = None
+) -> Figure:
+    """Draws the distribution of the values of a weight on its quantization grid.
+
+    Args:
+      x: the float array.
+      q: the quantized array.
+      title: title of the picture; `None` names the format.
+      bins: bins of the histogram.
+      ax: axes to draw in; `None` makes a figure.
+
+    Returns:
+      The figure: the distribution of `x / scale` (+ zero point), with each value in units of the
+      scale of its group; the codes in use as lines; and the limits of the format if values reach
+      them. Values are clipped as `report` counts them: half a step beyond the limits, or more.
+
+    Raises:
+      TypeError: if `q` is not a QTensor, or `ax` is not axes.
+      ValueError: if the shapes differ.
+
+    Example:
+      >>> import jqx, jax
+      >>> from jqx.diagnostics import plots
+      >>> x = jax.random.normal(jax.random.key(0), (64, 64))
+      >>> q = jqx.QTensor.quantize(x, jqx.QSpec("int4", jqx.per_axis(1)))
+      >>> plots.histogram(x, q).axes[0].get_title(loc="left")
+      'int4 per_axis(1)'
+    """
+    check_instance(
+        "diagnostics.plots.histogram", "q", q, QTensor, fix="pass QTensor.quantize(x, spec)."
+    )
+    if np.shape(x) != q.shape:
+        raise fail(
+            "diagnostics.plots.histogram",
+            f"`x` and `q` have different shapes: {np.shape(x)} and {q.shape}.",
+            fix="pass the array that q was made from.",
+        )
+    values = _some(in_steps(jnp.asarray(x), q))
+    grid = np.unique(_some(in_steps(q.dequantize(), q)).round(4))
+    form = format_of(q.qtype)
+    figure, axis = axes_for("diagnostics.plots.histogram", ax, 8, 3.6)
+    axis.hist(values, bins=bins, color=COLORS[4])
+    count = "values" if values.size == q.size else f"{values.size:,} of {q.size:,} values"
+    handles: list[Any] = [Patch(color=COLORS[4], label=count)]
+    listed = len(grid) <= 64
+    codes = [axis.axvline(x, color="black", lw=0.6, alpha=0.6) for x in (grid if listed else [])]
+    if codes:
+        codes[0].set_label(f"the {len(grid)} codes in use")
+        handles.append(codes[0])
+    ends = [x for x in (form.low, form.high) if values.min(initial=0) <= x <= values.max(initial=0)]
+    lines = [axis.axvline(x, color=ACCENT, lw=1.2, ls="--") for x in ends]
+    if lines:
+        low, high = limits_of(form)
+        clipped = 100 * float(np.mean((values < low) | (values > high)))
+        share = f"{clipped:.2g} % of values are" if clipped else "no value is"
+        lines[0].set_label(f"ends of {form.name}: {share} clipped")
+        handles.append(lines[0])
+    codes_in_use = "" if listed else f"; {len(grid)} codes are in use"
+    axis.set_xlabel(f"weight / scale{codes_in_use}", fontsize=SMALL)
+    axis.set_ylabel("values", fontsize=SMALL)
+    tidy(axis, "y")
+    axis.tick_params(labelsize=SMALL)
+    titled(axis, short_scheme(scheme_of(q)) if title is None else title, handles)
+    return figure
+
+
+def _some(x: Any) -> np.ndarray:
+    """Returns finite values of an array, evenly spread, at most as many as are drawn."""
+    values = np.asarray(x, np.float32).ravel()
+    values = values[:: max(1, -(-values.size // _MOST_VALUES))]
+    return values[np.isfinite(values)]

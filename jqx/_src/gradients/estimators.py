@@ -1,0 +1,584 @@
+"""The gradient estimators of jqx, each with its formula and its source."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..checks import as_like, as_real, check_instance, check_integer, normalize_axes
+from ..errors import fail
+from ..fields import added
+from ..numerics.exact import compute_dtype, divide
+from .estimator import grid, rounding_error
+
+# The straight-through estimator, with the clip mask (`ste`) and without (`ste_unclipped`).
+#
+#                   ste                                          ste_unclipped
+#     dx    =       cotangent where low <= x <= high, else 0     cotangent
+#     dlow  =       cotangent where x < low,          else 0     0
+#     dhigh =       cotangent where x > high,         else 0     0
+#
+# The first is the derivative of `clamp(x, low, high)`, that is, of the quantizer without its
+# rounding. The second is the derivative of the identity.
+#
+# Source: Bengio, Leonard, Courville, "Estimating or Propagating Gradients Through Stochastic
+# Neurons for Conditional Computation", arXiv:1308.3432; the clip mask is from Hubara et al.,
+# "Binarized Neural Networks", NeurIPS 2016.
+
+
+# A limit computed from the extreme of the data can be on either side of it, by one rounding error.
+# The gradient of the extreme must not depend on the side, so this fraction of the range outside of
+# the limits still counts as inside.
+_SLACK = 2.0**-20
+
+
+@dataclasses.dataclass(frozen=True)
+class StraightThrough:
+    """Passes the cotangent to `x` inside the range, and to the limit that clips `x` outside."""
+
+    def bwd(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
+        below, above = _outside(x, low, high)
+        zero = jnp.zeros_like(cotangent)
+        dx = jnp.where(below | above | jnp.isnan(x), zero, cotangent)
+        return dx, jnp.where(below, cotangent, zero), jnp.where(above, cotangent, zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class StraightThroughUnclipped:
+    """Passes the cotangent to `x`, inside the range and outside; the limits get none."""
+
+    def bwd(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
+        zero = jnp.zeros_like(cotangent)
+        return jnp.where(jnp.isnan(x), zero, cotangent), zero, zero
+
+
+ste: StraightThrough = StraightThrough()
+ste_unclipped: StraightThroughUnclipped = StraightThroughUnclipped()
+
+
+@jax.custom_jvp
+def straight_through(value: jax.Array, through: jax.Array) -> jax.Array:
+    """Returns `value`, with the derivative of `through`.
+
+    Args:
+      value: array of any shape and dtype; no gradient passes through it.
+      through: array of the same shape and dtype.
+
+    Gradient: `through` gets the cotangent.
+    NaN and infinities: those of `value` are kept.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jqx.gradients import straight_through
+      >>> f = lambda x: straight_through(jnp.round(x), x)
+      >>> f(1.7), jax.grad(f)(1.7)
+      (Array(2., dtype=float32, weak_type=True), Array(1., dtype=float32, weak_type=True))
+    """
+    return value
+
+
+@straight_through.defjvp
+def _tangent(primals, tangents):
+    return straight_through(*primals), tangents[1]
+
+
+def clamp(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns `x` clamped to `[low, high]`, with the derivative of `ste`."""
+    below, above = _outside(x, low, high)
+    inside = jnp.where(jnp.isnan(x), jax.lax.stop_gradient(x), x)
+    through = jnp.where(below, low, jnp.where(above, high, inside))
+    return straight_through(jnp.clip(x, low, high), through)
+
+
+def _outside(x: jax.Array, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns where `x` is below and where it is above the range."""
+    share = jnp.asarray(_SLACK, x.dtype)
+    slack = high * share - low * share  # finite for any finite range
+    slack = jnp.where(jnp.isfinite(slack), slack, jnp.zeros_like(slack))
+    return x < low - slack, x > high + slack
+
+
+# Learned step size quantization (LSQ): a gradient of the scale that includes the rounding error.
+#
+#     v_bar = round(clip(v / s, -Q_N, Q_P)),   v_hat = v_bar * s
+#     d v_hat / d v = 1 where -Q_N <= v / s <= Q_P, else 0
+#     d v_hat / d s = round(v / s) - v / s there, -Q_N below, Q_P above
+#     g = 1 / sqrt(N * Q_P) multiplies the gradient of s; N elements share s
+#
+# In real bounds, `low = -Q_N * s` and `high = Q_P * s`, with `e = round(v / s) - v / s`:
+#
+#     d v_hat / d low = -e / (levels - 1),   d v_hat / d high = e / (levels - 1)   inside
+#     and 1 for the bound that clips outside; the chain rule `-Q_N * dlow + Q_P * dhigh` gives ds.
+#
+# `Q_P` is read from the bounds, and is at least 1. Rounding is to nearest, whatever the round mode
+# of the quantizer. The paper has an open interval inside, its pseudo-code a closed one as here.
+#
+# Source: Esser et al., "Learned Step Size Quantization", ICLR 2020, arXiv:1902.08153.
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedStep:
+    """Passes the rounding error to the limits, in addition to the cotangent of clipped elements.
+
+    Attributes:
+      gradient_scale: whether `g` multiplies the gradients of the limits.
+      elements: the number `N` in `g`. `None` counts the elements of `x` that share a range. Pass it
+        where a call sees only a part of the batch: micro-batches, steps of a scan, `jax.vmap` over
+        examples, or one device of a `jax.shard_map`. Otherwise the gradients of the parts do not
+        add up to that of the batch.
+    """
+
+    gradient_scale: bool = True
+    elements: int | None = added(None)
+    uniform_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_instance(
+            type(self).__name__,
+            "gradient_scale",
+            self.gradient_scale,
+            bool,
+            fix="pass gradient_scale=True or gradient_scale=False.",
+        )
+        if self.elements is None:
+            return
+        number = check_integer(type(self).__name__, "elements", self.elements)
+        object.__setattr__(self, "elements", number)
+        if not self.elements >= 1:
+            raise fail(
+                type(self).__name__,
+                "`elements` must be 1 or more.",
+                given=f"elements == {self.elements}",
+                fix="pass the number of elements of the whole batch that share a scale, or None.",
+            )
+        if not self.gradient_scale:
+            raise fail(
+                type(self).__name__,
+                "`elements` has no effect with gradient_scale=False.",
+                fix="leave out elements, or gradient_scale=False.",
+            )
+
+    def bwd(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
+        dx, dlow, dhigh = ste.bwd(x, low, high, levels, cotangent)
+        share = dx * rounding_error(x, low, high, levels) / (levels - 1)
+        dlow, dhigh = dlow - share, dhigh + share
+        if self.gradient_scale:
+            n = self.elements or max(x.size // max(low.size, 1), 1)
+            g = jax.lax.rsqrt(float(n) * jnp.maximum(self.largest_code(low, high, levels), 1))
+            dlow, dhigh = g * dlow, g * dhigh
+        return dx, dlow, dhigh
+
+    def largest_code(self, low: jax.Array, high: jax.Array, levels: int) -> jax.Array:
+        """Returns `Q_P`: the number of steps from zero to `high`."""
+        _, step = grid(low, high, levels)
+        return high / step
+
+
+lsq: LearnedStep = LearnedStep()
+
+
+# LSQ+: a learned step and a learned real offset.
+#
+#     x_bar = round(clip((x - beta) / s, n, p)),   x_hat = x_bar * s + beta
+#     d x_hat / d s    = round(v) - v inside, with v = (x - beta) / s; n below, p above
+#     d x_hat / d beta = 0 inside, 1 outside
+#
+# With the bounds `low = n * s + beta` and `high = p * s + beta`, both free, this is the rule of
+# LSQ, `-e / (levels - 1)` and `e / (levels - 1)` inside and 1 for the bound that clips outside: the
+# chain rule gives `ds = n * dlow + p * dhigh` and `dbeta = dlow + dhigh`, which are those above.
+#
+# Only the gradient scale `g = 1 / sqrt(N * p)` differs: an offset moves the bounds and not the
+# codes, so `p` is not computed from the bounds. It is that of signed codes, `levels // 2 - 1` (at
+# least 1). Learn the bounds as limits of `fake_quantize`, or learn a scale with a fixed zero point.
+#
+# Source: Bhalgat et al., "LSQ+: Improving low-bit quantization through learnable offsets and better
+# initialization", CVPR Workshops 2020, arXiv:2004.09576; `g` is that of LSQ.
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedStepAndOffset(LearnedStep):
+    """`LearnedStep` for two independent limits: only the gradient scale differs."""
+
+    def largest_code(self, low: jax.Array, high: jax.Array, levels: int) -> jax.Array:
+        """Returns `p`, the largest signed code."""
+        return jnp.full_like(low, levels // 2 - 1)
+
+
+lsq_plus: LearnedStepAndOffset = LearnedStepAndOffset()
+
+
+# Parameterized clipping activation (PACT): a learned upper limit.
+#
+#     y = 0.5 * (|x| - |x - alpha| + alpha), which is clip(x, 0, alpha), then rounded
+#     d y / d alpha = 1 where x >= alpha, else 0
+#     d y / d x     = 1 where 0 <= x < alpha, else 0
+#
+# Here `alpha` is `high` and 0 is `low`, which is not learned and gets no gradient.
+#
+# Source: Choi et al., "PACT: Parameterized Clipping Activation for Quantized Neural Networks",
+# 2018, arXiv:1805.06085.
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterizedClipping:
+    """Passes the cotangent to `x` inside the range, and to `high` at and above it."""
+
+    def bwd(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
+        zero = jnp.zeros_like(cotangent)
+        dx = jnp.where((low <= x) & (x < high), cotangent, zero)
+        return dx, zero, jnp.where(x >= high, cotangent, zero)
+
+
+pact: ParameterizedClipping = ParameterizedClipping()
+
+
+# DoReFa-Net: a fixed range, and a map of weights into it.
+#
+#     quantize_k(r_i) = round((2^k - 1) * r_i) / (2^k - 1) for r_i in [0, 1]
+#     backward: d r_o = d r_i
+#     f_w^k(w) = 2 * quantize_k(tanh(w) / (2 * max|tanh(w)|) + 1/2) - 1
+#
+# The second is `fake_quantize(dorefa_weights(w), -1, 1, -1, 1, levels=2**k, gradient=dorefa)`.
+#
+# Source: Zhou et al., "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks with Low
+# Bitwidth Gradients", 2016, arXiv:1606.06160.
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedRange:
+    """Passes the cotangent to `x` inside the range. The limits are fixed and get none."""
+
+    def bwd(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
+        dx, dlow, dhigh = ste.bwd(x, low, high, levels, cotangent)
+        return dx, jnp.zeros_like(dlow), jnp.zeros_like(dhigh)
+
+
+dorefa: FixedRange = FixedRange()
+
+
+def dorefa_weights(w: ArrayLike) -> jax.Array:
+    """Returns `tanh(w) / max|tanh(w)|`, in `[-1, 1]`; zeros if all of `w` is zero.
+
+    Args:
+      w: weights, any shape; float16, bfloat16, float32 or float64.
+
+    Returns:
+      Array of the shape and dtype of `w`.
+
+    Raises:
+      TypeError: `w` is not floating point.
+
+    Gradient: JAX differentiates it, including the maximum.
+    NaN and infinities: one NaN makes all elements NaN; infinities give -1 and 1.
+    Source: DoReFa-Net, equation 9.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.gradients.dorefa_weights(jnp.array([-1.0, 0.0, 1.0]))
+      Array([-1.,  0.,  1.], dtype=float32)
+    """
+    t = jnp.tanh(as_real("gradients.dorefa_weights", "w", w))
+    largest = jnp.max(jnp.abs(t), initial=0)
+    return t / jnp.where(largest == 0, jnp.ones_like(largest), largest)
+
+
+# Element-wise gradient scaling (EWGS): a gradient scaled by the rounding error.
+#
+#     x_n = (clip(x, l, u) - l) / (u - l),   x_q = round((levels - 1) * x_n) / (levels - 1)
+#     G_xn = G_xq * (1 + delta * sign(G_xq) * (x_n - x_q))
+#
+# Let `y = l + (u - l) * x_q`, let `g` be the cotangent of y and `h` the same scaled as above.
+# Inside the range, the chain rule gives
+#
+#     dx = h,   dl = g * (1 - x_q) - h * (1 - x_n),   du = g * x_q - h * x_n
+#
+# and `delta = 0` gives LSQ without its gradient scale. Outside the range, the rule is that of
+# `ste`. The paper derives delta from the Hessian; here it is fixed, as in the authors' code by
+# default.
+#
+# Source: Lee, Kim, Ham, "Network Quantization with Element-wise Gradient Scaling", CVPR 2021,
+# arXiv:2104.00903.
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementwiseGradientScaling:
+    """Enlarges a gradient whose descent moves `x` to its level, and shrinks one that moves it away.
+
+    Attributes:
+      delta: the scaling factor, 0 or more.
+    """
+
+    delta: float = 1e-3
+    uniform_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        fix = "pass a small number, such as delta=1e-3."
+        check_instance(type(self).__name__, "delta", self.delta, (int, float), fix=fix)
+        if not 0 <= self.delta < math.inf:
+            raise fail(
+                type(self).__name__,
+                "`delta` is not a finite number of 0 or more.",
+                given=f"delta == {self.delta}",
+                fix=fix,
+            )
+
+    def bwd(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
+        dx, dlow, dhigh = ste.bwd(x, low, high, levels, cotangent)
+        span = jnp.where(high > low, high - low, jnp.ones_like(low))
+        x_n = jnp.clip((jnp.nan_to_num(x) - low) / span, 0, 1)
+        error = -rounding_error(x, low, high, levels) / (levels - 1)  # x_n - x_q
+        # With h = dx + extra: g * (1 - x_q) - h * (1 - x_n) = dx * error - extra * (1 - x_n).
+        extra = self.delta * jnp.abs(dx) * error
+        return dx + extra, dlow + dx * error - extra * (1 - x_n), dhigh - dx * error - extra * x_n
+
+
+ewgs: ElementwiseGradientScaling = ElementwiseGradientScaling()
+
+
+# Stochastic rounding: up or down, with probabilities that make it unbiased.
+#
+#     Round(x) = floor(x) with probability 1 - (x - floor(x)), floor(x) + 1 with x - floor(x)
+#
+# so that the expected value of Round(x) is x. The gradient treats the rounding as the identity.
+#
+# Source: Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015,
+# arXiv:1502.02551.
+
+
+def stochastic_round(
+    x: ArrayLike, key: jax.Array, *, shared_axes: int | Sequence[int] = ()
+) -> jax.Array:
+    """Rounds each element to one of its two neighbouring integers, without bias.
+
+    Args:
+      x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
+        float32.
+      key: a key from `jax.random.key(...)`, a new one for each call.
+      shared_axes: axes of `x` along which all elements share one random number; `()` means that
+        each element has its own.
+
+    Returns:
+      Integers in the shape and dtype of `x`. Elements that are integers do not change.
+
+    Raises:
+      TypeError: `x` is not floating point, or `shared_axes` does not hold integers.
+      ValueError: an axis is out of range.
+
+    Gradient: the cotangent, unchanged.
+    NaN and infinities: unchanged.
+    Source: Gupta et al. 2015, section 3. The probability is truncated to a multiple of `2**-32`
+      (`2**-64` for float64), which is the only bias.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> keys = jax.random.split(jax.random.key(0), 10_000)
+      >>> jax.vmap(jqx.gradients.stochastic_round, (None, 0))(0.3, keys).mean().round(1)
+      Array(0.3, dtype=float32)
+    """
+    x = as_real("gradients.stochastic_round", "x", x)
+    shared = normalize_axes(
+        "gradients.stochastic_round", shared_axes, x.ndim, argument="shared_axes"
+    )
+    wide = x.astype(compute_dtype(x.dtype))
+    # Exact for every finite float; x - floor(x) and x + u would round.
+    toward_zero = jnp.trunc(wide)
+    chance = jnp.abs(wide - toward_zero)
+    shape = tuple(1 if axis in shared else size for axis, size in enumerate(x.shape))
+    kind, bits = (jnp.uint64, 64) if wide.dtype == jnp.float64 else (jnp.uint32, 32)
+    away = jax.random.bits(key, shape, kind) < (chance * 2.0**bits).astype(kind)
+    rounded = toward_zero + jnp.where(away, jnp.sign(wide), jnp.zeros_like(wide))
+    return straight_through(rounded.astype(x.dtype), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class StochasticRounding:
+    """Rounds to one of the two levels next to `x`, without bias; its gradient is that of `ste`.
+
+    Attributes:
+      shared_axes: axes of the operand along which all elements share one random number.
+    """
+
+    shared_axes: tuple[int, ...] = ()
+    needs_key: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        axes = self.shared_axes
+        axes = tuple(axes) if isinstance(axes, Sequence) else (axes,)
+        checked = tuple(check_integer(type(self).__name__, "shared_axes", axis) for axis in axes)
+        object.__setattr__(self, "shared_axes", checked)
+
+    def surrogate(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
+    ) -> jax.Array:
+        """Returns `x` clamped, and rounded in steps of the quantizer; a NaN gets no gradient."""
+        assert key is not None
+        clamped = clamp(x, low, high)
+        c, low, high = jax.lax.stop_gradient((clamped, low, high))
+        origin, step = grid(low, high, levels)
+        k = stochastic_round(divide(c - origin, step), key, shared_axes=self.shared_axes)
+        return straight_through(jnp.clip(origin + k * step, low, high), clamped)
+
+
+stochastic: StochasticRounding = StochasticRounding()
+
+
+# Additive noise: uniform noise of one step in place of the rounding.
+#
+#     Q_tilde(x) = clip(x, low, high) + Delta * u,   u ~ U[-1/2, 1/2],
+#     Delta = (high - low) / (levels - 1)
+#
+# The noise has the mean and the variance of a rounding error. The derivative is exact, also for the
+# limits: they scale the noise with the step.
+#
+# Source: Defossez, Adi, Synnaeve, "Differentiable Model Compression via Pseudo Quantization Noise"
+# (DiffQ), TMLR 2022, arXiv:2104.09987, with its uniform noise; after Balle, Laparra, Simoncelli,
+# "End-to-end Optimized Image Compression", ICLR 2017, arXiv:1611.01704.
+
+
+@dataclasses.dataclass(frozen=True)
+class AdditiveNoise:
+    """Adds a uniform random number of up to half a step to each element; no rounding."""
+
+    needs_key: ClassVar[bool] = True
+
+    def surrogate(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
+    ) -> jax.Array:
+        """Returns `x` clamped, plus noise; a NaN gets no gradient."""
+        assert key is not None
+        u = jax.random.uniform(key, x.shape, x.dtype, minval=-0.5, maxval=0.5)
+        return clamp(x, low, high) + (high - low) / (levels - 1) * u
+
+
+additive_noise: AdditiveNoise = AdditiveNoise()
+
+
+# PARQ: the proximal map of a piecewise-affine regularizer, a rounding with a slope.
+#
+# Between two neighbouring levels at distance d, with the midpoint m and the inverse slope r:
+#
+#     prox(x) = m + clip((x - m) / r, -d/2, d/2)
+#
+# flat at the levels and steep between them; r = 1 is the identity and r = 0 the rounding. Training
+# takes r from 1 to 0. The gradient is taken at prox(x) and applied to x (the paper's AProx), which
+# is the straight-through rule.
+#
+# Source: Jin et al., "PARQ: Piecewise-Affine Regularized Quantization", ICML 2025,
+# arXiv:2503.15748.
+
+
+def proximal_round(x: ArrayLike, inverse_slope: ArrayLike) -> jax.Array:
+    """Moves each element toward the nearest integer; rounds it if `inverse_slope` is 0.
+
+    Args:
+      x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
+        float32.
+      inverse_slope: number in `[0, 1]`, broadcast to the shape of `x`. It may be traced, so that a
+        schedule does not recompile.
+
+    Returns:
+      Array of the shape and dtype of `x`. Elements halfway between two integers stay as they are
+      (if `inverse_slope` is 0, they are rounded to even).
+
+    Raises:
+      TypeError: `x` is not floating point.
+
+    Gradient: `x` gets the cotangent unchanged; `inverse_slope` gets none.
+    NaN and infinities: unchanged.
+    Source: PARQ, proximal map for levels that are the integers.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> jqx.gradients.proximal_round(jnp.array([0.125, 0.375, 0.5, 0.625]), 0.5)
+      Array([0.  , 0.25, 0.5 , 0.75], dtype=float32)
+    """
+    x = as_real("gradients.proximal_round", "x", x)
+    wide = x.astype(compute_dtype(x.dtype))
+    r = as_like("gradients.proximal_round", "inverse_slope", inverse_slope, wide.dtype)
+    r = r.astype(wide.dtype)
+    nearest = jnp.round(wide)
+    error = wide - nearest
+    # The formula relative to the nearest level: the remaining error, which is 0 near the level.
+    gained = (0.5 - jnp.abs(error)) * (1 - r) / r
+    left = jnp.where(r > 0, jnp.maximum(jnp.abs(error) - gained, 0), jnp.zeros_like(error))
+    moved = nearest + jnp.sign(error) * left
+    moved = jnp.where(jnp.isfinite(wide), moved, wide)
+    return straight_through(moved.astype(x.dtype), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parq:
+    """Moves `x` toward its level with a slope; its gradient is that of `ste`. See `parq`.
+
+    Attributes:
+      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each new value recompiles;
+        for a schedule within one program see `proximal_round`.
+    """
+
+    inverse_slope: float
+    needs_key: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        fix = "pass a number that falls from 1 to 0 in training, such as inverse_slope=0.5."
+        check_instance("gradients.parq", "inverse_slope", self.inverse_slope, (int, float), fix=fix)
+        if not 0 <= self.inverse_slope <= 1:
+            raise fail(
+                "gradients.parq",
+                "`inverse_slope` is not between 0 and 1.",
+                given=f"inverse_slope == {self.inverse_slope}",
+                fix=fix,
+            )
+
+    def surrogate(
+        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
+    ) -> jax.Array:
+        """Returns `x` clamped and moved toward its level; a NaN gets no gradient."""
+        clamped = clamp(x, low, high)
+        c, low, high = jax.lax.stop_gradient((clamped, low, high))
+        origin, step = grid(low, high, levels)
+        moved = proximal_round(divide(c - origin, step), self.inverse_slope)
+        return straight_through(jnp.clip(origin + moved * step, low, high), clamped)
+
+
+def parq(inverse_slope: float) -> Parq:
+    """Returns an estimator that moves `x` toward its level with a slope.
+
+    Its gradient is that of `ste`.
+
+    Args:
+      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each new value recompiles;
+        for a schedule within one program see `proximal_round`.
+
+    Raises:
+      TypeError: `inverse_slope` is not a number.
+      ValueError: it is not in `[0, 1]`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> x = jnp.array([0.125, 0.375, 0.5, 0.625])
+      >>> jqx.quantize_dequantize(x, 1.0, qtype=jnp.int8, gradient=jqx.gradients.parq(0.5))
+      Array([0.  , 0.25, 0.5 , 0.75], dtype=float32)
+    """
+    return Parq(inverse_slope)

@@ -1,0 +1,1 @@
+"""Files of jqx, and checkpoints of other libraries."""

@@ -1,0 +1,653 @@
+"""`save`: writes trees of arrays and QTensors to safetensors files, completely or not at all; the
+writers of files, of files that resume, and of folders of files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..checks import called, shown
+from ..errors import fail, nesting, some
+from ..files import Path, Replacement, as_path, lock, naming_file, new_part, remove_left
+from ..ptq.quantized import Quantized
+from ..tensor.layout import check_codes
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import Lazy, abstract, read
+from ..tensor.serialize import NONE, VERSION, Values, check_values
+from ..transforms.calibrate import advancing, bytes_of
+from .archive import QUANTIZED
+from .codec import Tensors
+from .safetensors import KEY, placed, stored_dtype, to_stored, write_header
+from .source import INDEX
+from .tree import contents_of, describe, tensors_of
+
+
+@called("save", 'pass for example jqx.save("model.safetensors", params).')
+def save(
+    path: Path,
+    tree: Any,
+    *,
+    values: Values | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> None:
+    """Writes a tree of arrays and QTensors, or the result of `jqx.ptq`, to a safetensors file that
+    any reader of this format can open.
+
+    An array is one tensor, named by its keys joined with "/". A QTensor is the tensors
+    `<path>.values`, `<path>.scale` and `<path>.zero_point`; its format, dtype, blocks and layout
+    are JSON in the file's metadata. The parts of Segments are separate leaves, such as
+    `<path>[0:1]`. Codes of fewer than 8 bits are stored one per byte, as I8 or U8, unless they are
+    packed: see `QTensor.pack`.
+
+    For a `jqx.Quantized`, the parameters are written in the default layout, and codes of fewer than
+    8 bits packed, whatever their layout in memory. Its plan, scales of activations, report and the
+    shapes of its inputs are JSON in the metadata. Its function is not written:
+    `jqx.load(path).bind(f)` combines them with `f` again.
+
+    The file is written completely or not at all: data goes to a `.part` file in the same folder,
+    which replaces an existing file at the end. If the process is killed, the next write of the same
+    file removes its `.part`. complex128 is stored as pairs of float64. If the path is a link, the
+    file that it points to is replaced. The permissions of a replaced file stay, and its owner and
+    group if the system allows.
+
+    Args:
+      path: path of the file.
+      tree: nested dicts (with strings or integers as keys), lists and tuples of arrays, QTensors,
+        Segments and `None`; or a `jqx.Quantized`, with parameters in any pytree. A
+        `jqx.interop.Lazy` instead of an array or a QTensor is read when it is written, and then
+        dropped.
+      values: your own formats, and other objects of yours in a plan, by name; pass the same dict to
+        `jqx.load`.
+      resume: whether an interrupted write keeps its data, as a `.part` file with a journal, so that
+        the same call continues there. A `Lazy` leaf whose source is unchanged is not read again;
+        other leaves are. A tree with other names, shapes or formats starts again.
+      progress: whether to show a progress bar on standard error, if this is a terminal and tqdm is
+        installed (extra `examples`).
+
+    Raises:
+      OSError: if the file cannot be written, or its path is a folder, a FIFO or a device.
+      TypeError: if something else is in the tree.
+      ValueError: if an array has a dtype that files cannot hold; if a QTensor has a format of your
+        own that is not in `values`, or codes that its format does not have; if a weight of a
+        `jqx.Quantized` has another scale than its `affines`; if the tree is nested too deeply; or,
+        with `resume=True`, if another process writes the same file.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp, tempfile
+      >>> path = tempfile.mkdtemp() + "/model.safetensors"
+      >>> jqx.save(path, {"w": jqx.QTensor.quantize(jnp.eye(2), jqx.QSpec(jnp.int8))})
+      >>> jqx.load(path)["w"].dequantize()
+      Array([[1., 0.],
+             [0., 1.]], dtype=float32)
+    """
+    values = NONE if values is None else values
+    check_values("save", values)
+    if isinstance(tree, (str, bytes, os.PathLike)):
+        problem = "`tree` is a path."
+        fix = "pass the path first: jqx.save(path, tree)."
+        raise fail("save", problem, fix=fix, error=TypeError)
+    metadata = {}
+    if isinstance(tree, Quantized):
+        with nesting("save"):
+            tree, metadata[QUANTIZED] = contents_of(tree, values)
+    save_tree(path, tree, metadata, values, resume=resume, progress=progress)
+
+
+def save_tree(
+    path: Path,
+    tree: Any,
+    metadata: Mapping[str, str],
+    values: Values = NONE,
+    *,
+    resume: bool = False,
+    progress: bool = True,
+) -> None:
+    """Writes a tree and further metadata; see `save`."""
+    node, named = _described(tree, values)
+    _check_known(named)
+    if resume:
+        _write_resumed(path, node, named, metadata, progress)
+        return
+    leaves = [leaf for _, leaf in named]
+    with _bar(leaves, progress) as advance:
+        _write(path, node, named, map(read, leaves), metadata, advance)
+
+
+def save_leaves(
+    path: Path,
+    tree: Any,
+    leaves: Iterable[Any],
+    *,
+    values: Values | None = None,
+    metadata: Mapping[str, str] | None = None,
+    progress: bool = True,
+) -> None:
+    """Writes a tree from an iterator of leaves, so that only one leaf is in memory at a time.
+
+    Args:
+      path: path of the file.
+      tree: as in `jqx.save`, with `jax.ShapeDtypeStruct` in place of arrays.
+      leaves: arrays and QTensors, in the order of the tree: dicts in insertion order, not sorted.
+      values: your own formats, by name.
+      metadata: further metadata of the file.
+      progress: as in `jqx.save`.
+
+    Raises:
+      OSError: if the file cannot be written.
+      TypeError: if something else is in the tree.
+      ValueError: if a leaf does not agree with the tree; or as in `jqx.save`.
+
+    Example:
+      >>> import jax, jqx, jax.numpy as jnp, tempfile
+      >>> path, like = tempfile.mkdtemp() + "/model.safetensors", jax.ShapeDtypeStruct((2,), "f4")
+      >>> jqx.interop.save_leaves(path, [like, like], (jnp.full(2, n + 0.0) for n in range(2)))
+      >>> jqx.load(path)
+      [Array([0., 0.], dtype=float32), Array([1., 1.], dtype=float32)]
+    """
+    values = NONE if values is None else values
+    check_values("save", values)
+    _check_metadata(metadata)
+    node, named = _described(tree, values)
+    with _bar([leaf for _, leaf in named], progress) as advance:
+        _write(path, node, named, leaves, metadata or {}, advance)
+
+
+def _described(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
+    with nesting("save"):
+        return describe(tree, values)
+
+
+def _check_known(named: list[tuple[str, Any]]) -> None:
+    for path, leaf in named:
+        for name, array in () if isinstance(leaf, Lazy) else tensors_of(path, leaf):
+            if isinstance(array, jax.ShapeDtypeStruct):
+                problem = f"the array {name!r} has no values, only a shape."
+                fix = "pass arrays; jqx.interop.save_leaves takes shapes, and arrays one by one."
+                raise fail("save", problem, fix=fix, error=TypeError)
+
+
+def _check_metadata(metadata: Any) -> None:
+    fits = isinstance(metadata, Mapping) and all(
+        isinstance(text, str) for item in metadata.items() for text in item
+    )
+    if metadata is not None and not (fits and not {KEY, QUANTIZED} & {*metadata}):
+        problem = "`metadata` is not a dict of strings, or has a key that jqx needs."
+        fix = "pass for example metadata={'format': 'pt'}."
+        raise fail("interop.save_leaves", problem, given=shown(metadata), fix=fix, error=TypeError)
+
+
+def _write(
+    path: Path,
+    node: Any,
+    named: list[tuple[str, Any]],
+    leaves: Iterable[Any],
+    metadata: Mapping[str, str],
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    with Writer(path, *_announced(node, named, metadata)) as out:
+        for (leaf_path, kind), leaf in zip(named, leaves, strict=True):
+            _write_leaf(out, leaf_path, abstract(kind), leaf)
+            advance()
+
+
+def _write_resumed(
+    path: Path,
+    node: Any,
+    named: list[tuple[str, Any]],
+    metadata: Mapping[str, str],
+    progress: bool,
+) -> None:
+    leaves = [leaf for _, leaf in named]
+    announced = _announced(node, named, metadata)
+    with _bar(leaves, progress) as advance, ResumedWriter(path, *announced) as out:
+        for leaf_path, leaf in named:
+            source = leaf.source if isinstance(leaf, Lazy) else ""
+            if not out.has(leaf_path, source):
+                array = read(leaf)
+                out.begin(leaf_path)
+                _write_leaf(out, leaf_path, abstract(leaf), array)
+                out.done(leaf_path, source)
+            advance()
+
+
+def _announced(
+    node: Any, named: list[tuple[str, Any]], metadata: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the tensors of a file, and its metadata."""
+    tensors = {
+        name: (np.dtype(array.dtype), array.shape)
+        for leaf_path, leaf in named
+        for name, array in tensors_of(leaf_path, abstract(leaf))
+    }
+    with nesting("save"):
+        text = json.dumps({"version": VERSION, "tree": node}, separators=(",", ":"))
+    return tensors, {**metadata, KEY: text}
+
+
+def _write_leaf(out: Writer, path: str, kind: Any, leaf: Any) -> None:
+    if jax.tree.structure(kind) != jax.tree.structure(leaf):
+        structure, expected = (str(jax.tree.structure(x)) for x in (leaf, kind))
+        raise _not_announced(f"the leaf {path!r}", structure, expected)
+    array_leaf = jax.tree.map(np.asarray, leaf)
+    if isinstance(array_leaf, QTensor):
+        check_codes("save", array_leaf, path)
+    for name, array in tensors_of(path, array_leaf):
+        out.write(name, array)
+
+
+@contextlib.contextmanager
+def _bar(leaves: Sequence[Any], progress: bool) -> Iterator[Callable[[], None]]:
+    """Shows how many bytes of leaves are written, and the remaining time; yields a function to call
+    for the next leaf.
+    """
+    sizes = [bytes_of(abstract(leaf)) for leaf in leaves]
+    remaining = iter(sizes)
+    with advancing("save", "B", sum(sizes), progress, unit_scale=True, delay=1) as advance:
+        yield lambda: advance(next(remaining))
+
+
+def _not_announced(subject: str, detail: str, expected: str) -> Exception:
+    problem = f"{subject} differs from what was announced."
+    fix = "make both from one function, for example with jax.eval_shape."
+    return fail("save", problem, given=detail, expected=expected, fix=fix)
+
+
+# A safetensors file that is written tensor by tensor, completely or not at all.
+
+
+class Writer:
+    """A file that is written tensor by tensor, in any order. A context manager.
+
+    It is put in place once every tensor is written. If an error occurs before that, nothing
+    changes.
+
+    Args:
+      path: path of the file.
+      tensors: dtype and shape of each tensor, by name.
+      metadata: metadata of the file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._file = Replacement("save", path)
+        self._tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
+        self._entries = placed((name, *item) for name, item in self._tensors.items())
+        self._head = write_header(self._entries, metadata)
+        self._missing = dict.fromkeys(self._entries)
+
+    def __enter__(self) -> Writer:
+        self._file.__enter__()
+        try:
+            self._file.write(0, self._head)
+        except BaseException as error:
+            self._file.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def write(self, name: str, x: np.ndarray) -> None:
+        """Writes a tensor, with the dtype and shape that were announced."""
+        dtype, shape = self._tensors[name]
+        if x.dtype.name != dtype.name or x.shape != shape:
+            kind, expected = f"{x.dtype.name}{list(x.shape)}", f"{dtype.name}{list(shape)}"
+            raise _not_announced(f"the tensor {name!r}", kind, expected)
+        numbers = np.ascontiguousarray(to_stored(x)).reshape(-1).view(np.uint8)
+        self._file.write(len(self._head) + self._entries[name].start, numbers.data)
+        self._missing.pop(name, None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                if self._missing:
+                    names = some(map(repr, self._missing))
+                    problem = f"tensors were not written: {names}."
+                    raise fail("save", problem, fix="write each of them.")
+                self._file.commit()
+        finally:
+            self._file.__exit__(kind, error, where)
+
+
+# Writes a folder of safetensors files with an index, completely or not at all.
+
+
+_EXCHANGE = 2
+"""RENAME_EXCHANGE of Linux."""
+
+_HERE = -100
+"""AT_FDCWD."""
+
+
+class FolderWriter:
+    """A folder that is written tensor by tensor, in any order. A context manager.
+
+    It is made under a temporary name and put in place when everything is written. If an error
+    occurs before that, nothing changes. What a killed process has left is removed by the next
+    writer of the same folder, as in `Replacement`. An old folder is replaced in one step if the
+    system can exchange two names (Linux); otherwise the old folder is moved aside first.
+
+    Args:
+      path: path of the folder.
+      tensors: dtype and shape of each tensor, by name.
+      files: other files in the folder, by name.
+      limit: maximum size in bytes of a file of tensors; a larger tensor has a separate file.
+      metadata: metadata of each file of tensors.
+      overwrite: whether to replace an old folder, or an empty one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Tensors,
+        files: Mapping[str, bytes],
+        *,
+        limit: int,
+        metadata: Mapping[str, str],
+        overwrite: bool,
+    ) -> None:
+        self._target = pathlib.Path(os.path.realpath(as_path("interop.write", path)))
+        self._files, self._overwrite = files, overwrite
+        self._check_target()
+        self._part = new_part(self._target)
+        self._shards = _shards(tensors, limit)
+        self._place = {name: file for file, names in self._shards.items() for name in names}
+        self._tensors, self._metadata = tensors, metadata
+        self._open = contextlib.ExitStack()
+        self._writers: dict[str, Writer] = {}
+
+    def __enter__(self) -> FolderWriter:
+        with self._written():
+            remove_left(self._target)
+            self._locked = _new_folder(self._part)
+        try:
+            for file, names in self._shards.items():
+                tensors = {name: self._tensors[name] for name in names}
+                writer = Writer(self._part / file, tensors, self._metadata)
+                self._writers[file] = self._open.enter_context(writer)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def write(self, name: str, x: np.ndarray) -> None:
+        """Writes a tensor, with the dtype and shape that were announced."""
+        self._writers[self._place[name]].write(name, x)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        try:
+            self._open.__exit__(kind, error, where)  # raises unless each file is complete
+            if kind is None:
+                for name, data in {**self._files, **self._index()}.items():
+                    _write_synced(self._part / name, data)
+                _sync(self._part)
+                self._commit()
+        finally:
+            shutil.rmtree(self._part, ignore_errors=True)
+            if self._locked is not None:
+                os.close(self._locked)
+
+    def _commit(self) -> None:
+        """Puts the folder at `path`; an old folder then has the temporary name."""
+        self._check_target()
+        with self._written():
+            if not self._target.exists():
+                os.rename(self._part, self._target)
+            elif not _exchange(self._part, self._target):
+                aside = self._target.with_name(f"{self._part.name}.old")
+                os.rename(self._target, aside)
+                os.rename(self._part, self._target)
+                shutil.rmtree(aside, ignore_errors=True)
+        _sync(self._target.parent)
+
+    def _written(self) -> contextlib.AbstractContextManager[None]:
+        expected = "a place where folders can be made"
+        return naming_file("interop.write", str(self._target), "cannot be written", expected)
+
+    def _check_target(self) -> None:
+        is_there = os.path.lexists(self._target)
+        if is_there and not self._target.is_dir():
+            problem = f"{str(self._target)!r} is a file, not a folder."
+            raise fail("interop.write", problem, fix="choose another name.", error=FileExistsError)
+        if is_there and not self._overwrite and any(self._target.iterdir()):
+            problem = f"the folder {str(self._target)!r} exists already, and is not empty."
+            fix = "choose another name, or pass overwrite=True, which replaces all its contents."
+            raise fail("interop.write", problem, fix=fix, error=FileExistsError)
+        if not self._target.parent.is_dir():
+            problem = f"there is no folder {str(self._target.parent)!r} to write in."
+            fix = "make it first, for example with os.makedirs."
+            raise fail("interop.write", problem, fix=fix, error=FileNotFoundError)
+
+    def _index(self) -> dict[str, bytes]:
+        """Returns the index, or nothing if there is only one file."""
+        if len(self._shards) < 2:
+            return {}
+        total = sum(_size(*self._tensors[name]) for name in self._place)
+        index = {"metadata": {"total_size": total}, "weight_map": self._place}
+        return {INDEX: json.dumps(index, indent=1).encode()}
+
+
+def _new_folder(path: pathlib.Path) -> int | None:
+    """Makes a folder and locks it. Returns its number, which holds the lock; `None` if the system
+    cannot lock folders.
+    """
+    while True:
+        path.mkdir()
+        number = None
+        with contextlib.suppress(OSError):
+            number = os.open(path, os.O_RDONLY)
+            lock(number)
+        if path.exists():  # nobody has removed it before it was locked
+            return number
+        if number is not None:
+            os.close(number)
+
+
+def _shards(tensors: Tensors, limit: int) -> dict[str, list[str]]:
+    """Returns the names of the tensors in each file, in order."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, kind in tensors.items():
+        bytes_of_tensor = _size(*kind)
+        if parts[-1] and size + bytes_of_tensor > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += bytes_of_tensor
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    count = len(parts)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(parts, 1)}
+
+
+def _size(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    stored = stored_dtype(dtype)
+    assert stored is not None
+    size = stored.itemsize
+    for n in shape:
+        size *= n
+    return size
+
+
+def _write_synced(path: pathlib.Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: pathlib.Path) -> None:
+    """Flushes the names in a folder to the disk, if the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _exchange(a: pathlib.Path, b: pathlib.Path) -> bool:
+    """Exchanges two names in one step; `False` if the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    if rename is None:
+        return False
+    return rename(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0
+
+
+class _KeptFile(Replacement):
+    """A replacement whose temporary file has a name that the next run knows, and stays until the
+    file is complete. One process at a time has it open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("save", path)
+        name = self._target.name
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        self._part = self._target.with_name(f"{name[:50]}.{digest}.part")
+        self.journal = self._target.with_name(f"{self._part.name}.journal")
+
+    def __enter__(self) -> _KeptFile:
+        mode = 0o666 if self._old is None else 0o600  # minus the umask
+        with self._written():
+            while True:
+                part = os.open(self._part, os.O_RDWR | os.O_CREAT, mode)
+                self._file = os.fdopen(part, "r+b")
+                if not lock(self._file, wait=False):
+                    self._file.close()
+                    problem = f"another process writes this file: {str(self._part)!r} is in use."
+                    raise fail("save", problem, fix="wait until it is done.")
+                if self._is_linked():
+                    return self
+                self._file.close()
+
+    def _is_linked(self) -> bool:
+        """Returns whether no other process put the file in place before it was locked."""
+        try:
+            return os.path.samestat(os.stat(self._part), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def begins_with(self, head: bytes) -> bool:
+        """Returns whether the file begins with `head`."""
+        with self._written():
+            self._file.seek(0)
+            return self._file.read(len(head)) == head
+
+    def begin(self, head: bytes) -> None:
+        """Empties the file and its journal, and writes its header."""
+        with self._written():
+            self.journal.unlink(missing_ok=True)
+            self._file.truncate(0)
+            self.write(0, head)
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Flushes the written data to the disk."""
+        with self._written():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class ResumedWriter(Writer):
+    """A safetensors file that is written leaf by leaf, and whose write continues after an
+    interruption. A context manager.
+
+    Data goes to a temporary file in the folder of the target, each tensor at its final offset. A
+    journal next to it has a line `[leaf, source]` for each leaf that is complete, with what it was
+    made from, and `[leaf, null]` for each that was started. The last line of a leaf counts.
+
+    Args:
+      path: path of the file.
+      tensors: dtype and shape of each tensor, by name.
+      metadata: metadata of the file.
+    """
+
+    _file: _KeptFile
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        super().__init__(path, tensors, metadata)
+        self._file = _KeptFile(path)
+        self._sources: dict[str, str | None] = {}
+
+    def __enter__(self) -> ResumedWriter:
+        self._file.__enter__()
+        try:
+            if not self._file.begins_with(self._head):
+                self._file.begin(self._head)
+            self._journal = open(self._file.journal, "a+b")
+            self._journal.seek(0)
+            for line in self._journal.read().split(b"\n"):
+                with contextlib.suppress(ValueError, TypeError):  # a line that was cut short
+                    leaf, source = json.loads(line)
+                    self._sources[leaf] = source
+            self._journal.write(b"\n")  # ends such a line
+        except BaseException as error:
+            self._file.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def has(self, leaf: str, source: str) -> bool:
+        """Returns whether a leaf made from the same source is already written."""
+        return bool(source) and self._sources.get(leaf) == source
+
+    def begin(self, leaf: str) -> None:
+        """Records that a leaf is being written; its previous data is lost."""
+        self._record(leaf, None)
+
+    def done(self, leaf: str, source: str) -> None:
+        """Records that all tensors of a leaf are written."""
+        self._file.sync()
+        self._record(leaf, source)
+
+    def _record(self, leaf: str, source: str | None) -> None:
+        self._journal.write(json.dumps([leaf, source]).encode() + b"\n")
+        self._journal.flush()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._journal.close()
+        try:
+            if kind is None:
+                self._file.commit()
+                self._file.journal.unlink(missing_ok=True)
+        finally:
+            self._file.__exit__(kind, error, where)

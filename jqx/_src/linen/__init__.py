@@ -1,0 +1,1 @@
+"""Flax linen: quantized layers and whole modules."""

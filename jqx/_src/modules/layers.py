@@ -1,0 +1,246 @@
+"""What layers of linen and nnx share: attention over a `jqx.KVCache`, injected contractions and
+low-rank adapters.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path
+from jax.typing import DTypeLike
+
+from ..caches.kv_cache import KVCache, check_format
+from ..checks import check_instance
+from ..errors import fail, some
+from ..tensor.qtensor import QTensor
+from ..transforms.channel_map import LowRank
+from ..transforms.map_channels import Maps, as_maps
+from ..transforms.paths import is_whole
+from ..transforms.plan import Plan
+
+Attention = Callable[..., Any]
+"""`attention(query, key, value, mask=mask, ...)`, as in Flax."""
+
+
+def check_cache(function: str, cache: Any) -> None:
+    """Checks a field `cache`: a format, or `None`."""
+    if cache is not None:
+        check_format(function, "cache", cache)
+
+
+def empty_cache(function: str, format: str, shape: tuple[int, ...], dtype: DTypeLike) -> KVCache:
+    """Returns an empty cache for keys and values of a shape."""
+    if len(shape) != 4:
+        raise fail(
+            function,
+            f"a KVCache has one sequence axis, and keys have the shape {tuple(shape)}.",
+            fix="merge the leading axes of the inputs, or jax.vmap the layer.",
+        )
+    batch, length, heads, width = shape
+    return KVCache.empty(
+        batch=batch, length=length, heads=heads, width=width, format=format, dtype=dtype
+    )
+
+
+def with_cache(
+    function: str,
+    attention: Attention,
+    format: str,
+    read: Callable[[], Any],
+    write: Callable[[KVCache], None],
+) -> Attention:
+    """Returns attention that appends keys and values to a cache, and then uses those of the cache.
+    Each query attends to the tokens up to its own that a mask allows.
+    """
+
+    @functools.wraps(attention)
+    def attend(query: Any, key: Any, value: Any, *, mask: Any = None, **kwargs: Any) -> Any:
+        cache = read()
+        fix = "make it with KVCache.empty, or leave it to the layer."
+        check_instance(function, "the cache", cache, KVCache, fix=fix)
+        if cache.format != format:
+            raise fail(
+                function,
+                f"the cache has the format {cache.format!r}, and the layer {format!r}.",
+                fix="initialize the cache again, or make the layer with the format of the cache.",
+            )
+        cache = cache.append(key, value)
+        write(cache)
+        # Token i of this call attends to the tokens of the cache up to itself.
+        last = cache.length - key.shape[1] + jnp.arange(key.shape[1], dtype=jnp.int32)
+        tokens = jnp.arange(cache.capacity, dtype=jnp.int32)
+        causal = (tokens[None] <= last[:, None])[None, None]
+        mask = causal if mask is None else jnp.logical_and(jnp.asarray(mask).astype(bool), causal)
+        keys, values = cache.keys.astype(key.dtype), cache.values.astype(value.dtype)
+        return attention(query, keys, values, mask=mask, **kwargs)
+
+    return attend
+
+
+def promote_operands(
+    operands: Iterable[Any], canonicalize: Callable[..., Any], dtype: Any, inexact: bool
+) -> list[Any]:
+    """Returns operands of a layer in one dtype, also QTensors. `canonicalize` is Flax's
+    `canonicalize_dtype`.
+    """
+    operands = list(operands)
+    scalars = [jnp.zeros((), x.dtype) if isinstance(x, QTensor) else x for x in operands]
+    dtype = canonicalize(*scalars, dtype=dtype, inexact=inexact)
+    return [
+        x.astype(dtype) if isinstance(x, QTensor) else None if x is None else jnp.asarray(x, dtype)
+        for x in operands
+    ]
+
+
+def add_low_rank(base: Any, inputs: Any, a: Any, b: Any, alpha: float) -> Any:
+    """Returns the result of a layer plus `alpha / rank x a b`."""
+    product = (inputs @ a) @ b
+    return base + (product * jnp.asarray(alpha / a.shape[-1], product.dtype)).astype(base.dtype)
+
+
+def merge_low_rank(kernel: Any, a: jax.Array, b: jax.Array, alpha: float) -> jax.Array:
+    """Returns a kernel, as floats, plus its adapters."""
+    kernel = kernel.dequantize() if isinstance(kernel, QTensor) else kernel
+    product = (a @ b) * jnp.asarray(alpha / a.shape[-1], a.dtype)
+    return kernel + product.astype(kernel.dtype)
+
+
+class Adapter(NamedTuple):
+    """The adapters of a layer.
+
+    Attributes:
+      rank: rank of the adapters.
+      alpha: the layer adds `alpha / rank * x a b`.
+      a: shape of the first, `[..., inputs, rank]`.
+      b: shape of the second, `[..., rank, features]`.
+      dtype: dtype of both.
+    """
+
+    rank: int
+    alpha: float
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    dtype: DTypeLike
+
+
+def initial_adapters(
+    function: str, plan: Plan, maps: Maps, layers: Mapping[str, Adapter]
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns the initial values of adapters by the path of their layer: an `a` and a `b` for each,
+    such that the layer adds what the maps add.
+
+    Raises:
+      ValueError: if a map is not a product of two narrow matrices at a layer, or if a layer has no
+        such product or one that does not fit.
+    """
+    if not layers:
+        raise fail(
+            function,
+            "the module has no layer with adapters.",
+            fix="make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear.",
+        )
+    products = _products(function, plan, maps)
+    if missing := sorted(set(layers) - set(products)):
+        raise fail(
+            function,
+            f"layers with adapters have no compensation: {some(map(repr, missing))}.",
+            fix="quantize their kernels with jqx.algorithms.loftq or eora and a policy that covers "
+            "them; or use layers without adapters there.",
+        )
+    if unused := sorted(set(products) - set(layers)):
+        raise fail(
+            function,
+            "weights with a compensation are not in a layer with adapters: "
+            f"{some(map(repr, unused))}.",
+            fix="make those layers of LoRADense or LoRALinear, or leave them out of the policy.",
+        )
+    return {path: _scaled(function, path, products[path], layers[path]) for path in layers}
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of nested dicts by path; a quantized weight is one leaf."""
+    leaves, _ = tree_flatten_with_path(tree, is_leaf=is_whole)
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def check_same_parameters(
+    function: str, params: Mapping[str, Any], quantized: Mapping[str, Any], parts: Collection[str]
+) -> None:
+    """Checks that quantized parameters are those of a module, and that each quantized one is inside
+    a part that takes codes.
+    """
+    for path in {**params, **quantized}:
+        shape, other = (jnp.shape(x[path]) if path in x else None for x in (params, quantized))
+        if shape != other:
+            raise fail(
+                function,
+                "`quantized` does not have the parameters of the module.",
+                given=f"{path!r} of shape {other}, and {shape} in the module",
+                fix="quantize the module with Flax's layers in place of those with adapters.",
+            )
+    outside = [
+        path
+        for path, x in quantized.items()
+        if is_whole(x) and not any(f"{path}/".startswith(part and f"{part}/") for part in parts)
+    ]
+    if outside:
+        raise fail(
+            function,
+            f"quantized weights are not in a layer that takes codes: {some(map(repr, outside))}.",
+            fix="use layers of jqx.linen or jqx.nnx, or leave them out of the policy of ptq.",
+        )
+
+
+def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
+    """Returns the products of narrow matrices by the path of the layer that has the kernel."""
+    kernels = {
+        site.output_key: site.path[: -len("kernel")].removesuffix("/")
+        for site in plan.sites
+        if site.path.split("/")[-1] == "kernel"
+    }
+    products = {}
+    for key, values in as_maps(function, maps).items():
+        value = values[0] if len(values) == 1 else None
+        if not isinstance(value, LowRank) or key not in kernels:
+            raise fail(
+                function,
+                f"an adapter cannot hold {', '.join(type(x).__name__ for x in values)} at {key!r}.",
+                expected="one LowRank, at the result of a product with a parameter `kernel`",
+                fix="quantize with loftq or eora alone, or after algorithms without maps.",
+            )
+        products[kernels[key]] = value
+    return products
+
+
+def _scaled(
+    function: str, path: str, product: LowRank, layer: Adapter
+) -> tuple[jax.Array, jax.Array]:
+    """Returns both matrices of a product, each with half of the inverse of `alpha / rank`."""
+    a, b = jnp.asarray(product.a), jnp.asarray(product.b)
+    rank, full_rank = a.shape[-1], min(a.shape[-2], b.shape[-1])
+    if rank != layer.rank and not rank == full_rank < layer.rank:
+        raise fail(
+            function,
+            f"the adapters of {path!r} have another rank than its compensation.",
+            given=f"rank {layer.rank}, and a product of rank {rank}",
+            fix=f"make the layer with rank={rank}, or the algorithm with rank={layer.rank}.",
+        )
+    unpadded = [(0, 0)] * (a.ndim - 1)
+    a = jnp.pad(a, [*unpadded, (0, layer.rank - rank)])
+    b = jnp.pad(b, [*unpadded[:-1], (0, layer.rank - rank), (0, 0)])
+    if (a.shape, b.shape) != (layer.a, layer.b):
+        raise fail(
+            function,
+            f"the compensation of {path!r} does not fit its adapters.",
+            given=f"matrices {a.shape} and {b.shape}, for {layer.a} and {layer.b}",
+            fix="pass the result of quantizing this module with Dense or Linear in place of layers "
+            "with adapters.",
+        )
+    if not layer.alpha:
+        problem = f"the adapters of {path!r} add nothing: alpha == 0."
+        raise fail(function, problem, fix="make the layer with alpha=1.")
+    root = (layer.rank / abs(layer.alpha)) ** 0.5
+    sign = 1 if layer.alpha > 0 else -1
+    return (a * root).astype(layer.dtype), (b * (sign * root)).astype(layer.dtype)

@@ -1,0 +1,1 @@
+"""Flax nnx: quantized layers and whole models."""

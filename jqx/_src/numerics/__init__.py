@@ -1,0 +1,1 @@
+"""Number formats, round modes, and arithmetic that XLA does not rewrite."""

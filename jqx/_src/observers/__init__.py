@@ -1,0 +1,1 @@
+"""Statistics of activations that algorithms read."""

@@ -1,0 +1,539 @@
+"""The observers of jqx: statistics of the channels and rows of an operand."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..checks import as_count, check_integer
+from ..compat import whole_of
+from ..errors import fail
+from .observer import (
+    ObservedSite,
+    Observer,
+    Weighted,
+    added,
+    count_rows,
+    no_rows,
+    over_rows,
+    serializable,
+    shape_of,
+)
+
+
+@serializable
+class AbsMaxStats(NamedTuple):
+    """The largest magnitude of each channel, and the number of rows.
+
+    Attributes:
+      largest: float32, with the rank of the operand and size 1 along the axes that are neither
+        contracted nor stacked; for a `ragged_dot` `[experts, channels]`.
+      rows: number of rows seen, as in `MeanStats`.
+    """
+
+    largest: jax.Array
+    rows: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbsMax(Weighted):
+    """The largest magnitude of each channel of an activation that is multiplied by a weight, over
+    the rows whose weight is above 0.
+
+    A NaN makes the result of its channel NaN. The rows of a convolution are pixels, and a group has
+    some of the channels. A row of a `ragged_dot` counts for the expert that it reaches.
+    """
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> AbsMaxStats:
+        """Returns magnitudes of 0."""
+        largest = jnp.zeros(shape_of(operand, site), jnp.float32)
+        return AbsMaxStats(largest, no_rows(operand, site, self.weight is not None))
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> AbsMaxStats:
+        """Returns the largest magnitudes of the rows of one operand."""
+        return AbsMaxStats(over_rows(jnp.abs(x), site, "max"), count_rows(x, site))
+
+    def merge(self, a: AbsMaxStats, b: AbsMaxStats) -> AbsMaxStats:
+        """Returns the larger magnitudes."""
+        return AbsMaxStats(jnp.maximum(a.largest, b.largest), added(a.rows, b.rows))
+
+
+absmax: AbsMax = AbsMax()
+
+
+# The mean of each channel.
+
+
+@serializable
+class MeanStats(NamedTuple):
+    """Sums of channels, and the number of rows they are taken over: the mean is `total / rows`.
+
+    Float sums round: merging in another order may change the last bits.
+
+    Attributes:
+      total: sum of each channel, float32, with the rank of the operand and size 1 along the axes
+        that are neither contracted nor stacked; for a `ragged_dot` `[experts, channels]`.
+      rows: number of rows seen, int32, one number, or `[experts, 1]` for a `ragged_dot`. It
+        saturates at the largest int32. With a `weight`, the sum of the weights of the rows,
+        float32, in the shape of `total` with size 1 along the channels.
+    """
+
+    total: jax.Array
+    rows: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean(Weighted):
+    """Sums the channels of an activation that is multiplied by a weight: the mean is
+    `total / rows`.
+
+    Sums are in float32 whatever the dtype of the operand. A NaN makes the sum of its channel NaN.
+    The rows of a convolution are pixels, and a group has some of the channels. A row of a
+    `ragged_dot` counts for the expert that it reaches.
+    """
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> MeanStats:
+        """Returns sums of 0."""
+        total = jnp.zeros(shape_of(operand, site), jnp.float32)
+        return MeanStats(total, no_rows(operand, site, self.weight is not None))
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> MeanStats:
+        """Returns the sum over the rows of one operand."""
+        return MeanStats(over_rows(self.of(x), site, "sum"), count_rows(x, site))
+
+    def merge(self, a: MeanStats, b: MeanStats) -> MeanStats:
+        """Returns the sums, each rounded to float32 once."""
+        return MeanStats(a.total + b.total, added(a.rows, b.rows))
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Returns the values that are summed."""
+        return x
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanAbs(Mean):
+    """Sums the magnitudes of the channels of an activation, as `mean` does their values."""
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Returns the values that are summed."""
+        return jnp.abs(x)
+
+    def __str__(self) -> str:
+        return "mean_abs"
+
+
+mean: Mean = Mean()
+mean_abs: MeanAbs = MeanAbs()
+
+
+# The Hessian of the squared error of a product, with respect to its weight: sums of `x x^T`.
+
+
+@serializable
+class HessianStats(NamedTuple):
+    """Sums of products of channels, and the number of rows they are taken over.
+
+    Float sums round: merging in another order may change the last bits.
+
+    Attributes:
+      products: sum over the rows of `x[i] * x[j]`, float32 [*batch, channels, channels].
+      rows: number of rows seen, an int32 scalar, or one entry for each matrix of a `ragged_dot`. It
+        saturates at the largest int32. With a `weight`, the sum of the weights of the rows,
+        float32, for each matrix.
+      fourth: sum over the rows of `|x|^4`, the squares of their squared lengths, float32 [*batch].
+        `trace(products)^2 / fourth` is the effective number of rows: all of them if their lengths
+        are equal, 1 if one is far longer than the others. It is beyond the range of float32 for
+        rows longer than 4e9, or all shorter than 1e-10.
+    """
+
+    products: jax.Array
+    rows: jax.Array
+    fourth: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hessian(Weighted):
+    """Sums `x x^T` over the rows of an activation that is multiplied by a weight.
+
+    Channels are the contracted axes flattened into one, in the order of the contraction, with the
+    last axis fastest. A stack of weights has one matrix for each weight. A convolution has one
+    matrix for each group, and its rows are the patches of the image. A `ragged_dot` has one for
+    each of its matrices, over the rows that reach it. Sums are in float32 whatever the dtype of the
+    operand. A NaN makes the row and column of its channel NaN.
+    `hessian(weight=lambda tokens: tokens != 0)` leaves padding out.
+
+    Raises:
+      NotImplementedError: if the site is a lookup, or a convolution with batch groups: its rows are
+        not rows of the operand.
+    """
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> HessianStats:
+        """Returns sums of 0."""
+        check_rows("observers.hessian", site)
+        *stack, _, size = jax.eval_shape(site.rows, operand).shape
+        stack += [] if site.experts is None else [site.experts]
+        products, none = jnp.zeros((*stack, size, size), jnp.float32), jnp.zeros(stack, jnp.float32)
+        if self.weight is not None:
+            return HessianStats(products, none, none)
+        counts = [] if site.experts is None else stack
+        return HessianStats(products, jnp.zeros(counts, jnp.int32), none)
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> HessianStats:
+        """Returns the sum over the rows of one operand."""
+        check_rows("observers.hessian", site)
+        counts, fourth = (_of_values(statistic, site, x) for statistic in (_count, _fourth))
+        return HessianStats(gram(x, x, site), counts, fourth)
+
+    def merge(self, a: HessianStats, b: HessianStats) -> HessianStats:
+        """Returns the sums, each rounded to float32 once."""
+        rows, fourth = added(a.rows, b.rows), a.fourth + b.fourth
+        return HessianStats(a.products + b.products, rows, fourth)
+
+
+def gram(x: jax.Array, y: jax.Array, site: ObservedSite) -> jax.Array:
+    """Returns the weighted sum of `x[i] y[j]` over the rows of two values of an operand, float32
+    `[*batch, channels, channels]`; for a `ragged_dot` one for each of its matrices.
+    """
+    return _of_values(_gram, site, x, y)
+
+
+def _of_values(f: Callable[..., jax.Array], site: ObservedSite, *values: jax.Array) -> jax.Array:
+    """Returns a sum over rows, replicated on every device if value types carry shardings."""
+
+    def of(sizes: Any, weights: Any, *values: jax.Array) -> jax.Array:
+        return f(*values, dataclasses.replace(site, sizes=sizes, weights=weights))
+
+    return whole_of(of, site.sizes, site.weights, *values)
+
+
+def _gram(x: jax.Array, y: jax.Array, site: ObservedSite) -> jax.Array:
+    weights = site.row_weights(x)
+    x, y = (site.rows(z).astype(jnp.float32) for z in (x, y))
+    if weights is not None:
+        weights = weights[..., None]
+        x, y = jnp.where(weights > 0, x * weights, 0), jnp.where(weights > 0, y, 0)
+    product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    if site.sizes is None:
+        return product(x.mT, y)
+    expert = site.expert_of_rows(len(x))[:, None]
+
+    def of_expert(is_own_row: jax.Array) -> jax.Array:
+        return product(
+            jnp.where(expert == is_own_row, x, 0).T, jnp.where(expert == is_own_row, y, 0)
+        )
+
+    return lax.map(of_expert, jnp.arange(len(site.sizes), dtype=jnp.int32))
+
+
+def _count(x: jax.Array, site: ObservedSite) -> jax.Array:
+    """Returns the number of rows of an operand, or the sum of their weights."""
+    weights = site.row_weights(x)
+    if weights is None:
+        count = jax.eval_shape(site.rows, x).shape[-2]
+        if site.sizes is None:
+            return jnp.asarray(count).astype(jnp.int32)
+        return as_count(site.sizes, jnp.iinfo(jnp.int32).max)
+    if site.sizes is None:
+        return weights.sum(-1)
+    return jax.ops.segment_sum(weights, site.expert_of_rows(len(x)), site.experts)
+
+
+def _fourth(x: jax.Array, site: ObservedSite) -> jax.Array:
+    """Returns the sum over rows of the squares of their weighted squared lengths."""
+    lengths = jnp.sum(jnp.square(site.rows(x).astype(jnp.float32)), -1)
+    weights = site.row_weights(x)
+    if weights is not None:
+        lengths = jnp.where(weights > 0, lengths * weights, 0)
+    squares = lengths * lengths
+    if site.sizes is None:
+        return squares.sum(-1)
+    return jax.ops.segment_sum(squares, site.expert_of_rows(len(x)), site.experts)
+
+
+def has_rows(site: ObservedSite) -> bool:
+    """Whether the rows of a site are rows of its operand."""
+    return site.op in ("dot_general", "ragged_dot") or site.patches is not None
+
+
+def check_rows(function: str, site: ObservedSite) -> None:
+    """Raises if the rows of a site are not rows of its operand."""
+    if has_rows(site):
+        return
+    raise fail(
+        function,
+        f"{site.op} does not multiply rows of its operand by one matrix.",
+        given=f"the site {site.path!r}",
+        fix="leave it out of the regular expression in observers=, or write an Observer.",
+        error=NotImplementedError,
+    )
+
+
+hessian: Hessian = Hessian()
+
+
+# The difference between the inputs of a product in the float and in the quantized function.
+
+
+BOTH = "jqx.observers.cross"
+"""The axis along which the float function and the quantized function are mapped."""
+
+
+@serializable
+class CrossStats(NamedTuple):
+    """Sums of products of channels. `x` is an input of the quantized function, and `d` is the input
+    of the float function minus `x`. Shapes are those of `HessianStats`.
+
+    Attributes:
+      products: sum over the rows of `d[i] * x[j]`, float32.
+      quantized: sum over the rows of `x[i] * x[j]`, float32.
+      rows: number of rows seen.
+    """
+
+    products: jax.Array
+    quantized: jax.Array
+    rows: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cross(Weighted):
+    """Sums `(x_float - x) x^T` and `x x^T` over the rows of an activation that is multiplied by a
+    weight. `x` is the activation with all weights quantized. GPTAQ and QEP correct for the
+    difference.
+
+    For `calibrate_batches(..., quantized=...)`, which runs both functions side by side. Rows and
+    channels are those of `hessian`.
+
+    Raises:
+      ValueError: if there is no quantized function to compare with.
+      NotImplementedError: if the site is a lookup, a convolution with batch groups, or a
+        `ragged_dot`, in which the two functions may send a row to different experts.
+    """
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> CrossStats:
+        """Returns sums of 0."""
+        products, rows, _ = hessian(weight=self.weight).empty(operand, _checked(site))
+        return CrossStats(products, products, rows)
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> CrossStats:
+        """Returns the sums over the rows of one operand."""
+        exact, quantized = _both(x.astype(jnp.float32), site)
+        if site.weights is not None:
+            weights = jnp.minimum(*_both(site.weights, site))
+            site = dataclasses.replace(site, weights=weights)
+        products, rows, _ = hessian.observe(quantized, _checked(site))
+        return CrossStats(gram(exact - quantized, quantized, site), products, rows)
+
+    def merge(self, a: CrossStats, b: CrossStats) -> CrossStats:
+        """Returns the sums, each rounded to float32 once."""
+        products, quantized = a.products + b.products, a.quantized + b.quantized
+        return CrossStats(products, quantized, added(a.rows, b.rows))
+
+
+cross: Cross = Cross()
+
+
+def _both(x: jax.Array, site: ObservedSite) -> Any:
+    """Returns a value of the float function and of the quantized function."""
+    try:
+        return lax.all_gather(x, BOTH)
+    except NameError:
+        raise fail(
+            "observers.cross",
+            "there is no quantized function to compare with.",
+            given=f"the site {site.path!r}, of one function",
+            fix="pass quantized=jqx.quantize_params(params, plan), or what an algorithm chose.",
+        ) from None
+
+
+def _checked(site: ObservedSite) -> ObservedSite:
+    if site.experts is None:
+        return site
+    raise fail(
+        "observers.cross",
+        "rows of a ragged_dot cannot be compared.",
+        given=f"the site {site.path!r}",
+        fix="leave it out of the regular expression in observers=.",
+        error=NotImplementedError,
+    )
+
+
+# The positions of a weight's elements in the matrices that its sites multiply by.
+
+
+@dataclasses.dataclass(frozen=True)
+class Places(Observer):
+    """Maps each element of the matrix that a site multiplies by to an element of its weight: int32
+    `[*loops, *batch, rows, channels]`. Elements are numbered in the order of the weight, with the
+    last axis fastest. Rows are the axes that the product keeps, channels are those of `hessian`. If
+    several weights are joined, they are numbered consecutively, in the order of `plan.weights`.
+    Weights have no entry if they are not in a product of matrices, are inside a `shard_map`, or are
+    read at a computed position.
+
+    The result depends on the function, not on values. An algorithm that works on the matrices of
+    sites uses it to write to the weight through any views.
+    """
+
+    def looks_at(self, site: ObservedSite) -> bool:
+        """Whether the operand is a weight."""
+        return site.role == "weight"
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> Any:
+        """Not called: `calibrate` follows the views of the function."""
+        raise NotImplementedError
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> Any:
+        """Not called: `calibrate` follows the views of the function."""
+        raise NotImplementedError
+
+    def merge(self, a: Any, b: Any) -> Any:
+        """Returns the first: both are the same."""
+        return a
+
+
+places: Places = Places()
+
+
+# A sample of the rows of an operand that does not depend on the order or grouping of batches.
+#
+# Source: Cohen and Kaplan, "Summarizing Data using Bottom-k Sketches", PODC 2007.
+
+
+_NONE = np.uint32(2**32 - 1)
+"""The number of an empty slot."""
+
+
+@serializable
+class SamplesStats(NamedTuple):
+    """A sample of the distinct rows of an operand.
+
+    Attributes:
+      rows: float32 [*batch, count, channels], for a `ragged_dot` [experts, count, channels]; 0 in
+        empty slots.
+      weights: how often each row was seen, or the sum of its weights, float32 [..., count]; 0 in
+        empty slots.
+      numbers: the hashes by which rows were chosen, uint32 [..., count, 2], in ascending order.
+    """
+
+    rows: jax.Array
+    weights: jax.Array
+    numbers: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples(Weighted):
+    """Keeps a sample of the distinct rows of an activation that is multiplied by a weight.
+
+    Rows are those of `hessian`. Each row has a number that is a hash of its values, and the rows
+    with the smallest numbers are kept. So all distinct rows are equally likely to be kept, and the
+    sample is the same however rows are split into batches, devices and steps. `weights` has how
+    often each was seen: a token that begins every sequence takes one slot.
+
+    Attributes:
+      count: number of rows to keep, at least 1.
+
+    Raises:
+      TypeError: if `count` is not an integer, or `weight` is not a function.
+      ValueError: if `count` is less than 1.
+      NotImplementedError: as for `hessian`.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count = check_integer("observers.samples", "count", self.count)
+        if not count >= 1:
+            raise fail(
+                "observers.samples",
+                f"`count` ({count}) is below 1.",
+                fix="pass the number of rows to keep.",
+            )
+
+    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> SamplesStats:
+        """Returns empty slots."""
+        check_rows("observers.samples", site)
+        *stack, _, size = jax.eval_shape(site.rows, operand).shape
+        stack += [] if site.experts is None else [site.experts]
+        return SamplesStats(
+            jnp.zeros((*stack, self.count, size), jnp.float32),
+            jnp.zeros((*stack, self.count), jnp.float32),
+            jnp.full((*stack, self.count, 2), _NONE),
+        )
+
+    def observe(self, x: jax.Array, site: ObservedSite) -> SamplesStats:
+        """Returns a sample of the rows of one operand."""
+        check_rows("observers.samples", site)
+        rows, weights = site.rows(x).astype(jnp.float32), site.row_weights(x)
+        if weights is None:
+            weights = jnp.ones(rows.shape[:-1], jnp.float32)
+        stats = SamplesStats(rows, weights, _numbers(rows))
+        if site.sizes is None:
+            return self._kept(stats)
+        expert = site.expert_of_rows(len(x))
+
+        def of_expert(own: jax.Array) -> SamplesStats:
+            return self._kept(stats._replace(weights=jnp.where(expert == own, weights, 0)))
+
+        return lax.map(of_expert, jnp.arange(len(site.sizes), dtype=jnp.int32))
+
+    def merge(self, a: SamplesStats, b: SamplesStats) -> SamplesStats:
+        """Returns a sample of the rows of both."""
+        parts = zip(a, b, (-2, -1, -2), strict=True)
+        return self._kept(SamplesStats(*(jnp.concatenate([x, y], axis) for x, y, axis in parts)))
+
+    def _kept(self, stats: SamplesStats) -> SamplesStats:
+        smallest = partial(_smallest, count=self.count)
+        for _ in stats.weights.shape[:-1]:
+            smallest = jax.vmap(smallest)
+        return smallest(stats)
+
+    def __str__(self) -> str:
+        return f"samples({self.count})"
+
+
+samples = Samples
+
+
+def _numbers(rows: jax.Array) -> jax.Array:
+    """Returns two uint32 hashes of the values of each row."""
+    bits = lax.bitcast_convert_type(rows, jnp.uint32)
+    positions = lax.broadcasted_iota(jnp.uint32, rows.shape, rows.ndim - 1)
+
+    def number(salt: int) -> jax.Array:
+        salted = bits ^ (positions * np.uint32(0x9E3779B9) + np.uint32(salt))
+        total = jnp.sum(_mixed(salted), axis=-1, dtype=jnp.uint32)
+        return jnp.minimum(_mixed(total), _NONE - np.uint32(1))
+
+    return jnp.stack([number(0x2545F491), number(0x6C078965)], axis=-1)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Returns 32 bits, each of which depends on all input bits (the finalizer of MurmurHash3)."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def _smallest(stats: SamplesStats, count: int) -> SamplesStats:
+    """Returns the rows with the smallest numbers, each once."""
+    # One empty row is appended, because indices need an element to point to.
+    rows, weights, numbers = (jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)) for x in stats)
+    is_row = weights > 0
+    first, second = (jnp.where(is_row, x, _NONE) for x in numbers.T)
+    positions = lax.iota(jnp.int32, len(weights))
+    first, second, order = lax.sort((first, second, positions), num_keys=2)
+    is_new = (first != jnp.roll(first, 1)) | (second != jnp.roll(second, 1))
+    which = jnp.cumsum(is_new.at[0].set(True)) - 1
+    total = jax.ops.segment_sum(jnp.where(is_row, weights, 0)[order], which, count)
+    start = jnp.minimum(jax.ops.segment_min(positions, which, count), len(weights) - 1)
+    selected, is_found = order[start], total > 0
+    return SamplesStats(
+        jnp.where(is_found[:, None], rows[selected], 0),
+        total,
+        jnp.where(is_found[:, None], numbers[selected], _NONE),
+    )

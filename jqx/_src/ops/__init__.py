@@ -1,0 +1,1 @@
+"""The specified operators on arrays."""

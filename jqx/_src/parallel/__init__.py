@@ -1,0 +1,1 @@
+"""Shardings, and collectives that send codes."""

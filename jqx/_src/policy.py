@@ -1,0 +1,487 @@
+"""Policy: an ordered list of rules, and ways to write and join policies."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from .checks import called, check_instance, shown
+from .errors import fail
+from .numerics.lookup import formats_by_name
+from .table import Table
+from .tensor.spec import FLOAT, QSpec, as_spec, preset_instead
+
+# Steps of a scan that the path of a rule selects: `layers[0]`, `layers[-2:]/attn/.*`.
+
+
+_SELECTOR = re.compile(r"(?<!\\)\[(-?[0-9]+|(?:-?[0-9]+)?(?::(?:-?[0-9]+)?){1,2})\](?=/|\)|\||\Z)")
+"""An integer or a slice in brackets at the end of a part of the path."""
+
+
+class Selector(NamedTuple):
+    """The steps that a path selects.
+
+    Attributes:
+      path: the path of the rule, for messages.
+      base: the path without the steps, a regular expression for weights that a scan steps over.
+      texts: the text in each pair of brackets.
+    """
+
+    path: str
+    base: str
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: str) -> "Selector | None":
+        """Parses a path; `None` if it selects no steps."""
+        return _read(path)
+
+    def matches(self, path: str) -> bool:
+        """Whether the path of a weight is one from which the steps are selected."""
+        return re.fullmatch(self.base, path) is not None
+
+    def resolve(self, function: str, path: str, length: int) -> tuple[int, int]:
+        """Returns the first selected step of a scan and the end of the selection.
+
+        Raises:
+          ValueError: if the scan does not have these steps, or they are not consecutive.
+        """
+        selection = f"path {self.path!r}, of {length} steps over {path!r}"
+        text, *other_texts = self.texts
+        if other_texts:
+            _refuse(function, "selects steps twice.", selection, "one selector in a path")
+        parts = [int(part) if part else None for part in text.split(":")]
+        if len(parts) == 1:
+            start, stop = parts[0], None if parts[0] == -1 else (parts[0] or 0) + 1
+        else:
+            start, stop = parts[:2]
+            if len(parts) == 3 and parts[2] not in (None, 1):
+                _refuse(
+                    function, "selects every other step.", selection, "consecutive steps: [2:5]"
+                )
+        start = 0 if start is None else start + length * (start < 0)
+        stop = length if stop is None else stop + length * (stop < 0)
+        if not 0 <= start < stop <= length:
+            problem = "selects steps that the scan does not have."
+            _refuse(function, problem, selection, f"one step or more, within [0:{length}]")
+        return start, stop
+
+
+def _refuse(function: str, problem: str, given: str, expected: str) -> None:
+    fix = "correct the steps, or write several rules, such as layers[0] and layers[-2:]; a rule "
+    fix += "with optional=True may match no steps."
+    raise fail(function, f"the path of a rule {problem}", given=given, expected=expected, fix=fix)
+
+
+@functools.lru_cache(256)
+def _read(path: str) -> Selector | None:
+    texts = tuple(match[1] for match in _SELECTOR.finditer(path))
+    if not texts:
+        return None
+    pieces, end = [], 0
+    for match in _SELECTOR.finditer(path):
+        pieces.append(path[end : match.start()])
+        under = path[match.end() : match.end() + 1] == "/"
+        pieces.append("" if under else "(?:/.*)?")
+        end = match.end()
+    base = "".join([*pieces, path[end:]])
+    try:
+        re.compile(base)
+    except re.error:  # the brackets are part of something else
+        return None
+    return Selector(path, base, texts)
+
+
+# Rule: which contractions are quantized, and how.
+
+
+Spec = QSpec | str | None
+"""How an operand is quantized: a spec, a scheme such as `"int4:group=32"`, or `None` for float."""
+
+
+@called("Rule", 'name the specs: jqx.Rule(".*", weight="int4:group=32").')
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the contractions that match are quantized.
+
+    A rule with a `weight` spec matches contractions that have a weight. A rule without one matches
+    all contractions, including those of two activations, such as attention scores. There,
+    `activation` applies to both operands.
+
+    Specs may be given as schemes, as on the command line: a format, followed by colons and any of
+    `group=32`, `channel`, `token`, `tensor`, `asymmetric`, `dynamic`, `calibrator=mse`. If a scheme
+    has no granularity, a weight has one scale for each channel (in `jqx.QTensor.quantize`, which
+    knows no channels, one for all), and an activation has one scale, or one for each token if it is
+    dynamic. A block format has one scale for each block.
+
+    Attributes:
+      path: regular expression, matched in full against the path of the contraction. This is the key
+        path of its weight inside the parameters, such as `blocks/0/query`, or its name scope if it
+        has no weight. If several weights are joined, or multiplied by each other, one rule must
+        match all of them. For weights that a scan steps over it may select steps: `layers[0]`,
+        `layers[-2:]/attn/.*`, `layers[1:3]`. The scan is split there: see `make_plan`. Brackets
+        select steps if they hold an integer or a slice, stand at the end of a part of the path, and
+        the path matches nothing as a regular expression. If the path ends with them, it includes
+        everything below.
+      op: regular expression, matched in full against the operation: `dot_general`,
+        `conv_general_dilated`, `ragged_dot` or `gather`; `None` matches all.
+      weight: spec of weights; `None` leaves them in float.
+      activation: spec of the other operands; `None` leaves them in float.
+      output: spec of the result; `None` leaves it in float.
+      tables: spec of weights that are used for lookups. `"weight"` uses the spec `weight`, and
+        `None` leaves them in float, as presets do. All uses of one weight share the same codes or
+        none, including a product with the table.
+      optional: whether the rule, or an alternative in its path, may match nothing. Otherwise that
+        is an error for a rule, and a warning for an alternative, as in `(embed|haed)/kernel`.
+
+    Raises:
+      TypeError: if a field has the wrong type.
+      ValueError: if a regular expression or a scheme is invalid.
+
+    Example:
+      >>> import jqx
+      >>> rule = jqx.Rule("layer[0-9]+/w", weight="int4:group=32", activation="int8:token:dynamic")
+      >>> rule.matches("layer0/w", "dot_general", has_weight=True)
+      True
+      >>> print(rule)
+      Rule('layer[0-9]+/w', weight=int4 per_group(32, tail=True), activation=int8 per_token dynamic)
+    """
+
+    path: str
+    op: str | None
+    _: dataclasses.KW_ONLY
+    weight: QSpec | None
+    activation: QSpec | None
+    output: QSpec | None
+    tables: QSpec | Literal["weight"] | None
+    optional: bool
+
+    def __init__(
+        self,
+        path: str = ".*",
+        op: str | None = None,
+        *,
+        weight: Spec = None,
+        activation: Spec = None,
+        output: Spec = None,
+        tables: Spec = "weight",
+        optional: bool = False,
+    ) -> None:
+        _check_regex("path", path)
+        if op is not None:
+            _check_regex("op", op)
+            _check_op(path, op)
+        check_instance(
+            "Rule", "optional", optional, bool, fix="pass optional=True or optional=False."
+        )
+        as_is = isinstance(tables, str) and tables == "weight"
+        fields = {
+            "path": path,
+            "op": op,
+            "weight": as_spec("Rule", "weight", weight),
+            "activation": as_spec("Rule", "activation", activation, "activation"),
+            "output": as_spec("Rule", "output", output, "activation"),
+            "tables": tables if as_is else as_spec("Rule", "tables", tables),
+            "optional": optional,
+        }
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+
+    def matches(self, path: str, op: str, *, has_weight: bool) -> bool:
+        """Whether the rule applies to a contraction."""
+        if self.weight is not None and not has_weight:
+            return False
+        return self._is_for(op) and re.fullmatch(self.path, path) is not None
+
+    @property
+    def selector(self) -> Selector | None:
+        """The steps of a scan that its path selects, if the path does not match an existing path as
+        a regular expression.
+        """
+        return Selector.of(self.path)
+
+    def selects(self, path: str, op: str) -> bool:
+        """Whether the rule selects steps of a scan over the weight at a path."""
+        return self.selector is not None and self._is_for(op) and self.selector.matches(path)
+
+    def _is_for(self, op: str) -> bool:
+        return self.op is None or re.fullmatch(self.op, op) is not None
+
+    def weight_for(self, op: str) -> QSpec | None:
+        """Returns the spec of the weights of an operation."""
+        return self.tables if op == "gather" and self.tables != "weight" else self.weight
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the rule leaves everything that it matches in float."""
+        tables = None if self.tables == "weight" else self.tables
+        return not any((self.weight, self.activation, self.output, tables))
+
+    def described(self) -> str:
+        """Returns what the rule does, in words: `int4 per_channel, activation int8 per_tensor`."""
+        parts = [str(self.weight)] if self.weight else []
+        parts += [
+            f"{field} {spec}"
+            for field in ("activation", "output", "tables")
+            if (spec := getattr(self, field)) is not None and spec != "weight"
+        ]
+        parts = parts or [FLOAT]
+        if self.tables is None and self.weight is not None:
+            parts.append("tables float")
+        if self.op is not None:
+            parts.append(f"op {self.op!r}")
+        return ", ".join([*parts, *(["optional"] if self.optional else [])])
+
+    def __str__(self) -> str:
+        parts = [repr(self.path)] + ([f"op={self.op!r}"] if self.op else [])
+        for field in ("weight", "activation", "output"):
+            if getattr(self, field) is not None:
+                parts.append(f"{field}={getattr(self, field)}")
+        if self.tables != "weight":
+            parts.append(f"tables={self.tables}")
+        return f"Rule({', '.join(parts)})"
+
+
+def pattern_of(path: str) -> str:
+    """Returns the path of a rule for one weight: its own path, with special characters escaped."""
+    if re.search(r"\[\d+:\d+\]\Z", path):  # a part of a stack of layers
+        return path
+    try:
+        return path if re.fullmatch(path, path) else re.escape(path)
+    except (re.error, OverflowError):
+        return re.escape(path)
+
+
+def _check_regex(field: str, pattern: Any) -> None:
+    fix = 'pass a regular expression such as "blocks/[0-9]+/.*".'
+    names = f"specs have names: weight=, activation=. As {field}, {fix}"
+    fix = names if isinstance(pattern, QSpec) else fix
+    check_instance("Rule", field, pattern, str, fix=fix)
+    try:
+        re.compile(str(pattern))
+    except (re.error, OverflowError) as error:
+        raise fail(
+            "Rule",
+            f"`{field}` is not a valid regular expression: {error}.",
+            given=f"{field} == {pattern!r}",
+            fix=_glob(str(pattern)) or "escape special characters with a backslash.",
+        ) from None
+
+
+def _glob(pattern: str) -> str | None:
+    """Returns what to write for a pattern of a shell; `None` if it does not look like one."""
+    regex = re.sub(r"(?<![.\\\])])\*+", ".*", pattern)
+    try:
+        re.compile(regex)
+    except (re.error, OverflowError):
+        return None
+    if regex == pattern:
+        return None
+    return f"it is a regular expression, in which any text is '.*': write {regex!r}."
+
+
+def _check_op(path: str, op: str) -> None:
+    """Checks that an operation is not a scheme or a preset, which has a name of its own."""
+    name = op.partition(":")[0]
+    if name not in (FLOAT, *formats_by_name()) and preset_instead(op) is None:
+        return
+    fix = f"write jqx.Rule({path!r}, weight={op!r}): the second argument is the operation."
+    if preset_instead(op) is not None:
+        fix = f"a preset is a policy: jqx.Policy({{{path!r}: jqx.presets.w8a8()}})."
+    raise fail("Rule", f"`op` ({op!r}) says how to quantize, not which operation.", fix=fix)
+
+
+@called("Policy", "pass one list, jqx.Policy([rule, ...]), or one dict.")
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Rules in order of precedence: the first rule that matches a contraction applies.
+
+    `a + b` is the policy with the rules of `a` followed by those of `b`. A policy prints one line
+    for each rule.
+
+    Attributes:
+      rules: any iterable of `Rule`, or a dict. The keys of the dict are regular expressions of
+        paths. A value says how the weights there are quantized: `"float"` (or `None`), a scheme
+        such as `"int4:group=32"`, a `QSpec`, a `Rule`, or a policy, such as a preset. A scheme or a
+        spec applies to the weights only. The key replaces the path of a rule, or of a policy whose
+        rules all have one path. What a policy leaves in float (`exclude=` of a preset) also stays
+        in float where the key matches. For layers that a scan steps over, a key may select some of
+        them: `"layers[0]"`, `"layers[-2:]/.*"`; see `Rule`.
+
+    Raises:
+      TypeError: if an element of `rules` is not a `Rule`, or a value of the dict is none of the
+        above.
+      ValueError: if a key is not a regular expression, a scheme is invalid, or a policy under a key
+        has several paths.
+
+    Example:
+      >>> import jqx
+      >>> policy = jqx.Policy(
+      ...     {"head/.*": "float", ".*attn.*": jqx.presets.w8a8_dynamic(), ".*": "int4:group=32"}
+      ... )
+      >>> print(policy)
+      0  'head/.*'   float
+      1  '.*attn.*'  int8 per_channel, activation int8 per_token dynamic, tables float
+      2  '.*'        int4 per_group(32, tail=True)
+      >>> policy.first("head/w", "dot_general", has_weight=True)[0]
+      0
+      >>> jqx.presets.w8a8("attn/.*") + jqx.presets.w4a16() == jqx.Policy(
+      ...     {"attn/.*": jqx.presets.w8a8(), ".*": jqx.presets.w4a16()}
+      ... )
+      True
+    """
+
+    rules: tuple[Rule, ...]
+
+    def __init__(self, rules: Iterable[Rule] | Mapping[str, Any]) -> None:
+        if isinstance(rules, Mapping):
+            rules = [rule for path, value in rules.items() for rule in _under(path, value)]
+        if isinstance(rules, str):
+            raise fail(
+                "Policy",
+                "`rules` is a string.",
+                given=f"rules == {shown(rules)}",
+                fix=_fix(rules),
+                error=TypeError,
+            )
+        check_instance(
+            "Policy",
+            "rules",
+            rules,
+            Iterable,
+            fix=_fix(rules)
+            if isinstance(rules, (Rule, QSpec)) or preset_of(rules)
+            else "it is a policy already; join policies with +: jqx.Policy([rule]) + policy."
+            if isinstance(rules, Policy)
+            else "pass a list, jqx.Policy([rule]), or a dict; join policies with +.",
+        )
+        rules = tuple(rules)
+        for rule in rules:
+            check_instance(
+                "Policy",
+                "an element of rules",
+                rule,
+                Rule,
+                fix="pass jqx.Rule(...) values; take those of a preset from its .rules, or join "
+                "policies: jqx.Policy([rule]) + jqx.presets.w8a8().",
+            )
+        object.__setattr__(self, "rules", rules)
+
+    def first(self, path: str, op: str, *, has_weight: bool) -> tuple[int, Rule] | None:
+        """Returns the first rule that matches and its index; `None` if none matches."""
+        for index, rule in enumerate(self.rules):
+            if rule.matches(path, op, has_weight=has_weight):
+                return index, rule
+        return None
+
+    def __add__(self, other: "Policy") -> "Policy":
+        _check_summand(other)
+        return Policy((*self.rules, *other.rules))
+
+    def __radd__(self, other: Any) -> "Policy":
+        _check_summand(other)
+        raise AssertionError("a policy adds itself")
+
+    def __str__(self) -> str:
+        paths = [repr(rule.path) for rule in self.rules]
+        width = max(map(len, paths), default=0)
+        count = len(str(len(paths) - 1))
+        return "\n".join(
+            f"{index:{count}}  {path:{width}}  {rule.described()}"
+            for index, (path, rule) in enumerate(zip(paths, self.rules, strict=True))
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [(str(i), rule.path, rule.described()) for i, rule in enumerate(self.rules)]
+        footer = "The first rule that matches a contraction decides; what none matches is float."
+        head = "rule", "path", "quantization"
+        return Table(head, tuple(rows), footer, texts=3).to_html("Policy")
+
+
+def check_policy(function: str, policy: Any, argument: str = "policy") -> None:
+    """Checks that `policy` is a `Policy`; the error shows how to make one from similar values."""
+    if not isinstance(policy, Policy):
+        check_instance(function, argument, policy, Policy, fix=_fix(policy))
+
+
+def preset_of(value: Any) -> str | None:
+    """Returns the name of a preset if the function itself was passed instead of its result."""
+    module = getattr(value, "__module__", None) or ""
+    is_preset = callable(value) and module.startswith("jqx.presets")
+    return value.__name__ if is_preset else None
+
+
+def _fix(value: Any) -> str:
+    """Returns how to make a policy of the value that was passed in place of one."""
+    name = preset_of(value)
+    if name is not None:
+        return f"call the preset: jqx.presets.{name}()."
+    if isinstance(value, str) and preset_instead(value) is not None:
+        return str(preset_instead(value))
+    if isinstance(value, str) and value.partition(":")[0] not in (FLOAT, *formats_by_name()):
+        return "call a preset, such as jqx.presets.w8a8(), or write jqx.Policy([rule, ...])."
+    if isinstance(value, Rule):
+        return "pass jqx.Policy([rule])."
+    if isinstance(value, (list, tuple)):
+        return "pass jqx.Policy([rule, ...]), or join policies with +."
+    if isinstance(value, Mapping):
+        return "pass jqx.Policy({regex: scheme, ...})."
+    if isinstance(value, (QSpec, str)):
+        return "say which paths it is for: jqx.Policy({'.*': ...}), or jqx.Policy([rule])."
+    return "pass jqx.presets.w8a8(), or jqx.Policy([rule, ...])."
+
+
+def _check_summand(value: Any) -> None:
+    if not isinstance(value, Policy):
+        fix = "add jqx.Policy([rule, ...]); policies are summed from jqx.Policy([])."
+        name = preset_of(value)
+        fix = fix if name is None else f"call the preset: jqx.presets.{name}()."
+        check_instance("Policy", "what is added", value, Policy, fix=fix)
+
+
+def _under(path: Any, value: Any) -> tuple[Rule, ...]:
+    """Returns the rules of one entry of a dict."""
+    if isinstance(value, Policy):
+        return _replaced(path, value)
+    if isinstance(value, Rule):
+        return (dataclasses.replace(value, path=path),)
+    if value is None or (isinstance(value, str) and value == FLOAT):
+        return (Rule(path),)
+    name = preset_of(value)
+    if name is not None:
+        raise fail(
+            "Policy",
+            f"the preset at {path!r} was not called.",
+            fix=f"call it: {{{path!r}: jqx.presets.{name}()}}.",
+            error=TypeError,
+        )
+    if isinstance(value, (Mapping, tuple, list)):
+        fields = ", ".join(f"{name}=..." for name in value) if isinstance(value, Mapping) else ""
+        raise fail(
+            "Policy",
+            f"the value at {path!r} is a {type(value).__name__}.",
+            fix=f"write {{{path!r}: jqx.Rule({fields or 'weight=..., activation=...'})}}.",
+            error=TypeError,
+        )
+    return (Rule(path, weight=as_spec("Policy", f"rules[{path!r}]", value)),)
+
+
+def _replaced(path: Any, policy: Policy) -> tuple[Rule, ...]:
+    """Returns the rules of a policy with another path. What was left in float stays in float."""
+    paths = list(dict.fromkeys(rule.path for rule in policy.rules if not rule.is_float))
+    if len(paths) > 1:
+        raise fail(
+            "Policy",
+            f"the policy at {path!r} has rules of several paths, which its key cannot replace.",
+            given=f"rules of {', '.join(map(repr, paths[:4]))}",
+            fix="join them instead: jqx.Policy({...}) + policy.",
+        )
+    pattern = Rule(path).path  # a regular expression, or an error
+    rules = []
+    for rule in policy.rules:
+        new = pattern
+        if rule.is_float and paths:
+            new = rule.path if pattern == ".*" else f"(?=(?:{pattern})\\Z)(?:{rule.path})"
+        rules.append(dataclasses.replace(rule, path=new))
+    return tuple(rules)

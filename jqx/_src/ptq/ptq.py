@@ -1,0 +1,540 @@
+"""`ptq`: plan, calibrate, quantize and pack weights, in one call."""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Concatenate, Literal, overload
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from ..calibrators.calibrator import Affine
+from ..checks import called
+from ..errors import fail, message, some, warn
+from ..observers.observer import Weight, check_weight
+from ..policy import Policy, check_policy
+from ..signatures import P, R
+from ..tensor.segments import abstract as abstract_leaf
+from ..tensor.segments import check_read, has_lazy
+from ..tensor.shardings import kept
+from ..transforms.algorithm import (
+    Algorithm,
+    Chosen,
+    Unstacked,
+    as_chosen,
+    chained,
+    check_algorithm,
+    has,
+    observers_of,
+    parts_of,
+    picked,
+)
+from ..transforms.arguments import check_batches, check_concrete
+from ..transforms.calibrate import affines, calibrate_batches, inputs_of
+from ..transforms.make_plan import make_plan
+from ..transforms.paths import Names, rooted
+from ..transforms.plan import Plan
+from ..transforms.quantize_params import (
+    check_arguments,
+    check_finite_weights,
+    dequantize_params,
+    named_leaves,
+    quantize_params,
+)
+from ..transforms.quantize_weight import check_no_learned_scales
+from ..transforms.stats import OnNonfinite, check_mode
+from ..transforms.trace import TracedOnce, as_params, is_array, is_quantized
+from .defaults import Choice, Effort, check_effort, default_of, fitted
+from .quantized import (
+    Basis,
+    BoundFunction,
+    Hoist,
+    Mapped,
+    Quantize,
+    Quantized,
+    Target,
+    abstract,
+    algorithm_report,
+    algorithms,
+    check_function,
+    check_hoist,
+    engine,
+    model_report,
+    quantized_of,
+    split_off,
+    target_of,
+)
+from .rows import OwnText, add_rows, check_own_text, padding_of
+
+_NAMED = 16
+"""How many matrices a report names."""
+
+
+@overload
+def ptq(
+    f: Callable[Concatenate[Any, P], R],
+    policy: Policy,
+    algorithm: Algorithm | None = None,
+    *,
+    effort: Effort | None = None,
+    params: Literal[0] = 0,
+    names: Names = None,
+    hoist: Hoist = False,
+    target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
+    own_text: bool | None = None,
+    progress: bool = True,
+) -> Quantize[P, R]: ...
+@overload
+def ptq(
+    f: Callable[..., R],
+    policy: Policy,
+    algorithm: Algorithm | None = None,
+    *,
+    effort: Effort | None = None,
+    params: int | tuple[int, ...],
+    names: Names = None,
+    hoist: Hoist = False,
+    target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
+    own_text: bool | None = None,
+    progress: bool = True,
+) -> Quantize[..., R]: ...
+@called("ptq", "call it in two steps: jqx.ptq(f, policy)(params, batches).")
+def ptq(
+    f: Callable[..., Any],
+    policy: Policy,
+    algorithm: Algorithm | None = None,
+    *,
+    effort: Effort | None = None,
+    params: int | tuple[int, ...] = 0,
+    names: Names = None,
+    hoist: Hoist = False,
+    target: Target = None,
+    weight: Weight | None = None,
+    on_nonfinite: OnNonfinite = "error",
+    own_text: bool | None = None,
+    progress: bool = True,
+) -> Quantize:
+    """Quantizes a function after training: `ptq(f, policy)(params, batches)`.
+
+    It makes a plan, calibrates if activations have static scales or the algorithm needs
+    statistics, computes the scales, quantizes the weights and lays them out for the target. The
+    steps are `make_plan`, `calibrate_batches`, `affines`, `quantize_params`, `convert` and
+    `pack_for`; each can be called on its own. `jqx.save` writes the result. For Flax modules, use
+    `jqx.linen.ptq` and `jqx.nnx.ptq`.
+
+    Args:
+      f: a function of arrays and pytrees of arrays.
+      policy: what is quantized, and how, such as `jqx.presets.w8a8()`.
+      algorithm: chooses the codes of the weights, see `jqx.Algorithm`. For example,
+        `jqx.algorithms.nearest()` rounds to nearest. `None` takes the algorithm that measured best
+        for the formats of the plan; `report.codes` names it.
+      effort: how long the default algorithm may take, for a model of about ten million weights on
+        a few cores: `"seconds"` (also `None`), `"minutes"` or `"hours"`.
+      params: position, or positions, of the arguments of `f` that hold weights.
+      names: names of weights, as in `make_plan`.
+      hoist: whether weights that `f` computes from parameters alone are computed once, by
+        `jqx.hoist`, and quantized: masked, normalised or dequantized weights, for example. `True`
+        takes floats that are not larger than the parameters that they are computed from; `"all"`
+        takes everything that depends on parameters alone. Then `function`, `params` and `plan` of
+        the result are those of the function without them. For new parameters, quantize again. To
+        train with quantization, plan and simulate `f` itself.
+      target: `"cpu"`, `"gpu"` or `"tpu"`: the platform whose weight layout is used. `None` means
+        `jax.default_backend()`. `False` keeps the layout that files use.
+      weight: how much the rows of a batch count, for static scales and for algorithms without a
+        `weight` of their own: a function of the inputs of a batch, such as
+        `lambda tokens: tokens != 0` if 0 is padding. `None`: static scales take the `weight` of the
+        algorithm, if it has one. Without one, rows where a mask is 0 are left out, and
+        `report.codes` says so: an array [rows, length] of zeros and ones among the inputs, such
+        that results depend on the other arrays where it is 1, and nowhere else. It is looked for in
+        the first batch in which it has zeros; for a named algorithm and a generator, in its first.
+      on_nonfinite: what is done with rows of operands that hold a NaN or an infinity: `"error"`
+        raises, `"ignore"` leaves them out of all statistics, with a warning that counts them, as in
+        `calibrate`.
+      own_text: whether rows of other text are added to a list of batches of tokens, if something is
+        calibrated. If `f` is a causal function of tokens and returns the logits of the next token,
+        it writes the text itself. There may be a mask of padding, which is then all ones, and
+        positions or types of tokens, which continue as in rows without padding. If another function
+        has such a mask, the rows are parts of those in the batches, and random tokens. `None` adds
+        them for the default algorithm, where there are such inputs; `True` does for any algorithm,
+        or raises.
+      progress: whether to show a progress bar, as in `calibrate_batches`.
+
+    Returns:
+      A function of the parameters (a tuple if there are several positions) and of batches, which
+      returns a `Quantized`. Batches are a list, such as `[x]`, or another iterable. Each batch is a
+      tuple of the other arguments of `f`, or the one other argument, which may be a named tuple.
+      The plan is made with the first batch that is not empty. The other batches are read only if
+      something is calibrated.
+
+      Without batches, a causal function `f(params, tokens)` of int32 tokens [rows, length] or
+      [length] to logits for each is calibrated on text that it writes itself, if anything is
+      calibrated: 16 rows of 512 tokens, or of fewer if it takes no more, that begin with token 0,
+      by `jqx.algorithms.own_text`, which has the options. `report.codes` says what was written.
+      Where batches are tokens, the default algorithm adds as many tokens of such text to them.
+
+      Leaves of parameters may be `jqx.interop.Lazy`, for a model that is larger than memory, if
+      the algorithm is `nearest()`, `gptq()` or `adaround()`. Each leaf is read when it is needed,
+      and then dropped. Static scales are computed stage by stage, on all batches. The returned
+      weights are lazy too: `jqx.save` reads them one at a time. The report reads each once.
+
+      Parameters may hold QTensors that the policy does not quantize, such as those of a checkpoint.
+      They are returned unchanged. Algorithms see their float values, which take the memory of
+      floats.
+
+    Raises:
+      TypeError: `f` is not a function, `policy` is not a `Policy`, `batches` is not a list of
+        batches, a leaf is `Lazy` where arrays are needed, or there are no batches, and `f` does not
+        map tokens to logits.
+      ValueError: the list of batches is empty, `target`, `effort` or `on_nonfinite` is unknown,
+        both `effort` and `algorithm` are given, a weight that is quantized or an activation is not
+        finite, or a step rejects its input.
+      NotImplementedError: a named algorithm changes a weight that is quantized already.
+
+    Gradient: none; weights are codes.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> f = lambda params, x: jax.nn.relu(x @ params["w"])
+      >>> params, batches = {"w": jnp.eye(64)}, [jnp.ones((8, 64)), jnp.full((8, 64), 2.0)]
+      >>> quantized = jqx.ptq(f, jqx.presets.w8a8(), progress=False)(params, batches)
+      >>> quantized
+      Quantized(1 of 1 contractions, 16,384 bytes of parameters become 4,352)
+      >>> y = jax.jit(quantized.function)(quantized.params, batches[0])
+      >>> bool(jnp.allclose(y, f(params, batches[0]), atol=0.02))
+      True
+    """
+    check_function("ptq", f)
+    check_policy("ptq", policy)
+    check_algorithm("ptq", algorithm, of_functions=True)
+    check_effort("ptq", effort, algorithm)
+    check_hoist(hoist)
+    check_weight("ptq", weight)
+    ignores = check_mode("ptq", on_nonfinite)
+    check_own_text(own_text)
+    argnums, platform = as_params("ptq", params), target_of("ptq", target)
+
+    @called("ptq(f, policy)", "pass the parameters, and a list of batches, such as [x].")
+    def quantize(params: Any, batches: Iterable[Any] | None = None) -> Quantized:
+        original = BoundFunction(f, params, argnums, names)
+        text: OwnText | None = None
+        if batches is None:
+            if own_text is False:
+                raise fail(
+                    "ptq",
+                    "there are no batches, and own_text=False.",
+                    fix="pass a list of batches, such as [x], or leave own_text out.",
+                )
+            check_arguments("ptq", argnums, params)
+            batches = text = OwnText(original, progress)
+            first_batch = text.first
+        else:
+            check_batches("ptq", batches)
+            first_batch, batches = first_of(batches)
+        check_concrete("ptq", params, first_batch)
+        inputs = inputs_of(first_batch)
+        check_arguments("ptq", argnums, params)
+        bound = split_off(original, hoist, inputs)
+        planned = make_plan(bound.f, policy, params=bound.argnums, names=bound.names)
+        plan = planned(*bound.arguments(bound.params, inputs))
+        choice = Choice(algorithm)
+        if algorithm is None:
+            choice = default_of(plan, effort or "seconds", is_lazy=has_lazy(bound.params))
+        is_default = algorithm is None and choice.reads_batches
+        if is_default:
+            batches = list(batches)
+        padding, notes = None, []
+        if choice.reads_batches or plan.static_specs():
+            if weight is None and not has_weight(choice.algorithm):
+                is_list = isinstance(batches, (list, tuple))
+                padding = padding_of(original, batches if is_list else [first_batch])
+            if text is None and (algorithm is None if own_text is None else own_text):
+                options: Any = {"required": own_text is True, "progress": progress}
+                batches, notes = add_rows(original, plan, inputs, batches, padding, **options)
+        elif own_text and text is None:
+            notes = ["without text of its own: nothing is calibrated"]
+        if is_default:
+
+            def other_plans() -> Iterable[tuple[int, Plan]]:
+                def plan_of(inputs: tuple[Any, ...]) -> Plan:
+                    return planned(*bound.arguments(bound.params, inputs))
+
+                return plans_by_shape(batches, first_batch, plan, plan_of)
+
+            arguments = bound.arguments(bound.params, inputs)
+            choice = fitted(choice, bound.f, plan, arguments, other_plans)
+        choice, row_weight = weighted(choice, plan, weight or padding)
+        observing = Observing(row_weight, ignores, progress)
+        mapped = Mapped(bound.f, plan, basis=Basis())
+        result = _run(choice, mapped, bound.params, batches, observing)
+        report = model_report.report_of(plan, result.values, lambda: result.codes)
+        if text is not None:
+            notes = [text.written or "without data"]
+        choice.notes.extend(([str(padding)] if padding else []) + notes)
+        report = dataclasses.replace(report, codes=str(choice))
+        shapes = abstract(inputs)
+        quantized = quantized_of(
+            result.mapped, result.scales, result.codes, report, shapes, platform
+        )
+        reports = [x for x in result.reports if x is not None]
+        details = reports[0] if len(reports) == 1 else tuple(reports)
+        return dataclasses.replace(quantized, details=details or None)
+
+    return quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """The results of algorithms: float weights, their codes, scales of activations, the function
+    with its maps, and reports.
+    """
+
+    values: Any
+    codes: Any
+    scales: Mapping[str, Affine]
+    mapped: Mapped
+    reports: Sequence[Any]
+
+
+def _run(
+    choice: Choice, mapped: Mapped, values: Any, batches: Iterable[Any], observing: "Observing"
+) -> _Result:
+    """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
+    if mapped.plan.splits and choice.reads_batches:
+        parts = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
+        mapped_parts = dataclasses.replace(mapped, f=parts.function, plan=parts.plan)
+        result = _run(choice, mapped_parts, parts.params, batches, observing)
+        values, codes = parts.together(result.values), parts.together(result.codes)
+        mapped = result.mapped.restacked(mapped)
+        return dataclasses.replace(result, values=values, codes=codes, mapped=mapped)
+    rewrites, rounding, corrections = parts_of(choice.algorithm)
+    plan, runs = mapped.plan, has(rounding, "run")
+    observers = None if runs else observers_of(rounding)
+    stats, scales, reports = None, {}, []
+    few_inputs: dict[str, str] = {}
+    given_values, is_plain = values, not (rewrites or corrections or rounding is not None)
+    floats = values = values if is_plain else dequantize_params(values)
+    if runs or rewrites or corrections:
+        batches = list(batches)
+    leaves = named_leaves("ptq", rooted(plan.params, values), plan)
+    check_no_learned_scales("ptq", leaves, plan)
+    reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
+    if rewrites or corrections or not reads_leaves:
+        check_read("ptq", leaves)
+    check_finite_weights("ptq", plan, values)
+
+    def rewrite(algorithm: Any, *args: Any) -> Chosen:
+        outcome = as_chosen(algorithm.rewrite(*args, **observing.of(algorithm.rewrite)))
+        _restore_quantized(given_values, floats, outcome.params)
+        return outcome
+
+    def checked(outcome: Chosen) -> Any:
+        """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
+        rounded = quantize_params(dequantize_params(outcome.params), plan)
+        return picked("ptq", outcome.params, rounded)
+
+    for algorithm in rewrites:
+        outcome = choice.attempt(
+            algorithm, rewrite, algorithm, mapped.function, plan, values, batches
+        )
+        if outcome is not None:
+            values, mapped = outcome.params, mapped.then(outcome, rewrites=True)
+            reports.append(outcome.report)
+            few_inputs |= outcome.few
+    args = mapped.function, plan, values, batches
+    if plan.static_specs() or observers:
+        calibrated = engine.calibrate_stages if has_lazy(values) else calibrate_batches
+        stats = calibrated(*args, observers=observers, **observing.options)
+        scales = affines(plan, stats)
+    if is_plain:
+        return _Result(values, quantize_params(values, plan), scales, mapped, reports)
+    outcome = None
+    if rounding is not None and runs:
+        outcome = choice.choose(rounding, *args, **observing.of(rounding.run))
+    elif rounding is not None:
+        outcome = choice.attempt(rounding, rounding, plan, values, stats)
+    outcome = Chosen(values, None) if outcome is None else outcome
+    codes, mapped = checked(outcome), mapped.then(outcome)
+    reports.append(outcome.report)
+    few_inputs |= outcome.few
+    reals = values if outcome.basis is None or not corrections else outcome.basis(values)
+    for algorithm in corrections:
+        args = mapped.function, plan, reals, codes, scales, batches
+        options = observing.of(algorithm.correct)
+        outcome = choice.attempt(algorithm, algorithm.correct, *args, **options)
+        if outcome is not None:
+            reals = reals if outcome.basis is None else outcome.basis(reals)
+            codes, mapped = checked(outcome), mapped.then(outcome)
+            reports.append(outcome.report)
+            few_inputs |= outcome.few
+    note_inputs(choice, reports, few_inputs)
+    codes = _restore_quantized(given_values, floats, codes)
+    codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
+    return _Result(values, codes, scales, mapped, reports)
+
+
+def _restore_quantized(params: Any, floats: Any, codes: Any) -> Any:
+    """Puts the QTensors of the user, which algorithms saw as floats, back into the parameters.
+
+    Raises:
+      NotImplementedError: an algorithm has changed one of them.
+    """
+
+    def restored(path: Any, leaf: Any, real: Any, code: Any) -> Any:
+        if not is_quantized(abstract_leaf(leaf)):
+            return code
+        is_same = is_array(code) and np.array_equal(code, real, equal_nan=True)
+        if code is not real and not is_same:
+            raise fail(
+                "ptq",
+                "the algorithm changes a weight that is quantized already.",
+                given=f"{keystr(path, simple=True, separator='/')!r}: {leaf!r}",
+                fix="pass jqx.algorithms.nearest() or gptq(), or the weight in float: "
+                "jqx.dequantize_params(params).",
+                error=NotImplementedError,
+            )
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(restored, params, floats, codes, is_leaf=is_quantized)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observing:
+    """How batches are observed.
+
+    Attributes:
+      weight: how much rows count, for static scales.
+      ignores: whether rows that are not finite are left out.
+      progress: whether to show a progress bar.
+    """
+
+    weight: Weight | None
+    ignores: bool
+    progress: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a calibration."""
+        return {
+            "weight": self.weight,
+            "on_nonfinite": "ignore" if self.ignores else "error",
+            "progress": self.progress,
+        }
+
+    def of(self, method: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the options of a method of an algorithm; those of users may not know all."""
+        options: dict[str, Any] = {"progress": self.progress}
+        if self.ignores and "on_nonfinite" in inspect.signature(method).parameters:
+            options["on_nonfinite"] = "ignore"
+        return options
+
+
+def weighted(choice: Choice, plan: Plan, weight: Weight | None) -> tuple[Choice, Weight | None]:
+    """Returns a choice whose algorithms have a weight, and the weight for static scales."""
+    choice = dataclasses.replace(
+        choice,
+        algorithm=_with_weight(choice.algorithm, weight),
+        instead=_with_weight(choice.instead, weight),
+    )
+    if weight is not None or not plan.static_specs():
+        return choice, weight
+    rewrites, rounding, corrections = parts_of(choice.algorithm)
+    weights = (getattr(x, "weight", None) for x in (*rewrites, rounding, *corrections))
+    functions = list(dict.fromkeys(x for x in weights if callable(x)))
+    if len(functions) > 1:
+        raise fail(
+            "ptq",
+            f"static scales have no weight, and algorithms have {len(functions)} different ones.",
+            fix="pass the weight for static scales: jqx.ptq(f, policy, algorithm, weight=...).",
+        )
+    return choice, functions[0] if functions else None
+
+
+def has_weight(algorithm: Any) -> bool:
+    """Whether a part of an algorithm weights rows."""
+    parts = chained(algorithm) or (algorithm,)
+    return any(callable(getattr(x, "weight", None)) for x in parts)
+
+
+def _with_weight(algorithm: Any, weight: Weight | None) -> Any:
+    """Returns an algorithm in which each part without a weight has this one, if it can."""
+    if weight is None:
+        return algorithm
+    if parts := chained(algorithm):
+        return type(algorithm)(*(_with_weight(x, weight) for x in parts))
+    fields = getattr(type(algorithm), "__dataclass_fields__", {})
+    if "weight" in fields and algorithm.weight is None:
+        return dataclasses.replace(algorithm, weight=weight)
+    return algorithm
+
+
+def note_inputs(choice: Choice, reports: Sequence[Any], few_inputs: Mapping[str, str]) -> None:
+    """Warns of matrices whose codes an algorithm did not choose, or which it left unchanged,
+    because too few inputs reached them, and notes how many there are. Notes too what the inputs of
+    the other matrices were too few for.
+    """
+    rounded: list[tuple[str, str]] = []
+    count = 0
+    for report in reports:
+        if isinstance(report, algorithms.AlgorithmReport):
+            choice.notes.extend(report.calibration)
+        if isinstance(report, algorithms.Pairs) and report.left:
+            choice.notes.append(f"inputs of {len(report.left)} sites not scaled: no clear gain")
+        matrices, total = algorithm_report.not_chosen(report)
+        rounded, count = [*rounded, *matrices], count + total
+    if rounded:
+        names = some((name for name, _ in rounded), _NAMED)
+        choice.notes.append(f"{len(rounded)} of {count} matrices rounded to nearest: {names}")
+    if unfitted := [name for name in few_inputs if name not in dict(rounded)]:
+        names = some(unfitted, _NAMED)
+        choice.notes.append(f"{len(unfitted)} matrices not fitted to few inputs: {names}")
+    if reasons := {**dict(rounded), **few_inputs}:
+        text = message(
+            "ptq",
+            "some matrices were rounded to nearest: the algorithm did not fit them to their "
+            "inputs.",
+            given=some(f"{name}: {reason}" for name, reason in reasons.items()),
+            expected="about as many inputs as channels for each matrix, or more",
+            fix="calibrate on more batches, or on batches that reach them, such as each expert; or "
+            "leave it so.",
+        )
+        warn(text)
+
+
+def first_of(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Returns the first batch that is not empty, and all batches."""
+    remaining, read = iter(batches), []
+    for batch in remaining:
+        read.append(batch)
+        if all(getattr(x, "size", 1) for x in jax.tree.leaves(batch)):
+            break
+    if not read:
+        problem = "there is no batch: `batches` is empty, or an exhausted generator."
+        raise fail("ptq", problem, fix="pass a list, or create the generator again.")
+    is_list = isinstance(batches, (list, tuple))
+    return read[-1], batches if is_list else itertools.chain(read, remaining)
+
+
+def plans_by_shape(
+    batches: Iterable[Any], first_batch: Any, plan: Plan, plan_of: Callable[[tuple[Any, ...]], Plan]
+) -> Iterable[tuple[int, Plan]]:
+    """Yields how many batches have equal shapes, and the plan of one of them; the shapes that most
+    elements have come first, so that few plans are made. That of the first batch is known.
+    """
+    by_shape: dict[Any, list[Any]] = {}
+    for batch in batches:
+        leaves, structure = jax.tree.flatten(batch)
+        by_shape.setdefault((structure, tuple(map(np.shape, leaves))), []).append(batch)
+
+    def size(group: list[Any]) -> int:
+        return len(group) * sum(np.size(x) for x in jax.tree.leaves(group[0]))
+
+    for group in sorted(by_shape.values(), key=size, reverse=True):
+        is_planned = any(x is first_batch for x in group)
+        yield len(group), plan if is_planned else plan_of(inputs_of(group[0]))

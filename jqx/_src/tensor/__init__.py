@@ -1,0 +1,1 @@
+"""QSpec, QTensor, and its views, which keep the scale in step with the values."""

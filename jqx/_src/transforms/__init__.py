@@ -1,0 +1,1 @@
+"""Functional transforms: plan, calibrate, simulate, quantize, and convert any JAX function."""

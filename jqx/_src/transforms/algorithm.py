@@ -1,0 +1,365 @@
+"""What `quantize_params` and `ptq` know of algorithms, which choose the codes of weights where
+rounding to nearest is not enough, and `unstack`, which gives them functions without split weights.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ..checks import shown
+from ..errors import fail
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import Lazy, Segments, abstract, lazy_segments
+from .map_channels import Maps
+from .paths import Split, flatten, is_parameter_line, is_whole, line_of, parameter_of, rooted
+from .plan import Plan
+from .split import evaluated, split_leaf
+from .trace import TracedOnce, is_quantized, trace_call
+
+
+class Inapplicable(ValueError):
+    """Raised if an algorithm finds nothing in a function to work on."""
+
+
+class Algorithm(Protocol):
+    """Chooses the codes of the weights of a plan, or other weights that round better.
+
+    Any function with these arguments is an algorithm. It returns parameters, or `Chosen`:
+    parameters and a report. An algorithm may have these methods and attributes:
+
+    - `run(f, plan, params, batches, progress=...)`, with the same results. `jqx.ptq` calls it
+      instead, so that the algorithm can work on the function itself, for example layer by layer.
+    - `rewrite`, with the same arguments as `run`. It returns float parameters that round better,
+      for the same function or nearly, and in `Chosen.maps` what is done at its sites. `jqx.ptq`
+      continues with these, and calibrates on them. `jqx.compare` needs `Chosen.basis` too.
+    - `correct(f, plan, params, codes, affines, batches, progress=...)`, which is called when the
+      codes of weights and the scales of activations are known. It returns parameters to use instead
+      of those with codes, or `Chosen.maps`.
+    - `observers`, a dict as `jqx.calibrate` takes it, such as `{".*": jqx.observers.hessian}`. Then
+      batches are calibrated on, even without static scales, and `stats` holds what the observers
+      recorded: for a site of the plan, `stats["layer0/w:dot_general:lhs@hessian"]`. The operands of
+      a site have its keys and the paths of weights. A weight that several sites share has
+      statistics at each site. They are not added up, because sites may sum over different axes of
+      the weight (`hessian.merge` adds them where the axes are the same).
+    - `lazy`, which if true allows leaves of `params`, and weights that it returns, to be
+      `jqx.interop.Lazy`. For other algorithms these are an error.
+
+    `plan.map_weights(f, params)` visits the weights of any tree of parameters, with their names and
+    specs. For linen and nnx, `params` has the form that their `ptq` documents.
+
+    If rules select steps of a scan, `jqx.ptq` passes the function, plan and parameters of parts: in
+    `params` a tuple of its parts takes the place of each weight that is split. The parts are
+    weights of the plan, with paths such as `layers/w[0:1]`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> class Centred:
+      ...     observers = {".*": jqx.observers.mean}
+      ...
+      ...     def __call__(self, plan, params, stats):
+      ...         return jnp.where(stats[":dot_general:lhs@mean"].total.T > 0, params, 0.0)
+      >>> quantize = jqx.ptq(lambda w, x: x @ w, jqx.presets.w8a16(), Centred(), progress=False)
+      >>> quantize(jnp.ones((2, 2)), [jnp.array([[1.0, -1.0]])]).params.dequantize()[:, 0]
+      Array([1., 0.], dtype=float32)
+    """
+
+    def __call__(self, plan: Plan, params: Any, stats: Any) -> Any:
+        """Returns the parameters. Each planned weight is a QTensor of the plan's format, or a float
+        array that is then rounded to nearest.
+
+        Args:
+          plan: what is quantized, and how: `plan.weights` and `plan.sites`.
+          params: the parameters, in float.
+          stats: statistics of the calibration; `None` if there was none.
+        """
+        ...
+
+
+def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False) -> None:
+    """Checks that an algorithm can be called; with `of_functions` it may need the function."""
+    is_class = isinstance(algorithm, type)
+    wants = [name for name in ("rewrite", "run", "correct") if has(algorithm, name)]
+    wants += ["algorithms"] if chained(algorithm) is not None else []
+    fits = not is_class and (callable(algorithm) or (of_functions and bool(wants)))
+    if not fits and not is_class and wants and not of_functions:
+        raise fail(
+            function,
+            "`algorithm` needs the function, and batches.",
+            given=shown(algorithm),
+            fix="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
+            error=TypeError,
+        )
+    if algorithm is not None and not fits:
+        raise fail(
+            function,
+            "`algorithm` is not an algorithm.",
+            given=f"the class {algorithm.__name__}" if is_class else shown(algorithm),
+            expected="a function (plan, params, stats) that returns the parameters, or None",
+            fix=_instead(algorithm),
+            error=TypeError,
+        )
+
+
+NAMES = (
+    "adaround",
+    "auto_round",
+    "awq",
+    "bias_correction",
+    "eora",
+    "equalize",
+    "gptq",
+    "loftq",
+    "nearest",
+    "rotate",
+    "smooth_quant",
+)
+"""The algorithms of `jqx.algorithms`."""
+
+_OTHERS = {
+    "rtn": "nearest",
+    "round": "nearest",
+    "roundtonearest": "nearest",
+    "minmax": "nearest",
+    "quarot": "rotate",
+    "spinquant": "rotate",
+    "hadamard": "rotate",
+    "cle": "equalize",
+    "optq": "gptq",
+}
+"""Algorithms by the names that others give them."""
+
+
+def _instead(value: Any) -> str:
+    """Returns what to write in place of a value that is no algorithm."""
+    name = getattr(value, "__name__", value)
+    if isinstance(value, type) and not value.__module__.startswith("jqx."):
+        return f"call the class: {name}()."
+    if isinstance(name, str):
+        plain = name.lower().replace("_", "").replace("-", "").replace(" ", "")
+        names_by_key = {each_name.replace("_", ""): each_name for each_name in NAMES} | _OTHERS
+        if plain in names_by_key:
+            return f"call it: jqx.algorithms.{names_by_key[plain]}()."
+    if isinstance(value, (list, tuple)):
+        return "join them: jqx.algorithms.chain(first, second)."
+    return (
+        "leave it out for what measured best, pass jqx.algorithms.nearest() to round to nearest, "
+        "or another algorithm; other options have names, such as params=1."
+    )
+
+
+class Parts(NamedTuple):
+    """The parts of an algorithm or of `jqx.algorithms.chain`: those that rewrite parameters, the
+    one that chooses codes or `None`, and those that correct afterwards.
+    """
+
+    rewrites: tuple[Any, ...]
+    rounding: Any
+    corrections: tuple[Any, ...]
+
+
+def parts_of(algorithm: Any) -> Parts:
+    """Returns the parts of an algorithm."""
+    algorithms = () if algorithm is None else chained(algorithm) or (algorithm,)
+    rewrites = tuple(x for x in algorithms if has(x, "rewrite"))
+    corrections = tuple(x for x in algorithms if has(x, "correct"))
+    choosers = [x for x in algorithms if not has(x, "rewrite") and not has(x, "correct")]
+    return Parts(rewrites, choosers[0] if choosers else None, corrections)
+
+
+def has(algorithm: Any, method: str) -> bool:
+    """Whether an algorithm has a method. A field of a user's algorithm may have the same name."""
+    return callable(getattr(algorithm, method, None))
+
+
+def chained(algorithm: Any) -> tuple[Any, ...] | None:
+    """Returns the algorithms of a chain, and `None` for a single algorithm."""
+    parts = getattr(algorithm, "algorithms", None)
+    is_single = callable(algorithm) or any(has(algorithm, x) for x in ("rewrite", "run", "correct"))
+    return parts if isinstance(parts, tuple) and not is_single else None
+
+
+def observers_of(algorithm: Algorithm | None) -> Any:
+    """Returns the observers that an algorithm needs, if any."""
+    return getattr(algorithm, "observers", None)
+
+
+class Chosen(NamedTuple):
+    """The result of an algorithm with a report.
+
+    Attributes:
+      params: the parameters, as `Algorithm` returns them.
+      report: any object; it becomes `jqx.Quantized.details`.
+      maps: maps of channels at sites, as `jqx.map_channels` takes them.
+      basis: a function that returns, for the float parameters that were given, those with which
+        the function with these maps is the float function. It should hold no copy of parameters.
+        `jqx.compare` and corrections of codes compare with its result. `None`: `rewrite` does not
+        say; for others it is the function of the given parameters, without these maps.
+      few: matrices that were left as rounding to nearest leaves them, because few inputs reached
+        them, each with the reason.
+    """
+
+    params: Any
+    report: Any
+    maps: Maps = MappingProxyType({})
+    basis: Callable[[Any], Any] | None = None
+    few: Mapping[str, str] = MappingProxyType({})
+
+
+def as_chosen(result: Any) -> Chosen:
+    """Returns the result of an algorithm as a `Chosen`."""
+    return result if isinstance(result, Chosen) else Chosen(result, None)
+
+
+def picked(function: str, codes: Any, rounded: Any) -> Any:
+    """Returns parameters with the codes that an algorithm chose, and rounded ones elsewhere. Checks
+    that the chosen codes fit the plan, as those rounded to nearest do.
+    """
+
+    def pick(leaf: Any, nearest: Any) -> Any:
+        kinds = abstract(leaf), abstract(nearest)
+        if not is_quantized(kinds[0]):
+            return nearest
+        if not (
+            jax.tree.structure(kinds[0]) == jax.tree.structure(kinds[1])
+            and kinds[0].scale.shape == kinds[1].scale.shape
+        ):
+            raise fail(
+                function,
+                "the algorithm chose codes that do not fit the plan.",
+                given=repr(leaf),
+                expected=repr(nearest),
+                fix="return QTensors of the formats and granularities of plan.weights.",
+            )
+        return leaf
+
+    return jax.tree.map(pick, codes, rounded, is_leaf=is_quantized)
+
+
+# `unstack`: a function in which the parts of split weights are parameters of their own.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unstacked:
+    """A function whose plan splits weights, as a function of their parts.
+
+    In `params` a tuple of its parts takes the place of each weight that is split. Each part is an
+    ordinary parameter, whose path in `plan` is such as `layers/w[0:1]`. So algorithms need to know
+    nothing of parts.
+
+    Attributes:
+      stacked: the plan of the function of whole weights.
+      original: its parameters.
+      f: the function, if that of parts is needed.
+    """
+
+    stacked: Plan
+    original: Any
+    f: TracedOnce | None = None
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan of `function`: the same sites, and no splits."""
+        path_of_name = {name: path for path, name in self.stacked.names}
+        names, lines = dict(self.stacked.names), []
+        for split in self.stacked.splits:
+            path = path_of_name.get(split.path, split.path)
+            names.pop(path, None)
+            for i, part in enumerate(split.parts):
+                names[f"{path}/{i}" if path else str(i)] = part.path
+        for line in self.stacked.signature:
+            lines += _lines_of_parts(line, self._splits) if is_parameter_line(line) else [line]
+        return dataclasses.replace(
+            self.stacked, names=tuple(names.items()), signature=tuple(lines), splits=()
+        )
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """The parameters of `function`."""
+        if not self.stacked.splits:
+            return self.original
+        parts = [
+            leaf if split is None else tuple(split_leaf("ptq", leaf, split))
+            for leaf, split in zip(self._leaves, self._of_leaves, strict=True)
+        ]
+        return self._unrooted(parts)
+
+    def function(self, *args: Any, **kwargs: Any) -> Any:
+        """The function of parts."""
+        argnums = self.stacked.params
+        positions = (argnums,) if isinstance(argnums, int) else argnums
+        params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        stacks = self.together(params, joins=False)
+        values = dict(
+            zip(positions, (stacks,) if isinstance(argnums, int) else stacks, strict=True)
+        )
+        args = tuple(values.get(i, x) for i, x in enumerate(args))
+        assert self.f is not None
+        call = trace_call("ptq", self.f, self.stacked.parameters, args, kwargs)
+        results = evaluated("ptq", call.jaxpr, call.consts, call.leaves)
+        return jax.tree.unflatten(call.out_tree, results)
+
+    def together(self, params: Any, *, joins: bool = True) -> Any:
+        """Returns parameters with whole weights: `Segments` where a part is quantized, and where
+        none is an array, or with `joins=False` `Segments` too.
+        """
+        if not self.stacked.splits:
+            return params
+        stacks_of_params = self._tree.flatten_up_to(rooted(self.stacked.params, params))
+        old_leaves = self._tree.flatten_up_to(rooted(self.stacked.params, self.params))
+        leaves = []
+        for stack, parts, old, split in zip(
+            self._leaves, stacks_of_params, old_leaves, self._of_leaves, strict=True
+        ):
+            if split is None:
+                leaves.append(parts)
+            elif all(a is b for a, b in zip(parts, old, strict=True)):
+                leaves.append(stack)
+            elif all(isinstance(x, Lazy) for x in parts):
+                leaves.append(lazy_segments(parts, split.axis))
+            elif joins and not any(isinstance(x, QTensor) for x in parts):
+                leaves.append(jnp.concatenate(parts, split.axis))
+            else:
+                leaves.append(Segments(parts, split.axis))
+        return self._unrooted(leaves)
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, Split]:
+        return {split.path: split for split in self.stacked.splits}
+
+    @functools.cached_property
+    def _tree(self) -> Any:
+        return jax.tree.structure(rooted(self.stacked.params, self.original), is_leaf=is_whole)
+
+    @functools.cached_property
+    def _leaves(self) -> list[Any]:
+        return [leaf for _, leaf in flatten(rooted(self.stacked.params, self.original))]
+
+    @functools.cached_property
+    def _of_leaves(self) -> list[Split | None]:
+        """The split of each leaf."""
+        keys = [keys for keys, _ in flatten(rooted(self.stacked.params, self.original))]
+        names = self.stacked.parameters.name("ptq", keys)
+        return [None if name is None else self._splits.get(name) for name in names]
+
+    def _unrooted(self, leaves: list[Any]) -> Any:
+        """Returns parameters with other leaves, as an algorithm gets them."""
+        tree = jax.tree.unflatten(self._tree, leaves)
+        argnums = self.stacked.params
+        return tree if isinstance(argnums, int) else tuple(tree[i] for i in argnums)
+
+
+def _lines_of_parts(line: str, splits: dict[str, Split]) -> list[str]:
+    """Returns the line of a parameter, or those of its parts."""
+    path, dtype, shape = parameter_of(line) if splits else (line, "", ())
+    split = splits.get(path)
+    if split is None:
+        return [line]
+    parts = split_leaf("ptq", jax.ShapeDtypeStruct(shape, bool), split)  # only shapes matter
+    return [
+        line_of(x.path, dtype, array.shape) for x, array in zip(split.parts, parts, strict=True)
+    ]

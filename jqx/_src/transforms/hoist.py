@@ -1,0 +1,639 @@
+"""`hoist`: splits off what depends on parameters alone, and evaluates the rest of a function."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import dtypes, lax
+
+from .. import compat
+from ..checks import called
+from ..compat import Eqn
+from ..errors import fail, some
+from .arguments import check_function
+from .calibrate import placed
+from .find import HIDDEN
+from .higher_order import FORMS, Records, unchanged
+from .known_values import CUSTOM, INLINE, KnownValues, SplitOff, What
+from .paths import Hoisting, Names, Params, Weights, check_names, flatten, is_whole, nested, path_of
+from .split import evaluate, live, read_by
+from .trace import Call, as_params, is_array, stand_in, trace_call
+from .views import Address
+
+# Computes the values that are split off a function, and evaluates the rest of the function.
+
+
+ResultNames = Mapping[int, str]
+"""The names of the values that are split off, by their numbers."""
+
+Arrays = dict[str, Any]
+"""Values that are split off, by name."""
+
+
+def computed(
+    values: KnownValues, names: ResultNames, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
+) -> Arrays:
+    """Returns the values that are split off; `None` stands for operands that are no parameters."""
+    return _compute(values, names, jaxpr, consts, args, ())[1]
+
+
+def _compute(
+    values_known: KnownValues,
+    names: ResultNames,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    address: Address,
+) -> tuple[list[Any], Arrays]:
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    arrays: Arrays = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else env[atom]
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        operands = [read(atom) for atom in eqn.invars]
+        name, eqn_address = eqn.primitive.name, (*address, i)
+        with compat.equation_context(eqn):
+            if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
+                body, inner = compat.open_jaxpr(eqn.params[INLINE[name]])
+                results, inner_arrays = _compute(
+                    values_known, names, body, inner, operands, eqn_address
+                )
+            elif all(values_known.knows(address, var) for var in eqn.outvars) and not any(
+                x is None for x in operands
+            ):
+                results, inner_arrays = compat.bind(eqn, operands), {}
+            else:
+                results, inner_arrays = _inside(values_known, names, eqn, operands, eqn_address)
+        arrays |= inner_arrays
+        for j, (var, x) in enumerate(zip(eqn.outvars, results, strict=True)):
+            env[var] = x
+            split_off = values_known.at.get((address, i, j))
+            if split_off is not None and x is not None:
+                arrays[names[split_off.value.number]] = x
+    return [read(atom) for atom in jaxpr.outvars], arrays
+
+
+def _inside(
+    values_known: KnownValues,
+    names: ResultNames,
+    eqn: Eqn,
+    operands: Sequence[Any],
+    address: Address,
+) -> tuple[list[Any], Arrays]:
+    """Computes what is split off the functions inside an equation."""
+    name, results = eqn.primitive.name, [None] * len(eqn.outvars)
+    split_off = [entry for entry in values_known.at if entry[0][: len(address)] == address]
+
+    def run(jaxpr: Any, args: Sequence[Any], part: Address) -> Arrays:
+        body, consts = compat.open_jaxpr(jaxpr)
+        return _compute(values_known, names, body, consts, args, part)[1]
+
+    if name == "while":
+        const_count = eqn.params["cond_nconsts"]
+        start = const_count + eqn.params["body_nconsts"]
+        same = unchanged(eqn.params["body_jaxpr"], start - const_count, len(results))
+        results = [operands[start + i] if i in same else None for i in range(len(results))]
+        if not split_off:
+            return results, {}
+        arrays = run(eqn.params["cond_jaxpr"], [*operands[:const_count], *results], (*address, -1))
+        return results, arrays | run(
+            eqn.params["body_jaxpr"], [*operands[const_count:start], *results], address
+        )
+    if name == "scan":
+        consts, count = compat.scan_counts(eqn)
+        same = unchanged(eqn.params["jaxpr"], consts, count)
+        state = [operands[consts + i] if i in same else None for i in range(count)]
+        results[:count] = state
+        if not split_off:
+            return results, {}
+        body, xs = eqn.params["jaxpr"], operands[consts + count :]
+        fixed, stepped = [*operands[:consts], *state], _stepped(values_known, names, address)
+        arrays = run(body, [*fixed, *([None] * len(xs))], address)
+        stepped_flags = values_known.steps(eqn, address)
+        slices = {i: x for i, x in enumerate(xs) if stepped_flags[i] and x is not None}
+        if stepped and slices:
+
+            def step(entry: dict[int, Any]) -> Arrays:
+                arrays_of_step = run(
+                    body, [*fixed, *(entry.get(i) for i in range(len(xs)))], address
+                )
+                return {name: arrays_of_step[name] for name in stepped if name in arrays_of_step}
+
+            arrays |= lax.map(step, slices)
+        return results, arrays
+    if not split_off:
+        return results, {}
+    if name == "cond":
+        arrays: Arrays = {}
+        for i, branch in enumerate(eqn.params["branches"]):
+            arrays |= run(branch, operands[1:], (*address, i))
+        return results, arrays
+    assert name in CUSTOM, name
+    return results, run(eqn.params[CUSTOM[name]], operands, address)
+
+
+def _stepped(values_known: KnownValues, names: ResultNames, address: Address) -> list[str]:
+    """Returns the names of what is split off a scan as a stack of its steps."""
+    values = [entry.value for entry in values_known.at.values() if address in entry.value.loops]
+    return sorted({names[value.number] for value in values})
+
+
+def rest(
+    values_known: KnownValues,
+    names: ResultNames,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    arrays: Arrays,
+    address: Address = (),
+) -> list[Any]:
+    """Evaluates a function in which some values are given."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else env[atom]
+
+    inside = {
+        entry[0][: len(address) + 1] for entry in values_known.at if len(entry[0]) > len(address)
+    }
+    for i, eqn in enumerate(jaxpr.eqns):
+        operands = [read(atom) for atom in eqn.invars]
+        eqn_address = (*address, i)
+        with compat.equation_context(eqn):
+            if eqn_address not in inside:
+                results = compat.bind(eqn, operands)
+            elif eqn.primitive.name in CUSTOM:
+                results = _without_rule(values_known, names, eqn, operands, arrays, eqn_address)
+            else:
+                runner = _Runner(values_known, names, eqn, eqn_address, arrays)
+                results = FORMS[eqn.primitive.name].apply(eqn, operands, runner)[0]
+        env.update(zip(eqn.outvars, results, strict=True))
+        for j, var in enumerate(eqn.outvars):
+            entry = values_known.at.get((address, i, j))
+            if entry is not None:
+                env[var] = arrays[names[entry.value.number]]
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _without_rule(
+    values_known: KnownValues,
+    names: ResultNames,
+    eqn: Eqn,
+    operands: Sequence[Any],
+    arrays: Arrays,
+    address: Address,
+) -> list[Any]:
+    """Evaluates a function with a derivative rule, which cannot be applied, since it reads
+    parameters that are split off. Differentiating it is an error.
+    """
+    body, consts = compat.open_jaxpr(eqn.params[CUSTOM[eqn.primitive.name]])
+
+    def run(arrays: Arrays, args: Sequence[Any]) -> list[Any]:
+        return rest(values_known, names, body, consts, args, arrays, address)
+
+    jaxpr, inner = compat.trace(run, arrays, list(operands))
+    jaxpr, flat = live(jaxpr), [*jax.tree.leaves(arrays), *operands]
+    read = read_by(jaxpr)
+    argnums = [i for i, var in enumerate(jaxpr.invars) if id(var) in read]
+
+    @jax.custom_jvp
+    def value(*read_values: Any) -> list[Any]:
+        some = dict(zip(argnums, read_values, strict=True))
+        return evaluate(jaxpr, inner, [some.get(i) for i in range(len(flat))])
+
+    @value.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        raise fail(
+            "hoist",
+            "a function with a derivative rule of its own has no derivative here.",
+            given=f"`{eqn.primitive.name}`{compat.at_line_of(eqn)}, from which "
+            "values of parameters are split off",
+            fix="differentiate f itself; g is for inference.",
+            error=NotImplementedError,
+        )
+
+    return value(*(flat[i] for i in argnums))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """Evaluates the functions inside an equation; what they need is in `given`."""
+
+    values: KnownValues
+    names: ResultNames
+    eqn: Eqn
+    address: Address
+    all_given: Arrays
+    differentiable: bool = True
+    is_counting: bool = False
+
+    @property
+    def site_inputs(self) -> Arrays:
+        arrays = {
+            self.names[x.value.number]
+            for key, x in self.values.at.items()
+            if key[0][: len(self.address)] == self.address
+        }
+        return {name: self.all_given[name] for name in sorted(arrays)}
+
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Any = None
+    ) -> tuple[list[Any], Records]:
+        body, consts = compat.open_jaxpr(jaxpr)
+        arrays = self.site_inputs if site_inputs is None else site_inputs
+        address = (*self.address, *part)
+        return rest(self.values, self.names, body, consts, args, arrays, address), {}
+
+    def split(self, length: int) -> tuple[Any, Any]:
+        stepped = set(_stepped(self.values, self.names, self.address))
+        arrays = self.site_inputs
+        steps = {name: x for name, x in arrays.items() if name in stepped}
+        return steps, {name: x for name, x in arrays.items() if name not in stepped}
+
+    def join(self, step: Any, shared: Any) -> Any:
+        return step | shared
+
+    def numbered(self, site_inputs: Any, step: Any) -> Any:
+        return site_inputs
+
+    def unseen(self) -> Records:
+        return {}
+
+    def merge(self, a: Records, b: Records) -> Records:
+        return {}
+
+    def dense(self, x: Any) -> Any:
+        return x
+
+    def carried(self, x: Any) -> Any:
+        return x
+
+    def common(self, forms: Sequence[Any]) -> Any:
+        return forms[0]
+
+    def like(self, x: Any, example: Any) -> Any:
+        return x
+
+
+_WHATS = ("all", "weights")
+
+_PLACE = "computed"
+"""The last part but one of the path of a value that is split off."""
+
+_SHOWN = 4
+"""How many parameters such a path names."""
+
+
+@called("hoist", "call it in two steps: g, computed = jqx.hoist(f)(params, x).")
+def hoist(
+    f: Callable[..., Any], what: What = "all", *, params: Params = 0, names: Names = None
+) -> Callable[..., tuple[Callable[..., Any], Any]]:
+    """Splits off what a function computes from its parameters alone, such as masked, normalised or
+    padded weights: `g, computed = hoist(f)(params, *args)`, and `g(computed, *args)` is
+    `f(params, *args)`.
+
+    A plan of `g` sees these values as parameters, so that they can be quantized. A parameter that
+    `f` reads itself, or through views such as a transpose, stays what it is, with its path. A value
+    that is computed from `layers/0/w` and `layers/0/mask` has the path
+    `layers/0/computed/mask,w`; a second value of the same parameters ends in `-2`.
+
+    Values are found inside jit, remat, cond, while and scan too. In a scan over stacked weights, a
+    value that depends on the slice of a step is split off as a stack of its values in all steps.
+    Inside a function with a derivative rule of its own, only `f` keeps the rule: differentiating
+    `g` there is an error. Values that carried states of a loop depend on, and those inside
+    `shard_map`, stay in `g`, as do values whose shape is not made of axes of parameters.
+
+    Args:
+      f: any JAX function; it is traced, never changed.
+      what: `"all"`, or `"weights"` for what `jqx.ptq(..., hoist=True)` splits off: float values
+        that are operands of contractions, and that are not larger than the parameters that they
+        are computed from.
+      params: position, or positions, of the arguments that hold parameters.
+      names: names of parameters, as in `jqx.make_plan`.
+
+    Returns:
+      A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct` values. It returns `g`
+      and `computed`: nested dicts of the values that are split off and of the parameters that `g`
+      reads. They are `jax.ShapeDtypeStruct` values if the parameters are. Values computed from
+      QTensors are computed from the floats that these represent. `g` takes `computed` at the
+      position of the parameters (the first of several, the others are left out), and all other
+      arguments of `f`. It works with jit, grad, vmap, and all transforms of jqx. For new parameters
+      call `hoist(f)(params, *args)` again; it may be jitted, and has a gradient.
+
+    Raises:
+      TypeError: if `f` is not a function.
+      ValueError: if `what` is unknown; or from `g`, if `computed` is not that of `f`, or if a value
+        that was split off depends on the sizes of arguments, and these are others.
+
+    Gradient: `computed` is differentiable with respect to the parameters, and `g` with respect to
+      all its arguments.
+
+    Example:
+      >>> import jqx, jax, jax.numpy as jnp
+      >>> def f(params, x):
+      ...     return x @ (params["w"] * params["mask"]) + params["b"]
+      >>> params = {"w": jnp.ones((4, 4)), "mask": jnp.tri(4), "b": jnp.zeros(4)}
+      >>> x = jnp.ones((1, 4))
+      >>> g, computed = jqx.hoist(f)(params, x)
+      >>> sorted(computed), sorted(computed["computed"])
+      (['b', 'computed'], ['mask,w'])
+      >>> g(computed, x) == f(params, x)
+      Array([[ True,  True,  True,  True]], dtype=bool)
+      >>> [weight.path for weight in jqx.make_plan(g, jqx.presets.w8a16())(computed, x).weights]
+      ['computed/mask,w']
+    """
+    check_function("hoist", f)
+    check_names("hoist", names)
+    if what not in _WHATS:
+        raise fail(
+            "hoist",
+            f"`what` is unknown: {what!r}.",
+            fix=f"pass one of {', '.join(map(repr, _WHATS))}.",
+        )
+    argnums = as_params("hoist", params)
+
+    def split(*args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Any]:
+        call = trace_call("hoist", f, Weights(argnums, names), args, kwargs)
+        parts = _Parts.of(call, argnums, what)
+        g = Hoisted(
+            f=f,
+            hoisting=Hoisting(what, argnums, call.names),
+            parents=tuple(_template(args[argnum]) for argnum in _positions(argnums)),
+            others=parts.others,
+            sizes=_sizes(parts),
+            program=str(parts.program[0]),
+        )
+        return g, parts.computed()
+
+    return split
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hoisted:
+    """A function without the values that depend on its parameters alone; see `hoist`.
+
+    Attributes:
+      f: the function before it was split.
+      hoisting: how it was split.
+      parents: its parameters, with `jax.ShapeDtypeStruct` in place of arrays.
+      others: the parameters that hold no weights, as `names=` of `make_plan` takes them.
+      sizes: the types of its other arguments, when it was split.
+      program: what computes the values, as text, for these; `None` if it is unknown.
+    """
+
+    f: Callable[..., Any]
+    hoisting: Hoisting
+    parents: tuple[Any, ...]
+    others: Mapping[str, None] = dataclasses.field(default_factory=dict)
+    sizes: tuple[str, ...] = ()
+    program: str | None = None
+
+    @property
+    def params(self) -> int:
+        """The position of what was computed."""
+        return min(_positions(self.hoisting.params))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        argnum = self.params
+        if not argnum < len(args):
+            raise fail(
+                "hoist",
+                f"there are no computed parameters at position {argnum}.",
+                fix="pass what hoist(f)(params, *args) returned with g: g(computed, *args).",
+            )
+        others = [x for i, x in enumerate(args) if i != argnum]
+        full = placed(_positions(self.hoisting.params), self.parents, others)
+        weights = Weights(self.hoisting.params, self.hoisting.names)
+        call = trace_call("hoist", self.f, weights, full, kwargs)
+        parts = _Parts.of(call, self.hoisting.params, cast(What, self.hoisting.what))
+        if self.program is not None and _sizes(parts) != self.sizes:
+            parts.check_program(self.program)
+        leaves = [x for x, path in zip(call.leaves, parts.paths, strict=True) if path is None]
+        return jax.tree.unflatten(call.out_tree, parts.run(args[argnum], leaves))
+
+
+def hoisted_as(
+    f: Callable[..., Any], hoisting: Hoisting, parents: tuple[Any, ...], inputs: Any = None
+) -> Hoisted:
+    """Splits a function as another one was split, with parameters of the same shapes."""
+    if inputs is None:
+        return Hoisted(f, hoisting, parents)
+    argnums = hoisting.params
+    names = dict(hoisting.names)
+    split = hoist(f, cast(What, hoisting.what), params=argnums, names=names or None)
+    g, _ = split(*placed(_positions(argnums), parents, inputs))
+    return cast(Hoisted, g)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The two parts of a traced function.
+
+    Attributes:
+      call: the function.
+      paths: for each leaf the path of a parameter; `None` for the leaves of other arguments.
+      values: its values that depend on parameters alone.
+      names: the paths of what is split off, by the numbers of values.
+    """
+
+    call: Call
+    paths: tuple[str | None, ...]
+    values: KnownValues
+    names: Mapping[int, str]
+
+    @classmethod
+    def of(cls, call: Call, params: Params, what: What) -> "_Parts":
+        paths, are_known = [], []
+        for path, keys, leaf in zip(call.paths, call.keys, call.leaves, strict=True):
+            inside = keys[0].idx == 0 and keys[1].idx in _positions(params)
+            inner_keys = keys[2:] if isinstance(params, int) else keys[1:]
+            paths.append((path or path_of(inner_keys)) if inside else None)
+            are_known.append(inside and (path is not None or leaf.shape == ()))
+        values = KnownValues(call.jaxpr, are_known, what)
+        return cls(call, tuple(paths), values, _names(values, paths))
+
+    @functools.cached_property
+    def program(self) -> tuple[Any, list[Any], list[int]]:
+        """What computes the values: a jaxpr, its constants, and which leaves are its operands."""
+        leaf_indices = sorted({p for entry in self.values.at.values() for p in entry.value.parents})
+
+        def run(*leaves: Any) -> list[Any]:
+            leaf_at = dict(zip(leaf_indices, leaves, strict=True))
+            args = [leaf_at.get(i) for i in range(len(self.paths))]
+            arrays = computed(self.values, self.names, self.call.jaxpr, self.call.consts, args)
+            return [arrays[name] for name in self._shapes]
+
+        jaxpr, consts = compat.trace(run, *(stand_in(self.call.leaves[i]) for i in leaf_indices))
+        return live(jaxpr), consts, leaf_indices
+
+    @functools.cached_property
+    def _rest(self) -> tuple[Any, list[Any]]:
+        """The rest of the function. Its operands are what is split off, and the leaves."""
+
+        def run(arrays: dict[str, Any], args: list[Any]) -> list[Any]:
+            return rest(self.values, self.names, self.call.jaxpr, self.call.consts, args, arrays)
+
+        args = [stand_in(leaf) for leaf in self.call.leaves]
+        jaxpr, consts = compat.trace(run, self._shapes, args)
+        return live(jaxpr), consts
+
+    @functools.cached_property
+    def _read(self) -> dict[str, Any]:
+        """The leaves of the parameters that the rest of the function reads, by path."""
+        jaxpr, count = self._rest[0], len(self._shapes)
+        read = read_by(jaxpr)
+        triples = zip(self.paths, self.call.leaves, jaxpr.invars[count:], strict=True)
+        return {path: leaf for path, leaf, var in triples if path is not None and id(var) in read}
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of the values that are split off, by path, in the order of their paths."""
+        entries = {self.names[entry.value.number]: entry for entry in self.values.at.values()}
+        return {name: self._shape(entries[name]) for name in sorted(entries)}
+
+    def _shape(self, entry: SplitOff) -> jax.ShapeDtypeStruct:
+        stack = tuple(self.values.lengths[loop] for loop in entry.value.loops)
+        return jax.ShapeDtypeStruct((*stack, *entry.aval.shape), entry.aval.dtype)
+
+    def computed(self) -> dict[str, Any]:
+        """Returns what was split off, and the parameters that the rest reads, as nested dicts."""
+        jaxpr, consts, leaf_indices = self.program
+        leaves = [self.call.leaves[i] for i in leaf_indices]
+        leaves = [x.dequantize() if is_whole(x) else x for x in leaves]
+        run = functools.partial(evaluate, jaxpr, consts)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            values = jax.eval_shape(run, leaves)
+        else:
+            values = run(list(map(jnp.asarray, leaves)))
+        return _nested({**self._read, **dict(zip(self._shapes, values, strict=True))})
+
+    @property
+    def others(self) -> dict[str, None]:
+        """The leaves that hold no weights, by path, as `names=` of `make_plan` takes them."""
+        triples = zip(self.call.paths, self.paths, self.call.leaves, strict=True)
+        paths = {
+            other_path
+            for path, other_path, leaf in triples
+            if path is None and other_path and leaf.shape != ()
+        }
+        return dict.fromkeys(path for path in self._read if path in paths)
+
+    def check_program(self, program: str) -> None:
+        """Raises if values that are split off are not those of another call."""
+        if str(self.program[0]) != program:
+            raise fail(
+                "hoist",
+                "a value that was split off depends on the sizes of the other arguments.",
+                given=f"arguments of other sizes than those of hoist(f)(params, *args), and values "
+                f"{some(list(self._shapes))}",
+                fix="call hoist(f)(params, *args) with arguments of these sizes.",
+            )
+
+    def run(self, tree: Any, own_leaves: Sequence[Any]) -> list[Any]:
+        """Evaluates the rest of the function on computed values and the other leaves."""
+        arrays = {path_of(keys): leaf for keys, leaf in flatten(tree)}
+        self._check(arrays)
+        rest_of = iter(own_leaves)
+        leaves = [next(rest_of) if path is None else arrays.get(path) for path in self.paths]
+        return evaluate(*self._rest, [*(arrays[name] for name in self._shapes), *leaves])
+
+    def _check(self, arrays: Mapping[str, Any]) -> None:
+        """Raises if computed values are not those that the rest of the function takes."""
+        needed = {**self._read, **self._shapes}
+        groups = {_group(path) for path in self._shapes}
+        others = [
+            path
+            for path in arrays
+            if path not in needed and path not in self.paths and _group(path) in groups
+        ]
+        wrong = [path for path, x in needed.items() if _kind(arrays.get(path)) != _kind(x)] + others
+        if wrong:
+            raise fail(
+                "hoist",
+                "these are not the computed parameters of this function.",
+                given=f"{wrong[0]!r}: {_kind(arrays.get(wrong[0]))}",
+                expected=f"{wrong[0]!r}: {_kind(needed.get(wrong[0]))}",
+                fix="pass those that hoist(f)(params, *args) returns together with g.",
+            )
+
+
+def _positions(params: Params) -> tuple[int, ...]:
+    return (params,) if isinstance(params, int) else params
+
+
+def _template(tree: Any) -> Any:
+    """Returns parameters with `jax.ShapeDtypeStruct` in place of arrays."""
+
+    def shape_of(leaf: Any) -> Any:
+        if is_whole(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            return stand_in(leaf)
+        if not is_array(leaf):
+            return leaf
+        aval = compat.type_of(leaf)
+        return jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            weak_type=getattr(aval, "weak_type", False),
+            sharding=compat.explicit_sharding(leaf),
+        )
+
+    return jax.tree.map(shape_of, tree, is_leaf=is_whole)
+
+
+def _sizes(parts: _Parts) -> tuple[str, ...]:
+    """Returns the types of the arguments that hold no parameters."""
+    pairs = zip(parts.paths, parts.call.leaves, strict=True)
+    return tuple(str(compat.type_of(stand_in(leaf))) for path, leaf in pairs if path is None)
+
+
+def _names(values: KnownValues, paths: Sequence[str | None]) -> dict[int, str]:
+    """Names what is split off after the parameters that it is computed from, by number."""
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+    for _, entry in sorted(values.at.items(), key=lambda item: (*item[0][0], *item[0][1:])):
+        if entry.value.number in names:
+            continue
+        parents = [paths[parent] or "" for parent in sorted(entry.value.parents)]
+        name = _joined(parents)
+        counts[name] += 1
+        names[entry.value.number] = name if counts[name] == 1 else f"{name}-{counts[name]}"
+    return names
+
+
+def _joined(parents: Sequence[str]) -> str:
+    """Returns the path of a value that is computed from parameters with these paths."""
+    parts = [path.split("/") for path in parents]
+    count = 0
+    while all(len(keys) > count + 1 and keys[count] == parts[0][count] for keys in parts):
+        count += 1
+    names = [".".join(keys[count:]) for keys in parts]
+    shown = names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], f"{len(names)}"]
+    return "/".join([*parts[0][:count], _PLACE, ",".join(shown)]).rstrip("/")
+
+
+def _group(path: str) -> str:
+    return re.sub(r"-[0-9]+\Z", "", path)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by path as nested dicts; as one dict if a path continues another."""
+    fronts = {path[:i] for path in values for i, c in enumerate(path) if c == "/"}
+    if fronts & values.keys():
+        return dict(values)
+    return nested((path.split("/"), x) for path, x in values.items())
+
+
+def _kind(x: Any) -> str:
+    if x is None:
+        return "none"
+    # That of NumPy's arrays inside JAX; typed keys of random numbers have an extended one.
+    return f"{dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)}{list(x.shape)}"

@@ -1,0 +1,243 @@
+"""The rules of `convert`: contractions run on integers, and which weights cannot follow the views
+of the function as planned.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import jax
+
+from .. import compat
+from ..calibrators.calibrator import Affine
+from ..compat import Eqn
+from ..contractions.pending import Pending, may_quantize
+from ..errors import fail, some
+from ..numerics.lookup import name_of_qtype
+from ..policy import pattern_of
+from ..tensor.grid import groups_of
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import abstract
+from .find import Found
+from .higher_order import FORMS, Records
+from .interpret import Rules, interpret
+from .operands import is_coded, real_of
+from .partitioned import Gathered, PartialSums
+from .plan import Operand, Plan, Site, Weight
+from .quantize_weight import quantize_weight
+from .reach import reaching
+from .rules import CONTRACTIONS
+from .trace import Call, is_quantized
+from .views import Address
+
+
+@dataclasses.dataclass(frozen=True)
+class OnIntegers(Rules):
+    """Evaluates sites on codes."""
+
+    dequantize: bool = False
+    partial: PartialSums | None = None
+    gather: Gathered | None = None
+    call: Call | None = None
+
+    function: ClassVar[str | None] = "convert"
+
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        if self.gather is not None:
+            pairs = zip(site.operands, operands, strict=False)
+            gathered_operands = [self.gather.weight(operand, x) for operand, x in pairs]
+            operands = [*gathered_operands, *operands[len(gathered_operands) :]]
+        codes_of_operands = [
+            self._quantized(operand, x, site.op, operands)
+            for operand, x in zip(site.operands, operands, strict=False)
+        ]
+        quantized = [*codes_of_operands, *operands[len(codes_of_operands) :]]
+        result = None if self.partial is None else self.partial.contract(site, eqn, quantized)
+        if result is None:
+            result = contracted(eqn, quantized)
+        if site.output is not None:
+            affine = self.affines.get(site.output_key)
+            result = QTensor.quantize(result, site.output, affine).dequantize()
+        return result, {}
+
+    def scope(self, address: Address) -> AbstractContextManager[Any]:
+        name = self.plan.name_at(address)
+        return contextlib.nullcontext() if name is None else jax.named_scope(f"jqx[{name}]")
+
+    def _quantized(self, operand: Operand, x: Any, op: str, operands: Sequence[Any]) -> Any:
+        if operand.role == "weight" or operand.spec is None or is_quantized(x):
+            return x
+        rows = Pending(x, operand.spec, self.affines.get(operand.key))
+        kernel = any(may_quantize(rows.spec, value) for value in operands if value is not x)
+        return rows if kernel and op in ("dot_general", "ragged_dot") else rows.quantized()
+
+    def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        try:
+            return [contracted(eqn, operands)]
+        except (ValueError, NotImplementedError):
+            if not (self.dequantize and any(map(is_quantized, operands))):
+                raise
+        return compat.bind(eqn, list(map(real_of, operands)))
+
+    def dense(self, eqn: Eqn | None, x: Any) -> Any:
+        if self.dequantize or not is_quantized(x):
+            return real_of(x)
+        assert eqn is not None
+        name = eqn.primitive.name
+        problem = f"a quantized array reaches `{name}`, which has no quantized form."
+        if name in FORMS:
+            problem = f"a quantized array is carried by `{name}` in place of an array."
+        weight_names = [] if self.call is None else reaching(self.call, self.plan, eqn)
+        paths = [path for path, _ in weight_names if path is not None and self.plan.weight_at(path)]
+        fix = "pass it as an array, x.dequantize()"
+        if paths or not weight_names:
+            rule = repr(pattern_of(paths[0])) if len(paths) == 1 else '"its/path"'
+            fix = f"leave it in float with jqx.Rule({rule}) first in the policy"
+        raise fail(
+            "convert",
+            problem,
+            given=f"{x!r} of {some(n for _, n in weight_names) if weight_names else 'a weight'}"
+            f"{compat.at_line_of(eqn)}, in scope {compat.scope_of(eqn) or '(none)'}",
+            fix=f'{fix}, or convert with jqx.convert(f, plan, affines, unsupported="dequantize").',
+            error=NotImplementedError,
+        )
+
+
+def contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
+    """Evaluates a contraction of arrays and QTensors."""
+    if compat.is_explicit(eqn):
+        operands = [x.quantized() if isinstance(x, Pending) else x for x in operands]
+    family = CONTRACTIONS[eqn.primitive.name]
+    return compat.as_result_of(eqn, lambda *xs: family.apply(eqn, xs), *operands)
+
+
+def quantized_leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str, Affine]) -> Any:
+    """Returns a leaf as the plan needs it: a planned weight is quantized, all else is unchanged."""
+    weight = plan.weight_at(path)
+    if weight is None:
+        return leaf
+    if is_quantized(leaf):
+        _check_weight(leaf, path, weight)
+        return leaf
+    return quantize_weight(leaf, weight.spec, affines.get(weight.key))
+
+
+def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
+    groups = groups_of("convert", weight.spec, leaf.shape)
+    zero = "without" if weight.spec.symmetric else "with"
+    if not (
+        leaf.qtype == weight.spec.qtype
+        and leaf.groups == groups
+        and (leaf.zero_point is None) == weight.spec.symmetric
+        and leaf.offset is leaf.order is None
+    ):
+        raise fail(
+            "convert",
+            "a QTensor does not fit the plan.",
+            given=f"{leaf!r} for the parameter {path!r}",
+            expected=f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
+            f"one for each {list(groups.sizes)} elements, {zero} zero point, in order",
+            fix="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
+        )
+
+
+# Which weights cannot be quantized as planned, because scales in blocks cannot follow the views of
+# the function.
+
+
+def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[str, str]:
+    """Returns the paths of weights whose scales cannot follow the views on the way to a site, each
+    with the reason.
+
+    Only scales in blocks can fail to follow, and those of joined weights, each of which becomes a
+    block. If views change an axis in blocks or join weights, or a kernel of a convolution is in
+    blocks, the function is traced once as `convert` would.
+    """
+    changed = {site.name: _changed(plan, call, item) for site, item in sites}
+    if not any(changed.values()):
+        return {}
+    trial = _Trial(plan, failed={})
+
+    def run(leaves: list[Any]) -> list[Any]:
+        pairs = zip(leaves, call.paths, strict=True)
+        quantized_leaves = [quantized_leaf(leaf, path, plan, {}) for leaf, path in pairs]
+        out = interpret(call.jaxpr, call.consts, quantized_leaves, trial)[0]
+        return [real_of(x) for x in out]
+
+    jax.eval_shape(run, list(map(abstract, call.leaves)))
+    reasons: dict[str, str] = {}
+    for name in (site.name for site, _ in sites if site.name in trial.failed):
+        for path, views in changed[name].items():
+            reason = f"scales of {path!r} cannot follow its {views}"
+            if not views:
+                reason = trial.failed[name].partition(": ")[2].rstrip(".")
+            shared = plan.weight_at(path)
+            if shared is not None and shared.sites > 1:
+                reason += f" at {name}"
+            reasons.setdefault(path, reason)
+    return reasons
+
+
+def _changed(plan: Plan, call: Call, item: Found) -> dict[str, str]:
+    """Returns the paths of the weights whose contraction may have no quantized form, each with the
+    views that change an axis in blocks or join weights: those that have any, and kernels of
+    convolutions in blocks.
+    """
+    parts = [part for origin in item.origins if origin for part in origin.parts]
+    is_kernel = item.op == "conv_general_dilated"
+    leaves = {}
+    for part in parts:
+        weight = plan.weight_at(part.path)
+        if weight is None or not (is_kernel or part.moved or part.cut):
+            continue
+        shape = tuple(call.leaves[call.paths.index(part.path)].shape)
+        groups = groups_of("make_plan", weight.spec, shape)
+        names = {
+            name for axis, name in part.moved | part.cut if groups.is_blocked(axis) or name == _JOIN
+        }
+        if names or (is_kernel and any(map(groups.is_blocked, range(len(shape))))):
+            leaves[part.path] = " and ".join(f"`{name}`" for name in sorted(names))
+    return leaves
+
+
+_JOIN = "concatenate"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial(OnIntegers):
+    """Rules of `convert` that go on in float where a scale cannot follow.
+
+    Attributes:
+      failed: the names of the sites that were computed in float, with the errors.
+    """
+
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        pairs = zip(site.operands, operands, strict=False)
+        decoded = [
+            x
+            for operand, x in pairs
+            if operand.role == "weight" and operand.spec and not is_coded(x)
+        ]
+        if not decoded:
+            try:
+                return super().at_site(site, eqn, operands)
+            except (ValueError, NotImplementedError) as error:
+                self.failed[site.name] = str(error).splitlines()[0]
+        self.failed.setdefault(site.name, "")
+        return compat.bind(eqn, list(map(real_of, operands)))[0], {}
+
+    def view(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+        try:
+            return super().view(eqn, operands)
+        except ValueError:
+            return compat.bind(eqn, list(map(real_of, operands)))
+
+    def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        return self.unsupported(eqn, operands)
+
+    def dense(self, eqn: Eqn | None, x: Any) -> Any:
+        return real_of(x)

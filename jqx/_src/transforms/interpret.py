@@ -1,0 +1,528 @@
+"""Evaluates a jaxpr with a rule for its sites; every other equation is evaluated unchanged.
+
+Nothing is patched and no state is kept: the records of sites are returned as a dict next to the
+results.
+"""
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import compat
+from ..caches.decode_attention import attention_named
+from ..calibrators.calibrator import Affine
+from ..compat import Eqn
+from ..errors import fail
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import alone
+from .find import addressed
+from .higher_order import FORMS, Records
+from .operands import (
+    Counted,
+    Trainable,
+    as_like,
+    codes_of,
+    common,
+    counted_like,
+    counts_of,
+    is_coded,
+    is_counted,
+    opened,
+    real_of,
+    value_of,
+    with_codes,
+)
+from .paths import Params
+from .plan import Plan, Site, check_sums
+from .row_counts import counted, tainted, tainted_results, tainted_rows
+from .rules import CONTRACTIONS, VIEWS, tracked
+from .trace import Call, trace_call
+from .views import UPDATES, Address, Origin
+
+# `jqx.decode_attention` in a traced function, where its name is kept.
+
+
+_RANKS = [3, 4, 4, 1]
+
+
+def attention_over(eqn: Eqn, operands: Sequence[Any]) -> Callable[..., Any] | None:
+    """Returns `decode_attention` if this equation calls it and its keys or values are quantized. If
+    `vmap` or a derivative has changed the call, it is evaluated as any other equation.
+    """
+    attend = attention_named(compat.name_of_jit(eqn))
+    if attend is None or [x.aval.ndim for x in eqn.invars] != _RANKS or len(eqn.outvars) != 1:
+        return None
+    q, _, values = (x.aval for x in eqn.invars[:3])
+    same = eqn.outvars[0].aval.shape == (*q.shape[:2], values.shape[3])
+    plain = same and not any(map(is_counted, operands))
+    return attend if plain and any(isinstance(x, QTensor) for x in operands[1:3]) else None
+
+
+_NOWHERE = -1
+"""Part of an address that no site has, because an equation without contractions has the address of
+the next one.
+"""
+
+_TAKE_STACKS = {*CONTRACTIONS, *FORMS, "transpose"}
+"""Primitives that receive a weight together with the stack that it is part of."""
+
+Given = tuple[dict[str, Affine], jax.Array | None]
+"""What sites read in addition to their operands: scales by key, and a random key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules(abc.ABC):
+    """What a transform does at the sites of a plan, and where a weight reaches other operations.
+
+    Attributes:
+      plan: the plan with the sites.
+      affines: scales, by key.
+      key: for gradient estimators that draw random numbers.
+    """
+
+    plan: Plan
+    affines: Mapping[str, Affine] = dataclasses.field(default_factory=dict)
+    key: jax.Array | None = None
+
+    function: ClassVar[str | None] = None
+    """The function named in errors about scales from the user; `None` if there are none."""
+
+    differentiable: ClassVar[bool] = True
+    """Whether custom derivative rules of the user are kept."""
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether the counts of the rows of a batch are tracked."""
+        return False
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether elements that are not finite lose their count."""
+        return False
+
+    @property
+    def cleans(self) -> bool:
+        """Whether contractions see zeros in place of rows that are not finite."""
+        return False
+
+    @abc.abstractmethod
+    def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
+        """Evaluates a planned contraction."""
+
+    def scope(self, address: Address, /) -> AbstractContextManager[Any]:
+        """Returns the name scope in which the contraction at an address is evaluated."""
+        return contextlib.nullcontext()
+
+    def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates a contraction of quantized arrays that is not a site of the plan."""
+        return self.unsupported(eqn, operands)
+
+    def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates an equation that has no quantized form for its quantized operands."""
+        return compat.bind(eqn, [self.dense(eqn, x) for x in operands])
+
+    def view(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+        """Evaluates a view of quantized operands; `None` if it is not one."""
+        return view(eqn, operands)
+
+    def dense(self, eqn: Eqn | None, x: Any) -> Any:
+        """Dequantizes a value where an equation, or a result, supports only arrays."""
+        return real_of(x)
+
+    def unseen(self, address: Address, /) -> Records:
+        """Returns the empty records of the sites inside an equation, except those whose weight it
+        steps over.
+        """
+        return {}
+
+    def merge(self, address: Address, /, a: Records, b: Records) -> Records:
+        """Returns the merged records of two evaluations of the inside of an equation."""
+        return {}
+
+
+def interpret(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: Rules, address: Address = ()
+) -> tuple[list[Any], Records]:
+    """Evaluates a jaxpr and returns its results and the records of its sites."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    last_use = {
+        atom: i
+        for i, eqn in enumerate(jaxpr.eqns)
+        for atom in eqn.invars
+        if not compat.is_literal(atom)
+    }
+    outputs = {atom for atom in jaxpr.outvars if not compat.is_literal(atom)}
+
+    def read(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else env[atom]
+
+    records: Records = {}
+    for i, (eqn_address, eqn, holds_site) in enumerate(addressed(jaxpr, address)):
+        operands = [read(atom) for atom in eqn.invars]
+        scope = rules.scope(eqn_address) if holds_site else contextlib.nullcontext()
+        with compat.equation_context(eqn), scope:
+            evaluate = evaluate_counted if rules.is_counting else _evaluate
+            results, recorded = evaluate(eqn, operands, rules, eqn_address, holds_site)
+        records.update(recorded)
+        env.update(zip(eqn.outvars, results, strict=True))
+        for atom in eqn.invars:
+            if not compat.is_literal(atom) and last_use[atom] == i and atom not in outputs:
+                env.pop(atom, None)
+    return [alone(read(atom)) for atom in jaxpr.outvars], records
+
+
+def _evaluate(
+    eqn: Eqn, operands: list[Any], rules: Rules, address: Address, holds_site: bool
+) -> tuple[list[Any], Records]:
+    name = eqn.primitive.name
+    quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
+    if quantized and name not in _TAKE_STACKS:
+        operands = list(map(alone, operands))
+    if name in CONTRACTIONS:
+        site = rules.plan.site_at(address) if holds_site else None
+        if site is not None:
+            if rules.function is not None and rules.affines:
+                kept_axes, shapes = CONTRACTIONS[name].kept(eqn), [x.aval.shape for x in eqn.invars]
+                check_sums(rules.function, site, kept_axes, shapes, rules.affines)
+            with _noted(f"{site.op} at path {site.path!r}, rule {site.rule}"):
+                result, records = rules.at_site(site, eqn, operands)
+            return [result], compat.vary(records, compat.manual_axes())
+        if quantized and CONTRACTIONS[name].excuse(eqn) is None:
+            with _noted(f"{name} of a quantized array, scope {compat.scope_of(eqn) or '(none)'}"):
+                return rules.contract(eqn, operands), {}
+    has_sites = name in FORMS and holds_site and rules.plan.has_sites_in(address)
+    attend = attention_over(eqn, operands) if quantized and not has_sites else None
+    if attend is not None:
+        return [attend(*operands)], {}
+    if name in FORMS and (quantized or has_sites or any(map(is_counted, operands))):
+        inside = address if holds_site else (*address, _NOWHERE)
+        return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, inside))
+    if not quantized:
+        return compat.bind(eqn, operands), {}
+    with _noted(f"{name} of a quantized array, scope {compat.scope_of(eqn) or '(none)'}"):
+        viewed = rules.view(eqn, operands)
+        if viewed is None and name in UPDATES:
+            viewed = _updated(eqn, operands)
+    if viewed is not None:
+        return viewed, {}
+    return rules.unsupported(eqn, operands), {}
+
+
+def evaluate_counted(
+    eqn: Eqn,
+    operands: list[Any],
+    rules: Rules,
+    address: Address = (_NOWHERE,),
+    holds_site: bool = False,
+) -> tuple[list[Any], Records]:
+    """Evaluates an equation and tracks how much its results count. Sites and forms track it inside.
+    Without an address none of its contractions is a site.
+    """
+    name = eqn.primitive.name
+    is_site = holds_site and name in CONTRACTIONS and rules.plan.site_at(address) is not None
+    if name in FORMS or is_site:
+        return _evaluate(eqn, operands, rules, address, holds_site)
+    if rules.leaves_out and name in CONTRACTIONS:
+        operands = tainted_rows(eqn, operands, rules.cleans)
+    values = list(map(value_of, operands))
+    results, records = _evaluate(eqn, values, rules, address, holds_site)
+    results_with_counts = counted(eqn, operands, results)
+    return tainted_results(
+        eqn, operands, results_with_counts
+    ) if rules.leaves_out else results_with_counts, records
+
+
+def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+    """Writes to a quantized array, and to the float values that go with its codes, if any."""
+    codes = UPDATES[eqn.primitive.name](eqn, [codes_of(x) for x in operands])
+    real = lambda: compat.bind(eqn, [real_of(x) for x in operands])[0]  # noqa: E731
+    return None if codes is None else [with_codes(codes, real, operands)]
+
+
+@contextlib.contextmanager
+def _noted(where: str) -> Iterator[None]:
+    """Adds to an error where in the function it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"  at:       {where}")
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """Runs the functions inside an equation with the rules of the transform."""
+
+    eqn: Eqn
+    rules: Rules
+    address: Address
+
+    @property
+    def differentiable(self) -> bool:
+        return self.rules.differentiable and not self.is_counting
+
+    @property
+    def is_counting(self) -> bool:
+        return self.rules.is_counting
+
+    @property
+    def site_inputs(self) -> Given:
+        inside = self.rules.plan.keys_in(self.address)
+        affines = self.rules.affines
+        return {name: affines[name] for name in inside if name in affines}, self.rules.key
+
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Given | None = None
+    ) -> tuple[list[Any], Records]:
+        body, consts = compat.open_jaxpr(jaxpr)
+        rules = self.rules
+        if site_inputs is not None:
+            rules = dataclasses.replace(rules, affines=site_inputs[0], key=site_inputs[1])
+        return interpret(body, consts, args, rules, (*self.address, *part))
+
+    def split(self, length: int) -> tuple[Given, Given]:
+        affines, key = self.site_inputs
+        steps, shared = {}, {}
+        for name, affine in affines.items():
+            loops = self.rules.plan.site_of_key(name).loops
+            is_stepped = any(loop.address == self.address for loop in loops)
+            (steps if is_stepped else shared)[name] = affine
+        keys = None if key is None else jax.random.split(key, length)
+        return (steps, keys), (shared, None)
+
+    def join(self, step: Given, shared: Given) -> Given:
+        return step[0] | shared[0], step[1]
+
+    def numbered(self, site_inputs: Given, step: jax.Array) -> Given:
+        affines, key = site_inputs
+        return affines, None if key is None else jax.random.fold_in(key, step)
+
+    def unseen(self) -> Records:
+        return compat.vary(self.rules.unseen(self.address), compat.manual_axes())
+
+    def merge(self, a: Records, b: Records) -> Records:
+        return self.rules.merge(self.address, a, b)
+
+    def dense(self, x: Any) -> Any:
+        return self.rules.dense(self.eqn, x) if is_coded(x) else value_of(x)
+
+    def carried(self, x: Any) -> Any:
+        return opened(x) if self.is_counting else x
+
+    def common(self, forms: Sequence[Any]) -> Any:
+        return next(filter(is_coded, forms), None) or common(forms)
+
+    def like(self, x: Any, example: Any) -> Any:
+        if isinstance(example, Counted):
+            return counted_like(x, example)
+        return as_like(value_of(x), example, self.dense)
+
+
+def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
+    """Evaluates a view of quantized arrays, and of the float values that go with their codes, if
+    any. Returns `None` if the equation is not a view of its quantized operands, or joins formats.
+
+    If a layout cannot follow the view, the codes are moved to the default layout first.
+    """
+    quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
+    origins = tracked(
+        eqn,
+        [
+            Origin.of_leaf(str(i), atom.aval.ndim) if i in quantized else None
+            for i, atom in enumerate(eqn.invars)
+        ],
+    )
+    if origins is None or not any(origin and origin.is_view for origin in origins):
+        return None
+    codes = [codes_of(x) for x in operands]
+    qtensors = [codes[i] for i in quantized]
+    if len(eqn.outvars) == 1 and len({_format(q) for q in qtensors}) > 1:
+        return None  # no single tensor can hold them
+    parts = [part for origin in origins if origin for part in origin.parts]
+    alike = len(eqn.outvars) > 1 or len({q.layout for q in qtensors}) == 1
+    if not (alike and all(_follows(codes[int(part.path)], part) for part in parts)):
+        codes = [x.unpack() if i in quantized else x for i, x in enumerate(codes)]
+    views = VIEWS[eqn.primitive.name].apply(eqn, codes)
+    if not any(isinstance(x, Trainable) for x in operands):
+        return views
+    real = compat.bind(eqn, [real_of(x) for x in operands])
+    is_state = any(isinstance(x, Trainable) and x.is_state for x in operands)
+    pairs = zip(views, real, strict=True)
+    return [Trainable(q, x, is_state) if is_coded(q) else q for q, x in pairs]
+
+
+def _format(q: QTensor) -> Any:
+    return q.qtype, jnp.dtype(q.dtype)
+
+
+def _follows(q: QTensor, origin: Origin) -> bool:
+    """Whether the layout of a QTensor can follow a view."""
+    moved, cut = ({axis - q.ndim for axis, _ in marks} for marks in (origin.moved, origin.cut))
+    return q.layout is None or q.layout.follows(moved, cut)
+
+
+# How much the rows of a batch count, by the weight of an observer: for the arguments of a function
+# and for the operands of its sites.
+
+
+Weight = Callable[..., Any]
+
+_NO_SITE = (-1,)
+"""An address at which no contraction is a site."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Following(Rules):
+    """Evaluates in float, and tracks how much rows count."""
+
+    without_nonfinite: bool = False
+
+    @property
+    def is_counting(self) -> bool:
+        return True
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.without_nonfinite
+
+    @property
+    def cleans(self) -> bool:
+        return self.without_nonfinite
+
+    def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
+        """Not called: the evaluated equations are not sites of the plan."""
+        raise NotImplementedError
+
+
+def followed(plan: Plan, eqn: Any, operands: list[Any], leaves_out: bool = False) -> list[Any]:
+    """Evaluates an equation in float and returns results with counts, if those of operands are
+    known. With `leaves_out` elements that are not finite do not count.
+    """
+    return evaluate_counted(eqn, operands, _Following(plan, without_nonfinite=leaves_out))[0]
+
+
+def every_row(*args: Any, **kwargs: Any) -> jax.Array:
+    """A weight by which all rows count the same."""
+    return jnp.ones((), jnp.float32)
+
+
+def weights_of(
+    function: str, weight: Weight, params: Params, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> jax.Array:
+    """Returns how much rows count, float32: the result of `weight` for the arguments of a call
+    without the parameters.
+    """
+    positions = (params,) if isinstance(params, int) else params
+    inputs = [x for argnum, x in enumerate(args) if argnum not in positions]
+    try:
+        row_weights = weight(*inputs, **kwargs)
+    except Exception as error:
+        error.add_note(
+            f"  at:       weight= of an observer, called with {len(inputs)} arguments: those "
+            "of the function without its parameters"
+        )
+        raise
+    fix = "let it return booleans, such as tokens != 0, or non-negative numbers."
+    if not (hasattr(row_weights, "shape") and hasattr(row_weights, "dtype")):
+        raise fail(
+            function,
+            "the `weight` of an observer does not return an array.",
+            given=f"an object of type {type(row_weights).__name__}",
+            fix=fix,
+            error=TypeError,
+        )
+    dtype = jnp.dtype(row_weights.dtype)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+    positive = not compat.is_concrete(row_weights) or bool(np.all(np.asarray(row_weights) >= 0))
+    if not (is_real and positive):
+        raise fail(
+            function,
+            "the `weight` of an observer does not return booleans or non-negative numbers.",
+            given=f"an array of {dtype.name}"
+            + ("" if positive else " with entries below 0, or NaN"),
+            fix=fix,
+        )
+    return jnp.asarray(row_weights).astype(jnp.float32)
+
+
+def count_arguments(
+    function: str, weights: jax.Array, params: Params, call: Call, leaves: Sequence[Any]
+) -> list[Any]:
+    """Returns the leaves of a call. Those that are not parameters have counts, or the reason why
+    these are unknown.
+    """
+    positions = (params,) if isinstance(params, int) else params
+    shape, counted_leaves = weights.shape, []
+    for leaf, keys in zip(leaves, call.keys, strict=True):
+        is_parameter = keys[0].idx == 0 and keys[1].idx in positions
+        if is_parameter or is_coded(leaf):
+            counted_leaves.append(leaf)
+        elif len(leaf.shape) >= len(shape) and all(
+            n in (1, size) for n, size in zip(shape, leaf.shape, strict=False)
+        ):
+            trailing = (1,) * (len(leaf.shape) - len(shape))
+            counted_leaves.append(Counted(leaf, weights.reshape(*shape, *trailing)))
+        else:
+            name = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
+            reason = (
+                f"the argument {name!r} of shape {leaf.shape} does not begin with the axes {shape}"
+                " of the weight"
+            )
+            counted_leaves.append(Counted(leaf, None, reason))
+    if shape != () and not any(is_counted(x) and x.is_known for x in counted_leaves):
+        raise fail(
+            function,
+            "no argument has the rows that the `weight` of an observer counts.",
+            given=f"a weight of shape {shape}, arguments of shapes "
+            f"{', '.join(str(x.value.shape) for x in counted_leaves if is_counted(x)) or 'none'}",
+            fix="let it return an array with these axes.",
+        )
+    return counted_leaves
+
+
+def count_operand(
+    function: str, site: str, x: Any, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Returns how much the elements of an operand of a site count, as observers receive it.
+
+    Args:
+      function: name of the calling function, for messages.
+      site: the name of the site.
+      x: the operand.
+      shape: the shape of the weight, for messages; all rows count the same if it is `()`.
+    """
+    if is_counted(x) and x.is_known:
+        return jnp.where(jnp.isinf(x.counts), 1, x.counts)
+    if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
+        return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
+    operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
+    raise fail(
+        function,
+        f"it is not known how much the rows of {site!r} count.",
+        given=("" if shape is None else f"a weight of shape {shape}, and ")
+        + f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}",
+        fix="name other sites in observers=, or let `weight` return the leading axes of the "
+        "argument that this site reads.",
+    )
+
+
+def finite_rows(f: Callable[..., Any], plan: Plan, *args: Any) -> tuple[Any, Any]:
+    """Returns the results of a function with zeros where they come from rows that are not finite,
+    and which elements do not; traceable.
+    """
+    call = trace_call("ptq", f, plan.parameters, args, {})
+    leaves = count_arguments("ptq", every_row(), plan.params, call, call.leaves)
+    rules = _Following(plan, without_nonfinite=True)
+    out, _ = interpret(call.jaxpr, call.consts, list(map(tainted, leaves)), rules, _NO_SITE)
+    is_finite = [counts_of(x) > 0 for x in out]
+    values = [jnp.where(mask, value_of(x), 0) for x, mask in zip(out, is_finite, strict=True)]
+    trees = (jax.tree.unflatten(call.out_tree, x) for x in (values, is_finite))
+    return next(trees), next(trees)

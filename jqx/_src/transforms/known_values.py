@@ -1,0 +1,396 @@
+"""Which values of a traced function depend on its parameters alone, and which of them to split off.
+
+A forward pass finds the values that are computed from parameters and constants only. A backward
+pass then starts at what the function returns, and goes back to the values to split off. Views of a
+value stay in the function, so that a parameter that is only viewed stays a parameter.
+
+Inside a scan, a value that depends on slices of parameters is split off as a stack of its values in
+all steps. A value that depends on the size of a batch stays in the function, as far as its axes
+show that: an axis counts as fixed if it is that of a parameter, or of an array that the function
+closes over.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from .. import compat
+from ..compat import Eqn
+from ..tensor.views import axis_groups
+from .find import HIDDEN
+from .higher_order import unchanged, while_starts
+from .rules import CONTRACTIONS, VIEWS
+from .views import Address, Origin
+
+What = Literal["all", "weights"]
+"""What is split off: all values of parameters, or those that are weights and not larger."""
+
+INLINE = dict.fromkeys(("jit", "pjit", "remat2", "remat", "checkpoint"), "jaxpr")
+"""Primitives whose inside is looked at as if it were outside."""
+
+CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+"""Primitives that compute a function with a derivative rule; whole ones are split off as one."""
+
+_REDUCTIONS = ("reduce_", "arg")
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value that depends on parameters and constants alone.
+
+    Attributes:
+      number: equal numbers mean equal values.
+      parents: indices of the parameters that it depends on.
+      fixed: for each axis, whether its size is that of a parameter.
+      loops: addresses of the scans that step over parameters it depends on, outermost first.
+    """
+
+    number: int
+    parents: frozenset[int]
+    fixed: tuple[bool, ...]
+    loops: tuple[Address, ...] = ()
+
+
+Known = Value | None
+
+Need = frozenset[int] | None
+"""Which contractions a value is a weight of, by the `id` of their equations; `None` if it is not
+needed.
+"""
+
+_PLAIN: frozenset[int] = frozenset()
+"""What is needed, but not as a weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitOff:
+    """A value to split off: its number, parents, scans, shape in one step, and dtype."""
+
+    value: Value
+    aval: Any
+
+
+class KnownValues:
+    """The values of a traced function that depend on parameters alone.
+
+    Args:
+      jaxpr: the function.
+      is_parameter: for each operand, whether it is a parameter.
+      what: what is split off.
+
+    Attributes:
+      at: what is split off, by address, index of the equation and index of its result.
+      lengths: the number of steps of each scan, by address.
+      operands: what is split off as an operand of a contraction, by the `id` of the equation.
+      inner: the `id` of equations that compute known values, which may be split off.
+    """
+
+    def __init__(self, jaxpr: Any, is_parameter: Sequence[bool], scope: What):
+        self._what = scope
+        self._numbers: dict[Any, int] = {}
+        self._values: dict[Address, dict[Any, Known]] = {}
+        self._held: list[Any] = []
+        self._views: set[tuple[Address, Any]] = set()
+        self.at: dict[tuple[Address, int, int], SplitOff] = {}
+        self.lengths: dict[Address, int] = {}
+        self.operands: dict[int, SplitOff] = {}
+        self.inner: set[int] = set()
+        shapes = [
+            var.aval.shape if p else None for var, p in zip(jaxpr.invars, is_parameter, strict=True)
+        ]
+        self.sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
+        values = [
+            None if shape is None else Value(self._number(i), frozenset({i}), (True,) * len(shape))
+            for i, shape in enumerate(shapes)
+        ]
+        self._leaves = {x.number for x in values if x is not None}
+        self._forward(jaxpr, values, ())
+        self._backward(jaxpr, (), [_PLAIN] * len(jaxpr.outvars))
+
+    def knows(self, address: Address, atom: Any) -> bool:
+        """Whether a value in the function at an address depends on parameters alone."""
+        return self._value(address, atom) is not None
+
+    def is_leaf(self, value: Value) -> bool:
+        """Whether a value is a parameter itself."""
+        return value.number in self._leaves
+
+    def steps(self, eqn: Eqn, address: Address) -> list[bool]:
+        """Returns which of the stacks that a scan steps over are known."""
+        consts, count = compat.scan_counts(eqn)
+        body, _ = compat.open_jaxpr(eqn.params["jaxpr"])
+        return [self.knows(address, var) for var in body.invars[consts + count :]]
+
+    def _number(self, *key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _value(self, address: Address, atom: Any) -> Known:
+        if compat.is_literal(atom):
+            key = "literal", str(atom.aval), str(atom.val)
+            return Value(self._number(*key), frozenset(), (False,) * len(atom.aval.shape))
+        return self._values[address].get(atom)
+
+    def _forward(self, jaxpr: Any, values: Sequence[Known], address: Address) -> list[Known]:
+        """Finds the known values of a function; returns which of its results are known."""
+        body, consts = compat.open_jaxpr(jaxpr)
+        env = self._values[address] = {}
+        for i, var in enumerate(body.constvars):
+            key = ("const", id(consts[i])) if consts else ("const", address, i)
+            self._held += consts
+            env[var] = Value(self._number(*key), frozenset(), (True,) * len(var.aval.shape))
+        env.update(zip(body.invars, values, strict=True))
+        for i, eqn in enumerate(body.eqns):
+            operands = [self._value(address, atom) for atom in eqn.invars]
+            results = self._results(eqn, operands, (*address, i))
+            env.update(zip(eqn.outvars, results, strict=True))
+            if eqn.primitive.name in VIEWS and not any(results) and self._is_view(eqn, address):
+                self._views.update((address, var) for var in eqn.outvars)
+        return [self._value(address, atom) for atom in body.outvars]
+
+    def _results(self, eqn: Eqn, operands: list[Known], address: Address) -> Sequence[Known]:
+        name, none = eqn.primitive.name, [None] * len(eqn.outvars)
+        if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
+            return self._forward(eqn.params[INLINE[name]], operands, address)
+        if operands and not any(operands):
+            self._enter_unknown(eqn, operands, address)
+            return none
+        if all(operands) and not eqn.effects:
+            return self._computed(eqn, [x for x in operands if x is not None])
+        if name in CUSTOM:
+            self._forward(eqn.params[CUSTOM[name]], operands, address)
+        elif name == "cond":
+            for i, branch in enumerate(eqn.params["branches"]):
+                self._forward(branch, operands[1:], (*address, i))
+        elif name == "while":
+            cond_count, carry_start = while_starts(eqn)
+            count = len(eqn.outvars)
+            same = unchanged(eqn.params["body_jaxpr"], carry_start - cond_count, count)
+            state = [operands[carry_start + i] if i in same else None for i in range(count)]
+            self._forward(
+                eqn.params["cond_jaxpr"], [*operands[:cond_count], *state], (*address, -1)
+            )
+            self._forward(
+                eqn.params["body_jaxpr"], [*operands[cond_count:carry_start], *state], address
+            )
+            return state
+        elif name == "scan":
+            consts, count = compat.scan_counts(eqn)
+            same = unchanged(eqn.params["jaxpr"], consts, count)
+            state = [operands[consts + i] if i in same else None for i in range(count)]
+            self.lengths[address] = eqn.params["length"]
+            steps = [self._step(x, address) for x in operands[consts + count :]]
+            self._forward(eqn.params["jaxpr"], [*operands[:consts], *state, *steps], address)
+            return [*state, *none[count:]]
+        else:
+            self._enter_unknown(eqn, operands, address)
+        return none
+
+    def _enter_unknown(self, eqn: Eqn, operands: Sequence[Known], address: Address) -> None:
+        """Marks all values inside an equation as unknown. Those of a `shard_map` may be parts of
+        known ones, so that views of them lead to what is outside.
+        """
+        name = eqn.primitive.name
+        if name == "shard_map":
+            body, _ = compat.open_jaxpr(eqn.params["jaxpr"])
+            pairs = zip(body.invars, operands, strict=True)
+            self._views.update((address, var) for var, x in pairs if x is not None and x.parents)
+        for i, body in enumerate(compat.sub_jaxprs(eqn)):
+            part = (*address, i) if name == "cond" or i else address
+            if name == "while":
+                tests = body is compat.open_jaxpr(eqn.params["cond_jaxpr"])[0]
+                part = (*address, -1) if tests else address
+            self._forward(body, [None] * len(body.invars), part)
+
+    def _step(self, x: Known, address: Address) -> Known:
+        if x is None or not x.parents or not x.fixed[0]:
+            return None
+        number = self._number("step", address, x.number)
+        return Value(number, x.parents, x.fixed[1:], (*x.loops, address))
+
+    def _computed(self, eqn: Eqn, operands: list[Value]) -> list[Known]:
+        parents = frozenset().union(*(x.parents for x in operands))
+        loops = max((x.loops for x in operands), key=len, default=())
+        key = (eqn.primitive.name, _hashable(eqn), *(x.number for x in operands))
+        self._held.append(eqn)
+        if parents:
+            self._find_inner(eqn)
+        return [
+            Value(self._number(*key, i), parents, _fixed(eqn, operands, var.aval.shape), loops)
+            for i, var in enumerate(eqn.outvars)
+        ]
+
+    def _find_inner(self, eqn: Eqn) -> None:
+        self.inner.add(id(eqn))
+        for body in compat.sub_jaxprs(eqn):
+            for inner in body.eqns:
+                self._find_inner(inner)
+
+    def _backward(
+        self, jaxpr: Any, address: Address, needs_of_results: Sequence[Need]
+    ) -> list[Need]:
+        """Goes back from the results that are wanted to what must be computed for them; returns
+        what is wanted of the operands.
+        """
+        body, _ = compat.open_jaxpr(jaxpr)
+        env: dict[Any, frozenset[int]] = {}
+
+        def want(atom: Any, need: Need) -> None:
+            if need is not None and not compat.is_literal(atom):
+                env[atom] = env.get(atom, _PLAIN) | need
+
+        for atom, need in zip(body.outvars, needs_of_results, strict=True):
+            want(atom, need)
+        for i, eqn in reversed(list(enumerate(body.eqns))):
+            needs = [env.get(var) for var in eqn.outvars]
+            if all(need is None for need in needs) and not eqn.effects:
+                continue
+            for atom, need in zip(eqn.invars, self._needs(eqn, address, i, needs), strict=True):
+                want(atom, need)
+        return [env.get(var) for var in body.invars]
+
+    def _needs(self, eqn: Eqn, address: Address, i: int, needs: list[Need]) -> Sequence[Need]:
+        """Splits off results of an equation; returns what the others need of its operands."""
+        name, eqn_address, count = eqn.primitive.name, (*address, i), len(eqn.invars)
+        if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
+            return self._backward(eqn.params[INLINE[name]], eqn_address, needs)
+        results = [self._value(address, var) for var in eqn.outvars]
+        if name in VIEWS and self._is_view(eqn, address):
+            joint_need = _PLAIN.union(*(need for need in needs if need is not None))
+            origins = [self._origin(address, atom) for atom in eqn.invars]
+            return [joint_need if origin else _PLAIN for origin in origins]
+        is_needed = bool(eqn.effects)
+        for j, (var, value, need) in enumerate(zip(eqn.outvars, results, needs, strict=True)):
+            if need is None:
+                continue
+            if value is None or not self._is_split_off(value, var.aval, bool(need)):
+                is_needed = True
+                continue
+            self.at[address, i, j] = entry = SplitOff(value, var.aval)
+            self.operands.update(dict.fromkeys(need, entry))
+        if not is_needed:
+            return [None] * count
+        if name in CONTRACTIONS:
+            sides = len(CONTRACTIONS[name].axes(eqn))
+            return [frozenset({id(eqn)}) if index < sides else _PLAIN for index in range(count)]
+        if all(x is not None for x in results):
+            return [_PLAIN] * count
+        return self._inner_needs(eqn, eqn_address, count)
+
+    def _inner_needs(self, eqn: Eqn, address: Address, count: int) -> Sequence[Need]:
+        """Goes back through the functions inside an equation, whose results are all needed."""
+        name = eqn.primitive.name
+
+        def back(body: Any, part: Address) -> list[frozenset[int]]:
+            opened, _ = compat.open_jaxpr(body)
+            needs = self._backward(opened, part, [_PLAIN] * len(opened.outvars))
+            return [need or _PLAIN for need in needs]
+
+        if name == "while":
+            cond_count, carry_start = while_starts(eqn)
+            tested = back(eqn.params["cond_jaxpr"], (*address, -1))
+            inside = back(eqn.params["body_jaxpr"], address)
+            carried = [
+                a | b
+                for a, b in zip(
+                    tested[cond_count:], inside[carry_start - cond_count :], strict=True
+                )
+            ]
+            return [*tested[:cond_count], *inside[: carry_start - cond_count], *carried]
+        wants = [_PLAIN] * count
+        for i, body in enumerate(compat.sub_jaxprs(eqn)):
+            needs = back(body, (*address, i) if name == "cond" or i else address)
+            shift = count - len(needs)
+            if shift >= 0:  # the operands of a function are the last ones of its equation
+                wants = [a | b for a, b in zip(wants, [_PLAIN] * shift + needs, strict=True)]
+        return wants
+
+    def _is_view(self, eqn: Eqn, address: Address) -> bool:
+        """Whether a result is a view of known values, also at an index that is not known."""
+        origins = [self._origin(address, atom) for atom in eqn.invars]
+        views = VIEWS[eqn.primitive.name].track(eqn, origins) if any(origins) else [None]
+        return all(view is not None for view in views)
+
+    def _origin(self, address: Address, atom: Any) -> Origin | None:
+        value = self._value(address, atom)
+        if value is None and not compat.is_literal(atom) and (address, atom) in self._views:
+            return Origin.of_leaf("", len(atom.aval.shape))
+        if value is None or not value.parents or self._is_factor(value, atom):
+            return None
+        return Origin.of_leaf(str(value.number), len(atom.aval.shape))
+
+    def _is_factor(self, value: Value, atom: Any) -> bool:
+        """Whether a value is a parameter that is a single number; weights may be scaled by it."""
+        return self.is_leaf(value) and len(atom.aval.shape) == 0
+
+    def _is_split_off(self, value: Value, aval: Any, as_weight: bool) -> bool:
+        sizes = zip(value.fixed, aval.shape, strict=True)
+        if not value.parents or not all(fixed or size == 1 for fixed, size in sizes):
+            return False
+        if self._what == "all":
+            return True
+        real = jnp.issubdtype(aval.dtype, jnp.floating)
+        return as_weight and real and self.size_of(value, aval) <= self.size_before(value)
+
+    def size_of(self, value: Value, aval: Any) -> int:
+        """Returns the number of elements of a value, in all steps of its scans."""
+        return math.prod(aval.shape) * math.prod(self.lengths[loop] for loop in value.loops)
+
+    def size_before(self, value: Value) -> int:
+        """Returns the number of elements of the parameters that a value is computed from."""
+        return sum(self.sizes[parent] for parent in value.parents)
+
+
+def _hashable(eqn: Eqn) -> Any:
+    """Returns the parameters of an equation as part of a key; its `id` if they have no hash."""
+    try:
+        key = tuple(sorted(eqn.params.items()))
+        hash(key)
+    except TypeError:
+        return id(eqn)
+    return key
+
+
+def _fixed(eqn: Eqn, operands: Sequence[Value], shape: Sequence[Any]) -> tuple[bool, ...]:
+    """Returns which axes of a result have the size of an axis of a parameter."""
+    name, params = eqn.primitive.name, eqn.params
+    pairs = [(x, atom.aval.shape) for x, atom in zip(operands, eqn.invars, strict=True)]
+    is_form = any(True for _ in compat.sub_jaxprs(eqn))
+    pairs = [(x, value) for x, value in pairs if value and (x.parents or not is_form)]
+    if not pairs:
+        return tuple(False for _ in shape)
+    operand, old_sizes = pairs[0]
+    if name == "broadcast_in_dim":
+        fixed = [False] * len(shape)
+        for axis, target in enumerate(params["broadcast_dimensions"]):
+            fixed[target] = operand.fixed[axis] and old_sizes[axis] == shape[target]
+        return tuple(fixed)
+    if name == "transpose":
+        return tuple(operand.fixed[axis] for axis in params["permutation"])
+    if name == "squeeze":
+        return tuple(x for axis, x in enumerate(operand.fixed) if axis not in params["dimensions"])
+    if name == "reshape" and params["dimensions"] is None:
+        fixed = [False] * len(shape)
+        for sources, targets in axis_groups(old_sizes, shape):
+            is_fixed = all(operand.fixed[i] or old_sizes[i] == 1 for i in sources)
+            for j in targets:
+                fixed[j] = is_fixed
+        return tuple(fixed)
+    if name.startswith(_REDUCTIONS) and "axes" in params and len(old_sizes) > len(shape):
+        return tuple(x for axis, x in enumerate(operand.fixed) if axis not in params["axes"])
+    if name == "dot_general":
+        (left, right), (batch, rhs_batch) = params["dimension_numbers"]
+        lhs, rhs = operands
+        batch_fixed = [lhs.fixed[i] or rhs.fixed[j] for i, j in zip(batch, rhs_batch, strict=True)]
+        batch_fixed += [x for i, x in enumerate(lhs.fixed) if i not in (*left, *batch)]
+        batch_fixed += [x for i, x in enumerate(rhs.fixed) if i not in (*right, *rhs_batch)]
+        return tuple(batch_fixed)
+    same = [x.fixed for x, value in pairs if not is_form and tuple(value) == tuple(shape)]
+    if same:
+        return tuple(map(any, zip(*same, strict=True)))
+    takes_all = all(
+        fixed or size == 1 for x, value in pairs for fixed, size in zip(x.fixed, value, strict=True)
+    )
+    return tuple(takes_all for _ in shape)

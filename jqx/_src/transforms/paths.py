@@ -1,0 +1,337 @@
+"""Names of the leaves of parameters: their key paths, or names that the user gives. Errors for
+a call whose leaves or contractions differ from the planned ones.
+"""
+
+import dataclasses
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from jax import dtypes
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from ..errors import fail
+from ..policy import Policy
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import Segments
+
+Params = int | tuple[int, ...]
+"""Position, or positions, of the arguments that hold weights."""
+
+Names = Mapping[str, str | None] | Callable[[tuple[Any, ...]], str] | None
+"""The user's names, by path or as a function of the keys; `None` for what is not a weight."""
+
+Renamed = tuple[tuple[str, str | None], ...]
+"""Paths with another name, each with that name; `None` for paths that are not weights."""
+
+
+class Part(NamedTuple):
+    """Consecutive steps of a weight that a scan steps over.
+
+    Attributes:
+      path: path of the part, such as `layers/w[0:1]`.
+      whole: path of the weight.
+      start: the first step.
+      stop: the end of the last step.
+      length: total number of steps.
+    """
+
+    path: str
+    whole: str
+    start: int
+    stop: int
+    length: int
+
+
+class Split(NamedTuple):
+    """The split of a weight and of the scans that step over it.
+
+    Attributes:
+      path: path of the weight.
+      axis: axis of the weight that the scans step over.
+      bounds: the starts of the parts, and the end of the last one.
+    """
+
+    path: str
+    axis: int
+    bounds: tuple[int, ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts, in order."""
+        return [
+            Part(f"{self.path}[{a}:{b}]", self.path, a, b, self.bounds[-1])
+            for a, b in itertools.pairwise(self.bounds)
+        ]
+
+
+EACH = "each"
+"""Splits every scan over weights at each of its steps."""
+
+Splits = tuple[Split, ...] | Policy | Literal["each"]
+"""How weights are split: as in a plan, by the rules of a policy, or at each step."""
+
+
+class Hoisting(NamedTuple):
+    """How `jqx.hoist` split the function of a plan.
+
+    Attributes:
+      what: `"all"` or `"weights"`, as in `jqx.hoist`.
+      params: position, or positions, of the parameters in the function before it was split.
+      names: its parameters that have other names than their key paths.
+    """
+
+    what: str
+    params: Params
+    names: Renamed = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The arguments that hold weights, and the names of the weights.
+
+    Attributes:
+      params: position, or positions.
+      names: the user's names; those of a plan are `Renamed`.
+      lines: the parameters that a plan was made for, as in its signature; `None` for any.
+      splits: how weights are split.
+    """
+
+    params: Params
+    names: Names | Renamed = None
+    lines: tuple[str, ...] | None = None
+    splits: Splits = ()
+
+    def name(self, function: str, keys: Sequence[tuple[Any, ...] | None]) -> list[str | None]:
+        """Returns the name of each leaf, given by its keys inside the parameters. `None` stays
+        `None`, which is also the name of what is not a weight.
+        """
+        paths = [None if key is None else path_of(key) for key in keys]
+        if self.names is None:
+            return paths
+        if callable(self.names):
+            names = [
+                (path, self.names(key))
+                for key, path in zip(keys, paths, strict=True)
+                if key is not None
+            ]
+            _check_names(function, names, str)
+            iterator = iter(names)
+            return [None if key is None else next(iterator)[1] for key in keys]
+        table = dict(self.names)
+        if isinstance(self.names, Mapping):
+            _check_table(function, table, [path for path in paths if path is not None])
+            return [None if path is None else _named(path, table) for path in paths]
+        return [None if path is None else table.get(path, path) for path in paths]
+
+
+def check_names(function: str, names: Any) -> None:
+    """Checks that names are a dict of strings, or a function."""
+    if names is not None and not callable(names) and not isinstance(names, Mapping):
+        raise fail(
+            function,
+            "`names` is neither a dict nor a function.",
+            given=f"an object of type {type(names).__name__}",
+            fix='pass for example names={"0": "embed", "1": "head"}.',
+            error=TypeError,
+        )
+    if isinstance(names, Mapping):
+        _check_names(function, names.items(), (str, type(None)))
+        _check_names(function, ((path, path) for path in names), str)
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """Returns the path for a tuple of keys."""
+    return keystr(keys, simple=True, separator="/")
+
+
+def rooted(argnums: Params, params: Any) -> Any:
+    """Returns parameters under the paths that a plan uses: the paths in one of several arguments
+    begin with its position.
+    """
+    return params if isinstance(argnums, int) else dict(zip(argnums, params, strict=True))
+
+
+def is_whole(x: Any) -> bool:
+    """Whether a node represents one array: a QTensor, or Segments."""
+    return isinstance(x, (QTensor, Segments))
+
+
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] = is_whole
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the leaves of a pytree, each with its keys; QTensors and Segments are leaves. The key
+    of the value of an `nnx.Variable` is left out.
+    """
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_leaf(x) or _is_variable(x))
+    leaves = []
+    for keys, leaf in flat:
+        if is_leaf(leaf) or not _is_variable(leaf):
+            leaves.append((keys, leaf))
+            continue
+        inside, _ = tree_flatten_with_path(leaf, is_leaf=is_leaf)
+        leaves += [((*keys, *inner[1:]), value) for inner, value in inside]
+    return leaves
+
+
+def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed:
+    """Returns the paths that have another name, without those that have no path."""
+    pairs = zip(paths, names, strict=True)
+    return tuple((path, name) for path, name in pairs if path is not None and path != name)
+
+
+def _is_variable(x: Any) -> bool:
+    """Whether a node is a variable of Flax. If there is one, Flax has been imported."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def _named(path: str, table: Mapping[str, str | None]) -> str | None:
+    """Returns a path in which the longest prefix that has a name is replaced by that name; `None`
+    if it is not a weight.
+    """
+    parts = path.split("/")
+    for count in range(len(parts), 0, -1):
+        front = "/".join(parts[:count])
+        if front in table:
+            name = table[front]
+            if name is None:
+                return None
+            return "/".join(part for part in (name, *parts[count:]) if part)
+    return path
+
+
+def _check_table(function: str, table: Iterable[str], paths: Sequence[str]) -> None:
+    parts = [path.split("/") for path in paths]
+    fitting = {"/".join(keys[:n]) for keys in parts for n in range(1, len(keys) + 1)}
+    unknown = [path for path in table if path not in fitting]
+    if unknown:
+        raise fail(
+            function,
+            "`names` has a path that the parameters do not have.",
+            given=", ".join(map(repr, unknown[:4])),
+            expected=f"paths, or prefixes of them: {', '.join(map(repr, paths[:4])) or '(none)'}",
+            fix="print a plan made without names=: it lists the paths.",
+        )
+
+
+def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) -> None:
+    wrong = [(path, name) for path, name in named if not isinstance(name, kinds)]
+    if wrong:
+        raise fail(
+            function,
+            "`names` gives a name that is not a string.",
+            given=f"{wrong[0][1]!r} for {wrong[0][0]!r}" if wrong else "",
+            fix='pass a dict such as {"0": "embed"}, or a function of the keys that returns '
+            "strings.",
+            error=TypeError,
+        )
+
+
+def nested(leaves: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+    """Returns nested dicts of leaves with the keys that lead to each; no leaf is above another."""
+    tree: dict[str, Any] = {}
+    for (*outer, leaf_key), leaf in leaves:
+        node = tree
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[leaf_key] = leaf
+    return tree
+
+
+# Errors for a call that differs from the planned one: the first difference, and its meaning.
+
+
+AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
+
+
+def parameter_line(path: str, leaf: Any) -> str:
+    """The line of a signature that describes one parameter."""
+    # That of NumPy's arrays inside JAX; typed keys of random numbers have an extended one.
+    dtype = dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return line_of(path, dtype, leaf.shape)
+
+
+def line_of(path: str, dtype: Any, shape: Sequence[int]) -> str:
+    """The line of a parameter of a dtype, or of the name of one, and a shape."""
+    return f"parameter {path}: {dtype}{list(shape)}"
+
+
+def parameter_of(line: str) -> tuple[str, str, tuple[int, ...]]:
+    """Returns the path, name of the dtype and shape of the parameter that a line describes."""
+    path, dtype, sizes = re.fullmatch(r"parameter (.*): (\S+)\[(.*)\]", line, re.DOTALL).groups()  # type: ignore[union-attr]
+    return path, dtype, tuple(int(size) for size in sizes.split(",") if size)
+
+
+def is_parameter_line(line: str) -> bool:
+    """Whether the line of a signature describes a parameter."""
+    return line.startswith("parameter ")
+
+
+_CONTRACTION = re.compile(r"contraction \(([0-9, ]*)\) ")
+"""The start of a line that describes a contraction, with its address."""
+
+
+def addresses_of(signature: Sequence[str]) -> list[tuple[int, ...]]:
+    """Returns the addresses of the contractions in a signature, in order."""
+    addresses = [match[1] for line in signature if (match := _CONTRACTION.match(line))]
+    return [tuple(int(part) for part in text.split(",") if part.strip()) for text in addresses]
+
+
+def without_addresses(signature: Sequence[str]) -> list[str]:
+    """Returns a signature that does not depend on the calls, loops and branches around each
+    contraction.
+    """
+    return [_CONTRACTION.sub("contraction ", line, count=1) for line in signature]
+
+
+def check_same(
+    function: str, signature: Sequence[str], planned: Sequence[str], fix: str = AGAIN
+) -> None:
+    """Raises if a function, or its parameters, are not those that the plan was made for."""
+    if tuple(signature) == tuple(planned):
+        return
+    length = max(len(signature), len(planned))
+    pad = [*signature, *["(nothing)"] * (length - len(signature))]
+    planned_lines = [*planned, *["(nothing)"] * (length - len(planned))]
+    line, planned_line = next((a, b) for a, b in zip(pad, planned_lines, strict=True) if a != b)
+    if _without_first_axis(planned_line) == line:
+        fix = "map over the other arguments alone: jax.vmap(..., in_axes=(None, 0))."
+    raise fail(
+        function,
+        "the plan was made for another function or other parameters.",
+        given=line,
+        expected=planned_line,
+        fix=fix,
+    )
+
+
+def check_ranks(function: str, plan: Any, items: Sequence[Any]) -> None:
+    """Raises if the operands of a contraction have another number of axes than when planned."""
+    shapes = {(item.address, item.op): item.shapes for item in (*plan.skipped, *plan.sites)}
+    for item in items:
+        operand_shapes = tuple(tuple(atom.aval.shape) for atom in item.eqn.invars[:2])
+        planned = shapes.get((item.address, item.op)) if item.address else None
+        if planned is None or [*map(len, operand_shapes)] == [*map(len, planned)]:
+            continue
+        where = f" at path {item.path!r}" if item.path else ""
+        raise fail(
+            function,
+            "an argument has another number of axes than when the plan was made.",
+            given=f"{item.op} of {_shown(operand_shapes)}{where}",
+            expected=f"{_shown(planned)}, with any batch size",
+            fix="give it the axes that it had, such as x[None] for one example of a batch, or "
+            "make the plan for such an argument. To map over examples what jqx.ptq returned, "
+            "map inside: result.bind(jax.vmap(f, in_axes=(None, 0)))(x).",
+        )
+
+
+def _without_first_axis(line: str) -> str:
+    """Returns the line of a parameter for one index of its first axis."""
+    return re.sub(r"\[\d+(, )?(.*)\]$", r"[\2]", line) if is_parameter_line(line) else ""
+
+
+def _shown(shapes: Sequence[Sequence[Any]]) -> str:
+    return " x ".join("[" + ", ".join(map(str, shape)) + "]" for shape in shapes)

@@ -1,0 +1,213 @@
+"""The positions of weights' elements in the matrices that contractions multiply by. They are found
+by passing the number of each element through the views of a function.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import compat
+from ..compat import Eqn
+from ..errors import fail
+from ..tensor.qtensor import QTensor
+from .find import addressed
+from .higher_order import FORMS
+from .plan import Plan
+from .rules import CONTRACTIONS, VIEWS
+from .stats import Entry
+from .trace import Call
+from .views import SHARDINGS, Address, Loop
+
+_SAME = {"convert_element_type", "copy", "div", "mul", "neg", "stop_gradient", *SHARDINGS}
+"""Views that leave every element in place."""
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A weight, or several joined, seen through views.
+
+    Attributes:
+      sizes: the size of each weight, by path.
+      elements: returns for each element of the value its number in the weight, int32; elements of a
+        second weight are numbered after those of the first.
+      loops: number of leading axes that are steps of the enclosing scans.
+    """
+
+    sizes: dict[str, int]
+    elements: Callable[[], jax.Array]
+    loops: int = 0
+
+    def step_of(self, loop: Loop) -> "_Placed":
+        """The value in one step of a scan over the leading axis."""
+        return replace(self, loops=self.loops + 1)
+
+    def among(self, sizes: dict[str, int]) -> "_Placed":
+        """Returns the same value, numbered among the weights of `sizes`."""
+        if [*sizes] == [*self.sizes]:
+            return self
+
+        def numbers() -> jax.Array:
+            return jnp.asarray(renumbered(self.elements(), self.sizes, sizes), jnp.int32)
+
+        return _Placed(sizes, numbers, self.loops)
+
+
+def renumbered(elements: Any, starts_of: Mapping[str, int], others: Mapping[str, int]) -> Any:
+    """Converts the numbers of elements of some weights, given their sizes by path, to the numbers
+    that they have among others.
+    """
+    starts = np.cumsum([0, *others.values()])[:-1]
+    start = dict(zip(others, starts.tolist(), strict=True))
+    ends, moved, end = [], [], 0
+    for path, size in starts_of.items():
+        moved.append(start[path] - end)
+        end += size
+        ends.append(end)
+    xp = np if isinstance(elements, np.ndarray) else jnp
+    which = xp.searchsorted(xp.asarray(ends, elements.dtype), elements, side="right")
+    return elements + xp.asarray(moved, elements.dtype)[which]
+
+
+Known = Sequence[_Placed | None]
+
+
+def places_of(
+    plan: Plan, call: Call, entries: Sequence[Entry]
+) -> dict[str, Callable[[], jax.Array]]:
+    """Returns for each entry that has one the function that computes its statistics of
+    `jqx.observers.places`.
+    """
+    if not entries:
+        return {}
+    follower = _Follower(plan)
+    named = zip(call.leaves, call.paths, strict=True)
+    leaves = [None if plan.weight_at(path) is None else _whole(path, leaf) for leaf, path in named]
+    follower.follow(call.jaxpr, leaves, ())
+    makers = {}
+    for entry in entries:
+        elements = follower.makers.get(entry.part.key)
+        observed = entry.part.about
+        is_product = observed.op in ("dot_general", "ragged_dot") or observed.patches is not None
+        if elements is not None and is_product:
+            makers[entry.key] = partial(_rows, elements, observed.rows, len(entry.site.loops))
+    return makers
+
+
+def _rows(elements: Callable[[], jax.Array], rows: Callable[[Any], Any], loops: int) -> jax.Array:
+    for _ in range(loops):
+        rows = jax.vmap(rows)
+    return rows(elements())
+
+
+def _whole(path: Any, leaf: Any) -> _Placed:
+    _check_numbers(path, leaf.size)
+
+    def elements() -> jax.Array:
+        return jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)
+
+    return _Placed({path: leaf.size}, elements)
+
+
+def _check_numbers(path: str, size: int) -> None:
+    if not size < 2**31:
+        raise fail(
+            "observers.places",
+            f"the weight {path!r} has {size} elements, more than int32 can number.",
+            fix="split it: let rules select steps of the scan over it, such as 'layers[:16]'.",
+            error=NotImplementedError,
+        )
+
+
+@dataclass
+class _Follower:
+    """Follows the elements of weights through a jaxpr, each equation once."""
+
+    plan: Plan
+    makers: dict[str, Callable[[], jax.Array]] = field(default_factory=dict)
+
+    def follow(self, jaxpr: Any, given: Known, address: Address) -> list[_Placed | None]:
+        env: dict[Any, _Placed | None] = dict(zip(jaxpr.invars, given, strict=True))
+
+        def read(atom: Any) -> _Placed | None:
+            return None if compat.is_literal(atom) else env.get(atom)
+
+        for here, eqn, marked in addressed(jaxpr, address):
+            known = list(map(read, eqn.invars))
+            if any(x is not None for x in known):
+                inside = here if marked else (*here, -1)
+                env.update(zip(eqn.outvars, self._evaluate(eqn, known, inside), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _evaluate(self, eqn: Eqn, operands: Known, address: Address) -> Sequence[_Placed | None]:
+        name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
+        if name in CONTRACTIONS:
+            site = self.plan.site_at(address)
+            for operand, x in zip(site.operands if site else (), operands, strict=False):
+                if x is None or site is None or operand.path is None:
+                    continue
+                paths = self.plan.weights_in(site)
+                if set(paths) == set(x.sizes):
+                    self.makers[operand.key] = x.among({p: x.sizes[p] for p in paths}).elements
+            return nothing
+        if name in FORMS:
+            # Inside a shard_map each device has only a part.
+            inside = [None] * len(operands) if name == "shard_map" else operands
+            return FORMS[name].track(eqn, inside, _Inside(self, address))  # type: ignore[arg-type]
+        if name in VIEWS:
+            return _viewed(eqn, operands)
+        return nothing
+
+
+@dataclass
+class _Inside:
+    follower: _Follower
+    address: Address
+
+    def enter(self, jaxpr: Any, operands: Known, part: Address = ()) -> list[_Placed | None]:
+        body, _ = compat.open_jaxpr(jaxpr)
+        return self.follower.follow(body, operands, (*self.address, *part))
+
+    def leave(self, jaxpr: Any, reason: str) -> None:
+        """Nothing inside is a site."""
+
+
+def _viewed(eqn: Eqn, inputs: Known) -> Sequence[_Placed | None]:
+    """Returns the result of a view of weights; nothing if it reads other values as well."""
+    weights = [x for x in inputs if x is not None]
+    weight = weights[0]
+    if eqn.primitive.name == "optimization_barrier":
+        return inputs
+    if eqn.primitive.name in _SAME:
+        return [weight] * len(eqn.outvars)
+    others = any(
+        x is None and not compat.is_literal(v) for x, v in zip(inputs, eqn.invars, strict=True)
+    )
+    if others or len({x.loops for x in weights}) > 1:
+        return [None] * len(eqn.outvars)
+    sizes = {path: size for x in weights for path, size in x.sizes.items()}
+    _check_numbers("+".join(sizes), sum(sizes.values()))
+    weights = [x.among(sizes) for x in weights]
+    literals = [None if x is not None else v.val for x, v in zip(inputs, eqn.invars, strict=True)]
+
+    def view(*elements: jax.Array) -> list[jax.Array]:
+        rest = iter(elements)
+        operands = [_numbered(next(rest)) if x is None else x for x in literals]
+        return [q.values for q in VIEWS[eqn.primitive.name].apply(eqn, operands)]
+
+    for _ in range(weight.loops):
+        view = jax.vmap(view)
+
+    def result(place: int) -> jax.Array:
+        return view(*(x.elements() for x in weights))[place]
+
+    return [_Placed(sizes, partial(result, i), weight.loops) for i in range(len(eqn.outvars))]
+
+
+def _numbered(elements: jax.Array) -> QTensor:
+    """Returns the numbers of elements as codes, so that views move them as they move codes."""
+    return QTensor(elements, jnp.ones((1,) * elements.ndim), qtype=jnp.dtype("int32"))

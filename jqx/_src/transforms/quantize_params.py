@@ -1,0 +1,449 @@
+"""`quantize_params` and `dequantize_params`: weights of a plan to QTensors, and back to floats.
+`quantize_state`: arrays that a function reads and writes, such as caches.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from .. import compat
+from ..calibrators.calibrator import Affine
+from ..checks import called, check_instance, check_pattern, shown
+from ..errors import fail
+from ..signatures import T
+from ..tensor.qtensor import QTensor
+from ..tensor.segments import Lazy, Segments, abstract, check_read, of_kinds
+from ..tensor.shardings import sharding_of
+from ..tensor.spec import QSpec, needed_spec
+from ..tensor.targets import cache_for, check_target
+from .algorithm import Algorithm, as_chosen, check_algorithm, picked
+from .arguments import check_plan
+from .partitioned import as_sharding
+from .paths import Params, flatten, is_whole, parameter_line, path_of, rooted
+from .plan import Plan, Weight
+from .quantize_weight import (
+    Quantizing,
+    at_place,
+    check_finite_weight,
+    check_no_learned_scales,
+    lay_out_weights,
+    quantize_weight,
+)
+from .split import split_leaf
+from .stats import check_finite, in_order, stats_of
+from .trace import is_array, is_parameter, is_quantized
+
+
+@called("quantize_params", "pass for example jqx.quantize_params(params, plan).")
+def quantize_params(
+    params: T,
+    plan: Plan,
+    affines: Mapping[str, Affine] | None = None,
+    *,
+    algorithm: Algorithm | None = None,
+    stats: Mapping[str, Any] | None = None,
+    donate: bool = False,
+    target: str | None = None,
+    shardings: Any = None,
+) -> T:
+    """Returns `params` with every planned weight as a QTensor, rounded to nearest, or as an
+    algorithm chooses.
+
+    Args:
+      params: the argument of `f` that holds its weights; a tuple of arguments if the plan was made
+        with several. Leaves may be `jax.ShapeDtypeStruct`, which gives abstract QTensors.
+      plan: from `make_plan`.
+      affines: scales to use instead of the calibrators', by key `<path>:weight`. Entries for
+        activations are ignored. Pass learned scales here too: without them the weights get the
+        scales of their calibrators, which is no error.
+      algorithm: chooses the codes, such as `jqx.algorithms.gptq()`; `None` rounds to nearest.
+      stats: the statistics that the algorithm needs, from `calibrate_batches(..., observers=
+        algorithm.observers)`.
+      donate: whether each float weight that is a JAX array is deleted as soon as its codes are
+        ready. Then at most all float weights, a copy of one of them and its codes are in memory. An
+        array that is a leaf several times is deleted after the last one, and kept if one of these
+        leaves is not planned.
+      target: `"cpu"`, `"gpu"` or `"tpu"`, such as `jax.default_backend()`, lays the codes out as
+        `jqx.pack_for` does, which makes products with few rows several times as fast. `None` keeps
+        the default layout, as files have it.
+      shardings: the shardings of the arrays of `params`, as `jqx.parallel.shardings` takes them.
+        Each device receives its part of a float weight, quantizes it, and never holds another part.
+        `None` leaves weights in place: if one is partitioned over devices, codes and scales are
+        partitioned in the same way.
+
+    Returns:
+      The same tree. Leaves that the plan does not quantize are the very same objects, unless
+      `shardings` move them. A `jqx.interop.Lazy` is quantized when it is read. If rules select
+      steps of a scan, the weights that it steps over are `Segments` of QTensors, and of arrays for
+      parts that stay in float. For type checkers the result has the type of `params`, so that it
+      fits the function: a QTensor among its leaves is an array to them. To use one as a QTensor,
+      write `typing.cast(jqx.QTensor, qparams["w"])`.
+
+    Raises:
+      TypeError: if `plan` is not a `Plan`, or `algorithm` is not an algorithm.
+      ValueError: if `stats` are given without an algorithm, or `algorithm` together with `affines`
+        or `donate`; if a weight of the plan is missing, has another shape or dtype, or is already
+        quantized; if `params` hold learned scales, as `jqx.linen.learn_scales` returns them, that
+        `affines` does not have; if `donate=True` under `jax.jit`; if `target` is unknown; or if
+        elements that share a scale would be on two devices.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> f = lambda p, x: x @ p["w"] + p["b"]
+      >>> params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+      >>> plan = jqx.make_plan(f, jqx.presets.w8a8())(params, jnp.ones((1, 4)))
+      >>> jqx.quantize_params(params, plan)["w"]
+      QTensor(int8[4, 3] per_axis(1), scale float32[1, 3], dtype=float32, 24 bytes)
+    """
+    check_plan("quantize_params", plan, params, order="quantize_params(params, plan)")
+    if target is not None:
+        check_target("quantize_params", target, None)
+    check_algorithm("quantize_params", algorithm)
+    plan.check_affines("quantize_params", affines)
+    _check_together(algorithm, stats, affines, donate)
+    check_arguments("quantize_params", plan.params, params)
+    tree_of_params = rooted(plan.params, params)
+    named = _named("quantize_params", tree_of_params, plan)
+    check_no_learned_scales("quantize_params", named, plan, affines or ())
+    if algorithm is not None:
+        check_read("quantize_params", named)
+        check_finite_weights("quantize_params", plan, params)
+        check_finite("quantize_params", in_order(plan, stats_of(stats or {}).flags))
+        quantizing = as_chosen(algorithm(plan, params, stats)).params
+        nearest = quantize_params(dequantize_params(quantizing), plan)
+        codes = picked("quantize_params", quantizing, nearest)
+        codes = codes if target is None else lay_out_weights(codes, plan, target)
+        return _as_given(plan, codes, params, shardings)
+    scales = affines or {}
+    tree = jax.tree.structure(tree_of_params, is_leaf=is_whole)
+    planned = [_weights_of(plan, name) for name, _ in named]
+    for weights, (name, leaf) in zip(planned, named, strict=True):
+        if weights and is_whole(abstract(leaf)):
+            raise fail(
+                "quantize_params",
+                f"the weight {name!r} is quantized already.",
+                given=repr(leaf) if is_whole(leaf) else "",
+                fix="pass the float parameters.",
+            )
+    lines = [
+        parameter_line(name, leaf)
+        for name, leaf in named
+        if name is not None and is_parameter(leaf)
+    ]
+    plan.check_parameters("quantize_params", lines)
+    last_use = {id(leaf): index for index, (_, leaf) in enumerate(named)}
+    stays = {id(leaf) for weights, (_, leaf) in zip(planned, named, strict=True) if not weights}
+    leaves = []
+    given_places = _places(plan, tree, shardings, named)
+    for index, (weights, (name, leaf)) in enumerate(zip(planned, named, strict=True)):
+        sharding = given_places[index]
+        if not weights:
+            leaves.append(leaf if shardings is None else at_place(leaf, sharding, name))
+            continue
+        quantizing = Quantizing(tuple(weights), plan.split_of(name), scales, target, sharding)
+        quantized = (
+            leaf.then(quantizing, quantizing.description())
+            if isinstance(leaf, Lazy)
+            else quantizing(leaf)
+        )
+        leaves.append(quantized)
+        if donate and last_use[id(leaf)] == index and id(leaf) not in stays:
+            _delete(leaf, leaves[-1])
+    converted: Any = jax.tree.unflatten(tree, leaves)
+    if isinstance(plan.params, int):
+        return converted
+    several: Any = tuple(converted[position] for position in plan.params)
+    return several
+
+
+@overload
+def dequantize_params(params: QTensor | Segments) -> jax.Array: ...
+@overload
+def dequantize_params(params: T) -> T: ...
+@called("dequantize_params", "pass one tree: jqx.dequantize_params(params).")
+def dequantize_params(params: Any) -> Any:
+    """Returns `params` with every QTensor, and all Segments, dequantized to a float array.
+
+    Args:
+      params: any pytree; leaves that are not QTensors are the very same objects, and those that are
+        `jqx.interop.Lazy` stay lazy.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> q = jqx.QTensor.quantize(jnp.array([1.0, -127.0]), jqx.QSpec(jnp.int8))
+      >>> jqx.dequantize_params({"w": q})
+      {'w': Array([   1., -127.], dtype=float32)}
+    """
+    return jax.tree.map(_dequantized, params, is_leaf=is_whole)
+
+
+def _dequantized(x: Any) -> Any:
+    if isinstance(x, Lazy):
+        return x.then(_dequantized, "in float") if is_whole(x.spec) else x
+    return of_kinds(lambda q: q.dequantize(), x) if is_whole(x) else x
+
+
+def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
+    """Returns codes sharded as `shardings` say, or as the parameters that they were made from."""
+    named = _named("quantize_params", rooted(plan.params, params), plan)
+    tree = jax.tree.structure(rooted(plan.params, params), is_leaf=is_whole)
+    shardings_of_leaves = _places(plan, tree, shardings, named)
+    leaves = tree.flatten_up_to(rooted(plan.params, codes))
+    paths = [name for name, _ in named]
+    moved = jax.tree.unflatten(tree, map(at_place, leaves, shardings_of_leaves, paths))
+    return moved if isinstance(plan.params, int) else tuple(moved[n] for n in plan.params)
+
+
+def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> None:
+    if algorithm is None and stats is not None:
+        raise fail(
+            "quantize_params",
+            "`stats` have no effect: rounding to nearest does not read them.",
+            fix="pass algorithm=, such as gptq(); scales of activations go to convert.",
+        )
+    if algorithm is not None and (affines or donate):
+        raise fail(
+            "quantize_params",
+            "an algorithm finds the scales of weights itself, and reads all of them at once.",
+            given="affines" if affines else "donate=True",
+            fix="leave them out; scales of activations go to jqx.convert.",
+        )
+
+
+def _places(
+    plan: Plan, tree: Any, shardings: Any, named: list[tuple[str | None, Any]]
+) -> list[Sharding | None]:
+    """Returns the sharding of each leaf: from `shardings`, or its own if it is partitioned."""
+    if shardings is None:
+        return [sharding_of(leaf) for _, leaf in named]
+    check_arguments("quantize_params", plan.params, shardings)
+    try:
+        flat = tree.flatten_up_to(rooted(plan.params, shardings))
+    except ValueError as error:
+        raise fail(
+            "quantize_params",
+            "`shardings` are not for these parameters.",
+            given=str(error).splitlines()[0],
+            fix="make them from it, such as jax.tree.map(lambda x: x.sharding, params).",
+        ) from error
+    pairs = zip(named, flat, strict=True)
+    return [as_sharding("quantize_params", sharding, name or "") for (name, _), sharding in pairs]
+
+
+def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
+    """Returns the planned weights of a parameter, part by part; empty if it is not quantized."""
+    split = plan.split_of(name)
+    paths = [name] if split is None else [part.path for part in split.parts]
+    weights = [plan.weight_at(path) for path in paths]
+    return weights if any(weights) else []
+
+
+def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:
+    """Returns the leaves of parameters with the names that the plan has, or `None` for those that
+    are not weights. QTensors are leaves, and weights that the plan splits are returned in parts.
+    """
+    leaves: list[tuple[str | None, Any]] = []
+    for name, leaf in _named(function, params, plan):
+        split = plan.split_of(name)
+        if split is None:
+            leaves.append((name, leaf))
+            continue
+        names = [part.path for part in split.parts]
+        leaves += zip(names, split_leaf(function, leaf, split), strict=True)
+    return leaves
+
+
+def check_finite_weights(function: str, plan: Plan, params: Any) -> None:
+    """Raises if a weight that the plan quantizes holds a NaN or an infinity; lazy leaves are
+    checked when they are read.
+    """
+    for name, leaf in named_leaves(function, rooted(plan.params, params), plan):
+        is_float = not isinstance(leaf, Lazy) and not is_whole(abstract(leaf))
+        if is_float and plan.weight_at(name) is not None:
+            check_finite_weight(function, leaf, name or "")
+
+
+def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:
+    flat = flatten(params)
+    names = plan.parameters.name(function, [keys for keys, _ in flat])
+    return [(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
+
+
+def _delete(x: Any, quantized: QTensor | Segments) -> None:
+    """Deletes a float weight once its codes are ready."""
+    if not compat.is_concrete(x):
+        raise fail(
+            "quantize_params",
+            "`donate` has no effect under jax.jit.",
+            fix="call quantize_params outside of jit, or use jax.jit(..., donate_argnums=...).",
+        )
+    if isinstance(x, jax.Array):
+        jax.block_until_ready(quantized)
+        x.delete()
+
+
+def check_arguments(function: str, argnums: Params, params: Any) -> None:
+    """Checks that arguments are given as a tuple if several hold weights."""
+    if isinstance(argnums, int):
+        return
+    several = isinstance(params, (tuple, list))
+    kind = type(params).__name__
+    if not (several and len(params) == len(argnums)):
+        raise fail(
+            function,
+            "the weights are in several arguments.",
+            given=f"a {kind} of {len(params)}" if several else f"an object of type {kind}",
+            expected=f"a tuple of {len(argnums)} arguments, those at the positions {argnums}",
+            fix="pass the arguments named in params=, as a tuple in that order.",
+        )
+
+
+# `quantize_state`: arrays that a function reads and writes, such as caches, become QTensors.
+
+
+@called("quantize_state", 'pass for example jqx.quantize_state(cache, {".*key": "int8:token"}).')
+def quantize_state(
+    tree: T,
+    specs: Mapping[str, QSpec | str | tuple[QSpec | str, Affine]],
+    *,
+    target: str | None = None,
+) -> T:
+    """Returns a pytree with some of its float arrays as QTensors, such as the caches of a decoder.
+
+    Every transform takes such a tree in place of the float one. The function still sees arrays of
+    the same shape and dtype, contractions read the codes, and values are quantized when written.
+
+    Args:
+      tree: caches of plain JAX, a collection of linen variables, an `nnx.State`; any pytree of
+        arrays, or of `jax.ShapeDtypeStruct`, which gives abstract QTensors.
+      specs: how to quantize leaves, by regular expressions that must match the path of a leaf in
+        full. Paths are named as for weights in a plan, and the first match applies. A value is a
+        `QSpec`, a scheme such as `"int8"` (one scale for each token), or a pair of either and an
+        `Affine` if many writes share a scale. The relative granularities `per_token()` and
+        `per_channel()` give each vector along the last axis its own scale, and `per_group(size)`
+        each of its blocks.
+      target: the platform whose kernel reads the caches in `jqx.decode_attention`, as for
+        `jqx.pack_for`; `None` uses no kernel.
+
+    Returns:
+      The same tree; leaves that nothing matches are the very same objects. For type checkers it has
+      the type of `tree`, as in `jqx.quantize_params`.
+
+    Raises:
+      TypeError: if `specs` is not a dict of specs, or a matched leaf has no float dtype.
+      ValueError: if a regular expression is invalid or matches no remaining leaf; if a leaf is
+        already quantized; if a spec does not fit a leaf; if a scale that many writes share would
+        come from an array of zeros; or if the target is unknown, or its kernel cannot read such
+        codes.
+
+    Gradient: from JAX, for scales; none for codes.
+    NaN and infinities: as in `QTensor.quantize`.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> cache = {"keys": jnp.zeros((2, 128, 4, 64)), "length": jnp.int32(0)}
+      >>> jqx.quantize_state(cache, {"keys": jqx.QSpec(jnp.int8, jqx.per_token())})["keys"]
+      QTensor(int8[2, 128, 4, 64] per_axis(0, 1, 2), scale float32[2, 128, 4, 1], dtype=float32, \
+69,632 bytes)
+    """
+    rules = _rules(specs)
+    named = [(path_of(keys), leaf) for keys, leaf in flatten(tree)]
+    used: set[str] = set()
+    leaves = []
+    for name, leaf in named:
+        pattern = next((text for text, (regex, _) in rules.items() if regex.fullmatch(name)), None)
+        if pattern is None:
+            leaves.append(leaf)
+            continue
+        used.add(pattern)
+        q = _quantized(name, leaf, *rules[pattern][1])
+        leaves.append(q if target is None else cache_for("quantize_state", q, target))
+    unused = [text for text in rules if text not in used]
+    if unused:
+        names = [repr(name) for name, _ in named[:8]]
+        raise fail(
+            "quantize_state",
+            f"{unused[0]!r} matches no leaf that is left by earlier entries.",
+            expected=f"a match in full; paths are: {', '.join(names) or '(none)'}",
+            fix="correct it, move it up, or drop it.",
+        )
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
+
+
+Rules = dict[str, tuple[re.Pattern[str], tuple[QSpec, Affine | None]]]
+
+
+def _rules(specs: Any) -> Rules:
+    """Returns the entries, compiled, after checking their types."""
+    check_instance(
+        "quantize_state",
+        "specs",
+        specs,
+        Mapping,
+        fix='pass for example {".*/cached_(key|value)": jqx.QSpec("int8", jqx.per_token())}.',
+    )
+    rules: Rules = {}
+    for text, entry in specs.items():
+        pair: Any = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
+        spec, affine = pair
+        if not (isinstance(text, str) and isinstance(spec, (QSpec, str))):
+            raise fail(
+                "quantize_state",
+                "`specs` has an entry that is not a spec.",
+                given=f"{text!r}: {shown(entry)}",
+                fix="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
+                error=TypeError,
+            )
+        spec = needed_spec("quantize_state", f"specs[{text!r}]", spec, "state")
+        pattern = check_pattern("quantize_state", f"specs[{text!r}]", text)
+        rules[text] = pattern, (spec, affine and Affine(*affine))
+    return rules
+
+
+def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTensor:
+    if is_quantized(leaf):
+        raise fail(
+            "quantize_state",
+            f"the leaf {name!r} is quantized already.",
+            given=repr(leaf),
+            fix="quantize the float state, or leave this leaf out.",
+        )
+    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)):
+        raise fail(
+            "quantize_state",
+            f"the leaf {name!r} is not an array of floats.",
+            given=f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}",
+            fix='write an expression that does not match it, such as ".*(key|value)".',
+            error=TypeError,
+        )
+    resolved = spec.resolve(leaf.ndim, range(leaf.ndim - 1))
+    try:
+        q = quantize_weight(leaf, resolved, affine)
+    except (TypeError, ValueError) as error:
+        error.add_note(f"  at:       the leaf {name!r} of the state")
+        raise
+    if affine is None and _shares_a_scale(q) and _is_zero(leaf):
+        raise fail(
+            "quantize_state",
+            f"the scale of {name!r} would come from zeros and be shared by later writes.",
+            given=f"{spec.granularity} for an array of zeros of shape {leaf.shape}",
+            fix="pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale)).",
+        )
+    return q
+
+
+def _shares_a_scale(q: QTensor) -> bool:
+    """Whether elements share a scale along an axis before one with several scales, or all do."""
+    varies = [m > 1 for m, n in zip(q.scale.shape, q.shape, strict=True) if n > 1]
+    return (bool(varies) and varies != sorted(varies, reverse=True)) or (
+        len(varies) > 1 and not any(varies)
+    )
+
+
+def _is_zero(x: Any) -> bool:
+    is_concrete = not isinstance(x, jax.ShapeDtypeStruct) and compat.is_concrete(x)
+    return is_concrete and not bool(jnp.any(x != 0))

@@ -1,0 +1,641 @@
+"""The statistics of a calibration: which observers and calibrators record what, their entries, and
+flags of what was not finite.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from .. import compat
+from ..calibrators.calibrator import Calibrator
+from ..checks import check_instance, check_pattern
+from ..errors import fail, message, some, warn
+from ..observers.observer import (
+    Calibrated,
+    ObservedSite,
+    Observer,
+    Patches,
+    Weight,
+    Weighted,
+    flags,
+    without_nonfinite,
+)
+from ..observers.statistics import Places
+from .channel_map import Channels
+from .find import Found, numbered
+from .plan import Plan, Site
+from .views import Address, Loop
+
+# Checks `observers=`, and matches observers with the sites of a plan.
+
+
+GivenObservers = Mapping[str, Observer | Calibrator | Sequence[Observer | Calibrator]] | None
+"""The type of `observers=` of a transform: observers by paths of sites."""
+
+Checked = tuple[tuple[str, tuple[Observer, ...]], ...]
+"""The same as pairs, in which calibrators are wrapped as observers."""
+
+
+def check_observers(function: str, observers: GivenObservers) -> Checked:
+    """Returns `observers=` as pairs, after checking that it is a dict of observers."""
+    if observers is None:
+        return ()
+    fix = "pass for example observers={'.*': jqx.observers.hessian}."
+    check_instance(function, "observers", observers, Mapping, fix=fix)
+    checked = []
+    for pattern, value in observers.items():
+        name = f"observers[{pattern!r}]"
+        check_pattern(function, f"a key of observers, {pattern!r},", pattern, fix=fix)
+        tuple_of_observers = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        if not tuple_of_observers:
+            raise fail(
+                function, f"`{name}` records nothing.", given=repr(value), fix="drop that entry."
+            )
+        checked.append(
+            (pattern, tuple(_as_observer(function, name, item) for item in tuple_of_observers))
+        )
+    return tuple(checked)
+
+
+def _as_observer(function: str, name: str, value: Any) -> Observer:
+    fix = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of them."
+    check_instance(function, name, value, (Observer, Calibrator), fix=fix)
+    try:
+        hash(value)
+    except TypeError:
+        raise fail(
+            function,
+            f"`{name}` cannot be hashed.",
+            given=f"a {type(value).__name__}",
+            fix="write it with @dataclasses.dataclass(frozen=True).",
+            error=TypeError,
+        ) from None
+    return Calibrated(value) if isinstance(value, Calibrator) else value
+
+
+def is_for(pattern: str, plan: Plan, path: str) -> bool:
+    """Whether a regular expression matches the path of a site, or of the weight that this path is a
+    part of.
+    """
+    return any(re.fullmatch(pattern, name) for name in {path, plan.whole_of(path)})
+
+
+def observers_of(function: str, plan: Plan, checked: Checked) -> list[tuple[Site, list[Observer]]]:
+    """Returns the sites of a plan, each with the observers whose regular expression matches its
+    path, or the path of the weight that its path is a part of. Raises if an expression matches
+    nothing, or two observers of a site have the same name.
+    """
+    for pattern, _ in checked:
+        if not any(is_for(pattern, plan, site.path) for site in plan.sites):
+            raise ValueError(_unmatched(function, plan, pattern))
+    sites = []
+    for site in plan.sites:
+        matching = [
+            observer_list for pattern, observer_list in checked if is_for(pattern, plan, site.path)
+        ]
+        observers = list(
+            dict.fromkeys(observer for observer_list in matching for observer in observer_list)
+        )
+        names = [str(observer) for observer in observers]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise fail(
+                function,
+                "two observers of one site have the same name.",
+                given=f"{twice!r} more than once at {site.path!r}",
+                fix="let __str__ of the observer show its parameters.",
+            )
+        sites.append((site, observers))
+    return sites
+
+
+def _unmatched(function: str, plan: Plan, pattern: str) -> str:
+    paths = list(dict.fromkeys(site.path for site in plan.sites))
+    skipped = next((skip for skip in plan.skipped if re.fullmatch(pattern, skip.path)), None)
+    fix = "correct the regular expression, or drop it; it is matched in full."
+    if skipped is not None:
+        fix = "calibrate with a plan that quantizes it: what stays in float is not observed."
+    note = f"; {skipped.path!r} is skipped: {skipped.reason}" if skipped is not None else ""
+    return message(
+        function,
+        "an observer matches no site of the plan.",
+        given=f"observers[{pattern!r}]{note}",
+        expected=f"a match; paths are: {some([repr(path) for path in paths])}",
+        fix=fix,
+    )
+
+
+def keys_of(function: str, plan: Plan, checked: Checked) -> dict[str, tuple[Site, Observer]]:
+    """Returns the possible keys of observers' entries, each with its site and observer."""
+    return {
+        f"{key}@{observer}": (site, observer)
+        for site, observers in observers_of(function, plan, checked)
+        for key in site.keys
+        for observer in observers
+    }
+
+
+def without_observers(
+    plan: Plan, stats: Mapping[str, Any], observed: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Returns the entries of statistics that belong to no observer: they are not known, and their
+    keys are not those of observers of the plan.
+    """
+    static = plan.static_specs()
+    names = {key for site in plan.sites for key in site.keys}
+
+    def is_observed(key: str) -> bool:
+        ends = [i for i, letter in enumerate(key) if letter == "@"]
+        return key not in static and (key in observed or any(key[:i] in names for i in ends))
+
+    return {key: value for key, value in stats.items() if not is_observed(key)}
+
+
+# The entries of the statistics of a call: those of calibrators of its plan, and of observers.
+
+
+FLAGS = "@flags:"
+"""Comes after the key of an operand in the key of an entry of its flags."""
+
+
+class Part(NamedTuple):
+    """An operand of a site, or its result.
+
+    Attributes:
+      key: the name of its statistics.
+      about: the description that an observer receives.
+      kind: its shape and dtype in one step of the loops around the site.
+      place: index of the operand of the contraction; -1 for the result.
+    """
+
+    key: str
+    about: ObservedSite
+    kind: jax.ShapeDtypeStruct
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One entry of the statistics: what one observer records for one operand of a site.
+
+    Attributes:
+      key: its name in the statistics.
+      site: the site.
+      observer: the observer.
+      part: the operand.
+      weight: how much rows of a batch count, or `None`.
+    """
+
+    key: str
+    site: Site
+    observer: Observer
+    part: Part
+    weight: Weight | None = None
+
+    @classmethod
+    def of(
+        cls, key: str, site: Site, observer: Observer, part: Part, weight: Weight | None
+    ) -> "Entry":
+        """Returns an entry of an observer; `weight` is for observers without one of their own."""
+        weight = weight if observer.weight is None else observer.weight
+        if isinstance(observer, Weighted):
+            observer = observer(weight=weight)
+        return cls(key, site, observer, part, weight)
+
+    @compat.intermediates()
+    def empty(self) -> Any:
+        """Returns the statistics of no values, in one step of the loops."""
+        return self.observer.empty(self.part.kind, self.part.about)
+
+    @compat.intermediates()
+    def observe(
+        self,
+        x: jax.Array,
+        sizes: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        leaves_out: bool = False,
+    ) -> Any:
+        """Returns the statistics of one operand; `sizes` are the sizes of the groups of its rows,
+        `weights` how much its elements count, and with `leaves_out` rows do not count that are not
+        finite.
+        """
+        observed = dataclasses.replace(self.part.about, sizes=sizes, weights=weights)
+        if leaves_out and self.observer != flags:
+            x, observed = without_nonfinite(x, observed)
+        return self.observer.observe(x, observed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """All entries of a call.
+
+    Attributes:
+      recorded: the entries that are computed, by key.
+      shared: for each entry of the statistics, in order, the key of the entry that is computed. If
+        operands are one value along the same axes, an observer records only the first.
+      places: the entries of `jqx.observers.places`, which depend on no value.
+    """
+
+    recorded: Mapping[str, Entry]
+    shared: Mapping[str, str]
+    places: Sequence[Entry] = ()
+
+    @functools.cached_property
+    def _at(self) -> dict[Address, list[Entry]]:
+        by_address: dict[Address, list[Entry]] = {}
+        for entry in self.recorded.values():
+            for depth in range(len(entry.site.address) + 1):
+                by_address.setdefault(entry.site.address[:depth], []).append(entry)
+        return by_address
+
+    def by_weight(self) -> "dict[Weight | None, Entries]":
+        """Returns for each `weight` the entries of the observers that have it. Those of observers
+        without one are added to the first.
+        """
+        weight_functions = dict.fromkeys(entry.weight for entry in self.recorded.values())
+        first_weight, *others = [weight for weight in weight_functions if weight is not None] or [
+            None
+        ]
+
+        def of(*weights: Weight | None) -> Entries:
+            entries = self.recorded.items()
+            selected = {key: entry for key, entry in entries if entry.weight in weights}
+            return dataclasses.replace(self, recorded=selected)
+
+        return {first_weight: of(first_weight, None)} | {weight: of(weight) for weight in others}
+
+    def at(self, address: Address) -> Sequence[Entry]:
+        """Returns the entries of the site at an address, or of the sites inside its equation."""
+        return self._at.get(address, ())
+
+
+def entries_of(
+    function: str,
+    plan: Plan,
+    jaxpr: Any,
+    site_items: Sequence[Found],
+    checked_observers: Checked,
+    weight: Weight | None = None,
+) -> Entries:
+    """Returns the entries of a call.
+
+    Args:
+      function: name of the calling function, for messages.
+      plan: the plan of the call.
+      jaxpr: the jaxpr of the call.
+      site_items: its contractions.
+      checked_observers: the observers, in addition to the calibrators of the plan.
+      weight: how much rows count, for those without a weight of their own.
+    """
+    items = {item.address: item for item in site_items if item.address}
+    entries: list[Entry] = []
+    place_entries: list[Entry] = []
+    looks: set[tuple[Observer, str]] = set()
+    checked: set[Any] = set()
+    for site, observers in observers_of(function, plan, checked_observers):
+        specs = site.static_specs()
+        for part in observed_parts(site, items[site.address]):
+            if part.key in specs:
+                calibrated = Calibrated(specs[part.key].calibrator)
+                entries.append(Entry.of(part.key, site, calibrated, part, weight))
+            for observer in observers:
+                if not observer.looks_at(part.about):
+                    continue
+                entry = Entry.of(f"{part.key}@{observer}", site, observer, part, weight)
+                looks.add((observer, site.path))
+                if isinstance(observer, Places):
+                    place_entries.append(entry)
+                    continue
+                entries.append(entry)
+                _check_alike(function, entry, checked)
+    _check_looks(function, plan, checked_observers, looks)
+    return dataclasses.replace(_shared(jaxpr, [*entries, *_flagged(entries)]), places=place_entries)
+
+
+def _flagged(entries: Sequence[Entry]) -> list[Entry]:
+    """Returns the entries of the flags of all operands that are observed, one for each weight."""
+    parts = dict.fromkeys((x.part, x.site, x.weight) for x in entries)
+    return [
+        Entry(f"{part.key}{FLAGS}{i}", site, flags, part, weight)
+        for i, (part, site, weight) in enumerate(parts)
+    ]
+
+
+def observed_parts(site: Site, item: Found) -> list[Part]:
+    """Returns the operands of a site, and its result."""
+    family, eqn = item.family, item.eqn
+    has_weight = any(operand.role == "weight" for operand in site.operands)
+    axes = family.axes(eqn)
+    parts = []
+    for i, (operand, channels) in enumerate(zip(site.operands, axes, strict=True)):
+        side = ("lhs", "rhs")[i]
+        # In a convolution the features come first; along the other axes the kernel slides.
+        summed = (
+            channels.contracted[:1] if site.op == "conv_general_dilated" else channels.contracted
+        )
+        observed = ObservedSite(
+            site.path,
+            site.op,
+            side,
+            operand.role,
+            has_weight,
+            summed,
+            channels.kept,
+            channels.batch,
+            operand.spec,
+            patches=_patches_of(eqn),
+            experts=eqn.invars[1].aval.shape[0] if site.op == "ragged_dot" else None,
+        )
+        parts.append(Part(operand.key, observed, _kind_of(eqn.invars[i]), i))
+    result = _kind_of(eqn.outvars[0])
+    kept_axes = tuple(range(len(result.shape)))
+    batch = kept_axes[: len(axes[0].batch)] if site.op == "dot_general" else ()
+    weights = [i for i, operand in enumerate(site.operands) if operand.role == "weight"]
+    channels = Channels.of_result(eqn, weights[0]).own if weights else ()
+    observed = ObservedSite(
+        site.path, site.op, "out", "result", has_weight, (), kept_axes, batch, site.output, channels
+    )
+    return [*parts, Part(site.output_key, observed, result, -1)]
+
+
+def _patches_of(eqn: compat.Eqn) -> Patches | None:
+    """Returns how a convolution takes patches of its image; `None` for any other operation."""
+    p = eqn.params
+    if eqn.primitive.name != "conv_general_dilated" or p["batch_group_count"] != 1:
+        return None
+    axes, shape = p["dimension_numbers"], eqn.invars[1].aval.shape
+    kernel = tuple(shape[axis] for axis in axes.rhs_spec[2:])
+    padding = tuple(map(tuple, p["padding"]))
+    dilations = tuple(p["lhs_dilation"]), tuple(p["rhs_dilation"])
+    strides, groups = tuple(p["window_strides"]), p["feature_group_count"]
+    return Patches(kernel, strides, padding, *dilations, axes, groups)
+
+
+def _kind_of(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
+    """Finds the entries that have the same value and the same description for observers."""
+    numbers = numbered(jaxpr)
+    first_entry: dict[Any, Entry] = {}
+    shared = {}
+    for entry in entries:
+        value_numbers = numbers[entry.site.address]
+        index = entry.part.place
+        value = value_numbers.result if index < 0 else value_numbers.operands[index]
+        others = value_numbers.operands[len(entry.site.operands) :]
+        observed = dataclasses.replace(entry.part.about, path="")
+        who = entry.observer, entry.weight
+        same = (value_numbers.inside, entry.site.loops, value, others, *who, observed)
+        shared[entry.key] = first_entry.setdefault(same, entry).key
+    return Entries({entry.key: entry for entry in first_entry.values()}, shared)
+
+
+def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
+    """Raises if the three functions of an observer do not return the same kind of statistics."""
+    observed, kind = dataclasses.replace(entry.part.about, path=""), entry.part.kind
+    kind_key = (entry.observer, observed, kind.shape, kind.dtype)
+    if kind_key in checked:
+        return
+    checked.add(kind_key)
+    empty = jax.eval_shape(entry.empty)
+    count = observed.experts
+    sizes = None if count is None else jax.ShapeDtypeStruct((count,), jnp.int32)
+    unit = jax.ShapeDtypeStruct((1,) * len(kind.shape), jnp.float32)
+    weights = None if entry.weight is None else unit
+    observed_kind = jax.eval_shape(entry.observe, kind, sizes, weights)
+    merged = jax.eval_shape(entry.observer.merge, empty, observed_kind)
+    for name, result in (("observe", observed_kind), ("merge", merged)):
+        if kinds_of(result) == kinds_of(empty):
+            continue
+        raise fail(
+            function,
+            f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in what they "
+            "return.",
+            given=f"{kinds_of(empty)} and {kinds_of(result)}, for {entry.part.key!r}",
+            fix=f"let `empty` return what `{name}` would return for no values.",
+        )
+
+
+def kinds_of(stats: Any) -> str:
+    """Returns statistics as text: their structure, shapes and dtypes."""
+    return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", stats))
+
+
+def _check_looks(
+    function: str, plan: Plan, checked: Checked, looks: set[tuple[Observer, str]]
+) -> None:
+    """Raises if an observer records no operand of the sites that its pattern matches."""
+    for pattern, observers in checked:
+        for observer in observers:
+            if any(who == observer and is_for(pattern, plan, path) for who, path in looks):
+                continue
+            raise fail(
+                function,
+                f"the observer {str(observer)!r} records no operand of its sites.",
+                given=f"observers[{pattern!r}]",
+                fix="name other sites, or leave it out: its `looks_at` accepts none there.",
+            )
+
+
+OnNonfinite = Literal["error", "ignore"]
+"""What is done with rows that are not finite."""
+
+
+class Stats(dict[str, Any]):
+    """Statistics by key, such as `layer0/w:dot_general:lhs`; each is the pytree of a calibrator or
+    of an observer.
+
+    Attributes:
+      flags: for each observed operand, int32 `[..., 4]`: the number of its rows with a NaN, with an
+        infinity but no NaN, with a value besides 0, and of all. It has a leading axis for each scan
+        over the weight of its site, and one for the matrices of a stack, such as experts. Rows that
+        are not finite are in the statistics.
+      left_out: the same of a calibration that has left rows out that are not finite.
+    """
+
+    def __init__(
+        self,
+        stats: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        flags: Mapping[str, Any] | None = None,
+        left_out: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(stats)
+        self.flags: dict[str, Any] = dict(flags or {})
+        self.left_out: dict[str, Any] = dict(left_out or {})
+
+    @property
+    def parts(self) -> tuple[dict[str, Any], ...]:
+        """The statistics, and both kinds of flags."""
+        return dict(self), self.flags, self.left_out
+
+
+def stats_of(entries: Mapping[str, Any]) -> Stats:
+    """Returns statistics with their flags, if they have some."""
+    return entries if isinstance(entries, Stats) else Stats(entries)
+
+
+def flags_of(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the flags of statistics, of either kind."""
+    stats = stats_of(entries)
+    return {**stats.left_out, **stats.flags}
+
+
+def _keys(stats: Stats) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(sorted(part)) for part in stats.parts)
+
+
+def _with_keys(stats: Stats) -> tuple[Any, Any]:
+    keys = _keys(stats)
+    pairs = zip(("", ".flags", ".left_out"), stats.parts, keys, strict=True)
+    return [
+        (jax.tree_util.DictKey(f"{key}{name}"), part[key])
+        for name, part, keys_of_part in pairs
+        for key in keys_of_part
+    ], keys
+
+
+def _flat(stats: Stats) -> tuple[Any, Any]:
+    keys = _keys(stats)
+    return [
+        part[key]
+        for part, keys_of_part in zip(stats.parts, keys, strict=True)
+        for key in keys_of_part
+    ], keys
+
+
+def _unflat(keys: Any, children: Iterable[Any]) -> Stats:
+    iterator = iter(children)
+    return Stats(*({key: next(iterator) for key in keys_of_part} for keys_of_part in keys))
+
+
+jax.tree_util.register_pytree_with_keys(Stats, _with_keys, _unflat, _flat)
+export.register_pytree_node_serialization(
+    Stats,
+    serialized_name="jqx.transforms.Stats",
+    serialize_auxdata=lambda keys: json.dumps(keys).encode(),
+    deserialize_auxdata=lambda data: tuple(map(tuple, json.loads(data))),
+)
+
+
+def with_flags(stats: Mapping[str, Any], leaves_out: bool) -> Stats:
+    """Returns recorded statistics, with entries of flags as the flags of operands."""
+    flags: dict[str, Any] = {}
+    for key, x in stats.items():
+        part, is_flag, _ = key.rpartition(FLAGS)
+        if is_flag:  # rows of several weights
+            flags[part] = jnp.maximum(flags[part], x) if part in flags else x
+    statistics = {key: x for key, x in stats.items() if FLAGS not in key}
+    return Stats(statistics, *(({}, flags) if leaves_out else (flags, {})))
+
+
+def merged_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the flags of both."""
+    return {
+        key: flags.merge(a[key], b[key]) if key in a and key in b else a.get(key, b.get(key))
+        for key in [*a, *(key for key in b if key not in a)]
+    }
+
+
+def described(flags: Mapping[str, Any]) -> list[str]:
+    """Returns what the flags of operands say of rows that are not finite, as text."""
+    lines = []
+    for key, counts_of_steps in flags.items():
+        for step in np.ndindex(np.shape(counts_of_steps)[:-1]):
+            nans, infinities, *_ = map(int, np.asarray(counts_of_steps)[step])
+            counts = ((nans, "NaN"), (infinities, "infinity"))
+            kinds = [f"{n} row{'s' * (n > 1)} with {kind}" for n, kind in counts if n]
+            if kinds:
+                step_text = f"[{', '.join(map(str, step))}]" if step else ""
+                lines.append(f"{' and '.join(kinds)} at {key}{step_text}")
+    return lines
+
+
+def in_order(plan: Plan, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns flags in the order in which the sites of a plan run."""
+    keys = [key for site in plan.sites for key in site.keys]
+    return {key: flags[key] for key in dict.fromkeys((*keys, *flags)) if key in flags}
+
+
+def check_finite(function: str, flags: Mapping[str, Any], batch: int | None = None) -> None:
+    """Raises if observed rows are not finite; the first operand is the cause of the others. Traced
+    flags are not checked.
+    """
+    concrete = {key: x for key, x in flags.items() if compat.is_concrete(x)}
+    bad = described(concrete)
+    if bad:
+        raise ValueError(nonfinite_text(function, bad, batch))
+
+
+def nonfinite_text(function: str, bad: list[str], batch: int | None = None) -> str:
+    """Returns the text of the error for rows that are not finite."""
+    first_bad, *others = bad
+    kinds = [kind for kind in ("NaN", "infinity") if kind in first_bad.partition(" at ")[0]]
+    where = "" if batch is None else f"batch {batch}: "
+    also = f", and at {len(others)} more operands" if others else ""
+    return message(
+        function,
+        f"an activation is not finite: there is {' and '.join(kinds)} in an operand of a site.",
+        given=f"{where}{first_bad}{also}",
+        fix="find where it comes from (float16 overflows above 65504), leave such batches out, or "
+        'leave such rows out with on_nonfinite="ignore" of calibrate, calibrate_batches and ptq.',
+    )
+
+
+def warn_left_out(function: str, flags: Mapping[str, Any], batches: Iterable[int] = ()) -> None:
+    """Warns of rows that were left out."""
+    bad = described({key: x for key, x in flags.items() if compat.is_concrete(x)})
+    if not bad:
+        return
+    numbers = list(map(str, batches))
+    where = f"batch{'es' * (len(numbers) > 1)} {some(numbers)}: " if numbers else ""
+    warn(
+        message(
+            function,
+            "rows that are not finite were left out of the statistics.",
+            given=where + some(bad),
+            fix="nothing, if these few rows do not matter; otherwise find where they come from.",
+        )
+    )
+
+
+def check_mode(function: str, value: Any) -> bool:
+    """Returns whether rows that are not finite are left out, after checking `on_nonfinite`."""
+    if isinstance(value, str) and value in ("error", "ignore"):
+        return value == "ignore"
+    raise fail(
+        function,
+        f"`on_nonfinite` is unknown: {value!r}.",
+        fix="leave it out for 'error', or pass 'ignore' to leave rows out that are not finite.",
+    )
+
+
+def each_step(f: Callable[..., Any], loops: Sequence[Loop]) -> Callable[..., Any]:
+    """Maps `f` over the leading axes of statistics, one for each scan over a weight."""
+    for _ in loops:
+        f = jax.vmap(f)
+    return compat.intermediates()(f)
+
+
+def check_keys(
+    function: str, argument: str, stats: Mapping[str, Any], specs: Mapping[str, Any]
+) -> None:
+    if set(stats) == set(specs):
+        return
+    differ = sorted(set(stats) ^ set(specs))
+    raise fail(
+        function,
+        f"`{argument}` does not have the entries of the plan.",
+        given=f"{len(stats)} entries; these differ: {', '.join(differ[:4])}",
+        fix="pass statistics from jqx.calibrate with the same plan.",
+    )

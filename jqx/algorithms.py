@@ -1,0 +1,38 @@
+"""Algorithms that choose the codes of weights, for when rounding to nearest is not good enough."""
+
+import typing as _typing
+
+from ._src.algorithms.adaround import adaround as adaround
+from ._src.algorithms.auto_round import auto_round as auto_round
+from ._src.algorithms.awq import AwqReport as AwqReport
+from ._src.algorithms.awq import ScaledTogether as ScaledTogether
+from ._src.algorithms.awq import awq as awq
+from ._src.algorithms.bias_correction import BiasReport as BiasReport
+from ._src.algorithms.bias_correction import SiteShift as SiteShift
+from ._src.algorithms.bias_correction import bias_correction as bias_correction
+from ._src.algorithms.chain import chain as chain
+from ._src.algorithms.chain import nearest as nearest
+from ._src.algorithms.channels import Pair as Pair
+from ._src.algorithms.equalize import equalize as equalize
+from ._src.algorithms.gptq import gptq as gptq
+from ._src.algorithms.low_rank import Compensation as Compensation
+from ._src.algorithms.low_rank import CompensationReport as CompensationReport
+from ._src.algorithms.low_rank import eora as eora
+from ._src.algorithms.low_rank import loftq as loftq
+from ._src.algorithms.own_text import own_text as own_text
+from ._src.algorithms.report import AlgorithmReport as AlgorithmReport
+from ._src.algorithms.report import BlockReport as BlockReport
+from ._src.algorithms.report import BlocksReport as BlocksReport
+from ._src.algorithms.report import MatrixReport as MatrixReport
+from ._src.algorithms.rotate import Rotation as Rotation
+from ._src.algorithms.rotate import RotationReport as RotationReport
+from ._src.algorithms.rotate import rotate as rotate
+from ._src.algorithms.scaled import Pairs as Pairs
+from ._src.algorithms.scaled import find_pairs as find_pairs
+from ._src.algorithms.smooth_quant import smooth_quant as smooth_quant
+from ._src.algorithms.store import Memory as Memory
+from ._src.late import unknown as _unknown
+from ._src.transforms.algorithm import Chosen as Chosen
+
+if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
+    __getattr__ = _unknown(__name__)

@@ -1,0 +1,21 @@
+"""What extends jqx: entries of a plan, for algorithms of yours; rules for primitives of yours; and
+other ways to compute a contraction.
+"""
+
+import typing as _typing
+
+from ._src.contractions.dimensions import OperandAxes as OperandAxes
+from ._src.contractions.formulation import Formulation as Formulation
+from ._src.contractions.formulation import using as using
+from ._src.late import unknown as _unknown
+from ._src.transforms.plan import Operand as Operand
+from ._src.transforms.plan import Site as Site
+from ._src.transforms.plan import Skipped as Skipped
+from ._src.transforms.plan import Unreached as Unreached
+from ._src.transforms.plan import Weight as Weight
+from ._src.transforms.rules import Contraction as Contraction
+from ._src.transforms.rules import primitive_rules as primitive_rules
+from ._src.transforms.views import View as View
+
+if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
+    __getattr__ = _unknown(__name__)

@@ -1,0 +1,33 @@
+"""Flax nnx: quantized layers, contractions to inject into Flax's own, whole models."""
+
+import typing as _typing
+
+from ._src.late import unknown as _unknown
+from ._src.modules.quantized_function import Mode as Mode
+from ._src.nnx.convert import convert as convert
+from ._src.nnx.convert import fix_scales as fix_scales
+from ._src.nnx.convert import learn_scales as learn_scales
+from ._src.nnx.convert import make_plan as make_plan
+from ._src.nnx.layers import Conv as Conv
+from ._src.nnx.layers import ConvGeneralDilated as ConvGeneralDilated
+from ._src.nnx.layers import ConvTranspose as ConvTranspose
+from ._src.nnx.layers import DotGeneral as DotGeneral
+from ._src.nnx.layers import Einsum as Einsum
+from ._src.nnx.layers import Embed as Embed
+from ._src.nnx.layers import Linear as Linear
+from ._src.nnx.layers import LinearGeneral as LinearGeneral
+from ._src.nnx.layers import LoRALinear as LoRALinear
+from ._src.nnx.layers import MultiHeadAttention as MultiHeadAttention
+from ._src.nnx.layers import init_lora as init_lora
+from ._src.nnx.layers import merge_lora as merge_lora
+from ._src.nnx.layers import promote_dtype as promote_dtype
+from ._src.nnx.ptq import bind as bind
+from ._src.nnx.ptq import ptq as ptq
+from ._src.nnx.quantized import Quantized as Quantized
+from ._src.nnx.quantized import quantize as quantize
+from ._src.nnx.state import QParam as QParam
+from ._src.nnx.state import Scale as Scale
+from ._src.nnx.state import Stat as Stat
+
+if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
+    __getattr__ = _unknown(__name__)
