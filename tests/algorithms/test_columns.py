@@ -47,9 +47,9 @@ def test_a_loss_is_that_of_the_product_with_quantized_inputs_against_the_float_o
     numbers = np.arange(18, dtype=np.int32).reshape(3, 6)
     matrix = Matrix(("w",), (), (), numbers, own.T @ own, 40, drift)
     lost = ((exact @ w.T - own @ q.T) ** 2).sum(0)
-    np.testing.assert_allclose(matrix.loss(w, q), lost, rtol=1e-12)
+    np.testing.assert_allclose(matrix.losses(w, q)[0], lost, rtol=1e-12)
     alone = dataclasses.replace(matrix, drift=None)
-    np.testing.assert_allclose(alone.loss(w, q), ((own @ (w - q).T) ** 2).sum(0), rtol=1e-12)
+    np.testing.assert_allclose(alone.losses(w, q)[0], ((own @ (w - q).T) ** 2).sum(0), rtol=1e-12)
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.25])

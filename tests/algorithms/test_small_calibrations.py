@@ -184,5 +184,5 @@ def test_a_correction_beyond_the_limits_of_the_scales_is_left_out_where_it_would
     assert 0 < is_worse.sum() < len(w) and not is_worse[:4].any()
     result = matrix.corrected(w, limits, 1.0, 1e-6)
     np.testing.assert_array_equal(result, np.where(is_worse[:, None], w, unlimited))
-    np.testing.assert_allclose(matrix.loss(w, held), loss(held), rtol=1e-6)
+    np.testing.assert_allclose(matrix.losses(w, held)[0], loss(held), rtol=1e-6)
     assert np.all(loss(unlimited) <= loss(w))  # they are no worse without limits

@@ -195,22 +195,17 @@ class Matrix:
         """Its name in reports."""
         return name_of(self.sites, (*self.step, *self.index))
 
-    def loss(self, w: Array, rounded: Array) -> Array:
-        """Returns the squared error of each row of the result, summed over the inputs: of `rounded`
-        on the actual inputs, relative to `w` on those of the float function.
+    def losses(self, w: Array, *candidates: Array) -> list[Array]:
+        """Returns, for each candidate, the squared error of each row of the result, summed over the
+        inputs: of the candidate on the actual inputs, relative to `w` on those of the float
+        function.
         """
-        change = self.loss_change(w, rounded)
-        return change if self.drift is None else change + objective(w, self.drift.gram)
-
-    def loss_change(self, w: Array, changed: Array) -> Array:
-        """Returns how much larger the squared error of each row of the result is with `changed` in
-        place of `w`; below 0 where `changed` makes up for the error of the inputs.
-        """
-        difference = w - changed
-        error = objective(difference, self.hessian)
+        errors = [objective(w - candidate, self.hessian) for candidate in candidates]
         if self.drift is None:
-            return error
-        return error + 2 * np.einsum("nk,nk->n", w @ self.drift.cross, difference)
+            return errors
+        crossed, start = w @ self.drift.cross, objective(w, self.drift.gram)
+        changes = [2 * np.einsum("nk,nk->n", crossed, w - candidate) for candidate in candidates]
+        return [start + error + change for error, change in zip(errors, changes, strict=True)]
 
     def corrected(
         self, w: Array, limits: tuple[Array, Array], strength: float, damping: float
@@ -226,8 +221,15 @@ class Matrix:
         target = corrected(w, self.hessian, self.drift.cross, strength, damping)
         low, high = limits
         held = np.clip(target, np.minimum(low, w), np.maximum(high, w))
-        is_worse = self.loss_change(w, held) > 0
-        return np.where(is_worse[:, None], w, target)
+        # Without clipping no row loses: the error falls by at least strength * (2 - strength) times
+        # w C (H + damping)^-1 C' w', which is not negative.
+        clipped = np.flatnonzero((held != target).any(1))
+        difference = w[clipped] - held[clipped]
+        change = objective(difference, self.hessian)
+        change += 2 * np.einsum("nk,nk->n", w[clipped] @ self.drift.cross, difference)
+        worse = clipped[change > 0]
+        target[worse] = w[worse]
+        return target
 
 
 class Drift(NamedTuple):
@@ -332,7 +334,7 @@ def settled(
       reasons: why some were rounded to nearest; empty for others.
     """
     losses = [
-        (matrix.loss(x, y), matrix.loss(x, z))
+        matrix.losses(x, y, z)
         for matrix, x, y, z in zip(matrices, w, nearest, rounded, strict=True)
     ]
     worse = np.array([~(chosen_loss <= nearest_loss) for nearest_loss, chosen_loss in losses])
