@@ -1,7 +1,7 @@
 """The columns of matrices, rounded one by one: later columns make up for errors of earlier ones."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from .grids import Grids
 from .matrices import (
     Matrix,
     Order,
-    objective,
     order_of,
     stacked,
 )
@@ -396,46 +395,25 @@ class Stack:
         self.grids.put(self._ordered(self.label)[:, starts], affine)
         return rounded
 
-    def searched(
-        self,
-        w: Array,
-        hessians: Sequence[Array],
-        factors: Sequence[float],
-        solve: Callable[[], Array],
-    ) -> Array:
-        """Returns the matrices as `solve` rounds them with the best of several scales: each row
-        takes the factor of its scales that has the least error. Its scales are written to the
-        grids.
+    def fit_scales(self, w: Array, importance: Array, factors: Sequence[float]) -> None:
+        """Multiplies each scale by the factor of least expected error, and writes it to the grids.
+
+        The error is that of rounding each entry, squared, times the importance of its column.
 
         Args:
           w: the matrices, [matrices, rows, columns].
-          hessians: the damped Hessian of each.
-          factors: factors of the scales that are tried besides 1.
-          solve: rounds the matrices with the current scales.
+          importance: of each column, [matrices, columns].
+          factors: factors that are tried besides 1.
         """
-
-        def lost(rounded: Array) -> Array:
-            return np.stack([objective(*x) for x in zip(w - rounded, hessians, strict=True)])
-
-        labels = self._scales_of_rows
-        best = solve()
-        lowest, factor = lost(best), np.ones(best.shape[:2])
-        start = [None if x is None else self.grids.at(x)[0] for x in labels]
-        for candidate in factors if any(x is not None for x in labels) else ():
-            self._scale(labels, start, np.full_like(factor, candidate))
-            rounded = solve()
-            error = lost(rounded)
-            better = error < lowest
-            best = np.where(better[..., None], rounded, best)
-            lowest, factor = np.where(better, error, lowest), np.where(better, candidate, factor)
-        self._scale(labels, start, factor)
-        return best
-
-    def _scale(self, labels: Sequence[Any], start: Sequence[Any], factor: Array) -> None:
-        """Writes scales of rows times a factor, [matrices, rows]."""
-        for label, scale, row_factor in zip(labels, start, factor, strict=True):
-            if label is not None:
-                self.grids.put_scales(label, scale * row_factor[:, None])
+        tried = np.float32([1, *factors])
+        for i, labels in enumerate(self._scales_of_rows):
+            if labels is not None:
+                grid, groups = self.grids.at(self.label[i]), self.columns[i]
+                errors = _errors_of_scales(
+                    w[i], *grid, tried, importance[i], groups, spec=self.spec, count=labels.shape[1]
+                )
+                factor = tried[np.argmin(errors, 0)]
+                self.grids.put_scales(labels, self.grids.at(labels)[0] * factor)
 
     def swept(self, w: Array, rounded: Array, hessians: Sequence[Array]) -> Array:
         """Returns the matrices after a sweep over their columns. Scales of rows are fitted to their
@@ -536,3 +514,25 @@ def _round_each(
 
 
 _nearest = jax.jit(rounded_to, static_argnames="spec")
+
+
+@partial(jax.jit, static_argnames=("spec", "count"))
+def _errors_of_scales(
+    w: Array,
+    scale: Array,
+    zero_point: Array | None,
+    factors: Array,
+    importance: Array,
+    groups: Array,
+    *,
+    spec: QSpec,
+    count: int,
+) -> jax.Array:
+    """Returns the weighted squared error of rounding with each factor, [factors, rows, groups]."""
+
+    def error(factor: jax.Array) -> jax.Array:
+        difference = w - rounded_to(jnp.asarray(w), scale * factor, zero_point, spec)
+        weighted = jnp.square(difference) * importance[None]
+        return jax.ops.segment_sum(weighted.T, groups, num_segments=count).T
+
+    return lax.map(error, jnp.asarray(factors))

@@ -115,10 +115,10 @@ class gptq:
         to what these have in common by chance. `None` is 1 for matrices that are multiplied by at
         once, such as experts, or that only some rows of their site reach, and 0 for others. Rows of
         zeros do not reach a matrix.
-      factors: factors of the scales that are tried besides 1, each by a run of the loop. Each row
-        takes that of least error; clipped weights are compensated for like rounded ones. Scales
-        that rows or matrices share, and those that are quantized themselves, stay as they are. Not
-        with `groups="dynamic"`.
+      factors: factors of the scales that are tried besides 1. Each scale takes that of the least
+        squared error of rounding and clipping, weighted by what later columns cannot make up for.
+        Scales that rows or matrices share, and those that are quantized themselves, stay as they
+        are. Not with `groups="dynamic"`.
       sweeps: number of sweeps over a matrix after the loop. Each first fits the scales of rows to
         their codes, by least squares, and then takes for each column the codes of least error,
         given all others. Scales that rows or matrices share, and those that are quantized
@@ -361,13 +361,21 @@ class gptq:
         start, uppers = w if carried is None else stack.w, [x.upper for x in factors]
         loop = stack.dynamic if self.groups == "dynamic" else stack.static
         solve = partial(loop, start, uppers, carried)
-        if not (self.factors or self.sweeps):
-            return solve()
+        if self.factors:
+            # What rounding a column costs after all later columns made up for it: 1 / [H^-1]_jj of
+            # the columns that are left (Optimal Brain Surgeon, Hassibi and Stork, 1993).
+            importance = np.empty((len(w), w.shape[-1]), np.float32)
+            for row, order, upper in zip(importance, stack.order, uppers, strict=True):
+                saliency = np.diagonal(upper).astype(np.float64) ** -2
+                row[order] = saliency / saliency.mean()
+            stack.fit_scales(w, importance, self.factors)
+        rounded = solve()
+        if not self.sweeps:
+            return rounded
         hessians = [
             damped(matrix.hessian, solved.damping).astype(np.float32)
             for matrix, solved in zip(matrices, factors, strict=True)
         ]
-        rounded = stack.searched(w, hessians, self.factors, solve) if self.factors else solve()
         for _ in range(self.sweeps):
             rounded = stack.swept(w, rounded, hessians)
         return rounded
