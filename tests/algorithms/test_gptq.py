@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,24 @@ def test_factors_and_sweeps_lose_less_and_stay_on_the_grid(scheme):
     else:
         assert swept < searched < 0.97 * plain
         assert not np.array_equal(scales[0], scales[2])
+
+
+def test_each_scale_takes_the_factor_of_least_error_where_inputs_are_independent():
+    """With unit vectors as inputs, no column makes up for another one; NumPy in float64."""
+    factors, size = (0.9, 0.8, 0.7), 16
+    heavy = np.random.default_rng(3).choice([0.2, 1, 5], PARAMS["up"].shape)
+    w = PARAMS["up"] * np.float32(heavy)
+    quantize = partial(jqx.ptq, lambda w, x: x @ w, jqx.Policy({".*": f"int3:group={size}"}))
+    plain, fitted = (
+        quantize(algorithm, progress=False)(w, [np.eye(D, dtype=np.float32)]).params.scale
+        for algorithm in (jqx.algorithms.nearest(), gptq(factors=factors))
+    )
+    groups = np.float64(w).reshape(-1, size, w.shape[1])
+    scales = np.float32(np.asarray(plain)[:, None] * np.float32([1, *factors])[:, None, None, None])
+    units = np.clip(np.rint(groups / np.float64(scales)), -4, 3)
+    best = np.square(groups - units * np.float64(scales)).sum(2).argmin(0)
+    assert len(np.unique(best)) == 4  # each factor is the best one somewhere
+    np.testing.assert_array_equal(fitted, np.take_along_axis(scales[:, :, 0], best[None], 0)[0])
 
 
 SPECTRA = {
