@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .contractions.oracles import UNIT, gamma
+from .oracles.contractions import UNIT, gamma
 
 ULPS = 4
 """What a function such as `tanh` may be off, in units of the last place: two of `UNIT` each."""

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from jqx import RoundMode
 from jqx._src.numerics.qtype import INTEGERS
 
-from .numerics.oracles import code_range, codes_of
+from .oracles.numerics import code_range, codes_of
 
 law = settings(max_examples=50, deadline=None)
 

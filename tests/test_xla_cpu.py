@@ -17,7 +17,7 @@ from jqx._src import xla_cpu
 from jqx._src.transforms import simulate
 
 from .contractions.convolutions import NHWC, convolution
-from .contractions.oracles import MATRICES
+from .oracles.contractions import MATRICES
 
 LHS_FIRST = (((0,), (0,)), ((), ()))
 

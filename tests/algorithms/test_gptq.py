@@ -15,7 +15,7 @@ from jqx.algorithms import gptq
 from jqx.observers import Observer, places
 
 from ..arrays import on_device
-from ..contractions.oracles import UNIT, gamma
+from ..oracles.contractions import UNIT, gamma
 from ..roundings import exactly
 
 RNG = np.random.default_rng(0)

@@ -10,8 +10,8 @@ from hypothesis.extra import numpy as hnp
 import jqx
 from jqx.calibrators import absmax
 
-from ..numerics.oracles import assert_codes, assert_floats
-from .oracles import affine, magnitude, ordinary_floats
+from ..oracles.calibrators import affine, magnitude, ordinary_floats
+from ..oracles.numerics import assert_codes, assert_floats
 
 law = settings(max_examples=30, deadline=None)
 

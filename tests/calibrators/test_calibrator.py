@@ -18,8 +18,8 @@ from jqx.calibrators import Affine, Calibrator
 from jqx.numerics import mxfp4, nf4
 
 from ..arrays import on_device
-from ..ops.refusals import assert_refused
-from .oracles import ordinary_floats
+from ..oracles.calibrators import ordinary_floats
+from ..oracles.refusals import assert_refused
 
 law = settings(max_examples=8, deadline=None)
 

@@ -8,8 +8,8 @@ import pytest
 import jqx
 from jqx.calibrators import Delayed, absmax, advance, delayed
 
-from ..ops.refusals import assert_refused
-from .oracles import BLOCKED, SHAPE, affine, blocks
+from ..oracles.calibrators import BLOCKED, SHAPE, affine, blocks
+from ..oracles.refusals import assert_refused
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,8 +7,8 @@ import jqx
 from jqx.calibrators import Entropy, absmax, entropy
 from jqx.numerics import nf4
 
-from ..ops.refusals import assert_refused
-from .oracles import decide, fit, range_of
+from ..oracles.calibrators import decide, fit, range_of
+from ..oracles.refusals import assert_refused
 
 
 def divergence(counts, i, levels):

@@ -7,8 +7,8 @@ import jqx
 from jqx._src.calibrators.ranges import Fixed
 from jqx.calibrators import fixed
 
-from ..ops.refusals import assert_refused
-from .oracles import BLOCKED, SHAPE, affine, draw
+from ..oracles.calibrators import BLOCKED, SHAPE, affine, draw
+from ..oracles.refusals import assert_refused
 
 
 @pytest.mark.parametrize("low, high", [(-1.5, 4.0), (1.0, 3.0), (-3.0, -1.0), (-2.0, 2.0)])

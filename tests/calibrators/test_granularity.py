@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import jqx
 from jqx._src.calibrators.granularity import is_without_blocks
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 
 law = settings(max_examples=100, deadline=None)
 

@@ -11,7 +11,7 @@ from jqx._src.calibrators import histogram as histogram
 from jqx.calibrators import percentile
 
 from ..arrays import on_device
-from .oracles import BLOCKED, SHAPE, blocks
+from ..oracles.calibrators import BLOCKED, SHAPE, blocks
 
 law = settings(max_examples=12, deadline=None)
 

@@ -7,8 +7,8 @@ import jqx
 from jqx.calibrators import Hqq, absmax, hqq, minmax
 from jqx.numerics import mxfp4, nf4
 
-from ..ops.refusals import assert_refused
-from .oracles import decide, dequantized, draw, fit, quantized
+from ..oracles.calibrators import decide, dequantized, draw, fit, quantized
+from ..oracles.refusals import assert_refused
 
 
 def lp(x, real, p=0.7):

@@ -11,8 +11,8 @@ from hypothesis.extra import numpy as hnp
 import jqx
 from jqx.calibrators import absmax, minmax
 
-from ..numerics.oracles import assert_codes, assert_floats
-from .oracles import affine, decide, extremes, ordinary_floats, positive_floats
+from ..oracles.calibrators import affine, decide, extremes, ordinary_floats, positive_floats
+from ..oracles.numerics import assert_codes, assert_floats
 
 law = settings(max_examples=30, deadline=None)
 

@@ -7,7 +7,7 @@ import jqx
 from jqx.calibrators import absmax, fixed, minmax, moving_average, percentile, rms
 
 from ..arrays import on_device
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 
 SPEC = jqx.QSpec(jnp.int8, jqx.per_axis(1))
 NAME = "calibrators.moving_average"

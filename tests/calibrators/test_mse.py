@@ -7,8 +7,8 @@ import jqx
 from jqx.calibrators import Mse, absmax, minmax, mse
 from jqx.numerics import mxfp4, nf4
 
-from ..ops.refusals import assert_refused
-from .oracles import BLOCKED, SHAPE, blocks, decide, dequantized, draw, fit, quantized
+from ..oracles.calibrators import BLOCKED, SHAPE, blocks, decide, dequantized, draw, fit, quantized
+from ..oracles.refusals import assert_refused
 
 FORMATS = [
     ("int4", True),

@@ -12,8 +12,8 @@ import jqx
 from jqx.calibrators import Percentile, absmax, minmax, percentile
 
 from ..arrays import on_device
-from ..ops.refusals import assert_refused
-from .oracles import BLOCKED, SHAPE, affine, blocks, decide, draw, fit, range_of
+from ..oracles.calibrators import BLOCKED, SHAPE, affine, blocks, decide, draw, fit, range_of
+from ..oracles.refusals import assert_refused
 
 law = settings(max_examples=25, deadline=None)
 

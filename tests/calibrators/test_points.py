@@ -6,7 +6,7 @@ from jqx._src.calibrators.histogram import LENGTH, ZERO, bin_of, points_in, poin
 from jqx.calibrators import percentile
 
 from ..arrays import on_device
-from .oracles import dequantized
+from ..oracles.calibrators import dequantized
 
 SPEC = jqx.QSpec(jnp.int8, calibrator=percentile)
 

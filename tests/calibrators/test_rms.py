@@ -8,8 +8,8 @@ from jqx._src.calibrators.ranges import Rms
 from jqx.calibrators import rms
 
 from ..arrays import on_device
-from ..ops.refusals import assert_refused
-from .oracles import BLOCKED, SHAPE, blocks
+from ..oracles.calibrators import BLOCKED, SHAPE, blocks
+from ..oracles.refusals import assert_refused
 
 
 @pytest.mark.parametrize("granularity, sizes", BLOCKED, ids=str)

@@ -6,7 +6,7 @@ import jqx
 from jqx._src.calibrators.histogram import members, rows_of
 
 from ..arrays import on_device
-from .oracles import BLOCKED, SHAPE, blocks
+from ..oracles.calibrators import BLOCKED, SHAPE, blocks
 
 
 @pytest.mark.parametrize("granularity, sizes", BLOCKED, ids=str)

@@ -10,8 +10,8 @@ import numpy as np
 
 import jqx
 
-from .forms import codes_form, kernels_form, ordinals, plan_form, tensors
 from .functions import MODELS
+from .normal_forms import codes_form, kernels_form, ordinals, plan_form, tensors
 
 PRESETS = "w8a8", "w8a8_dynamic", "w8a16", "w4a16", "w4a8", "w4a4", "nf4", "fp8", "mxfp8"
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import jqx
 
-from .forms import digest
+from .normal_forms import digest
 
 
 def _codes(seed: int, shape: tuple[int, ...], qtype: str, axis: int | None = None) -> jqx.QTensor:

@@ -22,7 +22,7 @@ from .cases import (
     learned,
     plan_of,
 )
-from .forms import digest
+from .normal_forms import digest
 from .products import product_sums
 from .wide import TARGETS, WIDE, wide_form
 

@@ -13,7 +13,7 @@ import jqx
 
 from .cases import Learned
 from .comparisons import check_form, check_learned
-from .forms import codes_form, kernels_form, plan_form
+from .normal_forms import codes_form, kernels_form, plan_form
 from .record import recorded
 
 

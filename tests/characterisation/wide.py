@@ -8,7 +8,7 @@ from jax import lax
 
 import jqx
 
-from .forms import kernels_form
+from .normal_forms import kernels_form
 
 TARGETS = "cpu", "gpu", "tpu"
 

@@ -15,8 +15,8 @@ from jqx.calibrators import Groups
 from jqx.numerics import Block, Codebook, Integer, format_of
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, as_int64
-from .oracles import Layout
+from ..oracles.contractions import Layout
+from ..oracles.numerics import as_float64, as_int64
 
 FLOATS = ("float32", "bfloat16")
 ASYMMETRIC = {"symmetric": False, "calibrator": jqx.calibrators.minmax}

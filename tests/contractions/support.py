@@ -22,8 +22,8 @@ import jqx
 from jqx import numerics
 
 from ..arrays import on_device
+from ..oracles.contractions import contraction
 from .blocks import magnitudes, random_tensor, real_values
-from .oracles import contraction
 
 K = 64
 """Elements of the contracted axis in the small cells; a block has 32, a tail 8 of them fewer."""

@@ -20,7 +20,8 @@ from jqx._src.contractions.dimensions import Dimensions
 from jqx._src.contractions.exact import integer
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, as_int64, assert_floats
+from ..oracles.contractions import MATRICES, contraction, dots, dtypes, gamma
+from ..oracles.numerics import as_float64, as_int64, assert_floats
 from ..tensor.tensors import random_codes, tensor
 from .blocks import (
     BLOCK_FORMATS,
@@ -36,7 +37,6 @@ from .blocks import (
     scales,
     spread,
 )
-from .oracles import MATRICES, contraction, dots, dtypes, gamma
 
 PAIRS = [
     pair for pair in itertools.product([*FLOATS, *FORMATS], repeat=2) if not set(pair) <= {*FLOATS}

@@ -17,11 +17,11 @@ from jqx._src.contractions.einsum import einsum
 from jqx.calibrators import Affine
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, assert_floats
-from ..ops.refusals import assert_refused
+from ..oracles.contractions import gamma
+from ..oracles.numerics import as_float64, assert_floats
+from ..oracles.refusals import assert_refused
 from ..tensor.tensors import BOX, CASES, made, spread_out, tensor
 from .blocks import magnitudes, real_values
-from .oracles import gamma
 
 pytestmark = pytest.mark.slow
 

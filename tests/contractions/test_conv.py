@@ -15,11 +15,11 @@ import jqx
 from jqx import numerics
 
 from ..arrays import normal, on_device
-from ..numerics.oracles import as_float64, assert_floats
+from ..oracles.contractions import gamma
+from ..oracles.numerics import as_float64, assert_floats
 from ..tensor.tensors import tensor
 from .conv_cases import case, powers, spread, uniform
 from .convolutions import NHWC, convolution
-from .oracles import gamma
 
 plain = functools.partial(
     jqx.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from ..numerics.oracles import as_float64, assert_floats
+from ..oracles.contractions import as_elsewhere, gamma
+from ..oracles.numerics import as_float64, assert_floats
 from .conv_cases import (
     FORMATS,
     GROUPS,
@@ -26,7 +27,6 @@ from .conv_cases import (
     uniform,
 )
 from .convolutions import convolution
-from .oracles import as_elsewhere, gamma
 
 pytestmark = pytest.mark.slow
 

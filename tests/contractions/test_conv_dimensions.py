@@ -13,7 +13,7 @@ from jax import lax
 import jqx
 from jqx._src.contractions.conv import window_of
 
-from ..numerics.oracles import assert_floats
+from ..oracles.numerics import assert_floats
 from ..strategies import law
 from ..tensor.tensors import random_codes, reals, tensor
 from .convolutions import NHWC, convolution

@@ -13,12 +13,12 @@ import jqx
 from jqx._src.contractions.requantize import Requantization
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, assert_codes, assert_floats, nearest
-from ..ops.refusals import assert_refused
+from ..oracles.contractions import chosen, gamma
+from ..oracles.numerics import as_float64, assert_codes, assert_floats, nearest
+from ..oracles.refusals import assert_refused
 from ..tensor.tensors import assert_equal, random_codes, reals, tensor
 from .conv_cases import GROUPS, LAYOUTS, case, powers, uniform
 from .convolutions import NHWC, convolution
-from .oracles import chosen, gamma
 
 
 def test_two_arrays_are_convolved_by_lax():

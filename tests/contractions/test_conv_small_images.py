@@ -11,10 +11,10 @@ import pytest
 
 import jqx
 
-from ..numerics.oracles import as_float64
+from ..oracles.contractions import UNIT, gamma
+from ..oracles.numerics import as_float64
 from ..tensor.tensors import random_codes, tensor
 from .convolutions import NHWC, convolution
-from .oracles import UNIT, gamma
 
 
 class Small(NamedTuple):

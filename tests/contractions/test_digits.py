@@ -20,11 +20,11 @@ from jqx import numerics
 from jqx._src.contractions.plain import DIGITS, TINY, TOP, join, split
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, as_int64, assert_floats, nearest
+from ..oracles.contractions import FEW, LARGE, MATRICES, UNIT, Layout, chosen, contraction, gamma
+from ..oracles.numerics import as_float64, as_int64, assert_floats, nearest
 from ..strategies import law
 from ..tensor.tensors import tensor
 from .blocks import in_pairs, real_values, weight
-from .oracles import FEW, LARGE, MATRICES, UNIT, Layout, chosen, contraction, gamma
 
 LARGEST = float(np.finfo(np.float32).max)
 WEIGHTS = (65536, 256, 1)

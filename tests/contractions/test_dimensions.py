@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import jqx
 from jqx._src.contractions.dimensions import Dimensions
 
-from ..numerics.oracles import assert_floats
+from ..oracles.contractions import contraction, exact_tensor, small_integers
+from ..oracles.numerics import assert_floats
 from ..strategies import law
 from ..tensor.tensors import reals
-from .oracles import contraction, exact_tensor, small_integers
 
 contract = jax.jit(jqx.dot_general, static_argnums=2)
 

@@ -16,10 +16,7 @@ from jax import lax
 import jqx
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, assert_floats, nearest
-from ..ops.refusals import assert_refused
-from ..tensor.tensors import differences, kept, random_codes, reals, tensor
-from .oracles import (
+from ..oracles.contractions import (
     LAYOUTS,
     MATRICES,
     NEGATIVE,
@@ -31,6 +28,9 @@ from .oracles import (
     gamma,
     small_integers,
 )
+from ..oracles.numerics import as_float64, assert_floats, nearest
+from ..oracles.refusals import assert_refused
+from ..tensor.tensors import differences, kept, random_codes, reals, tensor
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 multiply = functools.partial(jqx.dot_general, dimension_numbers=MATRICES)

@@ -22,12 +22,12 @@ from jqx import numerics
 from jqx._src.contractions.einsum import einsum
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, as_int64, assert_floats, nearest
-from ..ops.refusals import assert_refused
+from ..oracles.contractions import dots, dtypes, gamma
+from ..oracles.numerics import as_float64, as_int64, assert_floats, nearest
+from ..oracles.refusals import assert_refused
 from ..strategies import law
 from ..tensor.tensors import differences, kept, random_codes, reals, tensor
 from .blocks import magnitudes, real_values
-from .oracles import dots, dtypes, gamma
 
 
 def small(rng, shape, axes=(), zero_point=True):

@@ -18,7 +18,7 @@ from jqx._src.contractions.requantize import (
     quantize_multiplier,
 )
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 from . import tflite
 
 LOWEST, LARGEST = -(2**31), 2**31 - 1

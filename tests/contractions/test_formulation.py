@@ -17,9 +17,9 @@ import jqx
 from jqx import numerics
 from jqx._src.contractions.formulation import FORMULATIONS
 
-from ..numerics.oracles import as_float64, assert_floats
+from ..oracles.contractions import MATRICES, Layout, chosen, gamma
+from ..oracles.numerics import as_float64, assert_floats
 from .blocks import block_sums, code_numbers, real_values, scales, weight
-from .oracles import MATRICES, Layout, chosen, gamma
 
 K, N = 128, 160
 ROWS = Layout((3, K), (K, N), MATRICES)

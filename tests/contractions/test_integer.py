@@ -22,11 +22,11 @@ from jqx._src.contractions.dimensions import Dimensions
 from jqx._src.contractions.exact import integer, planes
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, as_int64, assert_floats, code_range
-from ..ops.refusals import assert_refused
+from ..oracles.contractions import MATRICES, UNIT, contraction, dots, dtypes, gamma
+from ..oracles.numerics import as_float64, as_int64, assert_floats, code_range
+from ..oracles.refusals import assert_refused
 from ..strategies import law
 from ..tensor.tensors import differences, random_codes, reals, tensor
-from .oracles import MATRICES, UNIT, contraction, dots, dtypes, gamma
 
 BYTES = ("int2", "int4", "int8", "uint2", "uint4", "uint8")
 PAIRS = list(itertools.product(BYTES, BYTES))

@@ -18,8 +18,8 @@ import pytest
 import jqx
 from jqx import numerics
 
+from ..oracles.contractions import MATRICES, Layout, chosen
 from .blocks import weight
-from .oracles import MATRICES, Layout, chosen
 
 K, N = 256, 512
 TURNED = (((1,), (1,)), ((), ()))

@@ -11,11 +11,11 @@ import pytest
 import jqx
 
 from ..arrays import on_device
-from ..numerics.oracles import assert_floats
-from ..ops.refusals import assert_refused
+from ..oracles.contractions import MATRICES, Layout, chosen, dots, exact_tensor, small_integers
+from ..oracles.numerics import assert_floats
+from ..oracles.refusals import assert_refused
 from ..tensor.tensors import reals, tensor
 from .blocks import weight
-from .oracles import MATRICES, Layout, chosen, dots, exact_tensor, small_integers
 
 LEFT = [(4,), (3, 4), (1, 4), (2, 3, 4), (1, 3, 4), (5, 1, 3, 4), (5, 2, 1, 4)]
 RIGHT = [(4,), (4, 6), (4, 1), (2, 4, 6), (1, 4, 6), (5, 2, 4, 6), (1, 1, 4, 6), (2, 4, 1)]

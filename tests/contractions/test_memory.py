@@ -15,8 +15,8 @@ from jax import lax
 import jqx
 from jqx import numerics
 
+from ..oracles.contractions import Layout
 from .blocks import weight
-from .oracles import Layout
 
 N = 512
 FORWARD = 1 / 4

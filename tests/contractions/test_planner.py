@@ -31,9 +31,17 @@ from jqx._src.contractions.planner import (
 from jqx._src.contractions.ragged_dot import GROUPS
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64
+from ..oracles.contractions import (
+    LARGE,
+    MATRICES,
+    Layout,
+    chosen,
+    contraction,
+    gamma,
+    small_integers,
+)
+from ..oracles.numerics import as_float64
 from .blocks import magnitudes, real_values, weight
-from .oracles import LARGE, MATRICES, Layout, chosen, contraction, gamma, small_integers
 
 TURNED = (((1,), (1,)), ((), ()))
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -13,10 +13,10 @@ from jqx._src.contractions.dimensions import Dimensions
 from jqx._src.contractions.exact import TALL, plain, rows_product, shaped
 
 from ..arrays import on_device
-from ..numerics.oracles import as_int64, assert_floats
+from ..oracles.contractions import FEW, LARGE, LAYOUTS, MATRICES, Layout, chosen, contraction
+from ..oracles.numerics import as_int64, assert_floats
 from ..tensor.tensors import random_codes, tensor
 from .blocks import in_pairs, real_values, weight
-from .oracles import FEW, LARGE, LAYOUTS, MATRICES, Layout, chosen, contraction
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 

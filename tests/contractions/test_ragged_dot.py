@@ -21,12 +21,12 @@ import jqx
 from jqx._src.contractions.ragged_dot import ragged_dot
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, assert_floats, code_range, nearest
-from ..ops.refusals import assert_refused
+from ..oracles.contractions import dots, dtypes, exact_tensor, gamma, small_integers
+from ..oracles.numerics import as_float64, assert_floats, code_range, nearest
+from ..oracles.refusals import assert_refused
 from ..strategies import law
 from ..tensor.tensors import differences, random_codes, reals, spread_out, tensor
 from .blocks import FORMATS, in_format, magnitudes, real_values
-from .oracles import dots, dtypes, exact_tensor, gamma, small_integers
 
 compute = jax.jit(ragged_dot, static_argnames=("precision", "preferred_element_type"))
 

@@ -15,11 +15,11 @@ import jqx
 from jqx import numerics
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64
-from . import oracles
+from ..oracles import contractions
+from ..oracles.contractions import gamma
+from ..oracles.numerics import as_float64
 from .blocks import random_tensor, real_values
 from .convolutions import NHWC, convolution
-from .oracles import gamma
 
 MAGNITUDES = {
     "float16": ((6e4, 1e-7), (6e4, 1e-5), (1.0, 1e-2), (1e-4, 1e3), (20.0, 0.1)),
@@ -132,7 +132,7 @@ def test_no_intermediate_product_is_out_of_range_in_any_form(form, dtype):
 @pytest.fixture
 def as_elsewhere(monkeypatch):
     """Computes contractions on CPU as other platforms do."""
-    oracles.as_elsewhere(monkeypatch)
+    contractions.as_elsewhere(monkeypatch)
 
 
 @pytest.mark.parametrize("form", USUAL)

@@ -20,8 +20,8 @@ from jqx.calibrators import Affine
 from jqx.numerics import Integer, format_of
 
 from ..arrays import on_device
-from ..numerics.oracles import as_int64, codes_of
-from ..ops.refusals import assert_refused
+from ..oracles.numerics import as_int64, codes_of
+from ..oracles.refusals import assert_refused
 from . import tflite
 
 FORMATS = [jnp.int8, jnp.uint8, jnp.int16, jnp.int4, Integer(8, narrow=True), Integer(5)]

@@ -16,10 +16,10 @@ from jqx._src.contractions.blocks import in_slices, slice_along
 from jqx._src.contractions.dimensions import Dimensions
 
 from ..arrays import on_device
-from ..numerics.oracles import assert_floats
+from ..oracles.contractions import MATRICES, Layout, contraction, small_integers
+from ..oracles.numerics import assert_floats
 from ..tensor.tensors import assert_equal
 from .blocks import real_values, weight
-from .oracles import MATRICES, Layout, contraction, small_integers
 
 
 class Case(NamedTuple):

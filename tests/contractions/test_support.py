@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from .oracles import gamma
+from ..oracles.contractions import gamma
 from .support import OPS, cells, errors, matrix, products, usual
 
 K, TAIL = 64, 8

@@ -14,8 +14,8 @@ from jqx import numerics
 from jqx._src.contractions.take import take
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, assert_floats
-from ..ops.refusals import assert_refused
+from ..oracles.numerics import as_float64, assert_floats
+from ..oracles.refusals import assert_refused
 from ..tensor.tensors import spread_out, tensor
 
 SHAPE = (10, 32)

@@ -17,9 +17,7 @@ import jqx
 from jqx import numerics
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, assert_floats, nearest
-from .blocks import in_pairs, real_values, weight
-from .oracles import (
+from ..oracles.contractions import (
     FEW,
     LARGE,
     MATRICES,
@@ -31,6 +29,8 @@ from .oracles import (
     gamma,
     small_integers,
 )
+from ..oracles.numerics import as_float64, assert_floats, nearest
+from .blocks import in_pairs, real_values, weight
 
 layouts = pytest.mark.parametrize("layout", LARGE.values(), ids=LARGE)
 few_layouts = pytest.mark.parametrize("layout", FEW.values(), ids=FEW)

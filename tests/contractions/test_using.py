@@ -12,8 +12,8 @@ from jax import lax
 import jqx
 from jqx._src.contractions.formulation import Formulation, using
 
+from ..oracles.contractions import MATRICES, Layout
 from .blocks import weight
-from .oracles import MATRICES, Layout
 
 K, N = 128, 160
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm", "default")

@@ -13,7 +13,7 @@ from jax import lax
 import jqx
 
 from ..arrays import normal
-from ..transforms.forms import FORMS, POLICIES, UNTAKEN, function, reference, rows, weights
+from ..models.forms import FORMS, POLICIES, UNTAKEN, function, reference, rows, weights
 from .errors import near
 
 POLICY = POLICIES["weights and activations"]

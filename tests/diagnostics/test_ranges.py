@@ -17,8 +17,8 @@ import jqx
 from jqx.diagnostics import Overflow, ranges
 
 from ..arrays import normal, on_device
-from ..transforms.forms import FORMS, POLICIES, function, rows, weights
-from ..transforms.models import eighths
+from ..models.forms import FORMS, POLICIES, function, rows, weights
+from ..models.transforms import eighths
 
 FLOAT = jqx.Policy([])
 """Nothing is quantized: the integers are those of the function."""

@@ -13,7 +13,7 @@ import jqx
 from jqx.diagnostics import Bits, relative_error, search, sensitivity
 
 from ..arrays import normal
-from ..transforms.forms import FORMS, POLICIES, function, reference, rows, weights
+from ..models.forms import FORMS, POLICIES, function, reference, rows, weights
 from .errors import near
 
 NAMES = "abcd"

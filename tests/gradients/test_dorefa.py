@@ -8,7 +8,7 @@ import pytest
 import jqx
 from jqx.gradients import dorefa, dorefa_weights
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 
 
 def weights(shape=(5, 7)):

@@ -11,7 +11,7 @@ from jqx._src.gradients.estimator import check_estimator
 from jqx._src.gradients.estimators import StraightThrough
 from jqx.gradients import ste
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 
 
 @dataclasses.dataclass(frozen=True)

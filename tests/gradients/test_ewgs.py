@@ -6,7 +6,7 @@ import pytest
 
 from jqx.gradients import ElementwiseGradientScaling, LearnedStep, ewgs
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 from .points import RANGES, SCALES, case
 
 

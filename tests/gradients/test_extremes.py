@@ -7,7 +7,7 @@ import pytest
 
 import jqx
 
-from ..numerics.oracles import as_float64, code_range
+from ..oracles.numerics import as_float64, code_range
 from .test_ste import ROUNDINGS, f32
 
 

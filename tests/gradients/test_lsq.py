@@ -8,7 +8,7 @@ import pytest
 import jqx
 from jqx.gradients import LearnedStep, lsq
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 from .points import RANGES, SCALES, case, positions
 
 UNSCALED = LearnedStep(gradient_scale=False)

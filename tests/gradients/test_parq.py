@@ -9,7 +9,7 @@ import jqx
 from jqx.gradients import parq, proximal_round
 
 from ..arrays import on_device
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 from .points import RANGES, SCALES, case
 
 SLOPES = [1e-3, 0.1, 0.5, 0.75, 1.0]

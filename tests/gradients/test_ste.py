@@ -17,7 +17,7 @@ from jqx._src.gradients.estimators import (
 )
 from jqx.gradients import ste, ste_unclipped
 
-from ..numerics.oracles import as_float64, code_range, codes_of
+from ..oracles.numerics import as_float64, code_range, codes_of
 
 SHAPE = (2, 3, 4)
 STEP = 2.0**-18

@@ -8,7 +8,7 @@ import pytest
 import jqx
 from jqx.gradients import StochasticRounding, stochastic, stochastic_round
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 
 KEY = jax.random.key(7)
 DRAWS = 40_000

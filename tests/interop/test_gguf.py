@@ -17,8 +17,9 @@ from jqx.interop import Name, named, read_gguf, tree, write
 from jqx.numerics import mxfp4
 from tests.interop.gguf_files import TYPES, bf16, file_of, halves, q4_0, q4_1, q8_0, stored, text
 from tests.interop.raw_folders import CHECKPOINTS
-from tests.interop.refusals import assert_refused
 from tests.interop.test_write import floats, integers
+
+from ..oracles.refusals import assert_error
 
 CODES = [(7 * i) % 16 for i in range(32)]
 EVERY_HALF = np.arange(2**16, dtype="<u2").view("<f2")
@@ -220,8 +221,8 @@ def test_a_tensor_of_another_type_is_refused_when_it_is_asked_for(path):
     assert [tensor.format for tensor in file.tensors.values()] == ["IQ4_XS", "type 77", "F32"]
     assert file.tensors["w"].dequantize().tolist() == [2]
     for call in (file.tensors["k"].dequantize, file.tensors["k"].blocks):
-        assert_refused(call, "'k'", "IQ4_XS", "one of F32, F16, Q4_0, Q4_1, Q5_0", "llama-quantize")
-    assert_refused(file.tensors["new"].dequantize, "'new'", "type 77")
+        assert_error(call, "'k'", "IQ4_XS", "one of F32, F16, Q4_0, Q4_1, Q5_0", "llama-quantize")
+    assert_error(file.tensors["new"].dequantize, "'new'", "type 77")
 
 
 # Damaged files.
@@ -229,7 +230,7 @@ def test_a_tensor_of_another_type_is_refused_when_it_is_asked_for(path):
 
 def refused(path, data, *words):
     path.write_bytes(data)
-    assert_refused(lambda: read_gguf(path), "is not a GGUF file", *words)
+    assert_error(lambda: read_gguf(path), "is not a GGUF file", *words)
 
 
 def test_other_files_are_refused(path):
@@ -244,10 +245,10 @@ def test_other_files_are_refused(path):
 
 
 def test_no_file_is_refused(path):
-    assert_refused(lambda: read_gguf(path), "interop.read_gguf", error=FileNotFoundError)
-    assert_refused(lambda: read_gguf(path.parent), "a folder", error=IsADirectoryError)
-    assert_refused(lambda: read_gguf(3), "is neither a string nor a pathlib.Path", error=TypeError)
-    assert_refused(lambda: read_gguf(), "interop.read_gguf", error=TypeError)
+    assert_error(lambda: read_gguf(path), "interop.read_gguf", error=FileNotFoundError)
+    assert_error(lambda: read_gguf(path.parent), "a folder", error=IsADirectoryError)
+    assert_error(lambda: read_gguf(3), "is neither a string nor a pathlib.Path", error=TypeError)
+    assert_error(lambda: read_gguf(), "interop.read_gguf", error=TypeError)
 
 
 def test_a_file_that_is_cut_short_anywhere_is_refused(path):
@@ -317,7 +318,7 @@ def test_what_cannot_be_is_refused(path):
 def test_deep_arrays_are_refused_in_four_parts(path):
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<I", 9)
     path.write_bytes(head + struct.pack("<IQ", 9, 1) * 100_000 + struct.pack("<IQ", 9, 0))
-    assert_refused(lambda: read_gguf(path), "nested more deeply")
+    assert_error(lambda: read_gguf(path), "nested more deeply")
 
 
 def test_bytes_of_chance_are_read_or_refused(path):
@@ -381,7 +382,7 @@ def test_the_whole_file_is_loaded():
     loaded = jqx.load(FILE, dtype=jnp.bfloat16)
     assert isinstance(loaded["Q4_K.bytes"].scale, QTensor)
     assert loaded["Q4_0"].dtype == jnp.bfloat16 and loaded["F16"].dtype == jnp.float16
-    assert_refused(lambda: jqx.load(FILE, config={}), "`config` has no use")
+    assert_error(lambda: jqx.load(FILE, config={}), "`config` has no use")
 
 
 def test_products_with_every_type_take_no_weight_apart():
@@ -410,7 +411,7 @@ def test_rows_of_zero_and_files_of_floats(tmp_path):
 def test_a_type_that_is_not_read_is_refused(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(file_of([("w", (2,), 0, 0), ("k", (256,), 23, 32)], data=bytes(300)))
-    assert_refused(lambda: jqx.load(path), "'k'", "IQ4_XS", "Q6_K", "llama-quantize")
+    assert_error(lambda: jqx.load(path), "'k'", "IQ4_XS", "Q6_K", "llama-quantize")
 
 
 # Rows of queries and keys.
@@ -444,9 +445,9 @@ def test_rows_of_pairs_become_halves_exactly_and_back(name, tmp_path):
 def test_heads_that_do_not_fit_are_refused():
     with jqx.interop.read(FILE) as archive:
         rules = [Name("Q4_1", "q", interleaved=2), Name("{rest:.*}", None)]
-        assert_refused(lambda: tree(archive, rules), "'Q4_1'", "rows of 2 heads")
+        assert_error(lambda: tree(archive, rules), "'Q4_1'", "rows of 2 heads")
     for fields in ({"interleaved": -1}, {"halved": -2}, {"interleaved": 2, "halved": 2}):
-        assert_refused(lambda fields=fields: Name("a", "b", **fields), "not a number of heads")
+        assert_error(lambda fields=fields: Name("a", "b", **fields), "not a number of heads")
 
 
 def test_rows_of_halves_become_pairs():
@@ -521,9 +522,7 @@ def test_an_archive_is_written_to_the_same_bytes(tmp_path):
         leaves = {n: archive.read(n) for n in names | {"F16", "BF16"}}
     for name, leaf in list(leaves.items()):
         if name in names and not np.isfinite(leaf.real_scale()).all():  # bytes of chance
-            assert_refused(
-                lambda n=name: write(kept, {n: leaves.pop(n)}, "gguf", metadata=METADATA)
-            )
+            assert_error(lambda n=name: write(kept, {n: leaves.pop(n)}, "gguf", metadata=METADATA))
     assert len(leaves) > 6
     write(kept, leaves, "gguf", metadata=METADATA)
     old, new = read_gguf(FILE), read_gguf(kept)
@@ -554,7 +553,7 @@ CASES = {
 def test_what_cannot_be_held_is_an_error_that_names_the_tensor(tmp_path, name):
     leaf, words = CASES[name]
     path = tmp_path / "m.gguf"
-    assert_refused(lambda: write(path, {name: leaf}, "gguf", metadata=METADATA), f"'{name}'", words)
+    assert_error(lambda: write(path, {name: leaf}, "gguf", metadata=METADATA), f"'{name}'", words)
     assert os.listdir(tmp_path) == []
 
 
@@ -580,7 +579,7 @@ def test_arguments_that_do_not_fit(tmp_path):
 
     def refuse(*words, error=ValueError, **given):
         given = {"metadata": METADATA, **given}
-        assert_refused(lambda: write(path, leaves, "gguf", **given), *words, error=error)
+        assert_error(lambda: write(path, leaves, "gguf", **given), *words, error=error)
 
     refuse("`metadata`", "Mapping", error=TypeError, metadata=None)
     refuse("general.architecture", metadata={"a": 1})
@@ -596,7 +595,7 @@ def test_arguments_that_do_not_fit(tmp_path):
     write(path, {"v": jnp.ones(3)}, "gguf", metadata=METADATA, overwrite=True)
     assert jqx.load(path).keys() == {"v"}
     with jqx.interop.read(path) as archive:
-        assert_refused(
+        assert_error(
             lambda: write(tmp_path / "n", archive, "safetensors", metadata={}, config={}),
             "`metadata` has no use",
         )
@@ -608,7 +607,7 @@ def test_arrays_alone_are_written_as_safetensors_with_an_index(tmp_path):
     assert "model.safetensors.index.json" in os.listdir(tmp_path / "m")
     jax.tree.map(np.testing.assert_array_equal, jqx.load(tmp_path / "m"), leaves)
     leaves["layers.0.weight"] = integers(4)
-    assert_refused(
+    assert_error(
         lambda: write(tmp_path / "n", leaves, "safetensors", config={}), "'layers.0.weight'"
     )
 

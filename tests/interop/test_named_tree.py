@@ -13,8 +13,8 @@ from jqx import QTensor
 from jqx.interop import Name, named, read, tree
 
 from ..arrays import normal
+from ..oracles.refusals import assert_error
 from .raw_folders import write_file
-from .refusals import assert_refused
 from .test_write import integers
 
 LAYERS = 3
@@ -225,19 +225,19 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
     def refused(words, error=ValueError, names=names, **more):
         with jqx.interop.read(tmp_path / "m") as archive:
-            assert_refused(lambda: tree(archive, names, **more), words, error=error)
+            assert_error(lambda: tree(archive, names, **more), words, error=error)
 
     refused("'a' would lose bits", sharding=one)
     refused("does not fit its sharding", sharding=lambda path, _: cut if path == "b" else None)
     refused("the leaf 'up' is not an array", TypeError, like={"up": 3})
     for split in ({-1: (2, 3)}, {1: 6}, {1: [2, 3]}, {1: (2, 0)}, [1]):
-        assert_refused(lambda s=split: Name("b", "b", split=s), "`split`", error=TypeError)
+        assert_error(lambda s=split: Name("b", "b", split=s), "`split`", error=TypeError)
     for split in ({2: (2, 3)}, {1: (2, 2)}):
         refused("does not fit its rule", names=[Name("a", "a"), Name("b", "b", split=split)])
-    assert_refused(lambda: tree({"a": 1}, names), "`archive`", error=TypeError)
-    assert_refused(lambda: named({"a": 3.0}, {"a": "a"}), "not an array", error=TypeError)
+    assert_error(lambda: tree({"a": 1}, names), "`archive`", error=TypeError)
+    assert_error(lambda: named({"a": 3.0}, {"a": "a"}), "not an array", error=TypeError)
     rules = [Name("l.{i}.a", "a")]
-    assert_refused(lambda: named({"a": jnp.ones(())}, rules), "lacks axes")
+    assert_error(lambda: named({"a": jnp.ones(())}, rules), "lacks axes")
 
 
 KERNEL = "layers_{i}/{name}/kernel"
@@ -253,7 +253,7 @@ def optional(rule):
 def test_rules_that_give_a_path_two_names_are_refused(second):
     params = {"layers_0": {"q_proj": {"kernel": np.ones((4, 2))}}}
     params["layers_0"]["down_proj"] = params["layers_0"]["q_proj"]
-    assert_refused(
+    assert_error(
         lambda: named(params, [ATTENTION, second]),
         "a rule never applies",
         "'layers_0/down_proj/kernel' goes to Name('layers.{i}.self_attn",
@@ -262,7 +262,7 @@ def test_rules_that_give_a_path_two_names_are_refused(second):
     narrow = dataclasses.replace(ATTENTION, source="layers.{i}.self_attn.{name:[qkvo]_proj}.weight")
     found = named(params, [narrow, second])
     assert {*found} == {"layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"}
-    assert_refused(lambda: named(params, [second, narrow]), "a rule never applies")
+    assert_error(lambda: named(params, [second, narrow]), "a rule never applies")
 
 
 def test_a_general_last_rule_may_be_left_with_nothing():
@@ -272,7 +272,7 @@ def test_a_general_last_rule_may_be_left_with_nothing():
 
 
 def test_a_rule_whose_tensors_an_earlier_one_takes_is_an_error(archive):
-    assert_refused(
+    assert_error(
         lambda: tree(archive, [("layers.{x:.*}", None), *RULES]),
         "a rule never applies",
         "goes to Name('layers.{x:.*}' -> None)",
@@ -284,4 +284,4 @@ def test_a_rule_whose_tensors_an_earlier_one_takes_is_an_error(archive):
 
 def test_a_part_that_cannot_be_stacked_names_the_ways_out(archive):
     rules = [("layers.0.{block}.weight", "w"), ("{x:.*}", None)]
-    assert_refused(lambda: tree(archive, rules), "put {block} into the path", "for each {block}")
+    assert_error(lambda: tree(archive, rules), "put {block} into the path", "for each {block}")

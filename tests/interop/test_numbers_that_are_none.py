@@ -13,7 +13,7 @@ import jqx
 from jqx.interop import write
 
 from ..command_line.files import error_of, run, saved
-from .refusals import assert_refused
+from ..oracles.refusals import assert_error
 from .test_write import floats, integers
 
 GGUF = {"metadata": {"general.architecture": "x"}}
@@ -40,7 +40,7 @@ def with_scale(q, value, first=True):
 def refused(path, tree, form, options, *words):
     """Refused by `write`, with the name of the tensor; nothing is left."""
     form, *_ = form.split()
-    assert_refused(lambda: write(path / "out", tree, form, progress=False, **options), *words)
+    assert_error(lambda: write(path / "out", tree, form, progress=False, **options), *words)
     assert not os.listdir(path)
 
 

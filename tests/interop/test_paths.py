@@ -14,7 +14,7 @@ import pytest
 
 import jqx
 
-from .refusals import assert_refused
+from ..oracles.refusals import assert_error
 
 
 @pytest.fixture
@@ -45,20 +45,20 @@ def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path):
     for words, path in no_files(tmp_path).items():
         before = os.lstat(path)
         for call in (jqx.load, jqx.interop.Archive, lambda p: jqx.save(p, jnp.ones(2))):
-            error = assert_refused(lambda c=call, p=path: c(p), words, str(path), error=OSError)
+            error = assert_error(lambda c=call, p=path: c(p), words, str(path), error=OSError)
             assert isinstance(error, IsADirectoryError) == ("folder" in words)
         assert os.lstat(path).st_ino == before.st_ino
     with socket.socket(socket.AF_UNIX) as server:
         os.chdir(tmp_path)
         server.bind("socket")
-        assert_refused(lambda: jqx.load("socket"), "a socket", error=OSError)
+        assert_error(lambda: jqx.load("socket"), "a socket", error=OSError)
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
 
 
 @pytest.mark.parametrize("path", [3, None, b"bytes", ["a"], 1.5])
 def test_what_is_no_path_is_refused(path):
     for call in (jqx.load, lambda p: jqx.save(p, jnp.ones(2))):
-        assert_refused(
+        assert_error(
             lambda c=call: c(path), "is neither a string nor a pathlib.Path", error=TypeError
         )
 
@@ -66,8 +66,8 @@ def test_what_is_no_path_is_refused(path):
 def test_names_of_no_file_are_refused(tmp_path):
     for name in ("", "a\0b"):
         for call in (jqx.load, lambda p: jqx.save(p, jnp.ones(2))):
-            assert_refused(lambda c=call, n=name: c(n), "not the name of a file")
-    assert_refused(
+            assert_error(lambda c=call, n=name: c(n), "not the name of a file")
+    assert_error(
         lambda: jqx.save(f"{tmp_path}/new/", jnp.ones(2)), "the name of a folder", error=OSError
     )
 
@@ -75,19 +75,19 @@ def test_names_of_no_file_are_refused(tmp_path):
 def test_errors_of_files_use_the_name_that_was_given(tmp_path):
     ones = jnp.ones(2)
     missing = tmp_path / "absent" / "x"
-    assert_refused(lambda: jqx.load(missing), f"'{missing}'", error=FileNotFoundError)
-    error = assert_refused(
+    assert_error(lambda: jqx.load(missing), f"'{missing}'", error=FileNotFoundError)
+    error = assert_error(
         lambda: jqx.save(missing, ones), f"'{missing}'", "no folder", error=FileNotFoundError
     )
     assert ".part" not in str(error)
     (tmp_path / "file").write_bytes(b"x")
     below = tmp_path / "file" / "x"
-    assert_refused(lambda: jqx.load(below), f"'{below}'", error=NotADirectoryError)
-    assert_refused(lambda: jqx.save(below, ones), f"'{below}'", error=OSError)
+    assert_error(lambda: jqx.load(below), f"'{below}'", error=NotADirectoryError)
+    assert_error(lambda: jqx.save(below, ones), f"'{below}'", error=OSError)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for call in (jqx.load, lambda p: jqx.save(p, ones)):
-        assert_refused(lambda c=call: c(tmp_path / "loop"), "loop", error=OSError)
-        assert_refused(lambda c=call: c(tmp_path / ("n" * 300)), "nnn", error=OSError)
+        assert_error(lambda c=call: c(tmp_path / "loop"), "loop", error=OSError)
+        assert_error(lambda c=call: c(tmp_path / ("n" * 300)), "nnn", error=OSError)
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
 
 
@@ -193,7 +193,7 @@ def test_an_error_at_any_place_leaves_no_other_file(path, place, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, place, fail)
-        error = assert_refused(lambda: jqx.save(path, jnp.ones(2)), f"'{path}'", error=OSError)
+        error = assert_error(lambda: jqx.save(path, jnp.ones(2)), f"'{path}'", error=OSError)
     assert error.errno == 28
     assert os.listdir(path.parent) == [path.name] and path.read_bytes() == b"old"
 
@@ -204,9 +204,9 @@ def test_a_file_that_becomes_shorter_is_an_error(path):
         os.truncate(path, 4096)
         for read in (archive.read, archive.view):
             for name in "ab":
-                assert_refused(lambda r=read, n=name: r(n), "become shorter", error=OSError)
-    assert_refused(lambda: jqx.load(path), "is truncated")
-    assert_refused(lambda: archive.read("a"), "is closed")
+                assert_error(lambda r=read, n=name: r(n), "become shorter", error=OSError)
+    assert_error(lambda: jqx.load(path), "is truncated")
+    assert_error(lambda: archive.read("a"), "is closed")
     assert "SIGBUS" in jqx.interop.Archive.view.__doc__
 
 

@@ -13,7 +13,7 @@ import jqx
 from jqx import QTensor
 from jqx.interop import Name, verify, write
 
-from .refusals import assert_refused
+from ..oracles.refusals import assert_error
 
 NAMES = [
     Name("layers.{i}.up.weight", "up", transpose=True),
@@ -169,13 +169,13 @@ def test_swapped_rows_and_layers_are_found(floats):
 
 
 def test_arguments_that_do_not_fit(tmp_path, floats):
-    assert_refused(lambda: verify(floats, floats, function=apply), "a function needs a batch")
-    assert_refused(lambda: verify(floats, floats, ignore=["nothing"]), "matches no")
-    assert_refused(lambda: verify(floats, floats, ignore=["["]), "not a regular expression")
+    assert_error(lambda: verify(floats, floats, function=apply), "a function needs a batch")
+    assert_error(lambda: verify(floats, floats, ignore=["nothing"]), "matches no")
+    assert_error(lambda: verify(floats, floats, ignore=["["]), "not a regular expression")
     twice = {"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}}
-    assert_refused(lambda: verify(twice, floats), "two tensors have the same name")
-    assert_refused(lambda: verify(floats, floats, ignore="x"), "not hold patterns", error=TypeError)
-    assert_refused(lambda: verify({}, floats), "nothing to compare", error=TypeError)
-    assert_refused(lambda: verify({"w": "text"}, floats), "nothing to compare", error=TypeError)
-    assert_refused(lambda: verify(floats, floats, names=NAMES), "`file`", error=TypeError)
-    assert_refused(lambda: verify(tmp_path / "no", floats), "cannot", error=FileNotFoundError)
+    assert_error(lambda: verify(twice, floats), "two tensors have the same name")
+    assert_error(lambda: verify(floats, floats, ignore="x"), "not hold patterns", error=TypeError)
+    assert_error(lambda: verify({}, floats), "nothing to compare", error=TypeError)
+    assert_error(lambda: verify({"w": "text"}, floats), "nothing to compare", error=TypeError)
+    assert_error(lambda: verify(floats, floats, names=NAMES), "`file`", error=TypeError)
+    assert_error(lambda: verify(tmp_path / "no", floats), "cannot", error=FileNotFoundError)

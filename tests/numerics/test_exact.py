@@ -26,7 +26,7 @@ from jqx._src.numerics.exact import (
 from jqx._src.numerics.qtype import INTEGERS
 
 from ..arrays import on_device
-from .oracles import assert_codes, assert_floats, code_range, codes_of, nearest, saturated
+from ..oracles.numerics import assert_codes, assert_floats, code_range, codes_of, nearest, saturated
 
 SMALL = [qtype for qtype in INTEGERS if not qtype.endswith("32")]
 SHAPE = (400, 300)  # 120,000 quotients

@@ -9,7 +9,7 @@ from jqx._src.numerics.qtype import INTEGERS
 from jqx.numerics import Integer
 
 from ..arrays import on_device
-from .oracles import assert_codes, code_range, codes_of, rounded, saturated
+from ..oracles.numerics import assert_codes, code_range, codes_of, rounded, saturated
 from .tables import GRID, assert_conforms, every_way, grid, table_of
 
 NEAREST_EVEN = RoundMode.NEAREST_TOWARD_EVEN

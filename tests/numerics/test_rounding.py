@@ -9,7 +9,7 @@ import jqx
 from jqx import RoundMode
 
 from ..arrays import on_device
-from .oracles import as_int64, assert_codes, assert_floats, rounded, saturated
+from ..oracles.numerics import as_int64, assert_codes, assert_floats, rounded, saturated
 
 EVERY_FLOAT16 = np.arange(65536, dtype=np.uint16).view(np.float16)
 NEAREST = [mode for mode in RoundMode if mode.value.startswith("ROUND_NEAREST")]

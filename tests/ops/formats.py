@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ..numerics.oracles import code_range
+from ..oracles.numerics import code_range
 
 NF4 = (  # Dettmers et al., arXiv:2305.14314, appendix E
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -11,7 +11,7 @@ from jqx._src.ops.affine import affine_dequantize, affine_fake_quantize, affine_
 from jqx.gradients import ste
 
 from ..arrays import on_device
-from ..numerics.oracles import (
+from ..oracles.numerics import (
     as_float64,
     as_int64,
     assert_codes,

@@ -10,9 +10,9 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 
-from ..numerics.oracles import assert_floats, nearest
+from ..oracles.numerics import assert_floats, nearest
+from ..oracles.refusals import assert_refused
 from ..strategies import SHAPE, law
-from .refusals import assert_refused
 
 INF, NAN = np.inf, np.nan
 

@@ -7,15 +7,8 @@ import pytest
 
 import jqx
 
-from ..numerics.oracles import (
-    as_float64,
-    as_int64,
-    assert_floats,
-    code_range,
-    codes_of,
-    nearest,
-)
-from .refusals import assert_refused
+from ..oracles.numerics import as_float64, as_int64, assert_floats, code_range, codes_of, nearest
+from ..oracles.refusals import assert_refused
 
 INF, NAN = np.inf, np.nan
 

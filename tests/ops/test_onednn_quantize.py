@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 import jqx
 
 from ..arrays import on_device
-from ..numerics.oracles import (
+from ..oracles.numerics import (
     as_float64,
     as_int64,
     assert_codes,
@@ -21,8 +21,8 @@ from ..numerics.oracles import (
     codes_of,
     saturated,
 )
+from ..oracles.refusals import assert_refused
 from ..strategies import law, scales
-from .refusals import assert_refused
 
 INF, NAN = np.inf, np.nan
 FLOAT8 = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}

@@ -14,7 +14,7 @@ from jqx import RoundMode, numerics
 from jqx._src.numerics.qtype import INTEGERS
 
 from ..arrays import on_device
-from ..numerics.oracles import (
+from ..oracles.numerics import (
     as_float64,
     as_int64,
     assert_codes,
@@ -24,6 +24,7 @@ from ..numerics.oracles import (
     nearest,
     quantized,
 )
+from ..oracles.refusals import assert_refused
 from ..strategies import (
     NEAREST,
     SHAPE,
@@ -34,7 +35,6 @@ from ..strategies import (
     permutations,
 )
 from .formats import nearest_number, numbers, product, quotient, stored
-from .refusals import assert_refused
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SMALL = [qtype for qtype in INTEGERS if not qtype.endswith("32")]

@@ -12,7 +12,7 @@ import jqx
 from jqx import numerics
 from jqx._src.numerics.qtype import INTEGERS
 
-from ..numerics.oracles import (
+from ..oracles.numerics import (
     as_float64,
     as_int64,
     assert_codes,
@@ -20,8 +20,8 @@ from ..numerics.oracles import (
     code_range,
     saturated,
 )
+from ..oracles.refusals import assert_refused
 from ..strategies import law
-from .refusals import assert_refused
 
 SIGNED = [qtype for qtype in INTEGERS if not qtype.startswith("u")]
 INF, NAN = np.inf, np.nan

@@ -7,8 +7,8 @@ import pytest
 import jqx
 from jqx import RoundMode
 
-from ..numerics.oracles import assert_floats, rounded
-from .refusals import assert_refused
+from ..oracles.numerics import assert_floats, rounded
+from ..oracles.refusals import assert_refused
 
 
 @pytest.mark.parametrize("mode", RoundMode)

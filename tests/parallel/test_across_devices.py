@@ -11,7 +11,7 @@ import jqx
 from jqx.calibrators import AcrossDevices
 
 from ..arrays import normal
-from .models import AUTO, mesh_of
+from ..models.parallel import AUTO, mesh_of
 
 CALIBRATORS = {
     "absmax": jqx.calibrators.absmax,

@@ -9,7 +9,7 @@ import pytest
 import jqx
 from jqx.algorithms import auto_round, gptq, nearest
 
-from .models import AUTO, EXPLICIT, inputs, mesh_of, network, on_mesh, params
+from ..models.parallel import AUTO, EXPLICIT, inputs, mesh_of, network, on_mesh, params
 
 INT4 = jqx.Policy({".*": "int4:group=32"})
 ALGORITHMS = {

@@ -14,7 +14,7 @@ import jqx.linen
 import jqx.nnx
 
 from ..arrays import normal
-from .models import AUTO, EXPLICIT, mesh_of
+from ..models.parallel import AUTO, EXPLICIT, mesh_of
 
 init = nn.initializers.lecun_normal()
 zeros = nn.initializers.zeros_init()

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 
-from .models import AUTO, EXPLICIT, inputs, mesh_of, network, on_mesh, params, sent
+from ..models.parallel import AUTO, EXPLICIT, inputs, mesh_of, network, on_mesh, params, sent
 
 PRESETS = ("w8a16", "w4a16", "w4a8", "nf4", "mxfp8", "w8a8_dynamic")
 

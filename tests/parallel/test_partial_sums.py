@@ -10,7 +10,17 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 
-from .models import AUTO, EXPLICIT, inputs, mesh_of, network, on_mesh, params, sent, shardings
+from ..models.parallel import (
+    AUTO,
+    EXPLICIT,
+    inputs,
+    mesh_of,
+    network,
+    on_mesh,
+    params,
+    sent,
+    shardings,
+)
 
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 PRESETS = ("w8a8_dynamic", "w4a16", "nf4", "fp8")

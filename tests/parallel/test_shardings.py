@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 
-from .models import AUTO, EXPLICIT, SPECS, inputs, mesh_of, network, on_mesh, params, sent
-from .models import shardings as placed
+from ..models.parallel import AUTO, EXPLICIT, SPECS, inputs, mesh_of, network, on_mesh, params, sent
+from ..models.parallel import shardings as placed
 
 PRESETS = ("w8a8", "w8a8_dynamic", "w8a16", "w4a16", "w4a8", "w4a4", "nf4", "fp8", "mxfp8")
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])

@@ -6,7 +6,7 @@ import pytest
 import jqx
 from jqx import presets
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 
 INT4 = jqx.QSpec(jnp.int4, jqx.per_group(32, tail=True))
 

@@ -3,8 +3,8 @@ import numpy as np
 
 import jqx
 
-from ..contractions.oracles import gamma
-from ..numerics.oracles import as_float64
+from ..oracles.contractions import gamma
+from ..oracles.numerics import as_float64
 from ..tensor.tensors import reals
 from .table import PRESETS, each
 

@@ -11,7 +11,7 @@ import pytest
 import jqx
 from jqx import RoundMode, calibrators, presets
 
-from ..transforms.models import close, normal
+from ..models.transforms import close, normal
 from .table import ACTIVE, BLOCKS, PRESETS, STATIC, each, every_preset
 
 

@@ -13,7 +13,7 @@ import jqx
 import jqx.linen
 import jqx.nnx
 
-from ..contractions.oracles import gamma
+from ..oracles.contractions import gamma
 
 X = jax.random.normal(jax.random.key(1), (4, 16))
 W8A8 = jqx.presets.w8a8()

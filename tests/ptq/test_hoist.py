@@ -11,7 +11,7 @@ import jqx
 import jqx.linen
 import jqx.nnx
 
-from ..transforms.models import normal
+from ..models.transforms import normal
 
 X = normal(0, 4, 16)
 P = {"w": normal(1, 16, 16), "mask": jnp.tri(16), "v": normal(2, 3, 16, 16), "b": normal(3, 1, 16)}

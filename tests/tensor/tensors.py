@@ -14,7 +14,7 @@ import jqx
 from jqx import numerics
 
 from ..arrays import on_device
-from ..numerics.oracles import as_float64, as_int64, code_range, codes_of
+from ..oracles.numerics import as_float64, as_int64, code_range, codes_of
 
 SHAPES = ((2, 3, 4), (3, 1, 2), (5,))
 

@@ -14,7 +14,7 @@ from jqx._src.tensor.grid import fake_quantize_as
 from jqx.calibrators import Affine
 
 from ..arrays import on_device
-from ..numerics.oracles import assert_floats
+from ..oracles.numerics import assert_floats
 from .tensors import CASES, spread_out
 
 SPECS = [

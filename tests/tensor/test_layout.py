@@ -19,8 +19,8 @@ from jqx import numerics
 from jqx._src.numerics.packing import pack_bits
 from jqx._src.tensor.layout import Layout, Packing
 
-from ..numerics.oracles import as_float64, assert_floats
-from ..ops.refusals import assert_refused
+from ..oracles.numerics import as_float64, assert_floats
+from ..oracles.refusals import assert_refused
 from .tensors import (
     CASES,
     assert_equal,

@@ -16,8 +16,8 @@ from jqx import numerics
 from jqx._src.tensor.layout import Layout
 
 from ..arrays import on_device
-from ..numerics.oracles import assert_floats
-from ..ops.refusals import assert_refused
+from ..oracles.numerics import assert_floats
+from ..oracles.refusals import assert_refused
 from .tensors import CASES, assert_equal, made, random_tensor, spec, spread_out, tensor
 
 TARGETS = ("cpu", "gpu", "tpu")

@@ -21,17 +21,10 @@ from jqx._src.tensor.grid import fake_quantize_as
 from jqx._src.tensor.layout import Layout, Packing
 
 from ..arrays import on_device
-from ..calibrators.oracles import affine, extremes, magnitude, ordinary_floats
-from ..numerics.oracles import (
-    as_float64,
-    as_int64,
-    assert_codes,
-    assert_floats,
-    nearest,
-    quantized,
-)
 from ..ops.formats import largest, nearest_number, product, quotient
-from ..ops.refusals import assert_refused
+from ..oracles.calibrators import affine, extremes, magnitude, ordinary_floats
+from ..oracles.numerics import as_float64, as_int64, assert_codes, assert_floats, nearest, quantized
+from ..oracles.refusals import assert_refused
 from .tensors import (
     CASES,
     SHAPES,

@@ -10,7 +10,7 @@ import jqx
 from jqx import RoundMode, calibrators, gradients
 from jqx._src.numerics.qtype import INTEGERS
 
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 
 
 @dataclasses.dataclass(frozen=True)

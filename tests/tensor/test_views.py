@@ -24,8 +24,8 @@ from jqx import numerics
 from jqx._src.tensor.views import axis_groups
 from jqx.numerics import format_of
 
-from ..numerics.oracles import assert_floats
-from ..ops.refusals import assert_refused
+from ..oracles.numerics import assert_floats
+from ..oracles.refusals import assert_refused
 from .tensors import (
     BOX,
     CASES,

@@ -8,7 +8,7 @@ import pytest
 
 import jqx
 
-from .models import mlp, mlp_params, normal, plan_of, relative
+from ..models.transforms import mlp, mlp_params, normal, plan_of, relative
 
 PARAMS = {"w": normal(0, 16, 32), "v": normal(1, 32, 8)}
 X = normal(2, 4, 16)

@@ -8,9 +8,9 @@ import pytest
 import jqx
 
 from ..arrays import on_device
+from ..models.forms import FORMS, POLICIES, WHILES, function, reference, rows, together, weights
+from ..models.transforms import eighths, mlp, mlp_params, normal
 from . import test_shard_map as devices
-from .forms import FORMS, POLICIES, WHILES, function, reference, rows, together, weights
-from .models import eighths, mlp, mlp_params, normal
 from .test_forms import CUSTOM, assert_same, plan_of
 
 BOTH = "weights and activations"

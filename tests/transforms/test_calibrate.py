@@ -6,7 +6,7 @@ import pytest
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from .models import MODELS, jitted, jitted_params, mlp, mlp_params, normal, plan_of
+from ..models.transforms import MODELS, jitted, jitted_params, mlp, mlp_params, normal, plan_of
 
 X = normal(3, 7, 16)
 

@@ -9,7 +9,7 @@ import pytest
 
 import jqx
 
-from .models import eighths, mlp, plan_of
+from ..models.transforms import eighths, mlp, plan_of
 
 BATCHES = [eighths(seed, rows, 16) for seed, rows in enumerate((7, 7, 3))]
 PARAMS = {"w": eighths(3, 16, 24), "b": eighths(4, 24), "v": eighths(5, 5, 24)}

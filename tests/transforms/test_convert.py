@@ -6,8 +6,17 @@ import pytest
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from ..contractions.oracles import dtypes, equations_of
-from .models import MODELS, close, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
+from ..models.transforms import (
+    MODELS,
+    close,
+    mlp,
+    mlp_params,
+    normal,
+    plan_of,
+    quantized_mlp,
+    relative,
+)
+from ..oracles.contractions import dtypes, equations_of
 
 X = normal(3, 7, 16)
 MINMAX = {"symmetric": False, "calibrator": jqx.calibrators.minmax}

@@ -10,7 +10,7 @@ from jax import lax
 import jqx
 from jqx import calibrators
 
-from .models import normal
+from ..models.transforms import normal
 
 FLAGS = {"nans": jax.debug_nans, "infs": jax.debug_infs}
 CALIBRATORS = [

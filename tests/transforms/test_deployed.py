@@ -10,7 +10,7 @@ from jax import lax
 
 import jqx
 
-from .models import normal
+from ..models.transforms import normal
 
 
 def test_what_is_evaluated_is_what_is_deployed():

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 import jqx
 
 from ..arrays import normal
-from .forms import FORMS, function, rows, weights
+from ..models.forms import FORMS, function, rows, weights
 
 KINDS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 POLICY = jqx.Policy([jqx.Rule("w", weight="int8"), jqx.Rule(weight="int8", optional=True)])

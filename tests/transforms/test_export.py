@@ -14,8 +14,8 @@ from jax import export
 import jqx
 from jqx import numerics
 
-from .forms import K, rows
-from .models import eighths, mlp
+from ..models.forms import K, rows
+from ..models.transforms import eighths, mlp
 
 TOKENS = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)
 

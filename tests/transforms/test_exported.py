@@ -11,8 +11,8 @@ from jax import export, lax
 
 import jqx
 
-from .forms import ACTIVATION, FORMS, POLICIES, K, function, rows, weights
-from .models import close, normal, plan_of
+from ..models.forms import ACTIVATION, FORMS, POLICIES, K, function, rows, weights
+from ..models.transforms import close, normal, plan_of
 from .test_export import CALLS, TOKENS, assert_same, converted, product, spec
 
 PLATFORMS = ("cpu", "cuda", "tpu")

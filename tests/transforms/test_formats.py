@@ -11,7 +11,7 @@ import jqx
 from jqx import numerics
 from jqx.numerics import Block, format_of
 
-from .models import close, normal, plan_of
+from ..models.transforms import close, normal, plan_of
 
 pytestmark = pytest.mark.slow
 

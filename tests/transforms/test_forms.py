@@ -10,7 +10,7 @@ import pytest
 import jqx
 
 from ..arrays import on_device
-from .forms import (
+from ..models.forms import (
     FORMS,
     LAYERS,
     POLICIES,

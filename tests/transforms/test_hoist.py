@@ -10,7 +10,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 import jqx
 
-from .models import normal
+from ..models.transforms import normal
 
 X = normal(0, 4, 16)
 P = {

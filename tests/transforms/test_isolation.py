@@ -13,7 +13,7 @@ import jqx
 from jqx.presets import w8a8, w8a8_dynamic
 
 from ..arrays import on_device
-from .models import mlp, mlp_params, normal
+from ..models.transforms import mlp, mlp_params, normal
 from .sources import assert_same, cases
 
 X = normal(3, 7, 16)

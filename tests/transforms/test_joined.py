@@ -8,7 +8,7 @@ from jax import lax
 
 import jqx
 
-from .forms import ACTIVATION, POLICIES, STEP, WEIGHT, K, act, rows, weights
+from ..models.forms import ACTIVATION, POLICIES, STEP, WEIGHT, K, act, rows, weights
 
 BOTH = POLICIES["weights and activations"]
 

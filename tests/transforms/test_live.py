@@ -7,7 +7,7 @@ from jax import lax
 
 import jqx
 
-from .models import eighths, normal
+from ..models.transforms import eighths, normal
 from .sources import POLICY, assert_same, rounded
 
 W, X = normal(0, 8, 8) / 4, eighths(1, 8, 8)

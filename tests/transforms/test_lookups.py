@@ -9,7 +9,7 @@ from jax import lax
 
 import jqx
 
-from .models import normal
+from ..models.transforms import normal
 from .sources import POLICY, assert_quantized, assert_same, cases
 
 OPTIONAL = jqx.Policy([dataclasses.replace(POLICY.rules[0], optional=True)])

@@ -5,7 +5,7 @@ import pytest
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from .models import close, jitted, jitted_params, mlp, mlp_params, normal, plan_of
+from ..models.transforms import close, jitted, jitted_params, mlp, mlp_params, normal, plan_of
 
 INT8 = jqx.QSpec(jnp.int8, jqx.per_channel())
 DYNAMIC = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)

@@ -11,7 +11,7 @@ from jax import lax
 import jqx
 
 from ..arrays import normal, on_device
-from .forms import ALL, FORMS, WHILES, K, function, rows, together, weights
+from ..models.forms import ALL, FORMS, WHILES, K, function, rows, together, weights
 
 SCALE = on_device(2.0 ** np.array([1, 0, -1, 2, 0, 1]), jnp.float32)
 ROTATION = on_device([[1, 1], [1, -1]], jnp.float32)

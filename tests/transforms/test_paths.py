@@ -10,7 +10,7 @@ from flax import nnx
 
 import jqx
 
-from .models import eighths, normal
+from ..models.transforms import eighths, normal
 from .sources import POLICY, assert_same, rounded
 
 X = eighths(1, 4, 8)

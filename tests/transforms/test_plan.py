@@ -7,7 +7,7 @@ import pytest
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic
 
-from .models import mlp, mlp_params, normal, plan_of
+from ..models.transforms import mlp, mlp_params, normal, plan_of
 
 X = normal(3, 7, 16)
 

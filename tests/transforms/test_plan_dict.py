@@ -23,8 +23,8 @@ from jqx._src.tensor.serialize import CLASSES, record_from_json, to_json
 from jqx._src.transforms.plan import Weight
 from jqx.calibrators import Groups
 
-from .forms import FORMS, POLICIES, function, rows, weights
-from .models import jitted, jitted_params, mlp, mlp_params, normal, plan_of
+from ..models.forms import FORMS, POLICIES, function, rows, weights
+from ..models.transforms import jitted, jitted_params, mlp, mlp_params, normal, plan_of
 
 X = normal(3, 7, 16)
 PRESETS = [f for _, f in inspect.getmembers(jqx.presets, inspect.isfunction)]

@@ -13,9 +13,9 @@ import jqx
 from jqx._src.tensor.grid import fake_quantize_as
 
 from ..arrays import on_device
-from ..contractions.oracles import equations_of
+from ..models.transforms import mlp, mlp_params, normal, relative
+from ..oracles.contractions import equations_of
 from ..presets.table import PRESETS, STATIC, every_preset
-from .models import mlp, mlp_params, normal, relative
 
 FEATURES, HEADS, HIDDEN = 64, 4, 160
 

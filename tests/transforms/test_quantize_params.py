@@ -7,7 +7,7 @@ import jqx
 from jqx._src.transforms.quantize_weight import _compiled
 from jqx.presets import w8a8, w8a16
 
-from .models import int8_grid, mlp, mlp_params, normal, plan_of
+from ..models.transforms import int8_grid, mlp, mlp_params, normal, plan_of
 
 X = normal(3, 7, 16)
 

@@ -11,7 +11,7 @@ from jax import lax
 
 import jqx
 
-from .models import normal
+from ..models.transforms import normal
 from .sources import POLICY
 
 X = normal(1, 4, 8)

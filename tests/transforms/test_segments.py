@@ -15,7 +15,7 @@ import jqx
 from jqx._src.policy import Selector
 
 from ..arrays import normal, on_device
-from ..contractions.oracles import gamma
+from ..oracles.contractions import gamma
 from ..roundings import exactly
 
 L, K, ROWS = 5, 8, 3

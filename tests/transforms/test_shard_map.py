@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import jqx
 
 from ..arrays import on_device
-from .forms import POLICIES, STEP, WEIGHT, act, matmul
-from .models import eighths
+from ..models.forms import POLICIES, STEP, WEIGHT, act, matmul
+from ..models.transforms import eighths
 from .test_forms import assert_same
 
 D, M = 2, 2

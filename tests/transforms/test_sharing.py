@@ -9,7 +9,7 @@ from jax import lax
 import jqx
 from jqx.presets import w8a8, w8a16
 
-from .models import eighths, normal
+from ..models.transforms import eighths, normal
 from .sources import POLICY, assert_quantized, assert_same, axes_of, by_hand, rounded
 
 X = eighths(1, 4, 8)

@@ -8,7 +8,7 @@ from jqx.gradients import additive_noise, lsq, ste, stochastic
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
 from ..arrays import on_device
-from .models import close, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
+from ..models.transforms import close, mlp, mlp_params, normal, plan_of, quantized_mlp, relative
 
 X = normal(3, 7, 16)
 

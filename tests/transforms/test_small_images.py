@@ -7,7 +7,7 @@ import pytest
 
 import jqx
 
-from .models import normal, relative
+from ..models.transforms import normal, relative
 from .resnet import parameters, resnet
 
 

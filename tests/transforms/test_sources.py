@@ -14,7 +14,7 @@ import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
 from ..arrays import on_device
-from .models import eighths, normal
+from ..models.transforms import eighths, normal
 from .sources import POLICY, STEP, assert_quantized, assert_same, axes_of, cases, rounded
 
 X = eighths(1, 4, 8)

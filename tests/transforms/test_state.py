@@ -16,7 +16,7 @@ from jqx.diagnostics import sensitivity
 
 from ..arrays import on_device
 from ..contractions.test_cache import assert_equal
-from .models import eighths, relative
+from ..models.transforms import eighths, relative
 
 BATCH, TIME, HEADS, WIDTH = SHAPE = (2, 6, 2, 32)
 OWN = {0: 1, 1: 1, 2: 1}

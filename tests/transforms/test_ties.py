@@ -9,7 +9,7 @@ import pytest
 
 import jqx
 
-from .models import normal
+from ..models.transforms import normal
 from .sources import POLICY, WEIGHT, assert_same, rounded
 
 IDS = jnp.array([3, 1, 4])

@@ -12,7 +12,7 @@ from jax import lax
 
 import jqx
 
-from .models import normal
+from ..models.transforms import normal
 
 PRESETS = {
     name: getattr(jqx.presets, name)

@@ -9,8 +9,8 @@ from jax import lax
 import jqx
 
 from ...arrays import on_device
-from ..forms import POLICIES, rows, weights
-from ..models import normal
+from ...models.forms import POLICIES, rows, weights
+from ...models.transforms import normal
 
 STEP = 2.0**-2
 

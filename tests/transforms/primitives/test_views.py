@@ -6,7 +6,7 @@ import jqx
 from jqx._src.transforms.interpret import Rules, interpret
 from jqx._src.transforms.trace import is_quantized, trace_call
 
-from ..models import normal
+from ...models.transforms import normal
 
 VIEWS = {
     "transpose": lambda w: w.T,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import jqx
 from jqx._src.numerics.lookup import name_of_qtype
 
-from ..numerics.oracles import code_range
+from .numerics import code_range
 
 positive_floats = st.floats(2.0**-20, 2.0**20, width=32)
 ordinary_floats = st.one_of(positive_floats, positive_floats.map(lambda v: -v), st.just(0.0))

@@ -31,3 +31,16 @@ def assert_refused(
         for fact in facts:
             assert fact in text, (form, fact, text)
         assert not re.search(r"Traced|Tracer|Array\(", text), (form, text)
+
+
+def assert_error(
+    call: Callable[[], Any], *words: str, error: type[Exception] = ValueError
+) -> Exception:
+    """Asserts that a call raises an error with these words, of bounded length, and returns it."""
+    with pytest.raises(error) as info:
+        call()
+    text = str(info.value)
+    assert text.startswith("jqx.") and "\n  fix:      " in text, text
+    assert all(word in text for word in words), text
+    assert len(text) < 2000
+    return info.value

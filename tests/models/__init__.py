@@ -1,0 +1,1 @@
+"""Functions and weights that tests of several folders quantize."""
