@@ -72,7 +72,7 @@ def test_what_the_model_tells():
 
 
 def test_a_compiler_that_is_not_installed_is_skipped(monkeypatch, capsys):
-    monkeypatch.setattr(benchmark._lowering, "_is_installed", lambda name: False)
+    monkeypatch.setattr(benchmark.lowering, "_is_installed", lambda name: False)
     assert list(benchmark.all_programs()) == []
     told = capsys.readouterr().out
     assert "skipped: no compiler for tpu-v5e: the extra aot-tpu is not installed" in told

@@ -408,7 +408,7 @@ def check_policy(function: str, policy: Any, argument: str = "policy") -> None:
 def preset_of(value: Any) -> str | None:
     """Returns the name of a preset if the function itself was passed instead of its result."""
     module = getattr(value, "__module__", None) or ""
-    is_preset = callable(value) and module.startswith("jqx.presets")
+    is_preset = callable(value) and module == "jqx._src.presets"
     return value.__name__ if is_preset else None
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import jqx
+from jqx._src.calibrators.histogram import magnitudes
 from jqx.calibrators import Entropy, absmax, entropy
 from jqx.numerics import nf4
 
@@ -77,7 +78,7 @@ def test_counts_are_spread_in_proportion_to_width():
     @jax.jit
     def spread_of(x):
         counts = calibrator.observe(x, spec).counts
-        counts = jqx.calibrators._histogram.magnitudes(counts)[0, 1:].astype(jnp.float32)
+        counts = magnitudes(counts)[0, 1:].astype(jnp.float32)
         return calibrator._in_equal_bins(counts, jnp.float32(2.0))
 
     spread = np.asarray(spread_of(x))

@@ -150,7 +150,7 @@ def test_variables_of_the_environment_are_set_where_absent_and_removed(monkeypat
 
 
 def test_what_the_h200_is_comes_with_the_package():
-    config = targets.resources.files("jqx.diagnostics").joinpath("h200.textproto")
+    config = targets.resources.files("jqx._src.diagnostics").joinpath("h200.textproto")
     assert 'name: "NVIDIA H200"' in config.read_text()
 
 

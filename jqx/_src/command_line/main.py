@@ -372,7 +372,7 @@ def _plots() -> Any:
     """Returns the module that draws. It needs matplotlib, which jqx itself does not."""
     if importlib.util.find_spec("matplotlib") is None:
         raise fail("plot", "matplotlib is not installed.", fix='pip install "jqx[examples]".')
-    return importlib.import_module("..diagnostics.plots", __package__)
+    return importlib.import_module("jqx.diagnostics.plots")
 
 
 def _matches(pattern: str, path: str) -> bool:

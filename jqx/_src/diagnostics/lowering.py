@@ -458,7 +458,9 @@ def _device(function: str, target: str) -> Any:
         with _present(machine.environment):
             if machine.platform == "tpu":
                 return compat.devices_of_topology("tpu", machine.topology)[0]
-            config = resources.files("jqx.diagnostics").joinpath(f"{target}.textproto").read_text()
+            config = (
+                resources.files("jqx._src.diagnostics").joinpath(f"{target}.textproto").read_text()
+            )
             return compat.devices_of_topology(
                 "cuda",
                 "",
