@@ -37,9 +37,9 @@ _GPTQ: dict[str, Any] = {
 }
 _FACTORS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55)
 _SMALL = 64
-"""Groups of so many elements have hardly any outliers, so other factors of their scales are only
-tried with less than 4 bits. With int4 in groups of 32 they gained nothing: divergences of SmolLM2 on
-four kinds of text changed by -5 % to 8 %, those with int3 by -3 % to -9 %.
+"""Groups of so many elements have hardly any outliers, so other factors of their scales are tried
+only with less than 4 bits. With int4 in groups of 32 they gained nothing: divergences of SmolLM2
+on four kinds of text changed by -5 % to 8 %, those with int3 by -3 % to -9 %.
 """
 
 
