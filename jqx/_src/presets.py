@@ -135,13 +135,10 @@ def _table_spec(function: str, tables: Tables) -> QSpec | None:
 
 def blocks(function: str, block: int, default: int, weight_fields: Fields) -> Granularity:
     """Returns blocks of weights; the last ones may be smaller."""
-    says = not isinstance(weight_fields, Mapping) or "granularity" in weight_fields
-    if block != default and says:
-        raise fail(
-            f"presets.{function}",
-            "`block` and `weight` both set the granularity.",
-            fix="drop block, or the granularity in weight.",
-        )
+    has_granularity = not isinstance(weight_fields, Mapping) or "granularity" in weight_fields
+    if block != default and has_granularity:
+        problem = "`block` and `weight` both set the granularity."
+        raise fail(f"presets.{function}", problem, fix="drop block, or that in weight.")
     return per_group(block, tail=True)
 
 

@@ -45,18 +45,11 @@ tried. In MiniLM with groups of 32, they gained nothing.
 def check_effort(function: str, effort: Any, algorithm: Any) -> None:
     """Checks that an effort is valid, and that no algorithm is given with it."""
     if effort is not None and effort not in get_args(Effort):
-        raise fail(
-            function,
-            f"`effort` is unknown: {shown(effort)}.",
-            fix="pass 'seconds', 'minutes' or 'hours', or leave it out for 'seconds'.",
-        )
+        fix = "pass 'seconds', 'minutes' or 'hours', or leave it out for 'seconds'."
+        raise fail(function, f"`effort` is unknown: {shown(effort)}.", fix=fix)
     if effort is not None and algorithm is not None:
-        raise fail(
-            function,
-            "`effort` and `algorithm` exclude each other.",
-            given=f"effort == {effort!r} and {described(algorithm)}",
-            fix="leave one of them out.",
-        )
+        problem = f"`effort`, {effort!r}, and `algorithm`, {described(algorithm)}, exclude each "
+        raise fail(function, f"{problem}other.", fix="leave one of them out.")
 
 
 @dataclasses.dataclass
@@ -95,14 +88,9 @@ class Choice:
             self.notes.append(f"without {described(part)}: {reason}")
             # That there are no channels to scale or to rotate is no loss.
             if isinstance(error, NotImplementedError) or hasattr(part, "run"):
-                warn(
-                    message(
-                        "ptq",
-                        "a part of the default algorithm does not support this function.",
-                        given=f"{described(part)}: {reason}",
-                        fix="pass an algorithm by name, such as jqx.algorithms.nearest().",
-                    )
-                )
+                problem = "a part of the default algorithm does not support this function."
+                fix = "pass an algorithm by name, such as jqx.algorithms.nearest()."
+                warn(message("ptq", problem, given=f"{described(part)}: {reason}", fix=fix))
             return None
 
     def choose(self, rounding: Any, *args: Any, **kwargs: Any) -> Any:

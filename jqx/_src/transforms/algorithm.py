@@ -83,26 +83,22 @@ class Algorithm(Protocol):
 def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False) -> None:
     """Checks that an algorithm can be called; with `of_functions` it may need the function."""
     is_class = isinstance(algorithm, type)
-    wants = [name for name in ("rewrite", "run", "correct") if has(algorithm, name)]
-    wants += ["algorithms"] if chained(algorithm) is not None else []
-    fits = not is_class and (callable(algorithm) or (of_functions and bool(wants)))
-    if not fits and not is_class and wants and not of_functions:
-        raise fail(
-            function,
-            "`algorithm` needs the function, and batches.",
-            given=shown(algorithm),
-            fix="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
-            error=TypeError,
-        )
-    if algorithm is not None and not fits:
-        raise fail(
-            function,
-            "`algorithm` is not an algorithm.",
-            given=f"the class {algorithm.__name__}" if is_class else shown(algorithm),
-            expected="a function (plan, params, stats) that returns the parameters, or None",
-            fix=_instead(algorithm),
-            error=TypeError,
-        )
+    needs_function = not is_class and (
+        chained(algorithm) is not None or any(has(algorithm, name) for name in _METHODS)
+    )
+    is_plain = callable(algorithm) and not is_class
+    if algorithm is None or is_plain or (needs_function and of_functions):
+        return
+    details = f"the class {algorithm.__name__}" if is_class else shown(algorithm)
+    problem, fix = "`algorithm` is not an algorithm.", _instead(algorithm)
+    if needs_function:
+        problem = "`algorithm` needs the function, and batches."
+        fix = "pass it to jqx.ptq(f, policy, algorithm)(params, batches)."
+    raise fail(function, problem, given=details, fix=fix, error=TypeError)
+
+
+_METHODS = ("rewrite", "run", "correct")
+"""Methods of an algorithm that works on the function."""
 
 
 NAMES = (
@@ -179,13 +175,8 @@ def has(algorithm: Any, method: str) -> bool:
 def chained(algorithm: Any) -> tuple[Any, ...] | None:
     """Returns the algorithms of a chain, and `None` for a single algorithm."""
     parts = getattr(algorithm, "algorithms", None)
-    is_single = callable(algorithm) or any(has(algorithm, x) for x in ("rewrite", "run", "correct"))
+    is_single = callable(algorithm) or any(has(algorithm, x) for x in _METHODS)
     return parts if isinstance(parts, tuple) and not is_single else None
-
-
-def observers_of(algorithm: Algorithm | None) -> Any:
-    """Returns the observers that an algorithm needs, if any."""
-    return getattr(algorithm, "observers", None)
 
 
 class Chosen(NamedTuple):
@@ -215,29 +206,23 @@ def as_chosen(result: Any) -> Chosen:
     return result if isinstance(result, Chosen) else Chosen(result, None)
 
 
-def picked(function: str, codes: Any, rounded: Any) -> Any:
+def merge_codes(function: str, codes: Any, rounded: Any) -> Any:
     """Returns parameters with the codes that an algorithm chose, and rounded ones elsewhere. Checks
     that the chosen codes fit the plan, as those rounded to nearest do.
     """
 
-    def pick(leaf: Any, nearest: Any) -> Any:
+    def merged(leaf: Any, nearest: Any) -> Any:
         kinds = abstract(leaf), abstract(nearest)
         if not is_quantized(kinds[0]):
             return nearest
-        if not (
-            jax.tree.structure(kinds[0]) == jax.tree.structure(kinds[1])
-            and kinds[0].scale.shape == kinds[1].scale.shape
-        ):
-            raise fail(
-                function,
-                "the algorithm chose codes that do not fit the plan.",
-                given=repr(leaf),
-                expected=repr(nearest),
-                fix="return QTensors of the formats and granularities of plan.weights.",
-            )
+        structures = map(jax.tree.structure, kinds)
+        if len({*structures}) > 1 or kinds[0].scale.shape != kinds[1].scale.shape:
+            problem = "the algorithm chose codes that do not fit the plan."
+            fix = f"return QTensors of plan.weights, here {nearest!r}."
+            raise fail(function, problem, given=repr(leaf), fix=fix)
         return leaf
 
-    return jax.tree.map(pick, codes, rounded, is_leaf=is_quantized)
+    return jax.tree.map(merged, codes, rounded, is_leaf=is_quantized)
 
 
 # `unstack`: a function in which the parts of split weights are parameters of their own.

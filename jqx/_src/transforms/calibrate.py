@@ -317,34 +317,19 @@ def _check_observed(
     """Checks that both have entries of the same observers, that all of these were given, and that
     the entries of each have the same shapes.
     """
-    static = plan.static_specs()
-    keys = set(a) | set(b)
-    strange = sorted(keys - set(static) - set(observed_sites))
-    one_sided = sorted(set(a) ^ set(b))
-    if not strange and not one_sided:
-        for key in sorted(keys - set(static)):
-            _check_same_kind(key, a[key], b[key])
-        return
-    raise fail(
-        "merge_stats",
-        "there are entries of observers that were not given."
-        if strange
-        else "`a` and `b` do not have the same entries of observers.",
-        given=f"{', '.join((strange or one_sided)[:4])}",
-        fix="pass the observers= that were used for both calibrations.",
-    )
-
-
-def _check_same_kind(key: str, a: Any, b: Any) -> None:
-    kinds = [kinds_of(jax.eval_shape(lambda x: x, stats)) for stats in (a, b)]
-    if kinds[0] == kinds[1]:
-        return
-    raise fail(
-        "merge_stats",
-        f"the statistics {key!r} differ in structure, shapes or dtypes.",
-        given=" and ".join(kinds),
-        fix="let the observer reduce the axes that a batch may change: site.reduced(x.ndim).",
-    )
+    keys = (set(a) | set(b)) - set(plan.static_specs())
+    strange, one_sided = sorted(keys - set(observed_sites)), sorted(set(a) ^ set(b))
+    if strange or one_sided:
+        problem = "`a` and `b` do not have the same entries of observers."
+        problem = "there are entries of observers that were not given." if strange else problem
+        fix = "pass the observers= that were used for both calibrations."
+        raise fail("merge_stats", problem, given=some(strange or one_sided), fix=fix)
+    for key in sorted(keys):
+        kinds = [kinds_of(jax.eval_shape(lambda x: x, stats[key])) for stats in (a, b)]
+        if kinds[0] != kinds[1]:
+            problem = f"the statistics {key!r} differ in structure, shapes or dtypes."
+            fix = "let the observer reduce the axes that a batch may change: site.reduced(x.ndim)."
+            raise fail("merge_stats", problem, given=" and ".join(kinds), fix=fix)
 
 
 # `affines`: scales and zero points of activations, from statistics.
@@ -410,12 +395,9 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
         if compat.is_concrete(n) and not bool(np.all(np.asarray(n) > 0))
     ]
     if unseen:
-        raise fail(
-            "affines",
-            "some sites were never observed.",
-            given=f"a count of 0 for {', '.join(unseen[:4])}",
-            fix="calibrate on more batches, or quantize them with dynamic=True.",
-        )
+        details = f"a count of 0 for {', '.join(unseen[:4])}"
+        fix = "calibrate on more batches, or quantize them with dynamic=True."
+        raise fail("affines", "some sites were never observed.", given=details, fix=fix)
     merged = stats_of(stats)
     check_finite("affines", in_order(plan, merged.flags))
     scales = {
@@ -436,13 +418,11 @@ def _check_finite(plan: Plan, stats: Mapping[str, Any], scales: Affines) -> None
         nans = plan.static_specs()[key].calibrator.nans(stats[key])
         if not compat.is_concrete(nans) or not compat.is_concrete(affine.scale):
             continue
-        count = int(np.sum(np.asarray(nans), dtype=np.int64))
-        if count:
-            bad.append(f"{count} NaN values at {key}")
-            continue
         # A percentile may clip an infinity, and have a finite scale.
         leaves = () if key in flags else jax.tree.leaves(stats[key])
-        if not all(map(_is_finite, (affine.scale, *leaves))):
+        if count := int(np.sum(np.asarray(nans), dtype=np.int64)):
+            bad.append(f"{count} NaN values at {key}")
+        elif not all(map(_is_finite, (affine.scale, *leaves))):
             bad.append(f"infinity at {key}")
     if bad:
         raise ValueError(nonfinite_text("affines", bad))
@@ -466,14 +446,9 @@ def _warn_of_zeros(plan: Plan, flags: Mapping[str, Any], specs: Mapping[str, Any
         steps = np.argwhere(rows == 0).tolist()
         bad += [f"{key}[{', '.join(map(str, step))}]" if step else key for step in steps]
     if bad:
-        text = message(
-            "affines",
-            "some sites saw only zeros, so that their static scale is 1.",
-            given=some(bad),
-            fix="calibrate on batches that reach them, or use dynamic=True; a site whose input is "
-            "always 0 needs nothing.",
-        )
-        warn(text)
+        problem = "some sites saw only zeros, so that their static scale is 1."
+        fix = "calibrate on batches that reach them, or use dynamic=True; a site whose input is "
+        warn(message("affines", problem, given=some(bad), fix=f"{fix}always 0 needs nothing."))
 
 
 # `calibrate_batches`: the merged statistics of many batches.
@@ -582,7 +557,7 @@ def calibrate_batches(
     left_out: list[int] = []
     pending: tuple[int, Stats, jax.Array] | None = None
 
-    def settle() -> None:
+    def check_last() -> None:
         """Looks at the flags of the last batch, while the next one is computed."""
         if pending is None or not int(pending[2]):
             return
@@ -598,19 +573,15 @@ def calibrate_batches(
             if size >= _LARGE:
                 tell(shown, f"calibrate: the statistics take {in_bytes(size)}")
         statistics, bad = observe(arrays, call_args)
-        settle()
+        check_last()
         pending = index, statistics.stats, bad
         merged, first_stats = (
             (statistics, batch) if merged is None else (merge(merged, statistics), first_stats)
         )
     if merged is None:
-        raise fail(
-            name,
-            "there is no batch: `batches` is empty, or an exhausted generator.",
-            fix="pass a list, or create the generator again.",
-        )
-    assert merged is not None
-    settle()
+        problem = "there is no batch: `batches` is empty, or an exhausted generator."
+        raise fail(name, problem, fix="pass a list, or create the generator again.")
+    check_last()
     stats = merged.stats
     if ignores:
         warn_left_out(name, in_order(plan, stats.left_out), left_out)
@@ -660,13 +631,11 @@ def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
         [f"{x.dtype.name}{list(x.shape)}" for x in arrays_of_kind]
         for arrays_of_kind in (arrays, quantized_arrays)
     ]
-    if not (structure == tree and kinds[0] == kinds[1]):
-        raise fail(
-            "calibrate_batches",
-            "`quantized` are not the same parameters.",
-            given=f"arrays {', '.join(kinds[1][:4])}, and in float {', '.join(kinds[0][:4])}",
-            fix="pass jqx.quantize_params(params, plan), or what an algorithm chose.",
-        )
+    if structure != tree or kinds[0] != kinds[1]:
+        problem = "`quantized` are not the same parameters."
+        details = f"arrays {some(kinds[1])}, and in float {some(kinds[0])}"
+        fix = "pass jqx.quantize_params(params, plan), or what an algorithm chose."
+        raise fail("calibrate_batches", problem, given=details, fix=fix)
     return [
         jnp.stack([jnp.asarray(a), jnp.asarray(b)])
         for a, b in zip(arrays, quantized_arrays, strict=True)
@@ -684,12 +653,12 @@ def elements_of(
     arrays, filled = arrays_of((params, batch))
 
     @jax.jit
-    def found(arrays: list[Any]) -> dict[str, Any]:
+    def elements(arrays: list[Any]) -> dict[str, Any]:
         arguments = arguments_of(plan, *filled(arrays))
         _, stats = calibrate(f, plan, observers=dict.fromkeys(patterns, places))(*arguments)
         return {key: x for key, x in stats.items() if key.endswith(f"@{places}")}
 
-    return found(arrays)
+    return elements(arrays)
 
 
 def arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

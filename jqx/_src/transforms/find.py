@@ -501,7 +501,13 @@ def splits_of(
                     continue
                 raise
             if not _is_whole(use, shapes):
-                _refuse(function, rule, use, shapes[use.path])
+                problem = (
+                    f"the path of a rule selects steps of {use.path!r}, not steps of one axis."
+                )
+                details = f"path {rule.path!r}; shape {list(shapes[use.path])}, and a scan of "
+                details += f"{use.length} steps over axes {sorted(use.axes)}"
+                fix = "let the rule match the whole weight, or keep the layers of f in one stack."
+                raise fail(function, problem, given=details, fix=fix)
     splits = {}
     for use in uses:
         if (bounds := cuts.get(roots[use.path])) and _is_whole(use, shapes):
@@ -524,16 +530,6 @@ def _is_whole(use: _Use, shapes: dict[str, tuple[int, ...]]) -> bool:
     return len(use.axes) == 1 and shapes[use.path][min(use.axes)] == use.length
 
 
-def _refuse(function: str, rule: Rule, use: _Use, shape: tuple[int, ...]) -> None:
-    raise fail(
-        function,
-        f"the path of a rule selects steps of {use.path!r}, which are not steps of one axis.",
-        given=f"path {rule.path!r}; a weight of the shape {list(shape)}, and a scan of "
-        f"{use.length} steps over axes {sorted(use.axes)}",
-        fix="let the rule match the whole weight, or keep the layers of f in one stack.",
-    )
-
-
 def check_split(function: str, items: Sequence[Found], splits: Sequence[Split]) -> None:
     """Raises if a weight was split but no scan reads its parts."""
     stack_of = {part.path: part.whole for split in splits for part in split.parts}
@@ -545,14 +541,12 @@ def check_split(function: str, items: Sequence[Found], splits: Sequence[Split]) 
                 unsplit |= {stack_of[path] for path in paths if path in stack_of}
     for split in splits:
         if split.path not in unsplit:
-            raise fail(
-                function,
-                f"the weight {split.path!r}, whose steps a rule selects, reaches its scan "
-                "through an operation that mixes them.",
-                given=f"bounds {list(split.bounds)} along axis {split.axis}",
-                fix="prepare the weight outside of f, or let rules match the whole weight.",
-                error=NotImplementedError,
+            problem = (
+                f"the weight {split.path!r}, whose steps a rule selects, reaches its scan through "
             )
+            problem += "an operation that mixes them."
+            fix = "prepare the weight outside of f, or let rules match the whole weight."
+            raise fail(function, problem, fix=fix, error=NotImplementedError)
 
 
 # Finds which operands of contractions in a jaxpr are one value, by value numbering.

@@ -212,14 +212,10 @@ def _without_rule(
 
     @value.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
-        raise fail(
-            "hoist",
-            "a function with a derivative rule of its own has no derivative here.",
-            given=f"`{eqn.primitive.name}`{compat.at_line_of(eqn)}, from which "
-            "values of parameters are split off",
-            fix="differentiate f itself; g is for inference.",
-            error=NotImplementedError,
-        )
+        problem = "a function with a derivative rule of its own has no derivative here."
+        details = f"`{eqn.primitive.name}`{compat.at_line_of(eqn)}, which reads computed parameters"
+        fix = "differentiate f itself; g is for inference."
+        raise fail("hoist", problem, given=details, fix=fix, error=NotImplementedError)
 
     return value(*(flat[i] for i in argnums))
 
@@ -283,8 +279,6 @@ class _Runner:
     def like(self, x: Any, example: Any) -> Any:
         return x
 
-
-_WHATS = ("all", "weights")
 
 _PLACE = "computed"
 """The last part but one of the path of a value that is split off."""
@@ -353,12 +347,8 @@ def hoist(
     """
     check_function("hoist", f)
     check_names("hoist", names)
-    if what not in _WHATS:
-        raise fail(
-            "hoist",
-            f"`what` is unknown: {what!r}.",
-            fix=f"pass one of {', '.join(map(repr, _WHATS))}.",
-        )
+    if what not in ("all", "weights"):
+        raise fail("hoist", f"`what` is unknown: {what!r}.", fix="pass 'all' or 'weights'.")
     argnums = as_params("hoist", params)
 
     def split(*args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Any]:
@@ -404,12 +394,10 @@ class Hoisted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         argnum = self.params
-        if not argnum < len(args):
-            raise fail(
-                "hoist",
-                f"there are no computed parameters at position {argnum}.",
-                fix="pass what hoist(f)(params, *args) returned with g: g(computed, *args).",
-            )
+        if argnum >= len(args):
+            problem = f"there are no computed parameters at position {argnum}."
+            fix = "pass what hoist(f)(params, *args) returned with g: g(computed, *args)."
+            raise fail("hoist", problem, fix=fix)
         others = [x for i, x in enumerate(args) if i != argnum]
         full = placed(_positions(self.hoisting.params), self.parents, others)
         weights = Weights(self.hoisting.params, self.hoisting.names)
@@ -530,13 +518,10 @@ class _Parts:
     def check_program(self, program: str) -> None:
         """Raises if values that are split off are not those of another call."""
         if str(self.program[0]) != program:
-            raise fail(
-                "hoist",
-                "a value that was split off depends on the sizes of the other arguments.",
-                given=f"arguments of other sizes than those of hoist(f)(params, *args), and values "
-                f"{some(list(self._shapes))}",
-                fix="call hoist(f)(params, *args) with arguments of these sizes.",
-            )
+            problem = "a value that was split off depends on the sizes of the other arguments: "
+            problem += f"{some(list(self._shapes))}."
+            fix = "call hoist(f)(params, *args) with arguments of these sizes."
+            raise fail("hoist", problem, fix=fix)
 
     def run(self, tree: Any, own_leaves: Sequence[Any]) -> list[Any]:
         """Evaluates the rest of the function on computed values and the other leaves."""
@@ -557,13 +542,10 @@ class _Parts:
         ]
         wrong = [path for path, x in needed.items() if _kind(arrays.get(path)) != _kind(x)] + others
         if wrong:
-            raise fail(
-                "hoist",
-                "these are not the computed parameters of this function.",
-                given=f"{wrong[0]!r}: {_kind(arrays.get(wrong[0]))}",
-                expected=f"{wrong[0]!r}: {_kind(needed.get(wrong[0]))}",
-                fix="pass those that hoist(f)(params, *args) returns together with g.",
-            )
+            path, problem = wrong[0], "these are not the computed parameters of this function."
+            details = f"{path!r}: {_kind(arrays.get(path))}, expected {_kind(needed.get(path))}"
+            fix = "pass those that hoist(f)(params, *args) returns together with g."
+            raise fail("hoist", problem, given=details, fix=fix)
 
 
 def _positions(params: Params) -> tuple[int, ...]:

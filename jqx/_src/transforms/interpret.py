@@ -19,7 +19,7 @@ from .. import compat
 from ..caches.decode_attention import attention_named
 from ..calibrators.calibrator import Affine
 from ..compat import Eqn
-from ..errors import fail
+from ..errors import fail, some
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone
 from .find import addressed
@@ -423,34 +423,23 @@ def weights_of(
     positions = (params,) if isinstance(params, int) else params
     inputs = [x for argnum, x in enumerate(args) if argnum not in positions]
     try:
-        row_weights = weight(*inputs, **kwargs)
+        weights = weight(*inputs, **kwargs)
     except Exception as error:
-        error.add_note(
-            f"  at:       weight= of an observer, called with {len(inputs)} arguments: those "
-            "of the function without its parameters"
-        )
+        error.add_note(f"  at:       weight= of an observer, called with {len(inputs)} arguments")
         raise
     fix = "let it return booleans, such as tokens != 0, or non-negative numbers."
-    if not (hasattr(row_weights, "shape") and hasattr(row_weights, "dtype")):
-        raise fail(
-            function,
-            "the `weight` of an observer does not return an array.",
-            given=f"an object of type {type(row_weights).__name__}",
-            fix=fix,
-            error=TypeError,
-        )
-    dtype = jnp.dtype(row_weights.dtype)
-    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
-    positive = not compat.is_concrete(row_weights) or bool(np.all(np.asarray(row_weights) >= 0))
-    if not (is_real and positive):
-        raise fail(
-            function,
-            "the `weight` of an observer does not return booleans or non-negative numbers.",
-            given=f"an array of {dtype.name}"
-            + ("" if positive else " with entries below 0, or NaN"),
-            fix=fix,
-        )
-    return jnp.asarray(row_weights).astype(jnp.float32)
+    if not (hasattr(weights, "shape") and hasattr(weights, "dtype")):
+        problem = "the `weight` of an observer does not return an array."
+        details = f"an object of type {type(weights).__name__}"
+        raise fail(function, problem, given=details, fix=fix, error=TypeError)
+    is_real = any(jnp.issubdtype(weights.dtype, x) for x in (jnp.bool_, jnp.integer, jnp.floating))
+    is_positive = not compat.is_concrete(weights) or bool(np.all(np.asarray(weights) >= 0))
+    if not (is_real and is_positive):
+        problem = "the `weight` of an observer does not return booleans or non-negative numbers."
+        details = f"an array of {jnp.dtype(weights.dtype).name}"
+        details += "" if is_positive else " with entries below 0, or NaN"
+        raise fail(function, problem, given=details, fix=fix)
+    return jnp.asarray(weights).astype(jnp.float32)
 
 
 def count_arguments(
@@ -478,13 +467,10 @@ def count_arguments(
             )
             counted_leaves.append(Counted(leaf, None, reason))
     if shape != () and not any(is_counted(x) and x.is_known for x in counted_leaves):
-        raise fail(
-            function,
-            "no argument has the rows that the `weight` of an observer counts.",
-            given=f"a weight of shape {shape}, arguments of shapes "
-            f"{', '.join(str(x.value.shape) for x in counted_leaves if is_counted(x)) or 'none'}",
-            fix="let it return an array with these axes.",
-        )
+        shapes = [str(x.value.shape) for x in counted_leaves if is_counted(x)]
+        problem = "no argument has the rows that the `weight` of an observer counts."
+        details = f"a weight of shape {shape}, arguments of shapes {some(shapes)}"
+        raise fail(function, problem, given=details, fix="let it return an array with these axes.")
     return counted_leaves
 
 
@@ -504,14 +490,11 @@ def count_operand(
     if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
         return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
     operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
-    raise fail(
-        function,
-        f"it is not known how much the rows of {site!r} count.",
-        given=("" if shape is None else f"a weight of shape {shape}, and ")
-        + f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}",
-        fix="name other sites in observers=, or let `weight` return the leading axes of the "
-        "argument that this site reads.",
-    )
+    details = "" if shape is None else f"a weight of shape {shape}, and "
+    details += f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}"
+    fix = "name other sites in observers=, or let `weight` return the leading axes of the argument "
+    problem = f"it is not known how much the rows of {site!r} count."
+    raise fail(function, problem, given=details, fix=f"{fix}that this site reads.")
 
 
 def finite_rows(f: Callable[..., Any], plan: Plan, *args: Any) -> tuple[Any, Any]:

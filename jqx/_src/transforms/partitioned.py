@@ -37,13 +37,10 @@ def is_place(x: Any) -> bool:
 def as_place(function: str, sharding: Any, mesh: Mesh | None, path: str) -> Place:
     """Returns the sharding of a leaf, after checking its type; a PartitionSpec is put on `mesh`."""
     if not is_place(sharding):
-        raise fail(
-            function,
-            f"the entry for {path!r} is not a sharding.",
-            given=f"an object of type {type(sharding).__name__}",
-            fix="pass a NamedSharding, a PartitionSpec or None in place of each array of the tree.",
-            error=TypeError,
-        )
+        problem = f"the entry for {path!r} is not a sharding."
+        details = f"an object of type {type(sharding).__name__}"
+        fix = "pass a NamedSharding, a PartitionSpec or None in place of each array of the tree."
+        raise fail(function, problem, given=details, fix=fix, error=TypeError)
     if mesh is None or not isinstance(sharding, PartitionSpec):
         return sharding
     return NamedSharding(mesh, sharding)
@@ -54,7 +51,7 @@ def as_sharding(function: str, sharding: Any, path: str) -> Sharding | None:
     resolved = as_place(function, sharding, None, path)
     if not isinstance(resolved, PartitionSpec):
         return resolved
-    _check_mesh(function, resolved, path)
+    _mesh_sizes(function, resolved, path)
     return NamedSharding(jax.sharding.get_mesh(), resolved)
 
 
@@ -66,20 +63,18 @@ def of_leaf(function: str, sharding: Place, leaf: Any, path: str) -> Any:
     """
     if sharding is None:
         return None
-    sizes = _check_mesh(function, sharding, path) if isinstance(sharding, PartitionSpec) else None
+    sizes = _mesh_sizes(function, sharding, path) if isinstance(sharding, PartitionSpec) else None
     return shardings_of(function, leaf, sharding, sizes, path)
 
 
-def _check_mesh(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:
-    """Returns the sizes of the axes of the current mesh, after checking that there is one."""
-    around = jax.sharding.get_abstract_mesh()
-    if around.empty:
-        raise fail(
-            function,
-            f"the mesh along whose axes {path!r} is partitioned is not known: {spec}.",
-            fix="pass NamedShardings, or call it in `with jax.set_mesh(mesh):`.",
-        )
-    return dict(around.shape)
+def _mesh_sizes(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:
+    """Returns the sizes of the axes of the current mesh; raises if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        problem = f"the mesh along whose axes {path!r} is partitioned is not known: {spec}."
+        fix = "pass NamedShardings, or call it in `with jax.set_mesh(mesh):`."
+        raise fail(function, problem, fix=fix)
+    return dict(mesh.shape)
 
 
 def floats_of(function: str, plan: Plan, tree: Any) -> Any:
@@ -153,13 +148,11 @@ class WeightPlaces:
         entries = (*sharding.spec, *(None,) * 32)
         axes_of_parameter = operand.axes or tuple((axis,) for axis in range(array.ndim))
         if any(names_of(entries[axis]) for axes in axes_of_parameter for axis in axes[1:]):
-            raise fail(
-                "convert",
-                f"the weight {operand.path!r} is partitioned along an axis that a reshape "
-                "merges into another.",
-                given=f"{sharding.spec}",
-                fix="partition another axis, or leave out partial_dtype and gather_axes.",
+            problem = (
+                f"the weight {operand.path!r} is partitioned along an axis that a reshape merges."
             )
+            fix = "partition another axis, or leave out partial_dtype and gather_axes."
+            raise fail("convert", problem, given=f"{sharding.spec}", fix=fix)
         return sharding.mesh, [entries[axes[0]] if axes else None for axes in axes_of_parameter]
 
 
@@ -243,14 +236,12 @@ def gathered(function: str, axes: Any, shardings: WeightPlaces) -> Gathered | No
         for name in names_of(entry)
     }
     if not (is_names and bool(names) and mesh_axes.issuperset(names)):
-        raise fail(
-            function,
-            "`gather_axes` are not axes along which weights are partitioned.",
-            given=f"gather_axes == {axes!r}, and weights are partitioned along {sorted(mesh_axes)}"
-            + (", according to their types" if any(map(has_explicit_axes, meshes)) else ""),
-            fix="pass shardings= of the float weights, or leave it out; with explicit axes call "
-            "jax.sharding.reshard(w, ...) in the function.",
-        )
+        problem = "`gather_axes` are not axes along which weights are partitioned."
+        details = f"gather_axes == {axes!r}, and weights are partitioned along {sorted(mesh_axes)}"
+        details += ", according to their types" if any(map(has_explicit_axes, meshes)) else ""
+        fix = "pass shardings= of the float weights, or leave it out; with explicit axes call "
+        fix += "jax.sharding.reshard(w, ...) in the function."
+        raise fail(function, problem, given=details, fix=fix)
     return Gathered(shardings, shardings.without(names))
 
 
@@ -330,13 +321,11 @@ def partial_sums(function: str, dtype: Any, shardings: WeightPlaces) -> PartialS
     kind = as_dtype(function, "partial_dtype", dtype)
     check_real(function, "`partial_dtype`", kind)
     if not any(any(map(names_of, sharding.spec)) for sharding in shardings.by_path.values()):
-        raise fail(
-            function,
-            "`partial_dtype` has no effect: no weight is known to be partitioned.",
-            given=f"partial_dtype == {jnp.dtype(kind).name}, "
-            + ("no shardings of partitioned weights" if shardings.are_given else "no shardings"),
-            fix="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out.",
-        )
+        problem = "`partial_dtype` has no effect: no weight is known to be partitioned."
+        details = f"partial_dtype == {kind.name}, "
+        details += "no shardings of partitioned weights" if shardings.are_given else "no shardings"
+        fix = "pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out."
+        raise fail(function, problem, given=details, fix=fix)
     return PartialSums(kind, shardings)
 
 

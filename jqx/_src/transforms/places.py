@@ -114,13 +114,10 @@ def _whole(path: Any, leaf: Any) -> _Placed:
 
 
 def _check_numbers(path: str, size: int) -> None:
-    if not size < 2**31:
-        raise fail(
-            "observers.places",
-            f"the weight {path!r} has {size} elements, more than int32 can number.",
-            fix="split it: let rules select steps of the scan over it, such as 'layers[:16]'.",
-            error=NotImplementedError,
-        )
+    if size >= 2**31:
+        problem = f"the weight {path!r} has {size} elements, more than int32 can number."
+        fix = "split it: let rules select steps of the scan over it, such as 'layers[:16]'."
+        raise fail("observers.places", problem, fix=fix, error=NotImplementedError)
 
 
 @dataclass

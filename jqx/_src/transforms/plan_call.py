@@ -268,11 +268,10 @@ def resolve_weights(
                 path, rank = part.path, len(shapes_of[part.path])
                 spec, index = specs.setdefault(path, (operand.spec, site.rule))
                 if spec != operand.spec:
+                    problem = f"two rules give the weight {path!r} different specs."
+                    details = f"rule {index}: {spec}; rule {site.rule}: {operand.spec}"
                     raise fail(
-                        function,
-                        f"two rules give the weight {path!r} different specs.",
-                        given=f"rule {index}: {spec}; rule {site.rule}: {operand.spec}",
-                        fix="let one rule match every use of it.",
+                        function, problem, given=details, fix="let one rule match every use of it."
                     )
                 moved[path].update(axis - rank for axis, _ in part.moved)
                 cut[path].update(axis - rank for axis, _ in part.cut)
@@ -329,12 +328,9 @@ def resolve_activation(
 ) -> QSpec:
     """Resolves the spec of an activation, or of a result, in its own axes; `where` for errors."""
     if not spec.dynamic and spec.granularity.is_relative:
-        raise fail(
-            function,
-            f"a static scale per token is bound to one batch size ({where}).",
-            given=f"granularity {spec.granularity} with dynamic=False",
-            fix="pass dynamic=True, or granularity=jqx.per_tensor().",
-        )
+        problem = f"a static scale per token is bound to one batch size ({where})."
+        fix = "pass dynamic=True, or granularity=jqx.per_tensor()."
+        raise fail(function, problem, given=f"granularity {spec.granularity}", fix=fix)
     resolved = spec.resolve(len(shape), kept_axes, stacked)
     _check_kept(function, resolved, shape, kept_axes, where)
     return resolved
@@ -361,12 +357,9 @@ def _check_kept(
     except ValueError as error:
         raise ValueError(f"{error}\n  at:       {where}") from None
     if not can_leave_sum(groups, set(range(len(shape))) - set(kept_axes)):
-        raise fail(
-            function,
-            f"the scale varies along a contracted axis ({where}).",
-            given=f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept_axes)}",
-            fix=fix,
-        )
+        problem = f"the scale varies along a contracted axis ({where})."
+        details = f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept_axes)}"
+        raise fail(function, problem, given=details, fix=fix)
 
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -494,15 +487,12 @@ def plan_call(
     check_used(function, policy, used, items, skipped, call)
     warn_of_unused_alternatives(function, policy, items, call)
     if integers:
-        warn(
-            message(
-                function,
-                "the policy covers parameters of integers, which stay as they are.",
-                given=some(f"{path!r} of {dtype}" for path, dtype in integers.items()),
-                fix="pass the float weights, x.astype(jnp.float32); or leave these out of the "
-                "policy, by a rule that gives them no format.",
-            )
+        problem = "the policy covers parameters of integers, which stay as they are."
+        details = some(f"{path!r} of {dtype}" for path, dtype in integers.items())
+        fix = (
+            "pass the float weights, x.astype(jnp.float32); or leave these out of the policy, by a "
         )
+        warn(message(function, problem, given=details, fix=f"{fix}rule that gives them no format."))
     check_inputs(function, call, _of_weights(sites), weights)
     shapes_of = {
         path: tuple(leaf.shape)

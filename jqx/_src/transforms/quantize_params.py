@@ -13,14 +13,14 @@ from jax.sharding import Sharding
 from .. import compat
 from ..calibrators.calibrator import Affine
 from ..checks import called, check_instance, check_pattern, shown
-from ..errors import fail
+from ..errors import fail, some
 from ..signatures import T
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments, abstract, check_read, of_kinds
 from ..tensor.shardings import sharding_of
 from ..tensor.spec import QSpec, needed_spec
 from ..tensor.targets import cache_for, check_target
-from .algorithm import Algorithm, as_chosen, check_algorithm, picked
+from .algorithm import Algorithm, as_chosen, check_algorithm, merge_codes
 from .arguments import check_plan
 from .partitioned import as_sharding
 from .paths import Params, flatten, is_whole, parameter_line, path_of, rooted
@@ -115,7 +115,7 @@ def quantize_params(
         check_finite("quantize_params", in_order(plan, stats_of(stats or {}).flags))
         quantizing = as_chosen(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(quantizing), plan)
-        codes = picked("quantize_params", quantizing, nearest)
+        codes = merge_codes("quantize_params", quantizing, nearest)
         codes = codes if target is None else lay_out_weights(codes, plan, target)
         return _as_given(plan, codes, params, shardings)
     scales = affines or {}
@@ -123,12 +123,8 @@ def quantize_params(
     planned = [_weights_of(plan, name) for name, _ in named]
     for weights, (name, leaf) in zip(planned, named, strict=True):
         if weights and is_whole(abstract(leaf)):
-            raise fail(
-                "quantize_params",
-                f"the weight {name!r} is quantized already.",
-                given=repr(leaf) if is_whole(leaf) else "",
-                fix="pass the float parameters.",
-            )
+            problem = f"the weight {name!r} is quantized already."
+            raise fail("quantize_params", problem, fix="pass the float parameters.")
     lines = [
         parameter_line(name, leaf)
         for name, leaf in named
@@ -200,18 +196,14 @@ def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
 
 def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> None:
     if algorithm is None and stats is not None:
-        raise fail(
-            "quantize_params",
-            "`stats` have no effect: rounding to nearest does not read them.",
-            fix="pass algorithm=, such as gptq(); scales of activations go to convert.",
-        )
+        problem = "`stats` have no effect: rounding to nearest does not read them."
+        fix = "pass algorithm=, such as gptq(); scales of activations go to convert."
+        raise fail("quantize_params", problem, fix=fix)
     if algorithm is not None and (affines or donate):
-        raise fail(
-            "quantize_params",
-            "an algorithm finds the scales of weights itself, and reads all of them at once.",
-            given="affines" if affines else "donate=True",
-            fix="leave them out; scales of activations go to jqx.convert.",
-        )
+        problem = "an algorithm finds the scales of weights, and reads all of them at once."
+        details = "affines" if affines else "donate=True"
+        fix = "leave them out; scales of activations go to jqx.convert."
+        raise fail("quantize_params", problem, given=details, fix=fix)
 
 
 def _places(
@@ -224,12 +216,9 @@ def _places(
     try:
         flat = tree.flatten_up_to(rooted(plan.params, shardings))
     except ValueError as error:
-        raise fail(
-            "quantize_params",
-            "`shardings` are not for these parameters.",
-            given=str(error).splitlines()[0],
-            fix="make them from it, such as jax.tree.map(lambda x: x.sharding, params).",
-        ) from error
+        problem = f"`shardings` are not for these parameters: {str(error).splitlines()[0]}"
+        fix = "make them from it, such as jax.tree.map(lambda x: x.sharding, params)."
+        raise fail("quantize_params", problem, fix=fix) from error
     pairs = zip(named, flat, strict=True)
     return [as_sharding("quantize_params", sharding, name or "") for (name, _), sharding in pairs]
 
@@ -276,11 +265,8 @@ def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any
 def _delete(x: Any, quantized: QTensor | Segments) -> None:
     """Deletes a float weight once its codes are ready."""
     if not compat.is_concrete(x):
-        raise fail(
-            "quantize_params",
-            "`donate` has no effect under jax.jit.",
-            fix="call quantize_params outside of jit, or use jax.jit(..., donate_argnums=...).",
-        )
+        fix = "call quantize_params outside of jit, or use jax.jit(..., donate_argnums=...)."
+        raise fail("quantize_params", "`donate` has no effect under jax.jit.", fix=fix)
     if isinstance(x, jax.Array):
         jax.block_until_ready(quantized)
         x.delete()
@@ -290,16 +276,11 @@ def check_arguments(function: str, argnums: Params, params: Any) -> None:
     """Checks that arguments are given as a tuple if several hold weights."""
     if isinstance(argnums, int):
         return
-    several = isinstance(params, (tuple, list))
-    kind = type(params).__name__
-    if not (several and len(params) == len(argnums)):
-        raise fail(
-            function,
-            "the weights are in several arguments.",
-            given=f"a {kind} of {len(params)}" if several else f"an object of type {kind}",
-            expected=f"a tuple of {len(argnums)} arguments, those at the positions {argnums}",
-            fix="pass the arguments named in params=, as a tuple in that order.",
-        )
+    is_tuple = isinstance(params, (tuple, list))
+    if not is_tuple or len(params) != len(argnums):
+        details = f"a {type(params).__name__}" + (f" of {len(params)}" if is_tuple else "")
+        fix = f"pass a tuple of the {len(argnums)} arguments named in params=, in that order."
+        raise fail(function, "the weights are in several arguments.", given=details, fix=fix)
 
 
 # `quantize_state`: arrays that a function reads and writes, such as caches, become QTensors.
@@ -364,13 +345,10 @@ def quantize_state(
         leaves.append(q if target is None else cache_for("quantize_state", q, target))
     unused = [text for text in rules if text not in used]
     if unused:
-        names = [repr(name) for name, _ in named[:8]]
-        raise fail(
-            "quantize_state",
-            f"{unused[0]!r} matches no leaf that is left by earlier entries.",
-            expected=f"a match in full; paths are: {', '.join(names) or '(none)'}",
-            fix="correct it, move it up, or drop it.",
-        )
+        problem = f"{unused[0]!r} matches no leaf that is left by earlier entries."
+        details = f"the paths {some(repr(name) for name, _ in named)}"
+        fix = "let it match a path in full, move it up, or drop it."
+        raise fail("quantize_state", problem, given=details, fix=fix)
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
 
 
@@ -379,25 +357,18 @@ Rules = dict[str, tuple[re.Pattern[str], tuple[QSpec, Affine | None]]]
 
 def _rules(specs: Any) -> Rules:
     """Returns the entries, compiled, after checking their types."""
-    check_instance(
-        "quantize_state",
-        "specs",
-        specs,
-        Mapping,
-        fix='pass for example {".*/cached_(key|value)": jqx.QSpec("int8", jqx.per_token())}.',
-    )
+    fix = 'pass for example {".*key": jqx.QSpec("int8", jqx.per_token())}.'
+    check_instance("quantize_state", "specs", specs, Mapping, fix=fix)
     rules: Rules = {}
     for text, entry in specs.items():
         pair: Any = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
         spec, affine = pair
         if not (isinstance(text, str) and isinstance(spec, (QSpec, str))):
-            raise fail(
-                "quantize_state",
+            problem, details = (
                 "`specs` has an entry that is not a spec.",
-                given=f"{text!r}: {shown(entry)}",
-                fix="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
-                error=TypeError,
+                f"{text!r}: {shown(entry)}",
             )
+            raise fail("quantize_state", problem, given=details, fix=fix, error=TypeError)
         spec = needed_spec("quantize_state", f"specs[{text!r}]", spec, "state")
         pattern = check_pattern("quantize_state", f"specs[{text!r}]", text)
         rules[text] = pattern, (spec, affine and Affine(*affine))
@@ -406,20 +377,14 @@ def _rules(specs: Any) -> Rules:
 
 def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTensor:
     if is_quantized(leaf):
-        raise fail(
-            "quantize_state",
-            f"the leaf {name!r} is quantized already.",
-            given=repr(leaf),
-            fix="quantize the float state, or leave this leaf out.",
-        )
-    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)):
-        raise fail(
-            "quantize_state",
-            f"the leaf {name!r} is not an array of floats.",
-            given=f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}",
-            fix='write an expression that does not match it, such as ".*(key|value)".',
-            error=TypeError,
-        )
+        problem = f"the leaf {name!r} is quantized already."
+        fix = "quantize the float state, or leave this leaf out."
+        raise fail("quantize_state", problem, given=repr(leaf), fix=fix)
+    if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        problem = f"the leaf {name!r} is not an array of floats."
+        details = f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}"
+        fix = 'write an expression that does not match it, such as ".*(key|value)".'
+        raise fail("quantize_state", problem, given=details, fix=fix, error=TypeError)
     resolved = spec.resolve(leaf.ndim, range(leaf.ndim - 1))
     try:
         q = quantize_weight(leaf, resolved, affine)
@@ -427,12 +392,10 @@ def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTen
         error.add_note(f"  at:       the leaf {name!r} of the state")
         raise
     if affine is None and _shares_a_scale(q) and _is_zero(leaf):
-        raise fail(
-            "quantize_state",
-            f"the scale of {name!r} would come from zeros and be shared by later writes.",
-            given=f"{spec.granularity} for an array of zeros of shape {leaf.shape}",
-            fix="pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale)).",
-        )
+        problem = f"the scale of {name!r} would come from zeros and be shared by later writes."
+        details = f"{spec.granularity} for an array of zeros of shape {leaf.shape}"
+        fix = "pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale))."
+        raise fail("quantize_state", problem, given=details, fix=fix)
     return q
 
 

@@ -173,12 +173,9 @@ def check_finite_weight(function: str, x: Any, path: str) -> None:
         return
     nans, bad = (int(np.asarray(jnp.sum(f(x)))) for f in (jnp.isnan, lambda x: ~jnp.isfinite(x)))
     counts = ((nans, "NaN"), (bad - nans, "infinite"))
-    raise fail(
-        function,
-        f"the weight {path!r} is not finite.",
-        given=f"{' and '.join(f'{n} {kind}' for n, kind in counts if n)} of {x.size} elements",
-        fix="replace these values, or add a rule that leaves this weight in float.",
-    )
+    details = f"{' and '.join(f'{n} {kind}' for n, kind in counts if n)} of {x.size} elements"
+    fix = "replace these values, or add a rule that leaves this weight in float."
+    raise fail(function, f"the weight {path!r} is not finite.", given=details, fix=fix)
 
 
 def _is_finite(x: Any) -> bool:
@@ -209,12 +206,9 @@ def check_no_learned_scales(
     names = {name.removesuffix("/scale") for name, _ in named if name is not None}
     learned = sorted((names & {weight.key for weight in plan.weights}).difference(affines))
     if learned:
-        raise fail(
-            function,
-            "the parameters hold learned scales, which the weights would not get.",
-            given=some(learned),
-            fix="use jqx.linen.convert(module, variables, x, ...), or pass affines= with these.",
-        )
+        problem = "the parameters hold learned scales, which the weights would not get."
+        fix = "use jqx.linen.convert(module, variables, x, ...), or pass affines= with these."
+        raise fail(function, problem, given=some(learned), fix=fix)
 
 
 def check_scales_of_weights(
@@ -234,12 +228,9 @@ def check_scales_of_weights(
         and not _equal(q.scale, affines[keys[path]].scale)
     ]
     if differing:
-        raise fail(
-            function,
-            "weights have other scales than `affines` says.",
-            given=some(differing),
-            fix="pass the scales to both: jqx.quantize_params(params, plan, affines).",
-        )
+        problem = f"weights have other scales than `affines` says: {some(differing)}."
+        fix = "pass the scales to both: jqx.quantize_params(params, plan, affines)."
+        raise fail(function, problem, fix=fix)
 
 
 def _equal(scale: Any, learned: Any) -> bool:

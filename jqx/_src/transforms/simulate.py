@@ -217,25 +217,20 @@ def _specs_of(plan: Plan) -> list[QSpec]:
 
 
 def _check_estimators(plan: Plan, backward: DTypeLike | None) -> None:
-    strange = [spec for spec in _specs_of(plan) if isinstance(spec.gradient, Surrogate)]
-    if backward is not None and strange:
-        raise fail(
-            "simulate",
-            "`backward` runs the forward pass on integers, which this estimator does not use.",
-            given=f"backward == {backward}, and the estimator {strange[0].gradient}"
-            if strange
-            else "",
-            fix="choose another gradient= for that spec, or backward=None.",
-        )
+    gradients = (spec.gradient for spec in _specs_of(plan))
+    surrogate = next((x for x in gradients if isinstance(x, Surrogate)), None)
+    if backward is not None and surrogate is not None:
+        problem = "`backward` runs the forward pass on integers, which this estimator does not use."
+        details = f"backward == {backward}, and the estimator {surrogate}"
+        fix = "choose another gradient= for that spec, or backward=None."
+        raise fail("simulate", problem, given=details, fix=fix)
 
 
 def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
     if key is not None and not any(draws(spec.gradient) for spec in _specs_of(plan)):
-        raise fail(
-            "simulate",
-            "`key` has no effect: no gradient estimator of the plan draws random numbers.",
-            fix="drop key, or use an estimator such as jqx.gradients.stochastic.",
-        )
+        problem = "`key` has no effect: no gradient estimator of the plan draws random numbers."
+        fix = "drop key, or use an estimator such as jqx.gradients.stochastic."
+        raise fail("simulate", problem, fix=fix)
 
 
 # A contraction on integers, with the gradient of the dequantized contraction.
@@ -291,11 +286,8 @@ def _differentiable_once(f: Callable[[Any], Any], dtype: DTypeLike) -> Callable[
 
     @function.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
-        raise fail(
-            "simulate",
-            f"backward={jnp.dtype(dtype).name} has no second derivatives.",
-            fix="leave out backward= there: jqx.simulate(f, plan, affines).",
-            error=NotImplementedError,
-        )
+        problem = f"backward={jnp.dtype(dtype).name} has no second derivatives."
+        fix = "leave out backward= there: jqx.simulate(f, plan, affines)."
+        raise fail("simulate", problem, fix=fix, error=NotImplementedError)
 
     return function

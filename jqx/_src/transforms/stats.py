@@ -55,14 +55,10 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
     for pattern, value in observers.items():
         name = f"observers[{pattern!r}]"
         check_pattern(function, f"a key of observers, {pattern!r},", pattern, fix=fix)
-        tuple_of_observers = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-        if not tuple_of_observers:
-            raise fail(
-                function, f"`{name}` records nothing.", given=repr(value), fix="drop that entry."
-            )
-        checked.append(
-            (pattern, tuple(_as_observer(function, name, item) for item in tuple_of_observers))
-        )
+        several = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        if not several:
+            raise fail(function, f"`{name}` records nothing: {value!r}.", fix="drop that entry.")
+        checked.append((pattern, tuple(_as_observer(function, name, item) for item in several)))
     return tuple(checked)
 
 
@@ -72,13 +68,9 @@ def _as_observer(function: str, name: str, value: Any) -> Observer:
     try:
         hash(value)
     except TypeError:
-        raise fail(
-            function,
-            f"`{name}` cannot be hashed.",
-            given=f"a {type(value).__name__}",
-            fix="write it with @dataclasses.dataclass(frozen=True).",
-            error=TypeError,
-        ) from None
+        problem = f"`{name}`, a {type(value).__name__}, cannot be hashed."
+        fix = "write it with @dataclasses.dataclass(frozen=True)."
+        raise fail(function, problem, fix=fix, error=TypeError) from None
     return Calibrated(value) if isinstance(value, Calibrator) else value
 
 
@@ -96,42 +88,25 @@ def observers_of(function: str, plan: Plan, checked: Checked) -> list[tuple[Site
     """
     for pattern, _ in checked:
         if not any(is_for(pattern, plan, site.path) for site in plan.sites):
-            raise ValueError(_unmatched(function, plan, pattern))
+            problem = f"observers[{pattern!r}] matches no site of the plan."
+            paths = dict.fromkeys(repr(site.path) for site in plan.sites)
+            fix = f"match a path in full: {some(paths)}."
+            skips = (skip for skip in plan.skipped if re.fullmatch(pattern, skip.path))
+            if (skip := next(skips, None)) is not None:
+                problem += f" {skip.path!r} is skipped: {skip.reason}."
+                fix = "calibrate with a plan that quantizes it."
+            raise fail(function, problem, fix=fix)
     sites = []
     for site in plan.sites:
-        matching = [
-            observer_list for pattern, observer_list in checked if is_for(pattern, plan, site.path)
-        ]
-        observers = list(
-            dict.fromkeys(observer for observer_list in matching for observer in observer_list)
-        )
+        matching = [several for pattern, several in checked if is_for(pattern, plan, site.path)]
+        observers = list(dict.fromkeys(observer for several in matching for observer in several))
         names = [str(observer) for observer in observers]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise fail(
-                function,
-                "two observers of one site have the same name.",
-                given=f"{twice!r} more than once at {site.path!r}",
-                fix="let __str__ of the observer show its parameters.",
-            )
+            problem = f"two observers of {site.path!r} have the same name, {twice!r}."
+            raise fail(function, problem, fix="let __str__ of the observer show its parameters.")
         sites.append((site, observers))
     return sites
-
-
-def _unmatched(function: str, plan: Plan, pattern: str) -> str:
-    paths = list(dict.fromkeys(site.path for site in plan.sites))
-    skipped = next((skip for skip in plan.skipped if re.fullmatch(pattern, skip.path)), None)
-    fix = "correct the regular expression, or drop it; it is matched in full."
-    if skipped is not None:
-        fix = "calibrate with a plan that quantizes it: what stays in float is not observed."
-    note = f"; {skipped.path!r} is skipped: {skipped.reason}" if skipped is not None else ""
-    return message(
-        function,
-        "an observer matches no site of the plan.",
-        given=f"observers[{pattern!r}]{note}",
-        expected=f"a match; paths are: {some([repr(path) for path in paths])}",
-        fix=fix,
-    )
 
 
 def keys_of(function: str, plan: Plan, checked: Checked) -> dict[str, tuple[Site, Observer]]:
@@ -416,15 +391,13 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
     observed_kind = jax.eval_shape(entry.observe, kind, sizes, weights)
     merged = jax.eval_shape(entry.observer.merge, empty, observed_kind)
     for name, result in (("observe", observed_kind), ("merge", merged)):
-        if kinds_of(result) == kinds_of(empty):
-            continue
-        raise fail(
-            function,
-            f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in what they "
-            "return.",
-            given=f"{kinds_of(empty)} and {kinds_of(result)}, for {entry.part.key!r}",
-            fix=f"let `empty` return what `{name}` would return for no values.",
-        )
+        if kinds_of(result) != kinds_of(empty):
+            problem = (
+                f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in what they "
+            )
+            details = f"{kinds_of(empty)} and {kinds_of(result)}, for {entry.part.key!r}"
+            fix = f"let `empty` return what `{name}` would return for no values."
+            raise fail(function, f"{problem}return.", given=details, fix=fix)
 
 
 def kinds_of(stats: Any) -> str:
@@ -438,14 +411,10 @@ def _check_looks(
     """Raises if an observer records no operand of the sites that its pattern matches."""
     for pattern, observers in checked:
         for observer in observers:
-            if any(who == observer and is_for(pattern, plan, path) for who, path in looks):
-                continue
-            raise fail(
-                function,
-                f"the observer {str(observer)!r} records no operand of its sites.",
-                given=f"observers[{pattern!r}]",
-                fix="name other sites, or leave it out: its `looks_at` accepts none there.",
-            )
+            if not any(x == observer and is_for(pattern, plan, path) for x, path in looks):
+                problem = f"the observer {str(observer)!r} records no operand of its sites."
+                fix = "name other sites, or leave it out: its `looks_at` accepts none there."
+                raise fail(function, problem, given=f"observers[{pattern!r}]", fix=fix)
 
 
 OnNonfinite = Literal["error", "ignore"]
@@ -548,11 +517,15 @@ def merged_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(flags: Mapping[str, Any]) -> list[str]:
-    """Returns what the flags of operands say of rows that are not finite, as text."""
+    """Returns what the flags of operands say of rows that are not finite, as text; nothing of
+    traced flags.
+    """
     lines = []
-    for key, counts_of_steps in flags.items():
-        for step in np.ndindex(np.shape(counts_of_steps)[:-1]):
-            nans, infinities, *_ = map(int, np.asarray(counts_of_steps)[step])
+    for key, rows in flags.items():
+        if not compat.is_concrete(rows):
+            continue
+        for step in np.ndindex(np.shape(rows)[:-1]):
+            nans, infinities, *_ = map(int, np.asarray(rows)[step])
             counts = ((nans, "NaN"), (infinities, "infinity"))
             kinds = [f"{n} row{'s' * (n > 1)} with {kind}" for n, kind in counts if n]
             if kinds:
@@ -571,9 +544,7 @@ def check_finite(function: str, flags: Mapping[str, Any], batch: int | None = No
     """Raises if observed rows are not finite; the first operand is the cause of the others. Traced
     flags are not checked.
     """
-    concrete = {key: x for key, x in flags.items() if compat.is_concrete(x)}
-    bad = described(concrete)
-    if bad:
+    if bad := described(flags):
         raise ValueError(nonfinite_text(function, bad, batch))
 
 
@@ -583,41 +554,33 @@ def nonfinite_text(function: str, bad: list[str], batch: int | None = None) -> s
     kinds = [kind for kind in ("NaN", "infinity") if kind in first_bad.partition(" at ")[0]]
     where = "" if batch is None else f"batch {batch}: "
     also = f", and at {len(others)} more operands" if others else ""
+    reason = f"there is {' and '.join(kinds)} in an operand of a site."
+    fix = "find where it comes from (float16 overflows above 65504), leave such batches out, or "
+    fix += 'leave such rows out with on_nonfinite="ignore" of calibrate, calibrate_batches and ptq.'
     return message(
         function,
-        f"an activation is not finite: there is {' and '.join(kinds)} in an operand of a site.",
+        f"an activation is not finite: {reason}",
         given=f"{where}{first_bad}{also}",
-        fix="find where it comes from (float16 overflows above 65504), leave such batches out, or "
-        'leave such rows out with on_nonfinite="ignore" of calibrate, calibrate_batches and ptq.',
+        fix=fix,
     )
 
 
 def warn_left_out(function: str, flags: Mapping[str, Any], batches: Iterable[int] = ()) -> None:
     """Warns of rows that were left out."""
-    bad = described({key: x for key, x in flags.items() if compat.is_concrete(x)})
-    if not bad:
-        return
-    numbers = list(map(str, batches))
-    where = f"batch{'es' * (len(numbers) > 1)} {some(numbers)}: " if numbers else ""
-    warn(
-        message(
-            function,
-            "rows that are not finite were left out of the statistics.",
-            given=where + some(bad),
-            fix="nothing, if these few rows do not matter; otherwise find where they come from.",
-        )
-    )
+    if bad := described(flags):
+        numbers = list(map(str, batches))
+        where = f"batch{'es' * (len(numbers) > 1)} {some(numbers)}: " if numbers else ""
+        problem = "rows that are not finite were left out of the statistics."
+        fix = "nothing, if these few rows do not matter; otherwise find where they come from."
+        warn(message(function, problem, given=where + some(bad), fix=fix))
 
 
 def check_mode(function: str, value: Any) -> bool:
     """Returns whether rows that are not finite are left out, after checking `on_nonfinite`."""
-    if isinstance(value, str) and value in ("error", "ignore"):
-        return value == "ignore"
-    raise fail(
-        function,
-        f"`on_nonfinite` is unknown: {value!r}.",
-        fix="leave it out for 'error', or pass 'ignore' to leave rows out that are not finite.",
-    )
+    if not isinstance(value, str) or value not in ("error", "ignore"):
+        fix = "leave it out for 'error', or pass 'ignore' to leave rows out that are not finite."
+        raise fail(function, f"`on_nonfinite` is unknown: {value!r}.", fix=fix)
+    return value == "ignore"
 
 
 def each_step(f: Callable[..., Any], loops: Sequence[Loop]) -> Callable[..., Any]:
@@ -630,12 +593,9 @@ def each_step(f: Callable[..., Any], loops: Sequence[Loop]) -> Callable[..., Any
 def check_keys(
     function: str, argument: str, stats: Mapping[str, Any], specs: Mapping[str, Any]
 ) -> None:
-    if set(stats) == set(specs):
-        return
-    differ = sorted(set(stats) ^ set(specs))
-    raise fail(
-        function,
-        f"`{argument}` does not have the entries of the plan.",
-        given=f"{len(stats)} entries; these differ: {', '.join(differ[:4])}",
-        fix="pass statistics from jqx.calibrate with the same plan.",
-    )
+    """Raises if statistics do not have the entries of the static specs of a plan."""
+    if differ := sorted(set(stats) ^ set(specs)):
+        problem = f"`{argument}` does not have the entries of the plan."
+        details = f"{len(stats)} entries; these differ: {some(differ)}"
+        fix = "pass statistics from jqx.calibrate with the same plan."
+        raise fail(function, problem, given=details, fix=fix)

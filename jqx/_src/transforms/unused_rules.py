@@ -32,49 +32,38 @@ def check_used(
     skipped: Sequence[Skipped],
     call: Call,
 ) -> None:
-    """Checks that every rule that is not optional was used."""
-    for index, rule in enumerate(policy.rules):
-        if index not in used and not rule.optional:
-            _refuse(function, index, rule, items, skipped, call)
+    """Raises if a rule that is not optional was not used."""
+    unused = (i for i, rule in enumerate(policy.rules) if i not in used and not rule.optional)
+    index = next(unused, None)
+    if index is None:
+        return
+    rule, parts = policy.rules[index], call.parts
 
-
-def _refuse(
-    function: str,
-    index: int,
-    rule: Rule,
-    items: Sequence[Found],
-    skipped: Sequence[Skipped],
-    call: Call,
-) -> None:
-    parts = call.parts
-
-    def covers(path: str, item: Found) -> bool:
-        stack_path = parts[path].whole if path in parts else path
-        matches = rule.matches(stack_path, item.op, has_weight=any(item.origins))
+    def is_covered(path: str, item: Found) -> bool:
+        stack = parts[path].whole if path in parts else path
+        matches = rule.matches(stack, item.op, has_weight=any(item.origins))
         return matches or (path in parts and selects(rule, parts[path], item.op))
 
     paths = sorted({path for item in items for path in item.paths})
     weights = {item.path for item in items if any(item.origins)}
-    shadowed = any(covers(path, item) for item in items for path in item.paths)
+    is_shadowed = any(is_covered(path, item) for item in items for path in item.paths)
     facts = [str(rule)]
-    if rule.selector is not None and not shadowed:
+    if rule.selector is not None and not is_shadowed:
         facts.append(f"no scan steps over a weight at {rule.selector.base!r}")
     named = [path for path in call.paths if path is not None]
     if any(re.fullmatch(rule.path, path) for path in (*named, *(x.path for x in skipped))):
         others = [x for x in skipped if x.path not in weights]
         facts += [f"at {x.path!r} {x.reason}" for x in others][:2]
-    raise fail(
-        function,
-        f"rule {index} of the policy matches no contraction"
-        + (" that an earlier rule has not taken." if shadowed else "."),
-        given="; ".join(dict.fromkeys(facts)),
-        expected=f"a match; paths are: {shown_paths(rule.path, paths)}",
-        fix=_op(rule, paths) or _fix(rule.path, paths, shadowed)
-        if weights
-        else "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
-        if any("jqx.hoist" in text for text in facts)
-        else "pass the weights in an argument of f, and its position as params=.",
-    )
+    fix = "pass the weights in an argument of f, and its position as params=."
+    if weights:
+        fix = _fix(rule, paths, is_shadowed)
+    elif any("jqx.hoist" in text for text in facts):
+        fix = "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
+    problem = f"rule {index} of the policy matches no contraction"
+    problem += " that an earlier rule has not taken." if is_shadowed else "."
+    expected = f"a match; paths are: {shown_paths(rule.path, paths)}"
+    details = "; ".join(dict.fromkeys(facts))
+    raise fail(function, problem, given=details, expected=expected, fix=fix)
 
 
 def shown_paths(pattern: str, paths: Sequence[str]) -> str:
@@ -86,8 +75,11 @@ def shown_paths(pattern: str, paths: Sequence[str]) -> str:
     return (", ".join(map(repr, similar)) or "(none)") + ending
 
 
-def _fix(pattern: str, paths: Sequence[str], shadowed: bool) -> str:
-    hint = None if shadowed else near_path(pattern, paths)
+def _fix(rule: Rule, paths: Sequence[str], is_shadowed: bool) -> str:
+    operation = _OPS.get((rule.op or "").lower())
+    if operation is not None and any(re.fullmatch(rule.path, path) for path in paths):
+        return f"the operation is called {operation!r}: write op={operation!r}, or leave it out."
+    hint = None if is_shadowed else near_path(rule.path, paths)
     if hint is None:
         return "correct its path or op, move it up, or pass optional=True."
     return f"{hint} Or pass optional=True." if hint.endswith("?") else hint
@@ -99,16 +91,6 @@ _OPS = {
     **dict.fromkeys(("embedding", "embed", "take", "lookup"), "gather"),
 }
 """Operations by the names that others give them."""
-
-
-def _op(rule: Rule, paths: Sequence[str]) -> str | None:
-    """Returns what to write if the operation alone is wrong; `None` if it is not."""
-    operation = _OPS.get((rule.op or "").lower())
-    if operation is None or not any(re.fullmatch(rule.path, path) for path in paths):
-        return None
-    return (
-        f"the operation is called {operation!r}: write op={operation!r}, or leave it out for all."
-    )
 
 
 _ALL = ("", "*", "all", "default", "any", "everything")
@@ -165,13 +147,10 @@ def warn_of_unused_alternatives(
         if (unused := [t for t in texts if t not in used]) and all(texts):
             others = [path for path in paths_of_sites if not re.fullmatch(rule.path, path)]
             hint = near_path(patterns[unused[0]], others) or "correct the path."
-            text = message(
-                function,
-                f"rule {index} of the policy has alternatives without a match.",
-                given=f"{', '.join(map(repr, unused))} in {rule}",
-                fix=f"{hint} Or drop them, or pass optional=True for a policy of several models.",
-            )
-            warn(text)
+            problem = f"rule {index} of the policy has alternatives without a match."
+            details = f"{', '.join(map(repr, unused))} in {rule}"
+            fix = f"{hint} Or drop them, or pass optional=True for a policy of several models."
+            warn(message(function, problem, given=details, fix=fix))
 
 
 def check_inputs(function: str, call: Call, planned: Sequence[Found], weights: Weights) -> None:
@@ -216,12 +195,12 @@ def check_inputs(function: str, call: Call, planned: Sequence[Found], weights: W
         fix = f"pass params={keys[1].idx} to jqx.make_plan."
     else:
         fix = f"pass {keys[1].key} by position, and that position as params=."
-    raise fail(
-        function,
-        f"argument {weights.params} is planned as the weight, but looks like the input of `f`.",
-        given=f"{aval.dtype}{list(aval.shape)}",
-        fix=f"{fix} (If it is the weight: params=({weights.params},).)",
+    problem = (
+        f"argument {weights.params} is planned as the weight, but looks like the input of `f`."
     )
+    details = f"{aval.dtype}{list(aval.shape)}"
+    fix += f" (If it is the weight: params=({weights.params},).)"
+    raise fail(function, problem, given=details, fix=fix)
 
 
 def _is_matrix(aval: Any) -> bool:

@@ -289,13 +289,10 @@ def _sharded_as(q: QTensor, sharding: Sharding) -> Any:
     if isinstance(sharding, NamedSharding):
         return shardings_of("jit", q, sharding)
     if not sharding.is_fully_replicated:
-        raise fail(
-            "jit",
-            "the sharding of a quantized weight does not name mesh axes.",
-            given=f"{sharding} for {q!r}",
-            fix="shard it with a mesh and a PartitionSpec, or outside of f.",
-            error=NotImplementedError,
-        )
+        problem = "the sharding of a quantized weight does not name mesh axes."
+        fix = "shard it with a mesh and a PartitionSpec, or outside of f."
+        details = f"{sharding} for {q!r}"
+        raise fail("jit", problem, given=details, fix=fix, error=NotImplementedError)
     return jax.tree.map(lambda _: sharding, q)
 
 
