@@ -393,8 +393,7 @@ def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
     for primitive, rule in rules.items():
         check_instance(name, f"rules[{primitive!r}]", rule, (Contraction, View), fix=fix)
         if primitive in {*CONTRACTION_RULES, *VIEW_RULES}:
-            raise fail(
-                name, f"jqx has a rule for the primitive {primitive!r}.", fix="leave it out."
-            )
+            problem = f"jqx already has a rule for the primitive {primitive!r}."
+            raise fail(name, problem, fix="leave it out.")
     with _ADDED((*rules.items(), *_ADDED.value)):
         yield
