@@ -34,7 +34,7 @@ from ..transforms.algorithm import (
 from ..transforms.arguments import check_batches, check_concrete
 from ..transforms.calibrate import affines, calibrate_batches, inputs_of
 from ..transforms.make_plan import make_plan
-from ..transforms.paths import Names, rooted
+from ..transforms.paths import Names, by_argument
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import (
     check_arguments,
@@ -318,7 +318,7 @@ def _run(
     floats = values = values if is_plain else dequantize_params(values)
     if runs or rewrites or corrections:
         batches = list(batches)
-    leaves = named_leaves("ptq", rooted(plan.params, values), plan)
+    leaves = named_leaves("ptq", by_argument(plan.params, values), plan)
     check_no_learned_scales("ptq", leaves, plan)
     reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
     if rewrites or corrections or not reads_leaves:

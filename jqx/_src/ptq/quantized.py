@@ -33,13 +33,13 @@ from ..tensor.segments import abstract as abstract_leaf
 from ..tensor.targets import TARGETS
 from ..transforms.algorithm import Chosen, Unstacked
 from ..transforms.arguments import check_operations
-from ..transforms.calibrate import arguments_of, placed
+from ..transforms.calibrate import arguments_of, insert_params
 from ..transforms.channel_map import ChannelMap, LowRank
 from ..transforms.convert import convert
 from ..transforms.hoist import Hoisted, hoisted_as
 from ..transforms.hoist import hoist as hoist_values
 from ..transforms.map_channels import Map, Maps, as_maps, map_channels, with_maps
-from ..transforms.paths import Names, rooted
+from ..transforms.paths import Names, by_argument
 from ..transforms.plan import Plan
 from ..transforms.plan_call import plan_of_function
 from ..transforms.quantize_params import dequantize_params, named_leaves
@@ -295,7 +295,7 @@ class Unbound:
                 "bind the function that was quantized. Another function of the same weights and "
                 "contractions comes after it: jqx.load(path).bind(f).bind(step)."
             )
-            args = placed(plan.params, params, self.inputs)
+            args = insert_params(plan.params, params, self.inputs)
             plan, call = plan_of_function("bind", f, plan, args, fix)
             check_operations("bind", plan.operations, call.jaxpr, strict=check is not None)
         elif check is not None:
@@ -361,7 +361,7 @@ def quantized_of(
     """Returns a quantized function with its weights, laid out for a target."""
     plan = mapped.plan
     params = lay_out_weights(codes, plan, target) if target and plan.weights else codes
-    leaves = dict(named_leaves("ptq", rooted(plan.params, params), plan))
+    leaves = dict(named_leaves("ptq", by_argument(plan.params, params), plan))
     weights = [  # with the bytes that they take in their layout
         dataclasses.replace(x, bytes_after=abstract_leaf(leaves[x.path]).nbytes)
         for x in report.weights
@@ -513,7 +513,7 @@ class BoundFunction(NamedTuple):
 
     def arguments(self, params: Any, inputs: Sequence[Any]) -> list[Any]:
         """Returns all arguments of the function."""
-        return placed(self.argnums, params, inputs)
+        return insert_params(self.argnums, params, inputs)
 
     def call(self, params: Any, inputs: Sequence[Any]) -> Any:
         """Returns the result for other parameters."""

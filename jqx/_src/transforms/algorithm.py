@@ -16,7 +16,16 @@ from ..errors import fail
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments, abstract, lazy_segments
 from .map_channels import Maps
-from .paths import Split, flatten, is_parameter_line, is_whole, line_of, parameter_of, rooted
+from .paths import (
+    Split,
+    as_arguments,
+    by_argument,
+    flatten,
+    is_parameter_line,
+    is_whole,
+    line_of,
+    parameter_of,
+)
 from .plan import Plan
 from .split import evaluated, split_leaf
 from .trace import TracedOnce, is_quantized, trace_call
@@ -101,29 +110,15 @@ _METHODS = ("rewrite", "run", "correct")
 """Methods of an algorithm that works on the function."""
 
 
-NAMES = (
-    "adaround",
-    "auto_round",
-    "awq",
-    "bias_correction",
-    "eora",
-    "equalize",
-    "gptq",
-    "loftq",
-    "nearest",
-    "rotate",
-    "smooth_quant",
+NAMES = tuple(
+    "adaround auto_round awq bias_correction eora equalize gptq loftq nearest rotate "
+    "smooth_quant".split()
 )
 """The algorithms of `jqx.algorithms`."""
 
 _OTHERS = {
-    "rtn": "nearest",
-    "round": "nearest",
-    "roundtonearest": "nearest",
-    "minmax": "nearest",
-    "quarot": "rotate",
-    "spinquant": "rotate",
-    "hadamard": "rotate",
+    **dict.fromkeys(("rtn", "round", "roundtonearest", "minmax"), "nearest"),
+    **dict.fromkeys(("quarot", "spinquant", "hadamard"), "rotate"),
     "cle": "equalize",
     "optq": "gptq",
 }
@@ -271,7 +266,7 @@ class Unstacked:
             leaf if split is None else tuple(split_leaf("ptq", leaf, split))
             for leaf, split in zip(self._leaves, self._of_leaves, strict=True)
         ]
-        return self._unrooted(parts)
+        return self._as_arguments(parts)
 
     def function(self, *args: Any, **kwargs: Any) -> Any:
         """The function of parts."""
@@ -294,8 +289,8 @@ class Unstacked:
         """
         if not self.stacked.splits:
             return params
-        stacks_of_params = self._tree.flatten_up_to(rooted(self.stacked.params, params))
-        old_leaves = self._tree.flatten_up_to(rooted(self.stacked.params, self.params))
+        stacks_of_params = self._tree.flatten_up_to(by_argument(self.stacked.params, params))
+        old_leaves = self._tree.flatten_up_to(by_argument(self.stacked.params, self.params))
         leaves = []
         for stack, parts, old, split in zip(
             self._leaves, stacks_of_params, old_leaves, self._of_leaves, strict=True
@@ -310,7 +305,7 @@ class Unstacked:
                 leaves.append(jnp.concatenate(parts, split.axis))
             else:
                 leaves.append(Segments(parts, split.axis))
-        return self._unrooted(leaves)
+        return self._as_arguments(leaves)
 
     @functools.cached_property
     def _splits(self) -> dict[str, Split]:
@@ -318,24 +313,22 @@ class Unstacked:
 
     @functools.cached_property
     def _tree(self) -> Any:
-        return jax.tree.structure(rooted(self.stacked.params, self.original), is_leaf=is_whole)
+        return jax.tree.structure(by_argument(self.stacked.params, self.original), is_leaf=is_whole)
 
     @functools.cached_property
     def _leaves(self) -> list[Any]:
-        return [leaf for _, leaf in flatten(rooted(self.stacked.params, self.original))]
+        return [leaf for _, leaf in flatten(by_argument(self.stacked.params, self.original))]
 
     @functools.cached_property
     def _of_leaves(self) -> list[Split | None]:
         """The split of each leaf."""
-        keys = [keys for keys, _ in flatten(rooted(self.stacked.params, self.original))]
+        keys = [keys for keys, _ in flatten(by_argument(self.stacked.params, self.original))]
         names = self.stacked.parameters.name("ptq", keys)
         return [None if name is None else self._splits.get(name) for name in names]
 
-    def _unrooted(self, leaves: list[Any]) -> Any:
+    def _as_arguments(self, leaves: list[Any]) -> Any:
         """Returns parameters with other leaves, as an algorithm gets them."""
-        tree = jax.tree.unflatten(self._tree, leaves)
-        argnums = self.stacked.params
-        return tree if isinstance(argnums, int) else tuple(tree[i] for i in argnums)
+        return as_arguments(self.stacked.params, jax.tree.unflatten(self._tree, leaves))
 
 
 def _lines_of_parts(line: str, splits: dict[str, Split]) -> list[str]:

@@ -250,40 +250,18 @@ def kind_of(x: Any) -> str:
 # compared.
 
 
-_OPENED = {
-    "jit",
-    "pjit",
-    "checkpoint",
-    "remat2",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-}
+_OPENED = set(
+    "jit pjit checkpoint remat2 closed_call core_call custom_jvp_call custom_vjp_call".split()
+)
 """Calls of functions that compute what the function alone would compute."""
 
-_LEFT_OUT = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "device_put",
-    "dim_as_value",
-    "dynamic_slice",
-    "expand_dims",
-    "gather",
-    "name",
-    "optimization_barrier",
-    "pvary",
-    "reshape",
-    "reshard",
-    "sharding_constraint",
-    "slice",
-    "split",
-    "squeeze",
-    "stop_gradient",
-    "transpose",
-}
+_LEFT_OUT = set(
+    """
+    broadcast_in_dim convert_element_type copy copy_p device_put dim_as_value dynamic_slice
+    expand_dims gather name optimization_barrier pvary reshape reshard sharding_constraint slice
+    split squeeze stop_gradient transpose
+    """.split()
+)
 
 _END = "end_of_"
 """Before the name of an operation: the end of one of the functions inside of it."""

@@ -33,7 +33,7 @@ from .arguments import check_batch, check_batches, check_plan, check_stats
 from .higher_order import Records
 from .interpret import Rules, count_arguments, count_operand, every_row, interpret, weights_of
 from .operands import real_of, value_of
-from .paths import Params, flatten, path_of, rooted
+from .paths import Params, by_argument, flatten, path_of
 from .places import places_of
 from .plan import Plan, Site, Weight
 from .plan_call import params_of, with_contractions
@@ -112,7 +112,7 @@ class Observe(Rules):
         sizes = values[2] if site.op == "ragged_dot" else None
         records = {}
         for entry in self.entries.at(site.address):
-            weights, index = None, entry.part.place
+            weights, index = None, entry.part.argnum
             if self.shape is not None and entry.weight is not None:
                 weights = count_operand("calibrate", site.name, counts[index], self.shape)
             x = jnp.asarray(values_of_parts[index])
@@ -518,7 +518,7 @@ def calibrate_batches(
     check_batches(name, batches)
     checked = check_observers(name, observers)
     observers_of(name, plan, checked)
-    named = flatten(rooted(plan.params, params))
+    named = flatten(by_argument(plan.params, params))
     check_read(name, [(path_of(keys), leaf) for keys, leaf in named])
     where = [pattern for pattern, pairs in checked if places in pairs]
     pairs = (
@@ -535,7 +535,7 @@ def calibrate_batches(
         return calibrate(f, plan, observers=valued, **options)(*arguments)[1]
 
     @jax.jit
-    def observe(arrays: list[Any], batch: Any) -> tuple[_Once, jax.Array]:
+    def observe(arrays: list[Any], batch: Any) -> tuple[_SharedStats, jax.Array]:
         if quantized is None:
             merged = one(arrays, batch)
         else:
@@ -546,13 +546,13 @@ def calibrate_batches(
             )
             largest = jax.tree.map(lambda x: jnp.max(x, 0), statistics)
             merged = Stats(merged, *largest)
-        return _Once(merged), in_total([*merged.flags.values(), *merged.left_out.values()])
+        return _SharedStats(merged), in_total([*merged.flags.values(), *merged.left_out.values()])
 
     @jax.jit
-    def merge(a: _Once, b: _Once) -> _Once:
-        return _Once(merge_stats(plan, a.stats, b.stats, observers=valued))
+    def merge(a: _SharedStats, b: _SharedStats) -> _SharedStats:
+        return _SharedStats(merge_stats(plan, a.stats, b.stats, observers=valued))
 
-    merged: _Once | None = None
+    merged: _SharedStats | None = None
     first_stats: Any = None
     left_out: list[int] = []
     pending: tuple[int, Stats, jax.Array] | None = None
@@ -673,7 +673,7 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 @jax.tree_util.register_pytree_node_class
-class _Once:
+class _SharedStats:
     """Statistics in which an object that several entries share crosses `jit` once."""
 
     def __init__(self, stats: Stats):
@@ -689,7 +689,7 @@ class _Once:
         )
 
     @classmethod
-    def tree_unflatten(cls, parts: Any, objects: Any) -> "_Once":
+    def tree_unflatten(cls, parts: Any, objects: Any) -> "_SharedStats":
         """Returns the statistics."""
         return cls(Stats(*({key: objects[number] for key, number in part} for part in parts)))
 
@@ -728,10 +728,10 @@ def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:
     """Returns the arguments of the function: the parameters at their positions, and the batch, a
     tuple or a single argument.
     """
-    return placed(plan.params, params, inputs_of(batch))
+    return insert_params(plan.params, params, inputs_of(batch))
 
 
-def placed(argnums: Params, params: Any, others: Sequence[Any]) -> list[Any]:
+def insert_params(argnums: Params, params: Any, others: Sequence[Any]) -> list[Any]:
     """Returns arguments: the parameters at their positions, and the others in between."""
     positions = (argnums,) if isinstance(argnums, int) else argnums
     values = (params,) if isinstance(argnums, int) else params

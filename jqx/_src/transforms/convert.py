@@ -15,7 +15,7 @@ from ..signatures import P, R
 from .integers import OnIntegers, quantized_leaf
 from .interpret import interpret
 from .operands import real_of
-from .partitioned import gathered, partial_sums, weight_places
+from .partitioned import gathered, partial_sums, weight_shardings
 from .plan import GivenAffines, Plan
 from .plan_call import as_plan, params_of
 from .reach import Escape, check_unsupported, followed, known_values
@@ -97,7 +97,7 @@ def convert(
         rules = OnIntegers(fitted, scales, dequantize=unsupported == "dequantize", call=call)
         if partial_dtype is not None or gather_axes is not None:
             named = dict(zip(call.paths, call.leaves, strict=True))
-            shardings_of = weight_places("convert", fitted, shardings, named)
+            shardings_of = weight_shardings("convert", fitted, shardings, named)
             gather = gathered("convert", gather_axes, shardings_of)
             parted = shardings_of if gather is None else gather.left
             partial = partial_sums("convert", partial_dtype, parted)

@@ -19,7 +19,7 @@ from ..checks import is_real
 from ..compat import Eqn
 from ..errors import fail
 from ..policy import Policy, Rule
-from .higher_order import FORMS
+from .higher_order import FORMS, Finder
 from .paths import Part, Split
 from .rules import CONTRACTIONS, VIEWS, Contraction, tracked
 from .views import Address, Loop, Origin
@@ -144,7 +144,7 @@ def find(
         if name in CONTRACTIONS:
             family = CONTRACTIONS[name]
             if marked and (origins_of_inputs[0] is not None or not family.needs_weight):
-                unsupported = reason or family.excuse(eqn)
+                unsupported = reason or family.why_unsupported(eqn)
                 origins_here = origins_of_inputs[: len(family.axes(eqn))]
                 items.append(
                     Found(
@@ -177,7 +177,7 @@ def find(
 
 
 @dataclasses.dataclass
-class _InnerSearch:
+class _InnerSearch(Finder):
     """Collects what is found inside an equation."""
 
     address: Address
@@ -393,7 +393,7 @@ def _with_eqns(jaxpr: Any, eqns: Sequence[Eqn]) -> Any:
     return jaxpr.replace(eqns=list(eqns)) if changed else jaxpr
 
 
-class _InnerLookups:
+class _InnerLookups(Finder):
     """Marks the functions inside an equation."""
 
     address: Address = ()
@@ -406,10 +406,6 @@ class _InnerLookups:
         body, _ = compat.open_jaxpr(jaxpr)
         self.bodies[id(body)], results = _marked(body, origins, self._holding)
         return results
-
-    def leave(self, jaxpr: Any, reason: str) -> None:
-        body, _ = compat.open_jaxpr(jaxpr)
-        self.enter(body, [None] * len(body.invars))
 
 
 # Finds where the rules of a policy split the weights of scans.
@@ -636,7 +632,7 @@ class _Numbering:
 
 
 @dataclass
-class _InnerValues:
+class _InnerValues(Finder):
     """Numbers the values of the functions inside an equation; those of a transparent one get the
     numbers of its operands.
     """

@@ -16,9 +16,9 @@ from ..checks import called
 from ..compat import Eqn
 from ..errors import fail, some
 from .arguments import check_function
-from .calibrate import placed
+from .calibrate import insert_params
 from .find import HIDDEN
-from .higher_order import FORMS, Records, unchanged
+from .higher_order import FORMS, Records, Runner, unchanged
 from .known_values import CUSTOM, INLINE, KnownValues, SplitOff, What
 from .paths import Hoisting, Names, Params, Weights, check_names, flatten, is_whole, nested, path_of
 from .split import evaluate, live, read_by
@@ -221,16 +221,14 @@ def _without_rule(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Runner:
-    """Evaluates the functions inside an equation; what they need is in `given`."""
+class _Runner(Runner):
+    """Evaluates the functions inside an equation; their inputs are the values split off."""
 
     values: KnownValues
     names: ResultNames
     eqn: Eqn
     address: Address
-    all_given: Arrays
-    differentiable: bool = True
-    is_counting: bool = False
+    arrays: Arrays
 
     @property
     def site_inputs(self) -> Arrays:
@@ -239,7 +237,7 @@ class _Runner:
             for key, x in self.values.at.items()
             if key[0][: len(self.address)] == self.address
         }
-        return {name: self.all_given[name] for name in sorted(arrays)}
+        return {name: self.arrays[name] for name in sorted(arrays)}
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Any = None
@@ -257,27 +255,6 @@ class _Runner:
 
     def join(self, step: Any, shared: Any) -> Any:
         return step | shared
-
-    def numbered(self, site_inputs: Any, step: Any) -> Any:
-        return site_inputs
-
-    def unseen(self) -> Records:
-        return {}
-
-    def merge(self, a: Records, b: Records) -> Records:
-        return {}
-
-    def dense(self, x: Any) -> Any:
-        return x
-
-    def carried(self, x: Any) -> Any:
-        return x
-
-    def common(self, forms: Sequence[Any]) -> Any:
-        return forms[0]
-
-    def like(self, x: Any, example: Any) -> Any:
-        return x
 
 
 _PLACE = "computed"
@@ -399,7 +376,7 @@ class Hoisted:
             fix = "pass what hoist(f)(params, *args) returned with g: g(computed, *args)."
             raise fail("hoist", problem, fix=fix)
         others = [x for i, x in enumerate(args) if i != argnum]
-        full = placed(_positions(self.hoisting.params), self.parents, others)
+        full = insert_params(_positions(self.hoisting.params), self.parents, others)
         weights = Weights(self.hoisting.params, self.hoisting.names)
         call = trace_call("hoist", self.f, weights, full, kwargs)
         parts = _Parts.of(call, self.hoisting.params, cast(What, self.hoisting.what))
@@ -418,7 +395,7 @@ def hoisted_as(
     argnums = hoisting.params
     names = dict(hoisting.names)
     split = hoist(f, cast(What, hoisting.what), params=argnums, names=names or None)
-    g, _ = split(*placed(_positions(argnums), parents, inputs))
+    g, _ = split(*insert_params(_positions(argnums), parents, inputs))
     return cast(Hoisted, g)
 
 

@@ -133,7 +133,7 @@ def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
 # the function.
 
 
-def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[str, str]:
+def unfollowed(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[str, str]:
     """Returns the paths of weights whose scales cannot follow the views on the way to a site, each
     with the reason.
 

@@ -23,7 +23,7 @@ from ..errors import fail, some
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone
 from .find import addressed
-from .higher_order import FORMS, Records
+from .higher_order import FORMS, Records, Runner
 from .operands import (
     Counted,
     Trainable,
@@ -31,7 +31,6 @@ from .operands import (
     codes_of,
     common,
     counted_like,
-    counts_of,
     is_coded,
     is_counted,
     opened,
@@ -41,9 +40,9 @@ from .operands import (
 )
 from .paths import Params
 from .plan import Plan, Site, check_sums
-from .row_counts import counted, tainted, tainted_results, tainted_rows
+from .row_counts import counted, tainted_results, tainted_rows
 from .rules import CONTRACTIONS, VIEWS, tracked
-from .trace import Call, trace_call
+from .trace import Call
 from .views import UPDATES, Address, Origin
 
 # `jqx.decode_attention` in a traced function, where its name is kept.
@@ -73,7 +72,7 @@ the next one.
 _TAKE_STACKS = {*CONTRACTIONS, *FORMS, "transpose"}
 """Primitives that receive a weight together with the stack that it is part of."""
 
-Given = tuple[dict[str, Affine], jax.Array | None]
+SiteInputs = tuple[dict[str, Affine], jax.Array | None]
 """What sites read in addition to their operands: scales by key, and a random key."""
 
 
@@ -195,7 +194,7 @@ def _evaluate(
             with _noted(f"{site.op} at path {site.path!r}, rule {site.rule}"):
                 result, records = rules.at_site(site, eqn, operands)
             return [result], compat.vary(records, compat.manual_axes())
-        if quantized and CONTRACTIONS[name].excuse(eqn) is None:
+        if quantized and CONTRACTIONS[name].why_unsupported(eqn) is None:
             with _noted(f"{name} of a quantized array, scope {compat.scope_of(eqn) or '(none)'}"):
                 return rules.contract(eqn, operands), {}
     has_sites = name in FORMS and holds_site and rules.plan.has_sites_in(address)
@@ -258,7 +257,7 @@ def _noted(where: str) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Runner:
+class _Runner(Runner):
     """Runs the functions inside an equation with the rules of the transform."""
 
     eqn: Eqn
@@ -274,13 +273,17 @@ class _Runner:
         return self.rules.is_counting
 
     @property
-    def site_inputs(self) -> Given:
+    def site_inputs(self) -> SiteInputs:
         inside = self.rules.plan.keys_in(self.address)
         affines = self.rules.affines
         return {name: affines[name] for name in inside if name in affines}, self.rules.key
 
     def run(
-        self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Given | None = None
+        self,
+        jaxpr: Any,
+        args: Sequence[Any],
+        part: Address = (),
+        site_inputs: SiteInputs | None = None,
     ) -> tuple[list[Any], Records]:
         body, consts = compat.open_jaxpr(jaxpr)
         rules = self.rules
@@ -288,7 +291,7 @@ class _Runner:
             rules = dataclasses.replace(rules, affines=site_inputs[0], key=site_inputs[1])
         return interpret(body, consts, args, rules, (*self.address, *part))
 
-    def split(self, length: int) -> tuple[Given, Given]:
+    def split(self, length: int) -> tuple[SiteInputs, SiteInputs]:
         affines, key = self.site_inputs
         steps, shared = {}, {}
         for name, affine in affines.items():
@@ -298,10 +301,10 @@ class _Runner:
         keys = None if key is None else jax.random.split(key, length)
         return (steps, keys), (shared, None)
 
-    def join(self, step: Given, shared: Given) -> Given:
+    def join(self, step: SiteInputs, shared: SiteInputs) -> SiteInputs:
         return step[0] | shared[0], step[1]
 
-    def numbered(self, site_inputs: Given, step: jax.Array) -> Given:
+    def numbered(self, site_inputs: SiteInputs, step: jax.Array) -> SiteInputs:
         affines, key = site_inputs
         return affines, None if key is None else jax.random.fold_in(key, step)
 
@@ -374,9 +377,6 @@ def _follows(q: QTensor, origin: Origin) -> bool:
 
 
 Weight = Callable[..., Any]
-
-_NO_SITE = (-1,)
-"""An address at which no contraction is a site."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -495,17 +495,3 @@ def count_operand(
     fix = "name other sites in observers=, or let `weight` return the leading axes of the argument "
     problem = f"it is not known how much the rows of {site!r} count."
     raise fail(function, problem, given=details, fix=f"{fix}that this site reads.")
-
-
-def finite_rows(f: Callable[..., Any], plan: Plan, *args: Any) -> tuple[Any, Any]:
-    """Returns the results of a function with zeros where they come from rows that are not finite,
-    and which elements do not; traceable.
-    """
-    call = trace_call("ptq", f, plan.parameters, args, {})
-    leaves = count_arguments("ptq", every_row(), plan.params, call, call.leaves)
-    rules = _Following(plan, without_nonfinite=True)
-    out, _ = interpret(call.jaxpr, call.consts, list(map(tainted, leaves)), rules, _NO_SITE)
-    is_finite = [counts_of(x) > 0 for x in out]
-    values = [jnp.where(mask, value_of(x), 0) for x, mask in zip(out, is_finite, strict=True)]
-    trees = (jax.tree.unflatten(call.out_tree, x) for x in (values, is_finite))
-    return next(trees), next(trees)

@@ -166,7 +166,7 @@ def _site(item: Found, keys: Mapping[int, str]) -> _MappedSite:
     site = Site(*identity, sides, None, output, 0, item.loops, (), (), None)
     weights = [i for i, origin in enumerate(item.origins) if origin is not None]
     weight_side = weights[0] if weights else len(operands) - 1
-    parts = [Channels.of_operand(part.about) for part in observed_parts(site, item)[:-1]]
+    parts = [Channels.of_operand(part.observed) for part in observed_parts(site, item)[:-1]]
     parts.append(Channels.of_result(item.eqn, weight_side))
     is_product = item.op == "dot_general" and len(weights) == 1
     factor = (1 - weight_side, parts[1 - weight_side]) if is_product else None

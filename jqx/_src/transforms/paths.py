@@ -143,11 +143,16 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return keystr(keys, simple=True, separator="/")
 
 
-def rooted(argnums: Params, params: Any) -> Any:
+def by_argument(argnums: Params, params: Any) -> Any:
     """Returns parameters under the paths that a plan uses: the paths in one of several arguments
     begin with its position.
     """
     return params if isinstance(argnums, int) else dict(zip(argnums, params, strict=True))
+
+
+def as_arguments(argnums: Params, tree: Any) -> Any:
+    """Returns parameters as they are passed, given the result of `by_argument`."""
+    return tree if isinstance(argnums, int) else tuple(tree[argnum] for argnum in argnums)
 
 
 def is_whole(x: Any) -> bool:

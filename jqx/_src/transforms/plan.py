@@ -35,11 +35,12 @@ from .paths import (
     Params,
     Split,
     Weights,
+    as_arguments,
+    by_argument,
     check_same,
     flatten,
     is_parameter_line,
     is_whole,
-    rooted,
 )
 from .split import split_leaf
 from .views import Address, Loop
@@ -394,7 +395,7 @@ class Plan(Tabular):
           >>> codes["w"]
           QTensor(int8[2, 2] per_axis(1), scale float32[1, 2], dtype=float32, 12 bytes)
         """
-        tree = rooted(self.params, params)
+        tree = by_argument(self.params, params)
         flat = flatten(tree)
         names = self.parameters.name("Plan.map_weights", [keys for keys, _ in flat])
 
@@ -413,9 +414,7 @@ class Plan(Tabular):
             is_lazy = all(isinstance(x, Lazy) for x in mapped)
             leaves.append((lazy_segments if is_lazy else Segments)(mapped, split.axis))
         mapped = jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
-        if isinstance(self.params, int):
-            return mapped
-        return tuple(mapped[argnum] for argnum in self.params)
+        return as_arguments(self.params, mapped)
 
     def site_at(self, address: Address) -> Site | None:
         """Returns the site at an address, or `None` if there is none."""
@@ -556,8 +555,9 @@ class Plan(Tabular):
         return scales
 
     def table(self) -> Table:
-        """Returns the rows as text."""
-        return plan_table(self)
+        """Returns the rows as text; what stays in float is dimmed if the output supports it."""
+        rows = tuple(_rows(self))
+        return Table(HEAD, rows, _footer(self), texts=len(HEAD), bright=len(self.sites))
 
 
 # A plan as a table: every contraction, how it is quantized, or why it is not.
@@ -570,12 +570,6 @@ _MOST = 8
 """The largest number of parameters that no contraction reads in the table."""
 
 HEAD = ("path", "op", "shapes", "weight", "activation", "rule")
-
-
-def plan_table(plan: Any) -> Table:
-    """Returns the table of a `Plan`; what stays in float is dimmed if the output supports it."""
-    rows = tuple(_rows(plan))
-    return Table(HEAD, rows, _footer(plan), texts=len(HEAD), bright=len(plan.sites))
 
 
 def _rows(plan: Any) -> list[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 `quantize_state`: arrays that a function reads and writes, such as caches.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any, overload
@@ -23,14 +24,14 @@ from ..tensor.targets import cache_for, check_target
 from .algorithm import Algorithm, as_chosen, check_algorithm, merge_codes
 from .arguments import check_plan
 from .partitioned import as_sharding
-from .paths import Params, flatten, is_whole, parameter_line, path_of, rooted
+from .paths import Params, as_arguments, by_argument, flatten, is_whole, parameter_line, path_of
 from .plan import Plan, Weight
 from .quantize_weight import (
     Quantizing,
-    at_place,
     check_finite_weight,
     check_no_learned_scales,
     lay_out_weights,
+    put_leaf,
     quantize_weight,
 )
 from .split import split_leaf
@@ -106,9 +107,10 @@ def quantize_params(
     plan.check_affines("quantize_params", affines)
     _check_together(algorithm, stats, affines, donate)
     check_arguments("quantize_params", plan.params, params)
-    tree_of_params = rooted(plan.params, params)
-    named = _named("quantize_params", tree_of_params, plan)
+    named = _named("quantize_params", by_argument(plan.params, params), plan)
     check_no_learned_scales("quantize_params", named, plan, affines or ())
+    tree = jax.tree.structure(by_argument(plan.params, params), is_leaf=is_whole)
+    leaf_shardings = _leaf_shardings(plan, tree, shardings, named)
     if algorithm is not None:
         check_read("quantize_params", named)
         check_finite_weights("quantize_params", plan, params)
@@ -117,43 +119,33 @@ def quantize_params(
         nearest = quantize_params(dequantize_params(quantizing), plan)
         codes = merge_codes("quantize_params", quantizing, nearest)
         codes = codes if target is None else lay_out_weights(codes, plan, target)
-        return _as_given(plan, codes, params, shardings)
-    scales = affines or {}
-    tree = jax.tree.structure(tree_of_params, is_leaf=is_whole)
+        leaves = tree.flatten_up_to(by_argument(plan.params, codes))
+        leaves = list(map(put_leaf, leaves, leaf_shardings, [name for name, _ in named]))
+        return as_arguments(plan.params, jax.tree.unflatten(tree, leaves))
     planned = [_weights_of(plan, name) for name, _ in named]
     for weights, (name, leaf) in zip(planned, named, strict=True):
         if weights and is_whole(abstract(leaf)):
             problem = f"the weight {name!r} is quantized already."
             raise fail("quantize_params", problem, fix="pass the float parameters.")
-    lines = [
-        parameter_line(name, leaf)
-        for name, leaf in named
-        if name is not None and is_parameter(leaf)
-    ]
-    plan.check_parameters("quantize_params", lines)
+    parameters = [(name, leaf) for name, leaf in named if name is not None and is_parameter(leaf)]
+    plan.check_parameters("quantize_params", list(itertools.starmap(parameter_line, parameters)))
     last_use = {id(leaf): index for index, (_, leaf) in enumerate(named)}
     stays = {id(leaf) for weights, (_, leaf) in zip(planned, named, strict=True) if not weights}
     leaves = []
-    given_places = _places(plan, tree, shardings, named)
     for index, (weights, (name, leaf)) in enumerate(zip(planned, named, strict=True)):
-        sharding = given_places[index]
+        sharding = leaf_shardings[index]
         if not weights:
-            leaves.append(leaf if shardings is None else at_place(leaf, sharding, name))
+            leaves.append(leaf if shardings is None else put_leaf(leaf, sharding, name))
             continue
-        quantizing = Quantizing(tuple(weights), plan.split_of(name), scales, target, sharding)
-        quantized = (
-            leaf.then(quantizing, quantizing.description())
-            if isinstance(leaf, Lazy)
-            else quantizing(leaf)
-        )
-        leaves.append(quantized)
+        split = plan.split_of(name)
+        quantizing = Quantizing(tuple(weights), split, affines or {}, target, sharding)
+        if isinstance(leaf, Lazy):
+            leaves.append(leaf.then(quantizing, quantizing.description()))
+        else:
+            leaves.append(quantizing(leaf))
         if donate and last_use[id(leaf)] == index and id(leaf) not in stays:
             _delete(leaf, leaves[-1])
-    converted: Any = jax.tree.unflatten(tree, leaves)
-    if isinstance(plan.params, int):
-        return converted
-    several: Any = tuple(converted[position] for position in plan.params)
-    return several
+    return as_arguments(plan.params, jax.tree.unflatten(tree, leaves))
 
 
 @overload
@@ -183,17 +175,6 @@ def _dequantized(x: Any) -> Any:
     return of_kinds(lambda q: q.dequantize(), x) if is_whole(x) else x
 
 
-def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
-    """Returns codes sharded as `shardings` say, or as the parameters that they were made from."""
-    named = _named("quantize_params", rooted(plan.params, params), plan)
-    tree = jax.tree.structure(rooted(plan.params, params), is_leaf=is_whole)
-    shardings_of_leaves = _places(plan, tree, shardings, named)
-    leaves = tree.flatten_up_to(rooted(plan.params, codes))
-    paths = [name for name, _ in named]
-    moved = jax.tree.unflatten(tree, map(at_place, leaves, shardings_of_leaves, paths))
-    return moved if isinstance(plan.params, int) else tuple(moved[n] for n in plan.params)
-
-
 def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> None:
     if algorithm is None and stats is not None:
         problem = "`stats` have no effect: rounding to nearest does not read them."
@@ -206,7 +187,7 @@ def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> N
         raise fail("quantize_params", problem, given=details, fix=fix)
 
 
-def _places(
+def _leaf_shardings(
     plan: Plan, tree: Any, shardings: Any, named: list[tuple[str | None, Any]]
 ) -> list[Sharding | None]:
     """Returns the sharding of each leaf: from `shardings`, or its own if it is partitioned."""
@@ -214,7 +195,7 @@ def _places(
         return [sharding_of(leaf) for _, leaf in named]
     check_arguments("quantize_params", plan.params, shardings)
     try:
-        flat = tree.flatten_up_to(rooted(plan.params, shardings))
+        flat = tree.flatten_up_to(by_argument(plan.params, shardings))
     except ValueError as error:
         problem = f"`shardings` are not for these parameters: {str(error).splitlines()[0]}"
         fix = "make them from it, such as jax.tree.map(lambda x: x.sharding, params)."
@@ -250,7 +231,7 @@ def check_finite_weights(function: str, plan: Plan, params: Any) -> None:
     """Raises if a weight that the plan quantizes holds a NaN or an infinity; lazy leaves are
     checked when they are read.
     """
-    for name, leaf in named_leaves(function, rooted(plan.params, params), plan):
+    for name, leaf in named_leaves(function, by_argument(plan.params, params), plan):
         is_float = not isinstance(leaf, Lazy) and not is_whole(abstract(leaf))
         if is_float and plan.weight_at(name) is not None:
             check_finite_weight(function, leaf, name or "")

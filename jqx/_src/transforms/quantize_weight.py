@@ -80,13 +80,13 @@ def _quantized(
 ) -> Any:
     """Returns a weight, or a part of one, quantized and laid out; a float part is unchanged."""
     if weight is None:
-        return at_place(x, sharding, None)
+        return put_leaf(x, sharding, None)
     check_finite_weight("quantize_params", x, weight.path)
     quantized = quantize_weight(x, weight.spec, affines.get(weight.key), sharding, weight.path)
     return quantized if target is None else _laid_out(quantized, weight, target)
 
 
-def at_place(leaf: Any, sharding: Sharding | None, path: str | None) -> Any:
+def put_leaf(leaf: Any, sharding: Sharding | None, path: str | None) -> Any:
     """Puts a leaf on devices according to its sharding."""
     if sharding is None or not hasattr(leaf, "shape"):
         return leaf
@@ -136,9 +136,9 @@ def quantize_weight(
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         q = jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
-        return at_place(q, sharding, path)
+        return put_leaf(q, sharding, path)
     if not compat.is_concrete(x):
-        return at_place(QTensor.quantize(x, spec, affine), sharding, path)
+        return put_leaf(QTensor.quantize(x, spec, affine), sharding, path)
     if sharding is None:
         return _compiled(x, spec, affine)
     x = put("quantize_params", x, sharding, path)

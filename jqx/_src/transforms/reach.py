@@ -81,7 +81,7 @@ class Codes:
         name, nothing = eqn.primitive.name, [_NONE] * len(eqn.outvars)
         how = f"reaches `{name}`, which has no quantized form"
         if name in CONTRACTIONS:
-            unsupported = CONTRACTIONS[name].excuse(eqn)
+            unsupported = CONTRACTIONS[name].why_unsupported(eqn)
             if unsupported is None:
                 self.contracted |= _NONE.union(*operands)
                 return nothing

@@ -50,7 +50,7 @@ class Contraction:
       apply: evaluates it on arrays and QTensors.
       gradients: the backward pass: from arrays and the cotangent to the gradients of the operands
         that can be quantized, contracted in a dtype.
-      excuse: why an equation has no quantized form; `None` if it has one.
+      why_unsupported: why an equation has no quantized form; `None` if it has one.
       needs_weight: whether it is a site only if its first operand is a weight.
     """
 
@@ -60,7 +60,7 @@ class Contraction:
     macs: Callable[[Eqn], int]
     apply: Callable[[Eqn, Sequence[Any]], jax.Array]
     gradients: Callable[[Eqn, Sequence[jax.Array], jax.Array, DTypeLike], Sequence[jax.Array]]
-    excuse: Callable[[Eqn], str | None] = lambda eqn: None
+    why_unsupported: Callable[[Eqn], str | None] = lambda eqn: None
     needs_weight: bool = False
 
     def kept(self, eqn: Eqn) -> tuple[Axes, ...]:
@@ -195,7 +195,7 @@ def _conv_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
 _RAGGED = (((1,), (1,)), ((), ()))
 
 
-def _ragged_excuse(eqn: Eqn) -> str | None:
+def _why_no_rows(eqn: Eqn) -> str | None:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     dots = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
     plain = dots == _RAGGED and tuple(numbers.lhs_ragged_dimensions) == (0,)
@@ -221,7 +221,7 @@ def _ragged_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     )
 
 
-def _gather_excuse(eqn: Eqn) -> str | None:
+def _why_no_lookup(eqn: Eqn) -> str | None:
     if _looked_up(eqn) is None:
         return "it is not a lookup along one axis, as in jnp.take"
     if eqn.invars[0].aval.ndim < 2:
@@ -303,7 +303,7 @@ CONTRACTION_RULES: dict[str, Contraction] = {
         _ragged_macs,
         _ragged_apply,
         _transposed,
-        _ragged_excuse,
+        _why_no_rows,
     ),
     "gather": Contraction(
         "gather",
@@ -312,7 +312,7 @@ CONTRACTION_RULES: dict[str, Contraction] = {
         lambda eqn: 0,
         _gather_apply,
         _transposed,
-        _gather_excuse,
+        _why_no_lookup,
         needs_weight=True,
     ),
 }
@@ -324,7 +324,7 @@ _ADDED = jax.make_user_context(())
 """Rules of users, as pairs of a name and a rule; part of the key of traces in `jax.jit`."""
 
 
-class Known(Mapping[str, Rule], Generic[Rule]):
+class RuleTable(Mapping[str, Rule], Generic[Rule]):
     """Rules of one kind, by the name of the primitive."""
 
     def __init__(self, kind: type[Rule], built_in: Mapping[str, Rule]):
@@ -344,8 +344,8 @@ class Known(Mapping[str, Rule], Generic[Rule]):
         return len(list(iter(self)))
 
 
-CONTRACTIONS: Known[Contraction] = Known(Contraction, CONTRACTION_RULES)
-VIEWS: Known[View] = Known(View, VIEW_RULES)
+CONTRACTIONS: RuleTable[Contraction] = RuleTable(Contraction, CONTRACTION_RULES)
+VIEWS: RuleTable[View] = RuleTable(View, VIEW_RULES)
 
 
 def tracked(eqn: Eqn, origins: Sequence[Origin | None]) -> Sequence[Origin | None] | None:

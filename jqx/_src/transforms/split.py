@@ -21,7 +21,7 @@ from ..compat import Eqn
 from ..errors import fail
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments, abstract, lazy_parts
-from .higher_order import FORMS, Records
+from .higher_order import FORMS, Records, Runner
 from .paths import Split
 from .rules import VIEWS
 from .views import Origin
@@ -342,14 +342,11 @@ def _of_size(eqn: Eqn, axis: int, size: int) -> Eqn:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Runner:
-    """Evaluates the functions inside an equation; sites get nothing, and nothing is recorded."""
+class _Runner(Runner):
+    """Evaluates the functions inside an equation."""
 
     function: str
     eqn: Eqn
-    site_inputs: tuple[()] = ()
-    differentiable: bool = True
-    is_counting: bool = False
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], part: Any = (), site_inputs: Any = None
@@ -359,26 +356,8 @@ class _Runner:
         loop = self.eqn.primitive.name in ("scan", "while")
         return [joined(x) if loop else x for x in results], {}
 
-    def split(self, length: int) -> tuple[Any, Any]:
-        return (), ()
-
-    def join(self, step: Any, shared: Any) -> Any:
-        return ()
-
-    def numbered(self, site_inputs: Any, step: Any) -> Any:
-        return ()
-
-    def unseen(self) -> Records:
-        return {}
-
-    def merge(self, a: Records, b: Records) -> Records:
-        return {}
-
     def dense(self, x: Any) -> Any:
         return joined(x)
-
-    def carried(self, x: Any) -> Any:
-        return x
 
     def common(self, forms: Sequence[Any]) -> Any:
         return next((x for x in forms if isinstance(x, Segments)), forms[0])

@@ -147,15 +147,15 @@ class Part(NamedTuple):
 
     Attributes:
       key: the name of its statistics.
-      about: the description that an observer receives.
+      observed: the description that an observer receives.
       kind: its shape and dtype in one step of the loops around the site.
-      place: index of the operand of the contraction; -1 for the result.
+      argnum: index of the operand of the contraction; -1 for the result.
     """
 
     key: str
-    about: ObservedSite
+    observed: ObservedSite
     kind: jax.ShapeDtypeStruct
-    place: int
+    argnum: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Entry:
     @compat.intermediates()
     def empty(self) -> Any:
         """Returns the statistics of no values, in one step of the loops."""
-        return self.observer.empty(self.part.kind, self.part.about)
+        return self.observer.empty(self.part.kind, self.part.observed)
 
     @compat.intermediates()
     def observe(
@@ -203,7 +203,7 @@ class Entry:
         `weights` how much its elements count, and with `leaves_out` rows do not count that are not
         finite.
         """
-        observed = dataclasses.replace(self.part.about, sizes=sizes, weights=weights)
+        observed = dataclasses.replace(self.part.observed, sizes=sizes, weights=weights)
         if leaves_out and self.observer != flags:
             x, observed = without_nonfinite(x, observed)
         return self.observer.observe(x, observed)
@@ -283,7 +283,7 @@ def entries_of(
                 calibrated = Calibrated(specs[part.key].calibrator)
                 entries.append(Entry.of(part.key, site, calibrated, part, weight))
             for observer in observers:
-                if not observer.looks_at(part.about):
+                if not observer.looks_at(part.observed):
                     continue
                 entry = Entry.of(f"{part.key}@{observer}", site, observer, part, weight)
                 looks.add((observer, site.path))
@@ -335,7 +335,7 @@ def observed_parts(site: Site, item: Found) -> list[Part]:
     kept_axes = tuple(range(len(result.shape)))
     batch = kept_axes[: len(axes[0].batch)] if site.op == "dot_general" else ()
     weights = [i for i, operand in enumerate(site.operands) if operand.role == "weight"]
-    channels = Channels.of_result(eqn, weights[0]).own if weights else ()
+    channels = Channels.of_result(eqn, weights[0]).axes if weights else ()
     observed = ObservedSite(
         site.path, site.op, "out", "result", has_weight, (), kept_axes, batch, site.output, channels
     )
@@ -366,10 +366,10 @@ def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
     shared = {}
     for entry in entries:
         value_numbers = numbers[entry.site.address]
-        index = entry.part.place
+        index = entry.part.argnum
         value = value_numbers.result if index < 0 else value_numbers.operands[index]
         others = value_numbers.operands[len(entry.site.operands) :]
-        observed = dataclasses.replace(entry.part.about, path="")
+        observed = dataclasses.replace(entry.part.observed, path="")
         who = entry.observer, entry.weight
         same = (value_numbers.inside, entry.site.loops, value, others, *who, observed)
         shared[entry.key] = first_entry.setdefault(same, entry).key
@@ -378,7 +378,7 @@ def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
 
 def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
     """Raises if the three functions of an observer do not return the same kind of statistics."""
-    observed, kind = dataclasses.replace(entry.part.about, path=""), entry.part.kind
+    observed, kind = dataclasses.replace(entry.part.observed, path=""), entry.part.kind
     kind_key = (entry.observer, observed, kind.shape, kind.dtype)
     if kind_key in checked:
         return
@@ -460,27 +460,23 @@ def flags_of(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {**stats.left_out, **stats.flags}
 
 
+def _entries(stats: Stats) -> list[tuple[str, str, Any]]:
+    """Returns the entries of statistics in order, each with the name of its part and its key."""
+    parts = zip(("", ".flags", ".left_out"), stats.parts, strict=True)
+    return [(name, key, part[key]) for name, part in parts for key in sorted(part)]
+
+
 def _keys(stats: Stats) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(sorted(part)) for part in stats.parts)
 
 
 def _with_keys(stats: Stats) -> tuple[Any, Any]:
-    keys = _keys(stats)
-    pairs = zip(("", ".flags", ".left_out"), stats.parts, keys, strict=True)
-    return [
-        (jax.tree_util.DictKey(f"{key}{name}"), part[key])
-        for name, part, keys_of_part in pairs
-        for key in keys_of_part
-    ], keys
+    named = [(f"{key}{name}", value) for name, key, value in _entries(stats)]
+    return [(jax.tree_util.DictKey(key), value) for key, value in named], _keys(stats)
 
 
 def _flat(stats: Stats) -> tuple[Any, Any]:
-    keys = _keys(stats)
-    return [
-        part[key]
-        for part, keys_of_part in zip(stats.parts, keys, strict=True)
-        for key in keys_of_part
-    ], keys
+    return [value for _, _, value in _entries(stats)], _keys(stats)
 
 
 def _unflat(keys: Any, children: Iterable[Any]) -> Stats:

@@ -158,19 +158,38 @@ def check_inputs(function: str, call: Call, planned: Sequence[Found], weights: W
     `f(x, params)` planned without `params=1`, or `f(x)` that closes over its weights. Without this
     error the plan would look complete, and `quantize_params` would quantize the batch.
 
-    `planned` are the contractions with a quantized weight. The array is an input where it is on the
-    left, or alone contracts its last axis, and meets a matrix of a tree in another argument or, if
-    no other argument is in a product, one that `f` closes over.
+    `planned` are the contractions with a quantized weight.
+    """
+    is_array = [path for path in call.paths if path is not None] == [""]
+    keys = _keys_of_weights(call, planned) if is_array else None
+    if not isinstance(weights.params, int) or keys is None:
+        return
+    aval = call.jaxpr.invars[call.paths.index("")].aval
+    problem = f"argument {weights.params}, {aval.dtype}{list(aval.shape)}, is planned as the "
+    fix = "pass the weights as an argument, f(params, x), or use jqx.nnx.quantize."
+    if keys:
+        is_positional, position = keys[0].idx == 0, keys[1]
+        fix = (
+            f"pass params={position.idx} to jqx.make_plan."
+            if is_positional
+            else (f"pass {position.key} by position, and that position as params=.")
+        )
+    fix += f" (If it is the weight: params=({weights.params},).)"
+    raise fail(function, f"{problem}weight, but looks like the input of `f`.", fix=fix)
+
+
+def _keys_of_weights(call: Call, planned: Sequence[Found]) -> tuple[Any, ...] | None:
+    """Returns the keys of the argument that holds the weights which an array that is planned as a
+    weight is multiplied by; `()` if `f` closes over them; `None` if the array may be a weight.
+
+    The array is an input where it is on the left, or alone contracts its last axis, and meets a
+    matrix of a tree in another argument or, if no other argument is in a product, one that `f`
+    closes over.
     """
     sides = {item.address: item.origins.index(None) for item in planned if None in item.origins}
-    is_array = [path for path in call.paths if path is not None] == [""]
-    if not (isinstance(weights.params, int) and is_array and sides):
-        return
     leaves = call.jaxpr.invars
     origins = [Origin.of_leaf(str(i), len(leaf.aval.shape)) for i, leaf in enumerate(leaves)]
     items, _ = find(call.jaxpr, origins)
-    multiplied = {int(part.path) for x in items for o in x.origins if o for part in o.parts}
-    matrices = {i for i in multiplied if _is_matrix(leaves[i].aval) and call.paths[i] != ""}
     sources_of = sources(call)
     partners: set[tuple[Any, ...]] = set()
     for item in items:
@@ -182,25 +201,12 @@ def check_inputs(function: str, call: Call, planned: Sequence[Found], weights: W
         avals = [leaves[i].aval for i in parts] or [item.eqn.invars[side].aval]
         is_partner = all(map(_is_matrix, avals)) and all(len(call.keys[i]) > 2 for i in parts)
         if not (_is_input(item, 1 - side) and is_partner and (parts or is_closed_over)):
-            return
-        partners.update(call.keys[i][:2] for i in parts or [])
-        partners.update([()] if is_closed_over else [])
-    if len(partners) != 1 or (partners == {()} and matrices):
-        return
-    (keys,) = partners
-    aval = leaves[list(call.paths).index("")].aval
-    if not keys:
-        fix = "pass the weights as an argument, f(params, x), or use jqx.nnx.quantize."
-    elif keys[0].idx == 0:
-        fix = f"pass params={keys[1].idx} to jqx.make_plan."
-    else:
-        fix = f"pass {keys[1].key} by position, and that position as params=."
-    problem = (
-        f"argument {weights.params} is planned as the weight, but looks like the input of `f`."
-    )
-    details = f"{aval.dtype}{list(aval.shape)}"
-    fix += f" (If it is the weight: params=({weights.params},).)"
-    raise fail(function, problem, given=details, fix=fix)
+            return None
+        partners.update([call.keys[i][:2] for i in parts] or [()])
+    multiplied = {int(part.path) for x in items for o in x.origins if o for part in o.parts}
+    matrices = {i for i in multiplied if _is_matrix(leaves[i].aval) and call.paths[i] != ""}
+    is_clear = len(partners) == 1 and not (partners == {()} and matrices)
+    return partners.pop() if is_clear else None
 
 
 def _is_matrix(aval: Any) -> bool:
