@@ -113,19 +113,28 @@ def default_of(plan: Plan, effort: Effort, *, is_lazy: bool) -> Choice:
     """
     pairs = [pair for site in plan.sites if (pair := _specs(plan, site)) is not None]
     activations = [spec for _, spec in pairs if spec is not None]
-    low_bit = [form for spec in activations if (form := _form(spec)).bits <= _FEW_BITS]
+    low_bit = [form for spec in activations if (form := format_of(spec.qtype)).bits <= _FEW_BITS]
     sizes = {form.size for form in low_bit if isinstance(form, Block) and form.scale_qtype == E8M0}
-    is_wide = any(not _has_small_groups(weight) for weight, _ in pairs)
+    groups = [weight.granularity for weight, _ in pairs]
+    is_wide = any(not isinstance(x, (PerGroup, PerRun)) or x.size > _SMALL for x in groups)
     gptq = algorithms.gptq(**_GPTQ, factors=_FACTORS if is_wide else ())
     parts: list[Any] = []
     notes: list[str] = []
-    bits = min((_form(weight).bits for weight, _ in pairs), default=32)
+    bits = min((format_of(weight.qtype).bits for weight, _ in pairs), default=32)
     few_in_weights, learns = bits <= _FEW_BITS, bits < _FEW_BITS and effort == "hours"
+
+    def has_outliers(spec: QSpec) -> bool:
+        """Whether to move outliers of activations into the weights. If activations have scales for
+        each token, their outliers do less harm there than in weights of few bits.
+        """
+        is_integer = isinstance(format_of(spec.qtype), Integer)
+        return is_integer and not (spec.dynamic and few_in_weights)
+
     if any(not isinstance(form, Block) for form in low_bit):
         parts.append(algorithms.rotate())
     elif sizes:
         parts.append(algorithms.rotate(block=min(sizes)))
-    elif any(_is_smoothed(spec, few_in_weights) for spec in activations):
+    elif any(map(has_outliers, activations)):
         parts.append(algorithms.smooth_quant())
     elif few_in_weights and activations and not (low_bit or learns):
         rotated = algorithms.rotate(offline="only")
@@ -241,22 +250,3 @@ def _specs(plan: Plan, site: Site) -> tuple[QSpec, QSpec | None] | None:
     weights = [x for operand in site.operands if (x := plan.weight_at(operand.path)) is not None]
     others = [operand for operand in site.operands if operand.path is None]
     return (weights[0].spec, others[0].spec) if weights and others else None
-
-
-def _is_smoothed(spec: QSpec, few_in_weights: bool) -> bool:
-    """Whether to move outliers of activations into the weights.
-
-    If activations have scales for each token, their outliers do less harm there than in weights of
-    few bits.
-    """
-    return isinstance(_form(spec), Integer) and not (spec.dynamic and few_in_weights)
-
-
-def _has_small_groups(spec: QSpec) -> bool:
-    """Whether few elements share a scale."""
-    groups = spec.granularity
-    return isinstance(groups, (PerGroup, PerRun)) and groups.size <= _SMALL
-
-
-def _form(spec: QSpec) -> Any:
-    return format_of(spec.qtype)

@@ -486,7 +486,8 @@ def _without_effect(x: Map) -> Map:
 
 def check_function(function: str, f: Any) -> None:
     """Checks that `f` is a function of its weights, and no model that holds them."""
-    flax = [name for name in ("linen", "nnx") if isinstance(f, _module_class(name))]
+    modules = {name: sys.modules.get(f"flax.{name}") for name in ("linen", "nnx")}
+    flax = [name for name, x in modules.items() if x is not None and isinstance(f, x.Module)]
     details = f"an object of type {type(f).__name__}"
     if flax and getattr(f, "scope", None) is None:
         details, fix = f"{details}, a model of {flax[0]}", _FIX_FOR_MODULES[function][flax[0]]
@@ -496,11 +497,6 @@ def check_function(function: str, f: Any) -> None:
         fix = "pass the function first, and the function itself, not what it returns."
     problem = "`f` is not a function of its weights."
     raise fail(function, problem, given=details, fix=fix, error=TypeError)
-
-
-def _module_class(name: str) -> Any:
-    """Returns the class of modules of Flax, if it is imported."""
-    return getattr(sys.modules.get(f"flax.{name}"), "Module", ())
 
 
 class BoundFunction(NamedTuple):

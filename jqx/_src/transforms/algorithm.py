@@ -25,6 +25,7 @@ from .paths import (
     is_whole,
     line_of,
     parameter_of,
+    positions_of,
 )
 from .plan import Plan
 from .split import evaluated, split_leaf
@@ -271,7 +272,7 @@ class Unstacked:
     def function(self, *args: Any, **kwargs: Any) -> Any:
         """The function of parts."""
         argnums = self.stacked.params
-        positions = (argnums,) if isinstance(argnums, int) else argnums
+        positions = positions_of(argnums)
         params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
         stacks = self.together(params, joins=False)
         values = dict(

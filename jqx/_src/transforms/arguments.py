@@ -30,7 +30,9 @@ _MAKE = "plan = jqx.make_plan(f, policy)(params, x)"
 
 def check_function(function: str, f: Any) -> None:
     """Checks that `f` can be traced."""
-    if callable(f) and not _is_unbound(f):
+    linen = sys.modules.get("flax.linen")
+    is_unbound = linen is not None and isinstance(f, linen.Module) and f.scope is None
+    if callable(f) and not is_unbound:  # calling an unbound module is an error in Flax
         return
     details = "an array" if hasattr(f, "shape") else f"an object of type {type(f).__name__}"
     fix = f"call it in two steps: jqx.{function}(f, ...)(params, x)."
@@ -124,12 +126,6 @@ def _is_value(leaf: Any) -> bool:
         return leaf.dtype.kind not in "OUSM"
     kinds = (jax.Array, bool, int, float, complex)
     return isinstance(leaf, kinds) or hasattr(leaf, "__jax_array__")
-
-
-def _is_unbound(f: Any) -> bool:
-    """Whether `f` is a linen module without variables: calling it is an error in Flax."""
-    linen = sys.modules.get("flax.linen")
-    return linen is not None and isinstance(f, linen.Module) and f.scope is None
 
 
 def check_concrete(function: str, *trees: Any) -> None:

@@ -33,7 +33,7 @@ from .arguments import check_batch, check_batches, check_plan, check_stats
 from .higher_order import Records
 from .interpret import Rules, count_arguments, count_operand, every_row, interpret, weights_of
 from .operands import real_of, value_of
-from .paths import Params, by_argument, flatten, path_of
+from .paths import Params, by_argument, flatten, path_of, positions_of
 from .places import places_of
 from .plan import Plan, Site, Weight
 from .plan_call import params_of, with_contractions
@@ -733,10 +733,11 @@ def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:
 
 def insert_params(argnums: Params, params: Any, others: Sequence[Any]) -> list[Any]:
     """Returns arguments: the parameters at their positions, and the others in between."""
-    positions = (argnums,) if isinstance(argnums, int) else argnums
     values = (params,) if isinstance(argnums, int) else params
     arguments = list(others)
-    for argnum, value in sorted(zip(positions, values, strict=True), key=lambda pair: pair[0]):
+    for argnum, value in sorted(
+        zip(positions_of(argnums), values, strict=True), key=lambda pair: pair[0]
+    ):
         arguments.insert(argnum, value)
     return arguments
 

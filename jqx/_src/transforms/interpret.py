@@ -38,7 +38,7 @@ from .operands import (
     value_of,
     with_codes,
 )
-from .paths import Params
+from .paths import Params, positions_of
 from .plan import Plan, Site, check_sums
 from .row_counts import counted, tainted_results, tainted_rows
 from .rules import CONTRACTIONS, VIEWS, tracked
@@ -209,7 +209,13 @@ def _evaluate(
     with _noted(f"{name} of a quantized array, scope {compat.scope_of(eqn) or '(none)'}"):
         viewed = rules.view(eqn, operands)
         if viewed is None and name in UPDATES:
-            viewed = _updated(eqn, operands)
+            # Written to the codes, and to the float values that go with them, if any.
+            codes = UPDATES[name](eqn, [codes_of(x) for x in operands])
+
+            def real() -> jax.Array:
+                return compat.bind(eqn, [real_of(x) for x in operands])[0]
+
+            viewed = None if codes is None else [with_codes(codes, real, operands)]
     if viewed is not None:
         return viewed, {}
     return rules.unsupported(eqn, operands), {}
@@ -237,13 +243,6 @@ def evaluate_counted(
     return tainted_results(
         eqn, operands, results_with_counts
     ) if rules.leaves_out else results_with_counts, records
-
-
-def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
-    """Writes to a quantized array, and to the float values that go with its codes, if any."""
-    codes = UPDATES[eqn.primitive.name](eqn, [codes_of(x) for x in operands])
-    real = lambda: compat.bind(eqn, [real_of(x) for x in operands])[0]  # noqa: E731
-    return None if codes is None else [with_codes(codes, real, operands)]
 
 
 @contextlib.contextmanager
@@ -347,7 +346,7 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
         return None
     codes = [codes_of(x) for x in operands]
     qtensors = [codes[i] for i in quantized]
-    if len(eqn.outvars) == 1 and len({_format(q) for q in qtensors}) > 1:
+    if len(eqn.outvars) == 1 and len({(q.qtype, jnp.dtype(q.dtype)) for q in qtensors}) > 1:
         return None  # no single tensor can hold them
     parts = [part for origin in origins if origin for part in origin.parts]
     alike = len(eqn.outvars) > 1 or len({q.layout for q in qtensors}) == 1
@@ -360,10 +359,6 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     is_state = any(isinstance(x, Trainable) and x.is_state for x in operands)
     pairs = zip(views, real, strict=True)
     return [Trainable(q, x, is_state) if is_coded(q) else q for q, x in pairs]
-
-
-def _format(q: QTensor) -> Any:
-    return q.qtype, jnp.dtype(q.dtype)
 
 
 def _follows(q: QTensor, origin: Origin) -> bool:
@@ -420,7 +415,7 @@ def weights_of(
     """Returns how much rows count, float32: the result of `weight` for the arguments of a call
     without the parameters.
     """
-    positions = (params,) if isinstance(params, int) else params
+    positions = positions_of(params)
     inputs = [x for argnum, x in enumerate(args) if argnum not in positions]
     try:
         weights = weight(*inputs, **kwargs)
@@ -448,7 +443,7 @@ def count_arguments(
     """Returns the leaves of a call. Those that are not parameters have counts, or the reason why
     these are unknown.
     """
-    positions = (params,) if isinstance(params, int) else params
+    positions = positions_of(params)
     shape, counted_leaves = weights.shape, []
     for leaf, keys in zip(leaves, call.keys, strict=True):
         is_parameter = keys[0].idx == 0 and keys[1].idx in positions

@@ -150,6 +150,11 @@ def by_argument(argnums: Params, params: Any) -> Any:
     return params if isinstance(argnums, int) else dict(zip(argnums, params, strict=True))
 
 
+def positions_of(argnums: Params) -> tuple[int, ...]:
+    """Returns the positions of the arguments that hold weights."""
+    return (argnums,) if isinstance(argnums, int) else argnums
+
+
 def as_arguments(argnums: Params, tree: Any) -> Any:
     """Returns parameters as they are passed, given the result of `by_argument`."""
     return tree if isinstance(argnums, int) else tuple(tree[argnum] for argnum in argnums)

@@ -75,7 +75,10 @@ def choose(
     choices = [_choices(item, policy, rules, parts) for item in items]
     used = {choice[0] for choice_of_path in choices for choice in choice_of_path.values() if choice}
     uses = _uses(items, choices)
-    first_use = {path: _first(choice_of_path) for path, choice_of_path in uses.items()}
+    first_use = {
+        path: min(uses_of_path, key=lambda use: (use.rule_index, use.op != "gather"))
+        for path, uses_of_path in uses.items()
+    }
     floats = {path: use for path, use in first_use.items() if use and use.spec is None}
     floats |= {
         path: first_use[path]._replace(spec=None, reason=reason)
@@ -134,10 +137,6 @@ def _uses(
                 index, rule = choice
                 uses[path].append(Use(index, path, item.op, rule.weight_for(item.op)))
     return uses
-
-
-def _first(uses: Sequence[Use]) -> Use:
-    return min(uses, key=lambda use: (use.rule_index, use.op != "gather"))
 
 
 def _by_own_rule(
@@ -479,7 +478,8 @@ def plan_call(
                 reason_of = reasons(call) if reason_of is None else reason_of
                 reason = reason_of.get(id(item.eqn), reason)
             rule = choice.rule and choice.rule[1].weight_for(item.op)
-            if rule is not None and item.op != "gather" and _is_float(item.eqn.outvars[0]):
+            is_float = jnp.issubdtype(item.eqn.outvars[0].aval.dtype, jnp.floating)
+            if rule is not None and item.op != "gather" and is_float:
                 for path in item.paths:
                     if path in dtypes and jnp.issubdtype(dtypes[path], jnp.integer):
                         integers[path] = str(dtypes[path])
@@ -501,7 +501,12 @@ def plan_call(
             "pass the float weights, x.astype(jnp.float32); or leave these out of the policy, by a "
         )
         warn(message(function, problem, given=details, fix=f"{fix}rule that gives them no format."))
-    check_inputs(function, call, _of_weights(sites), weights)
+    check_inputs(
+        function,
+        call,
+        [item for site, item in sites if any(x.role == "weight" and x.spec for x in site.operands)],
+        weights,
+    )
     shapes_of = {
         path: tuple(leaf.shape)
         for leaf, path in zip(call.leaves, call.paths, strict=True)
@@ -524,19 +529,6 @@ def plan_call(
         if unsupported
         else plan
     )
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.aval.dtype, jnp.floating))
-
-
-def _of_weights(sites: Sequence[tuple[Site, Found]]) -> list[Found]:
-    """Returns the contractions with a quantized weight."""
-    return [
-        item
-        for site, item in sites
-        if any(operand.role == "weight" and operand.spec for operand in site.operands)
-    ]
 
 
 def _site(function: str, item: Found, choice: SiteDecision, name: str) -> Site:

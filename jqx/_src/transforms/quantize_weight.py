@@ -51,11 +51,17 @@ class Quantizing(NamedTuple):
     def __call__(self, leaf: Any) -> Any:
         """Returns the parameter, quantized."""
         leaves = [leaf] if self.split is None else split_leaf("quantize_params", leaf, self.split)
-        parts = [
-            _quantized(x, weight, self.affines, self.target, self.sharding)
-            for x, weight in zip(leaves, self.weights, strict=True)
-        ]
+        parts = list(map(self._part, leaves, self.weights))
         return parts[0] if self.split is None else Segments(parts, self.split.axis)
+
+    def _part(self, x: Any, weight: Weight | None) -> Any:
+        """Returns a part quantized and laid out; a float part is unchanged."""
+        if weight is None:
+            return put_leaf(x, self.sharding, None)
+        check_finite_weight("quantize_params", x, weight.path)
+        affine = self.affines.get(weight.key)
+        q = quantize_weight(x, weight.spec, affine, self.sharding, weight.path)
+        return q if self.target is None else _laid_out(q, weight, self.target)
 
     def description(self) -> str | None:
         """Describes everything that the result depends on apart from the parameter; `None` if it
@@ -69,21 +75,6 @@ class Quantizing(NamedTuple):
             return None
         digest = hashlib.sha256(b"".join([x.tobytes() for x in arrays])).hexdigest()
         return f"{_VERSION} {texts} {self.split} {digest if arrays else ''} {self.target}"
-
-
-def _quantized(
-    x: Any,
-    weight: Weight | None,
-    affines: Mapping[str, Affine],
-    target: str | None,
-    sharding: Sharding | None,
-) -> Any:
-    """Returns a weight, or a part of one, quantized and laid out; a float part is unchanged."""
-    if weight is None:
-        return put_leaf(x, sharding, None)
-    check_finite_weight("quantize_params", x, weight.path)
-    quantized = quantize_weight(x, weight.spec, affines.get(weight.key), sharding, weight.path)
-    return quantized if target is None else _laid_out(quantized, weight, target)
 
 
 def put_leaf(leaf: Any, sharding: Sharding | None, path: str | None) -> Any:
@@ -179,16 +170,12 @@ def check_finite_weight(function: str, x: Any, path: str) -> None:
 
 
 def _is_finite(x: Any) -> bool:
-    if isinstance(x, jax.Array) and _is_elsewhere(x):
-        return bool(jnp.isfinite(x).all())
+    is_jax = isinstance(x, jax.Array)
+    if is_jax and (len(x.devices()) > 1 or next(iter(x.devices())).platform != "cpu"):
+        return bool(jnp.isfinite(x).all())  # reading it on the host would copy it
     flat = np.asarray(x).reshape(-1)
     parts = range(0, flat.size, _MOST)
     return all(np.isfinite(flat[start : start + _MOST]).all() for start in parts)
-
-
-def _is_elsewhere(x: jax.Array) -> bool:
-    """Whether an array is not in the memory of this process, so that reading it would copy it."""
-    return len(x.devices()) > 1 or next(iter(x.devices())).platform != "cpu"
 
 
 # Scales of weights that were learned, and are not those that the weights are quantized with.

@@ -183,14 +183,11 @@ def simulate(
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        return jax.tree.unflatten(call.out_tree, [_result(x) for x in out])
+        # State that the caller passed as codes is returned as codes, and a weight as floats.
+        results = [x.codes if isinstance(x, Trainable) and x.is_state else real_of(x) for x in out]
+        return jax.tree.unflatten(call.out_tree, results)
 
     return simulated
-
-
-def _result(x: Any) -> Any:
-    """Returns state that the caller passed as codes as codes, and a weight as floats."""
-    return x.codes if isinstance(x, Trainable) and x.is_state else real_of(x)
 
 
 def _as_stored(codes: jax.Array) -> jax.Array:

@@ -292,17 +292,18 @@ def entries_of(
                     continue
                 entries.append(entry)
                 _check_alike(function, entry, checked)
-    _check_looks(function, plan, checked_observers, looks)
-    return dataclasses.replace(_shared(jaxpr, [*entries, *_flagged(entries)]), places=place_entries)
-
-
-def _flagged(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries of the flags of all operands that are observed, one for each weight."""
-    parts = dict.fromkeys((x.part, x.site, x.weight) for x in entries)
-    return [
-        Entry(f"{part.key}{FLAGS}{i}", site, flags, part, weight)
-        for i, (part, site, weight) in enumerate(parts)
+    for pattern, observers in checked_observers:
+        for observer in observers:
+            if not any(x == observer and is_for(pattern, plan, path) for x, path in looks):
+                problem = f"the observer {str(observer)!r} records no operand of its sites."
+                fix = "name other sites, or leave it out: its `looks_at` accepts none there."
+                raise fail(function, problem, given=f"observers[{pattern!r}]", fix=fix)
+    operands = dict.fromkeys((entry.part, entry.site, entry.weight) for entry in entries)
+    flagged = [  # one for each operand and weight
+        Entry(f"{part.key}{FLAGS}{i}", site, flags, part, row_weight)
+        for i, (part, site, row_weight) in enumerate(operands)
     ]
+    return dataclasses.replace(_shared(jaxpr, [*entries, *flagged]), places=place_entries)
 
 
 def observed_parts(site: Site, item: Found) -> list[Part]:
@@ -403,18 +404,6 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
 def kinds_of(stats: Any) -> str:
     """Returns statistics as text: their structure, shapes and dtypes."""
     return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", stats))
-
-
-def _check_looks(
-    function: str, plan: Plan, checked: Checked, looks: set[tuple[Observer, str]]
-) -> None:
-    """Raises if an observer records no operand of the sites that its pattern matches."""
-    for pattern, observers in checked:
-        for observer in observers:
-            if not any(x == observer and is_for(pattern, plan, path) for x, path in looks):
-                problem = f"the observer {str(observer)!r} records no operand of its sites."
-                fix = "name other sites, or leave it out: its `looks_at` accepts none there."
-                raise fail(function, problem, given=f"observers[{pattern!r}]", fix=fix)
 
 
 OnNonfinite = Literal["error", "ignore"]

@@ -32,6 +32,7 @@ from .paths import (
     is_whole,
     parameter_line,
     path_of,
+    positions_of,
     renamed,
 )
 from .split import joined, live, rewritten, split_leaf
@@ -139,7 +140,7 @@ def trace_call(
     """
     weights = params if isinstance(params, Weights) else Weights(params)
     params = weights.params
-    positions = (params,) if isinstance(params, int) else params
+    positions = positions_of(params)
     if not all(0 <= position < len(args) for position in positions):
         problem = "`params` names an argument that does not exist."
         details = f"params == {params!r} and {len(args)} positional arguments"
@@ -154,7 +155,10 @@ def trace_call(
         if is_array(leaf)
     ]
     paths = weights.name(function, keys)
-    _check_distinct(function, paths)
+    if twice := [path for path, n in Counter(paths).items() if path is not None and n > 1]:
+        problem = f"two weights have the same path: {some(map(repr, twice))}."
+        fix = "rename one, or pass names=: a key that contains '/' looks like a nested key."
+        raise fail(function, problem, fix=fix)
     if not lazy:
         check_read(function, zip(paths, leaves, strict=True))
     _check_parameters(function, weights, args, leaves, paths)
@@ -195,7 +199,11 @@ def _in_parts(function: str, call: Call, all_splits: Splits) -> Call:
         policy = all_splits if isinstance(all_splits, Policy) else None
         splits = splits_of(function, contractions(call), policy, shapes)
     by_path = {split.path: split for split in splits}
-    _check_segments(function, call, by_path)
+    for leaf, path in zip(call.leaves, call.paths, strict=True):
+        if isinstance(leaf, Segments) and path not in by_path:
+            problem = f"there are Segments for {path!r}, which the plan does not split."
+            fix = "quantize the parameters with this plan, or pass segments.dequantize()."
+            raise fail(function, problem, given=f"{leaf!r}", fix=fix)
     if not splits:
         return call
     leaves, paths, keys, new_leaves, kept_splits, whole_leaves = [], [], [], [], {}, {}
@@ -245,14 +253,6 @@ def _in_parts(function: str, call: Call, all_splits: Splits) -> Call:
     if not isinstance(all_splits, tuple):
         check_split(function, contractions(new), new.splits)
     return new
-
-
-def _check_segments(function: str, call: Call, splits: Mapping[str, Split]) -> None:
-    for leaf, path in zip(call.leaves, call.paths, strict=True):
-        if isinstance(leaf, Segments) and path not in splits:
-            problem = f"there are Segments for {path!r}, which the plan does not split."
-            fix = "quantize the parameters with this plan, or pass segments.dequantize()."
-            raise fail(function, problem, given=f"{leaf!r}", fix=fix)
 
 
 def _trace(f: Callable[..., Any], tree: Any, arrays_given: Sequence[Any]) -> Traced:
@@ -313,14 +313,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
-    twice = [path for path, n in Counter(paths).items() if path is not None and n > 1]
-    if twice:
-        problem = f"two weights have the same path: {some(map(repr, twice))}."
-        fix = "rename one, or pass names=: a key that contains '/' looks like a nested key."
-        raise fail(function, problem, fix=fix)
-
-
 def _check_parameters(
     function: str,
     weights: Weights,
@@ -333,7 +325,7 @@ def _check_parameters(
     lines = [parameter_line(path, leaf) for path, leaf in named if path is not None]
     if weights.lines is None or lines == [*weights.lines]:
         return
-    argnums = (weights.params,) if isinstance(weights.params, int) else weights.params
+    argnums = positions_of(weights.params)
     fix, count = AGAIN, 0
     for argnum, arg in enumerate(args):
         flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]

@@ -265,11 +265,8 @@ def starts_of(starts: Sequence[Any]) -> list[Any]:
     """Returns the starts of a dynamic slice for jqx: the primitive clamps a negative start to 0,
     but in `jqx.dynamic_slice` it counts from the end.
     """
-    return [max(int(x), 0) if _is_known(x) else jnp.maximum(x, 0) for x in starts]
-
-
-def _is_known(x: Any) -> bool:
-    return isinstance(x, (int, np.integer, np.ndarray))
+    static = (int, np.integer, np.ndarray)
+    return [max(int(x), 0) if isinstance(x, static) else jnp.maximum(x, 0) for x in starts]
 
 
 def same(eqn: Eqn, position: int, origin: Origin) -> Origin:
