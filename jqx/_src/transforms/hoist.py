@@ -95,20 +95,19 @@ class _Splitter:
             cond_count, start = while_starts(eqn)
             same = unchanged(p["body_jaxpr"], start - cond_count, len(results))
             results = [operands[start + i] if i in same else None for i in range(len(results))]
-            if not holds_any:
-                return results, {}
-            condition = [*operands[:cond_count], *results]
-            arrays = run(p["cond_jaxpr"], condition, (*address, -1))
-            return results, arrays | run(p["body_jaxpr"], [*operands[cond_count:start], *results])
+            if holds_any:
+                condition = [*operands[:cond_count], *results]
+                arrays = run(p["cond_jaxpr"], condition, (*address, -1))
+                arrays |= run(p["body_jaxpr"], [*operands[cond_count:start], *results])
+                return results, arrays
         if name == "scan":
             consts, count = compat.scan_counts(eqn)
             same = unchanged(p["jaxpr"], consts, count)
             state = [operands[consts + i] if i in same else None for i in range(count)]
             results[:count] = state
             fixed, xs = [*operands[:consts], *state], operands[consts + count :]
-            return results, self._computed_in_scan(
-                eqn, run, fixed, xs, address
-            ) if holds_any else {}
+            if holds_any:
+                return results, self._computed_in_scan(eqn, run, fixed, xs, address)
         if not holds_any:
             return results, {}
         if name == "cond":
