@@ -73,41 +73,26 @@ class Observe(Rules):
     Attributes:
       entries: the entries to record.
       shape: shape of the weights of rows, if rows are weighted.
-      ignores: whether rows that are not finite are left out.
     """
 
     entries: Entries
     shape: tuple[int, ...] | None = None
-    ignores: bool = False
-
-    @property
-    def is_counting(self) -> bool:
-        return self.shape is not None
-
-    @property
-    def leaves_out(self) -> bool:
-        return self.ignores
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[Any, Records]:
         values = [real_of(value_of(x)) for x in operands]
         results = compat.bind(eqn, values)
-        operands = tainted_rows(eqn, operands) if self.ignores else operands
+        operands = tainted_rows(eqn, operands) if self.leaves_out else operands
         counts = [*operands, *results]
         if self.is_counting:
             roles = [x.role for x in site.operands] + [""] * len(operands)
-            counted_values = [
+            counted_operands = [
                 value if role == "weight" and is_quantized(x) else x
                 for role, x, value in zip(roles, operands, values, strict=False)
             ]
-            result_counts = counted(eqn, counted_values, results)
-            counts = [
-                *operands,
-                *(
-                    tainted_results(eqn, counted_values, result_counts)
-                    if self.ignores
-                    else result_counts
-                ),
-            ]
+            counted_results = counted(eqn, counted_operands, results)
+            if self.leaves_out:
+                counted_results = tainted_results(eqn, counted_operands, counted_results)
+            counts = [*operands, *counted_results]
         values_of_parts, result = [*values, *results], counts[-1]
         sizes = values[2] if site.op == "ragged_dot" else None
         records = {}
@@ -116,7 +101,7 @@ class Observe(Rules):
             if self.shape is not None and entry.weight is not None:
                 weights = count_operand("calibrate", site.name, counts[index], self.shape)
             x = jnp.asarray(values_of_parts[index])
-            records[entry.key] = entry.observe(x, sizes, weights, self.ignores)
+            records[entry.key] = entry.observe(x, sizes, weights, self.leaves_out)
         return result, records
 
     @compat.intermediates()
@@ -239,8 +224,14 @@ def observed(
                 rule, inputs = rules(fitted, dict(values_by_key), entries=subset), leaves
             else:
                 counts = weights_of("calibrate", counting, fitted.params, args, kwargs)
-                options = {"shape": counts.shape, "ignores": ignores}
-                rule = rules(fitted, dict(values_by_key), entries=subset, **options)
+                rule = rules(
+                    fitted,
+                    dict(values_by_key),
+                    is_counting=True,
+                    leaves_out=ignores,
+                    entries=subset,
+                    shape=counts.shape,
+                )
                 inputs = count_arguments("calibrate", counts, fitted.params, call, leaves)
                 inputs = list(map(tainted, inputs)) if ignores else inputs
             out, records = interpret(call.jaxpr, call.consts, inputs, rule)
@@ -520,64 +511,55 @@ def calibrate_batches(
     observers_of(name, plan, checked)
     named = flatten(by_argument(plan.params, params))
     check_read(name, [(path_of(keys), leaf) for keys, leaf in named])
-    where = [pattern for pattern, pairs in checked if places in pairs]
-    pairs = (
-        (pattern, tuple(x for x in call_args if x != places)) for pattern, call_args in checked
-    )
-    valued = {pattern: call_args for pattern, call_args in pairs if call_args}
+    where = [pattern for pattern, kinds in checked if places in kinds]
+    others = {pattern: tuple(x for x in kinds if x != places) for pattern, kinds in checked}
+    recorded = {pattern: kinds for pattern, kinds in others.items() if kinds}
     arrays, filled = arrays_of(params)
     if quantized is not None:
         arrays = _stacked(arrays, jax.tree.structure(params), quantized)
 
-    def one(arrays: list[Any], batch: Any) -> Stats:
+    def stats_of_batch(arrays: list[Any], batch: Any) -> Stats:
         arguments = arguments_of(plan, filled(arrays), batch)
         options: Any = {"weight": weight, "on_nonfinite": on_nonfinite}
-        return calibrate(f, plan, observers=valued, **options)(*arguments)[1]
+        return calibrate(f, plan, observers=recorded, **options)(*arguments)[1]
 
     @jax.jit
     def observe(arrays: list[Any], batch: Any) -> tuple[_SharedStats, jax.Array]:
         if quantized is None:
-            merged = one(arrays, batch)
-        else:
-            pair_of_stats = jax.vmap(lambda member: one(member, batch), axis_name=BOTH)(arrays)
-            merged, statistics = (
-                jax.tree.map(lambda x: x[0], pair_of_stats),
-                (pair_of_stats.flags, pair_of_stats.left_out),
-            )
-            largest = jax.tree.map(lambda x: jnp.max(x, 0), statistics)
-            merged = Stats(merged, *largest)
-        return _SharedStats(merged), in_total([*merged.flags.values(), *merged.left_out.values()])
+            stats = stats_of_batch(arrays, batch)
+        else:  # both functions have the same statistics, but for their flags
+            both = jax.vmap(lambda x: stats_of_batch(x, batch), axis_name=BOTH)(arrays)
+            most = jax.tree.map(lambda x: jnp.max(x, 0), (both.flags, both.left_out))
+            stats = Stats(jax.tree.map(lambda x: x[0], both), *most)
+        return _SharedStats(stats), in_total([*stats.flags.values(), *stats.left_out.values()])
 
     @jax.jit
     def merge(a: _SharedStats, b: _SharedStats) -> _SharedStats:
-        return _SharedStats(merge_stats(plan, a.stats, b.stats, observers=valued))
+        return _SharedStats(merge_stats(plan, a.stats, b.stats, observers=recorded))
 
     merged: _SharedStats | None = None
-    first_stats: Any = None
+    first_batch: Any = None
     left_out: list[int] = []
     pending: tuple[int, Stats, jax.Array] | None = None
 
     def check_last() -> None:
         """Looks at the flags of the last batch, while the next one is computed."""
-        if pending is None or not int(pending[2]):
-            return
-        check_finite(name, in_order(plan, pending[1].flags), pending[0])
-        left_out.append(pending[0])
+        if pending is not None and int(pending[2]):
+            check_finite(name, in_order(plan, pending[1].flags), pending[0])
+            left_out.append(pending[0])
 
-    shown = progress_bar("calibrate", "batch", batches) if progress else None
-    for index, batch in enumerate(batches if shown is None else shown):
+    bar = progress_bar("calibrate", "batch", batches) if progress else None
+    for index, batch in enumerate(batches if bar is None else bar):
         check_batch(name, batch, index)
-        call_args = Batch(batch)
-        if merged is None and shown is not None:
-            size = bytes_of(jax.eval_shape(observe, arrays, call_args)[0])
+        if merged is None and bar is not None:
+            size = bytes_of(jax.eval_shape(observe, arrays, Batch(batch))[0])
             if size >= _LARGE:
-                tell(shown, f"calibrate: the statistics take {in_bytes(size)}")
-        statistics, bad = observe(arrays, call_args)
+                tell(bar, f"calibrate: the statistics take {in_bytes(size)}")
+        statistics, bad = observe(arrays, Batch(batch))
         check_last()
         pending = index, statistics.stats, bad
-        merged, first_stats = (
-            (statistics, batch) if merged is None else (merge(merged, statistics), first_stats)
-        )
+        first_batch = batch if merged is None else first_batch
+        merged = statistics if merged is None else merge(merged, statistics)
     if merged is None:
         problem = "there is no batch: `batches` is empty, or an exhausted generator."
         raise fail(name, problem, fix="pass a list, or create the generator again.")
@@ -585,7 +567,7 @@ def calibrate_batches(
     stats = merged.stats
     if ignores:
         warn_left_out(name, in_order(plan, stats.left_out), left_out)
-    stats.update(elements_of(f, plan, params, first_stats, where))
+    stats.update(elements_of(f, plan, params, first_batch, where))
     return stats
 
 
@@ -784,7 +766,7 @@ def advancing(
     """
     bar = progress_bar(title, unit, total=total, **options) if progress else None
     try:
-        yield _nothing if bar is None else bar.update
+        yield (lambda count=1: None) if bar is None else bar.update
     finally:
         if bar is not None:
             bar.close()
@@ -796,10 +778,6 @@ def with_bar(title: str, unit: str, items: Collection[T], progress: bool = True)
         for item in items:
             yield item
             advance()
-
-
-def _nothing(count: int = 1) -> None:
-    pass
 
 
 def tell(bar: Any, text: str) -> None:

@@ -84,32 +84,23 @@ class Rules(abc.ABC):
       plan: the plan with the sites.
       affines: scales, by key.
       key: for gradient estimators that draw random numbers.
+      is_counting: whether the counts of the rows of a batch are tracked.
+      leaves_out: whether elements that are not finite lose their count.
+      cleans: whether contractions see zeros in place of rows that are not finite.
     """
 
     plan: Plan
     affines: Mapping[str, Affine] = dataclasses.field(default_factory=dict)
     key: jax.Array | None = None
+    is_counting: bool = dataclasses.field(default=False, kw_only=True)
+    leaves_out: bool = dataclasses.field(default=False, kw_only=True)
+    cleans: bool = dataclasses.field(default=False, kw_only=True)
 
     function: ClassVar[str | None] = None
     """The function named in errors about scales from the user; `None` if there are none."""
 
     differentiable: ClassVar[bool] = True
     """Whether custom derivative rules of the user are kept."""
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether the counts of the rows of a batch are tracked."""
-        return False
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether elements that are not finite lose their count."""
-        return False
-
-    @property
-    def cleans(self) -> bool:
-        """Whether contractions see zeros in place of rows that are not finite."""
-        return False
 
     @abc.abstractmethod
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
@@ -239,10 +230,10 @@ def evaluate_counted(
         operands = tainted_rows(eqn, operands, rules.cleans)
     values = list(map(value_of, operands))
     results, records = _evaluate(eqn, values, rules, address, holds_site)
-    results_with_counts = counted(eqn, operands, results)
-    return tainted_results(
-        eqn, operands, results_with_counts
-    ) if rules.leaves_out else results_with_counts, records
+    results = counted(eqn, operands, results)
+    if rules.leaves_out:
+        results = tainted_results(eqn, operands, results)
+    return results, records
 
 
 @contextlib.contextmanager
@@ -378,20 +369,6 @@ Weight = Callable[..., Any]
 class _Following(Rules):
     """Evaluates in float, and tracks how much rows count."""
 
-    without_nonfinite: bool = False
-
-    @property
-    def is_counting(self) -> bool:
-        return True
-
-    @property
-    def leaves_out(self) -> bool:
-        return self.without_nonfinite
-
-    @property
-    def cleans(self) -> bool:
-        return self.without_nonfinite
-
     def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
         """Not called: the evaluated equations are not sites of the plan."""
         raise NotImplementedError
@@ -401,7 +378,8 @@ def followed(plan: Plan, eqn: Any, operands: list[Any], leaves_out: bool = False
     """Evaluates an equation in float and returns results with counts, if those of operands are
     known. With `leaves_out` elements that are not finite do not count.
     """
-    return evaluate_counted(eqn, operands, _Following(plan, without_nonfinite=leaves_out))[0]
+    rules = _Following(plan, is_counting=True, leaves_out=leaves_out, cleans=leaves_out)
+    return evaluate_counted(eqn, operands, rules)[0]
 
 
 def every_row(*args: Any, **kwargs: Any) -> jax.Array:
