@@ -260,7 +260,7 @@ _LEFT_OUT = set(
 )
 
 _END = "end_of_"
-"""Before the name of an operation: the end of one of the functions inside of it."""
+"""Before the name of an operation: the end of one of the functions inside the operation."""
 
 _EMPTY = re.compile(rf" ?\b(\w+)(?: {_END}\1\b)+ ?")
 """An operation with functions inside, of which none holds a contraction."""
@@ -312,22 +312,27 @@ def check_operations(function: str, planned: str, jaxpr: Any, strict: bool) -> N
     operations = operations_of(jaxpr).partition(":")[2]
     if stored == operations:
         return
-    old_names, names = _read(function, stored), _read(function, operations)
-    index = next(i for i, (a, b) in enumerate(itertools.zip_longest(names, old_names)) if a != b)
+    text = _difference(function, _read(function, stored), _read(function, operations), strict)
+    if strict:
+        raise ValueError(text)
+    warn(text)
+
+
+def _difference(function: str, planned: list[str], names: list[str], strict: bool) -> str:
+    """Returns the text about the first operation that differs from the planned ones."""
+    pairs = enumerate(itertools.zip_longest(names, planned))
+    index = next(i for i, (a, b) in pairs if a != b)
     position = f"after `{names[index - 1]}`" if index else "at the start"
     fix = "leave out check="
     if not strict:
         fix = "bind the first function, and then this one: jqx.load(path).bind(f).bind(step)"
-    text = message(
+    return message(
         function,
         "the function has the contractions of the plan, and other operations between them.",
         given=f"{_shown(names, index)}, operation {index} {position}",
-        expected=f"{_shown(old_names, index)}, as in the function that was quantized",
+        expected=f"{_shown(planned, index)}, as in the function that was quantized",
         fix=f"bind that function. If the difference is meant, {fix}.",
     )
-    if strict:
-        raise ValueError(text)
-    warn(text)
 
 
 def same_nesting(function: str, planned: str, jaxpr: Any) -> bool:

@@ -397,13 +397,14 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
         )
         for key, spec in specs.items()
     }
-    _check_finite(plan, stats, scales)
+    if bad := _nonfinite(plan, stats, scales):
+        raise ValueError(nonfinite_text("affines", bad))
     _warn_of_zeros(plan, flags_of(stats), specs)
     return scales
 
 
-def _check_finite(plan: Plan, stats: Mapping[str, Any], scales: Affines) -> None:
-    """Raises if statistics without flags, such as those of a module, hold a NaN or an infinity."""
+def _nonfinite(plan: Plan, stats: Mapping[str, Any], scales: Affines) -> list[str]:
+    """Returns which statistics without flags, such as those of a module, hold a NaN or infinity."""
     bad, flags = [], flags_of(stats)
     for key, affine in scales.items():
         nans = plan.static_specs()[key].calibrator.nans(stats[key])
@@ -415,8 +416,7 @@ def _check_finite(plan: Plan, stats: Mapping[str, Any], scales: Affines) -> None
             bad.append(f"{count} NaN values at {key}")
         elif not all(map(_is_finite, (affine.scale, *leaves))):
             bad.append(f"infinity at {key}")
-    if bad:
-        raise ValueError(nonfinite_text("affines", bad))
+    return bad
 
 
 def _is_finite(x: Any) -> bool:
@@ -542,7 +542,7 @@ def calibrate_batches(
     left_out: list[int] = []
     pending: tuple[int, Stats, jax.Array] | None = None
 
-    def check_last() -> None:
+    def look_at_last() -> None:
         """Looks at the flags of the last batch, while the next one is computed."""
         if pending is not None and int(pending[2]):
             check_finite(name, in_order(plan, pending[1].flags), pending[0])
@@ -556,14 +556,14 @@ def calibrate_batches(
             if size >= _LARGE:
                 tell(bar, f"calibrate: the statistics take {in_bytes(size)}")
         statistics, bad = observe(arrays, Batch(batch))
-        check_last()
+        look_at_last()
         pending = index, statistics.stats, bad
         first_batch = batch if merged is None else first_batch
         merged = statistics if merged is None else merge(merged, statistics)
     if merged is None:
         problem = "there is no batch: `batches` is empty, or an exhausted generator."
         raise fail(name, problem, fix="pass a list, or create the generator again.")
-    check_last()
+    look_at_last()
     stats = merged.stats
     if ignores:
         warn_left_out(name, in_order(plan, stats.left_out), left_out)

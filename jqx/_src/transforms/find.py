@@ -529,20 +529,16 @@ def _is_whole(use: _Use, shapes: dict[str, tuple[int, ...]]) -> bool:
 def check_split(function: str, items: Sequence[Found], splits: Sequence[Split]) -> None:
     """Raises if a weight was split but no scan reads its parts."""
     stack_of = {part.path: part.whole for split in splits for part in split.parts}
-    unsplit: set[str] = set()
-    for item in items:
-        for origin in filter(None, item.origins):
-            paths = [part.path for part in origin.parts]
-            if len({stack_of.get(path, path) for path in paths}) == len(set(paths)):
-                unsplit |= {stack_of[path] for path in paths if path in stack_of}
-    for split in splits:
-        if split.path not in unsplit:
-            problem = (
-                f"the weight {split.path!r}, whose steps a rule selects, reaches its scan through "
-            )
-            problem += "an operation that mixes them."
-            fix = "prepare the weight outside of f, or let rules match the whole weight."
-            raise fail(function, problem, fix=fix, error=NotImplementedError)
+    reached: set[str] = set()
+    for origin in (origin for item in items for origin in item.origins if origin is not None):
+        paths = [part.path for part in origin.parts]
+        if len({stack_of.get(path, path) for path in paths}) == len(set(paths)):
+            reached |= {stack_of[path] for path in paths if path in stack_of}
+    if unreached := [split.path for split in splits if split.path not in reached]:
+        problem = f"the weight {unreached[0]!r}, whose steps a rule selects, reaches its scan "
+        problem += "through an operation that mixes them."
+        fix = "prepare the weight outside of f, or let rules match the whole weight."
+        raise fail(function, problem, fix=fix, error=NotImplementedError)
 
 
 # Finds which operands of contractions in a jaxpr are one value, by value numbering.

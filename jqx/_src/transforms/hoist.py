@@ -471,7 +471,7 @@ class _Parts:
         return dict.fromkeys(path for path in self._read if path in paths)
 
     def check_program(self, program: str) -> None:
-        """Raises if values that are split off are not those of another call."""
+        """Raises if what computes the values is not as it was in another call."""
         if str(self.program[0]) != program:
             problem = "a value that was split off depends on the sizes of the other arguments: "
             problem += f"{some(list(self._shapes))}."

@@ -220,27 +220,34 @@ def _check_fits(
     factor: tuple[jax.Array, Channels] | None,
 ) -> None:
     """Checks that a map fits these channels."""
-    *stack, count = channels.shape(x.shape)
-    expected: dict[str, Any]
-    if isinstance(channel_map, LowRank):
-        if factor is None:
-            fix = "use it for results of a dot_general with one weight."
-            raise fail(_NAME, f"LowRank is not possible at {key!r}.", fix=fix)
-        rank, inputs = jnp.shape(channel_map.b)[-2], factor[1].shape(factor[0].shape)
-        expected = {"a": (*inputs, rank), "b": (*stack, rank, count)}
-        shapes = {"a": jnp.shape(channel_map.a), "b": jnp.shape(channel_map.b)}
-    else:
-        arrays = {"scale": channel_map.scale, "shift": channel_map.shift, "clip": channel_map.clip}
-        shapes = {name: jnp.shape(x) for name, x in arrays.items() if x is not None}
-        expected = dict.fromkeys(shapes, (*stack, count))
-        sizes = [jnp.shape(factor)[-1] for factor in channel_map.factors]
-        fits = count % math.prod(sizes) == 0
-        for i, n in enumerate(sizes):
-            shapes[f"factors[{i}]"] = jnp.shape(channel_map.factors[i])
-            expected[f"factors[{i}]"] = (n, n) if fits else f"a size that divides {count}"
-    for name, shape in shapes.items():
-        if shape != expected[name]:
+    if isinstance(channel_map, LowRank) and factor is None:
+        fix = "use it for results of a dot_general with one weight."
+        raise fail(_NAME, f"LowRank is not possible at {key!r}.", fix=fix)
+    for name, (shape, expected) in _shapes(channel_map, channels.shape(x.shape), factor).items():
+        if shape != expected:
             problem = f"a map of {key!r} does not fit its channels."
-            details = f"{name} of shape {shape}, and not {expected[name]}, in one step of its loops"
+            details = f"{name} of shape {shape}, and not {expected}, in one step of its loops"
             fix = "give it the channels of this value, with a leading axis for each scan."
             raise fail(_NAME, problem, given=details, fix=fix)
+
+
+def _shapes(
+    channel_map: Map, sizes: tuple[int, ...], factor: tuple[jax.Array, Channels] | None
+) -> dict[str, tuple[Any, Any]]:
+    """Returns the shape of each array of a map, and the one that fits `[*batch, channels]`."""
+    *stack, count = sizes
+    if isinstance(channel_map, LowRank):
+        assert factor is not None
+        a, b = jnp.shape(channel_map.a), jnp.shape(channel_map.b)
+        inputs = factor[1].shape(factor[0].shape)
+        return {"a": (a, (*inputs, b[-2])), "b": (b, (*stack, b[-2], count))}
+    arrays = {"scale": channel_map.scale, "shift": channel_map.shift, "clip": channel_map.clip}
+    shapes: dict[str, tuple[Any, Any]] = {
+        name: (jnp.shape(x), sizes) for name, x in arrays.items() if x is not None
+    }
+    orders = [jnp.shape(factor)[-1] for factor in channel_map.factors]
+    fits = count % math.prod(orders) == 0
+    for i, n in enumerate(orders):
+        expected = (n, n) if fits else f"a size that divides {count}"
+        shapes[f"factors[{i}]"] = jnp.shape(channel_map.factors[i]), expected
+    return shapes

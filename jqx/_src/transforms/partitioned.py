@@ -30,7 +30,7 @@ LeafSharding = Sharding | PartitionSpec | None
 
 
 def is_sharding(x: Any) -> bool:
-    """Whether a node of a tree of shardings is a leaf of it."""
+    """Whether a node of a tree of shardings is a leaf."""
     return x is None or isinstance(x, (PartitionSpec, Sharding))
 
 

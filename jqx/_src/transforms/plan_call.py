@@ -90,8 +90,8 @@ def choose(
     ]
     _spread_floats(items, decisions, floats)
     results = [
-        _with_other_uses(item, mine, first_use, floats)
-        for item, mine in zip(items, decisions, strict=True)
+        _with_other_uses(item, decision, first_use, floats)
+        for item, decision in zip(items, decisions, strict=True)
     ]
     return results, used
 
@@ -102,7 +102,7 @@ def weights_of(item: Found) -> list[Origin]:
 
 
 class Use(NamedTuple):
-    """What a rule specifies for a use of a weight; `why` is the reason if it cannot be done."""
+    """What a rule specifies for a use of a weight; `reason` says why if it cannot be done."""
 
     rule_index: int
     path: str
@@ -175,16 +175,13 @@ def _by_own_rule(
         )
     if integers:
         name = dtypes[integers[0]].name
-        return SiteDecision(choice, f"the parameter {integers[0]!r} is {_unreal(name)}")
+        kind = f"{name}, not a float{_OF_BITS * name.startswith('float')}"
+        return SiteDecision(choice, f"the parameter {integers[0]!r} is {kind}")
     specs = tuple(weight if origin else None for origin in item.origins)
     return SiteDecision(choice, None, specs=specs, may_take=True)
 
 
 _OF_BITS = " of 16 bits or more"
-
-
-def _unreal(name: str) -> str:
-    return f"{name}, not a float{_OF_BITS * name.startswith('float')}"
 
 
 def _spread_floats(
@@ -194,10 +191,10 @@ def _spread_floats(
     previous = -1
     while previous != len(floats):
         previous = len(floats)
-        for item, mine in zip(items, decisions, strict=True):
+        for item, decision in zip(items, decisions, strict=True):
             paths = [part.path for part in weights_of(item)]
             use = next((floats[path] for path in paths if path in floats), None)
-            if use and any(mine.specs):
+            if use and any(decision.specs):
                 floats.update({path: use for path in paths if path not in floats})
 
 

@@ -205,15 +205,9 @@ def check_scales_of_weights(
     affines: Mapping[str, Affine],
 ) -> None:
     """Raises if a quantized weight has another scale than the one in `affines`."""
-    keys = {weight.path: weight.key for weight in plan.weights}
-    differing = [
-        path
-        for path, q in named
-        if path in keys
-        and isinstance(q, QTensor)
-        and keys[path] in affines
-        and not _equal(q.scale, affines[keys[path]].scale)
-    ]
+    scales = {x.path: affines[x.key].scale for x in plan.weights if x.key in affines}
+    pairs = [(path, q.scale) for path, q in named if path in scales and isinstance(q, QTensor)]
+    differing = [path for path, scale in pairs if not _equal(scale, scales[path])]
     if differing:
         problem = f"weights have other scales than `affines` says: {some(differing)}."
         fix = "pass the scales to both: jqx.quantize_params(params, plan, affines)."

@@ -51,6 +51,9 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
         return ()
     fix = "pass for example observers={'.*': jqx.observers.hessian}."
     check_instance(function, "observers", observers, Mapping, fix=fix)
+    fix_of_value = (
+        "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of them."
+    )
     checked = []
     for pattern, value in observers.items():
         name = f"observers[{pattern!r}]"
@@ -58,20 +61,23 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
         several = tuple(value) if isinstance(value, (tuple, list)) else (value,)
         if not several:
             raise fail(function, f"`{name}` records nothing: {value!r}.", fix="drop that entry.")
-        checked.append((pattern, tuple(_as_observer(function, name, item) for item in several)))
+        for x in several:
+            check_instance(function, name, x, (Observer, Calibrator), fix=fix_of_value)
+            if not _is_hashable(x):
+                problem = f"`{name}`, a {type(x).__name__}, cannot be hashed."
+                fix = "write it with @dataclasses.dataclass(frozen=True)."
+                raise fail(function, problem, fix=fix, error=TypeError)
+        kinds = (Calibrated(x) if isinstance(x, Calibrator) else x for x in several)
+        checked.append((pattern, tuple(kinds)))
     return tuple(checked)
 
 
-def _as_observer(function: str, name: str, value: Any) -> Observer:
-    fix = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of them."
-    check_instance(function, name, value, (Observer, Calibrator), fix=fix)
+def _is_hashable(x: Any) -> bool:
     try:
-        hash(value)
+        hash(x)
     except TypeError:
-        problem = f"`{name}`, a {type(value).__name__}, cannot be hashed."
-        fix = "write it with @dataclasses.dataclass(frozen=True)."
-        raise fail(function, problem, fix=fix, error=TypeError) from None
-    return Calibrated(value) if isinstance(value, Calibrator) else value
+        return False
+    return True
 
 
 def is_for(pattern: str, plan: Plan, path: str) -> bool:

@@ -325,21 +325,29 @@ def _check_parameters(
     lines = [parameter_line(path, leaf) for path, leaf in named if path is not None]
     if weights.lines is None or lines == [*weights.lines]:
         return
+    fix = _fix_of_parameters(function, weights, args, leaves)
+    check_same(function, lines, weights.lines, fix)
+
+
+def _fix_of_parameters(
+    function: str, weights: Weights, args: Sequence[Any], leaves: Sequence[Any]
+) -> str:
+    """Returns what to do about parameters that are not those of the plan."""
     argnums = positions_of(weights.params)
-    fix, count = AGAIN, 0
+    planned, count = [*(weights.lines or ())], 0
     for argnum, arg in enumerate(args):
         flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]
         count += len(flat) if argnum in argnums else 0
         names = weights.name(function, [keys for keys, _ in flat])
         pairs = zip(names, flat, strict=True)
-        arg_lines = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
-        if arg_lines == [*weights.lines]:
-            fix = f"argument {argnum} has them: pass the arguments in the order of f."
-    is_input = count < 2 and count != len(weights.lines)  # one array in place of the parameters
-    if fix == AGAIN and is_input and not any(isinstance(x, (QTensor, Segments)) for x in leaves):
-        fix = f"argument {argnums[0]} holds the parameters: pass them too, as in "
-        fix += "quantized.function(quantized.params, x); quantized(x) has them already."
-    check_same(function, lines, weights.lines, fix)
+        lines = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
+        if lines == planned and isinstance(weights.params, int):
+            return f"argument {argnum} has them: pass the arguments in the order of f."
+    is_input = count < 2 and count != len(planned)  # one array in place of the parameters
+    if not is_input or any(isinstance(x, (QTensor, Segments)) for x in leaves):
+        return AGAIN
+    fix = f"argument {argnums[0]} holds the parameters: pass them too, as in "
+    return f"{fix}quantized.function(quantized.params, x); quantized(x) has them already."
 
 
 def _weight_keys(

@@ -33,37 +33,42 @@ def check_used(
     call: Call,
 ) -> None:
     """Raises if a rule that is not optional was not used."""
-    unused = (i for i, rule in enumerate(policy.rules) if i not in used and not rule.optional)
-    index = next(unused, None)
-    if index is None:
-        return
-    rule, parts = policy.rules[index], call.parts
+    for index, rule in enumerate(policy.rules):
+        if index not in used and not rule.optional:
+            problem, facts, fix = _why_unused(rule, items, skipped, call)
+            problem = f"rule {index} of the policy matches no contraction{problem}"
+            paths = sorted({path for item in items for path in item.paths})
+            expected = f"a match; paths are: {shown_paths(rule.path, paths)}"
+            raise fail(function, problem, given=facts, expected=expected, fix=fix)
+
+
+def _why_unused(
+    rule: Rule, items: Sequence[Found], skipped: Sequence[Skipped], call: Call
+) -> tuple[str, str, str]:
+    """Returns the end of the problem, what is known about the rule, and what to do."""
+    parts = call.parts
 
     def is_covered(path: str, item: Found) -> bool:
         stack = parts[path].whole if path in parts else path
         matches = rule.matches(stack, item.op, has_weight=any(item.origins))
         return matches or (path in parts and selects(rule, parts[path], item.op))
 
-    paths = sorted({path for item in items for path in item.paths})
-    weights = {item.path for item in items if any(item.origins)}
     is_shadowed = any(is_covered(path, item) for item in items for path in item.paths)
     facts = [str(rule)]
     if rule.selector is not None and not is_shadowed:
         facts.append(f"no scan steps over a weight at {rule.selector.base!r}")
+    weights = {item.path for item in items if any(item.origins)}
     named = [path for path in call.paths if path is not None]
     if any(re.fullmatch(rule.path, path) for path in (*named, *(x.path for x in skipped))):
         others = [x for x in skipped if x.path not in weights]
         facts += [f"at {x.path!r} {x.reason}" for x in others][:2]
     fix = "pass the weights in an argument of f, and its position as params=."
     if weights:
-        fix = _fix(rule, paths, is_shadowed)
+        fix = _fix(rule, sorted({path for item in items for path in item.paths}), is_shadowed)
     elif any("jqx.hoist" in text for text in facts):
         fix = "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
-    problem = f"rule {index} of the policy matches no contraction"
-    problem += " that an earlier rule has not taken." if is_shadowed else "."
-    expected = f"a match; paths are: {shown_paths(rule.path, paths)}"
-    details = "; ".join(dict.fromkeys(facts))
-    raise fail(function, problem, given=details, expected=expected, fix=fix)
+    problem = " that an earlier rule has not taken." if is_shadowed else "."
+    return problem, "; ".join(dict.fromkeys(facts)), fix
 
 
 def shown_paths(pattern: str, paths: Sequence[str]) -> str:
