@@ -51,9 +51,7 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
         return ()
     fix = "pass for example observers={'.*': jqx.observers.hessian}."
     check_instance(function, "observers", observers, Mapping, fix=fix)
-    fix_of_value = (
-        "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of them."
-    )
+    kinds_fix = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of these."
     checked = []
     for pattern, value in observers.items():
         name = f"observers[{pattern!r}]"
@@ -62,22 +60,16 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
         if not several:
             raise fail(function, f"`{name}` records nothing: {value!r}.", fix="drop that entry.")
         for x in several:
-            check_instance(function, name, x, (Observer, Calibrator), fix=fix_of_value)
-            if not _is_hashable(x):
+            check_instance(function, name, x, (Observer, Calibrator), fix=kinds_fix)
+            try:
+                hash(x)
+            except TypeError:
                 problem = f"`{name}`, a {type(x).__name__}, cannot be hashed."
                 fix = "write it with @dataclasses.dataclass(frozen=True)."
-                raise fail(function, problem, fix=fix, error=TypeError)
+                raise fail(function, problem, fix=fix, error=TypeError) from None
         kinds = (Calibrated(x) if isinstance(x, Calibrator) else x for x in several)
         checked.append((pattern, tuple(kinds)))
     return tuple(checked)
-
-
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
 
 
 def is_for(pattern: str, plan: Plan, path: str) -> bool:
