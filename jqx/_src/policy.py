@@ -423,9 +423,7 @@ def _replaced(path: Any, policy: Policy) -> tuple[Rule, ...]:
     """Returns the rules of a policy with another path. What was left in float stays in float."""
     paths = list(dict.fromkeys(rule.path for rule in policy.rules if not rule.is_float))
     if len(paths) > 1:
-        problem = (
-            f"the policy at {path!r} has rules of several paths, which its key cannot replace."
-        )
+        problem = f"the policy at {path!r} has rules of several paths, which a key cannot replace."
         details = f"rules of {some(map(repr, paths))}"
         raise fail("Policy", problem, given=details, fix="join them: jqx.Policy({...}) + policy.")
     pattern = Rule(path).path  # a regular expression, or an error

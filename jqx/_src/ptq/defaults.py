@@ -49,7 +49,8 @@ def check_effort(function: str, effort: Any, algorithm: Any) -> None:
         raise fail(function, f"`effort` is unknown: {shown(effort)}.", fix=fix)
     if effort is not None and algorithm is not None:
         problem = f"`effort`, {effort!r}, and `algorithm`, {described(algorithm)}, exclude each "
-        raise fail(function, f"{problem}other.", fix="leave one of them out.")
+        problem += "other."
+        raise fail(function, problem, fix="leave one of them out.")
 
 
 @dataclasses.dataclass

@@ -486,13 +486,12 @@ def note_inputs(choice: Choice, reports: Sequence[Any], few_inputs: Mapping[str,
         names = some(unfitted, _NAMED)
         choice.notes.append(f"{len(unfitted)} matrices not fitted to few inputs: {names}")
     if reasons := {**dict(rounded), **few_inputs}:
-        problem = (
-            "some matrices were rounded to nearest, and not fitted to their inputs: they need "
-        )
+        problem = "some matrices were rounded to nearest, not fitted to their inputs: they need "
         problem += "about as many inputs as channels, or more."
         details = some(f"{name}: {reason}" for name, reason in reasons.items())
         fix = "calibrate on more batches, or on batches that reach them, such as each expert; or "
-        warn(message("ptq", problem, given=details, fix=f"{fix}leave it so."))
+        fix += "leave it so."
+        warn(message("ptq", problem, given=details, fix=fix))
 
 
 def first_of(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:

@@ -313,9 +313,8 @@ class Unbound:
     def _filled(self, like: Any) -> Any:
         """Returns the parameters in the structure of `like`."""
         if like is None:
-            problem = (
-                "the file does not hold the structure of the parameters, and there is no `like`."
-            )
+            problem = "the file does not hold the structure of the parameters, and there is no "
+            problem += "`like`."
             raise fail("bind", problem, fix=f"{_LIKE}.")
         stored = leaves_by_path(self.params) if self.structured else self.params
         flat, tree = tree_flatten_with_path(like, is_leaf=is_quantized)

@@ -65,7 +65,8 @@ def check_own_text(own_text: Any) -> None:
     if own_text is not None and not isinstance(own_text, bool):
         problem = f"`own_text` is not True, False or None: own_text == {shown(own_text)}."
         fix = "leave it out; or write the text yourself, jqx.algorithms.own_text(f, params, ...), "
-        raise fail("ptq", problem, fix=f"{fix}and pass it among the batches.")
+        fix += "and pass it among the batches."
+        raise fail("ptq", problem, fix=fix)
 
 
 def add_rows(
@@ -111,10 +112,10 @@ def add_rows(
     if required and len(all_batches) <= len(user_batches):
         problem = "own_text=True, and there is no other text for the function."
         details = "; ".join(notes) or f"batches of {', '.join(map(kind_of, inputs))}"
-        expected = (
-            "a causal function f(params, tokens) of the logits of the next token, and integers "
+        expected = "a causal function f(params, tokens) of the logits of the next token, and "
+        expected += (
+            "integers [rows, length] or [length]; or rows of tokens with a mask of their padding"
         )
-        expected += "[rows, length] or [length]; or rows of tokens with a mask of their padding"
         fix = "leave own_text out, and pass batches of all kinds of inputs."
         raise fail("ptq", problem, given=details, expected=expected, fix=fix, error=TypeError)
     return all_batches if is_read else batches, notes

@@ -115,9 +115,7 @@ def check_batch(function: str, batch: Any, index: int) -> None:
     bad = [leaf for leaf in jax.tree.leaves(batch) if not _is_value(leaf)]
     if bad:
         problem = f"batch {index} holds an object of type {type(bad[0]).__name__}, not an array."
-        fix = (
-            "convert it with jnp.asarray; bind other arguments: functools.partial(f, train=False)."
-        )
+        fix = "convert it with jnp.asarray; bind the others: functools.partial(f, train=False)."
         raise fail(function, problem, fix=fix, error=TypeError)
 
 
@@ -307,7 +305,8 @@ def check_operations(function: str, planned: str, jaxpr: Any, strict: bool) -> N
             details = f"operations of jax {version}" if version else "a file without operations"
             problem = "the operations of the function cannot be compared."
             fix = "leave out check=, which then compares parameters and contractions, or write the "
-            raise fail(function, problem, given=details, fix=f"{fix}file again with this jax.")
+            fix += "file again with this jax."
+            raise fail(function, problem, given=details, fix=fix)
         return
     operations = operations_of(jaxpr).partition(":")[2]
     if stored == operations:

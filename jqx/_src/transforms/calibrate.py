@@ -439,7 +439,8 @@ def _warn_of_zeros(plan: Plan, flags: Mapping[str, Any], specs: Mapping[str, Any
     if bad:
         problem = "some sites saw only zeros, so that their static scale is 1."
         fix = "calibrate on batches that reach them, or use dynamic=True; a site whose input is "
-        warn(message("affines", problem, given=some(bad), fix=f"{fix}always 0 needs nothing."))
+        fix += "always 0 needs nothing."
+        warn(message("affines", problem, given=some(bad), fix=fix))
 
 
 # `calibrate_batches`: the merged statistics of many batches.

@@ -497,9 +497,7 @@ def splits_of(
                     continue
                 raise
             if not _is_whole(use, shapes):
-                problem = (
-                    f"the path of a rule selects steps of {use.path!r}, not steps of one axis."
-                )
+                problem = f"a rule selects steps of {use.path!r}, which are not steps of one axis."
                 details = f"path {rule.path!r}; shape {list(shapes[use.path])}, and a scan of "
                 details += f"{use.length} steps over axes {sorted(use.axes)}"
                 fix = "let the rule match the whole weight, or keep the layers of f in one stack."

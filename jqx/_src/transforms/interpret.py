@@ -467,4 +467,5 @@ def count_operand(
     details += f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}"
     fix = "name other sites in observers=, or let `weight` return the leading axes of the argument "
     problem = f"it is not known how much the rows of {site!r} count."
-    raise fail(function, problem, given=details, fix=f"{fix}that this site reads.")
+    fix += "that this site reads."
+    raise fail(function, problem, given=details, fix=fix)

@@ -155,9 +155,8 @@ def _site(item: Found, keys: Mapping[int, str]) -> _MappedSite:
     operands = []
     for i, origin in enumerate(item.origins):
         if origin is not None and i in keys:
-            raise fail(
-                _NAME, f"the map {keys[i]!r} is for a weight.", fix="change the weight itself."
-            )
+            problem = f"the map {keys[i]!r} is for a weight."
+            raise fail(_NAME, problem, fix="change the weight itself.")
         role = "activation" if origin is None else "weight"
         path = None if origin is None else origin.path
         operands.append(Operand(role, None, keys.get(i, f"{first_key}/{i}"), path))

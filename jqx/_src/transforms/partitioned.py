@@ -148,9 +148,7 @@ class WeightShardings:
         entries = (*sharding.spec, *(None,) * 32)
         axes_of_parameter = operand.axes or tuple((axis,) for axis in range(array.ndim))
         if any(names_of(entries[axis]) for axes in axes_of_parameter for axis in axes[1:]):
-            problem = (
-                f"the weight {operand.path!r} is partitioned along an axis that a reshape merges."
-            )
+            problem = f"the weight {operand.path!r} is partitioned along an axis that f merges."
             fix = "partition another axis, or leave out partial_dtype and gather_axes."
             raise fail("convert", problem, given=f"{sharding.spec}", fix=fix)
         return sharding.mesh, [entries[axes[0]] if axes else None for axes in axes_of_parameter]

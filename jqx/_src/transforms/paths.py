@@ -216,7 +216,8 @@ def _check_table(function: str, table: Iterable[str], paths: Sequence[str]) -> N
     if unknown:
         problem = f"`names` has paths that the parameters do not have: {some(map(repr, unknown))}."
         fix = "take the paths, or prefixes, that a plan without names= lists: "
-        raise fail(function, problem, fix=f"{fix}{some(map(repr, paths))}.")
+        fix += f"{some(map(repr, paths))}."
+        raise fail(function, problem, fix=fix)
 
 
 def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) -> None:

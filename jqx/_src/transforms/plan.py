@@ -515,10 +515,8 @@ class Plan(Tabular):
         fix = "compute it with jqx.affines(plan, stats)."
         if not isinstance(affines, Mapping):
             if isinstance(affines, tuple):
-                fix = (
-                    "take the statistics, out, stats = jqx.calibrate(f, plan)(params, x), and pass "
-                )
-                fix += "jqx.affines(plan, stats)."
+                fix = "take the statistics, out, stats = jqx.calibrate(f, plan)(params, x), and "
+                fix += "pass jqx.affines(plan, stats)."
             elif function != "quantize_params" and not isinstance(affines, (str, list)):
                 fix = f"arguments of f come second: jqx.{function}(f, plan, affines)(params, x)."
             details = repr(affines) if isinstance(affines, str) else f"a {type(affines).__name__}"
@@ -547,10 +545,8 @@ class Plan(Tabular):
         if missing := sorted({*self.static_specs()} - {*scales}):
             problem = "static activations or outputs have no scale."
             details = f"affines == None; without a scale: {some(missing)}"
-            fix = (
-                "pass affines=jqx.affines(plan, jqx.calibrate_batches(f, plan, params, batches)), "
-            )
-            fix += 'or affines="dynamic" to compute every scale from the current values.'
+            fix = "pass affines=jqx.affines(plan, jqx.calibrate_batches(f, plan, params, "
+            fix += 'batches)), or affines="dynamic" to compute every scale from the current values.'
             raise fail(function, problem, given=details, fix=fix)
         return scales
 

@@ -274,9 +274,8 @@ def resolve_weights(
                 if spec != operand.spec:
                     problem = f"two rules give the weight {path!r} different specs."
                     details = f"rule {index}: {spec}; rule {site.rule}: {operand.spec}"
-                    raise fail(
-                        function, problem, given=details, fix="let one rule match every use of it."
-                    )
+                    fix = "let one rule match all its uses."
+                    raise fail(function, problem, given=details, fix=fix)
                 moved[path].update(axis - rank for axis, _ in part.moved)
                 cut[path].update(axis - rank for axis, _ in part.cut)
                 merged.setdefault(path, set()).update(part.merged)
@@ -494,10 +493,9 @@ def plan_call(
     if integers:
         problem = "the policy covers parameters of integers, which stay as they are."
         details = some(f"{path!r} of {dtype}" for path, dtype in integers.items())
-        fix = (
-            "pass the float weights, x.astype(jnp.float32); or leave these out of the policy, by a "
-        )
-        warn(message(function, problem, given=details, fix=f"{fix}rule that gives them no format."))
+        fix = "pass the float weights, x.astype(jnp.float32); or leave these out of the policy, by "
+        fix += "a rule that gives them no format."
+        warn(message(function, problem, given=details, fix=fix))
     check_inputs(
         function,
         call,

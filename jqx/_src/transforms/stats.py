@@ -391,12 +391,11 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
     merged = jax.eval_shape(entry.observer.merge, empty, observed_kind)
     for name, result in (("observe", observed_kind), ("merge", merged)):
         if kinds_of(result) != kinds_of(empty):
-            problem = (
-                f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in what they "
-            )
+            problem = f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in "
+            problem += "what they return."
             details = f"{kinds_of(empty)} and {kinds_of(result)}, for {entry.part.key!r}"
             fix = f"let `empty` return what `{name}` would return for no values."
-            raise fail(function, f"{problem}return.", given=details, fix=fix)
+            raise fail(function, problem, given=details, fix=fix)
 
 
 def kinds_of(stats: Any) -> str:

@@ -172,15 +172,13 @@ def check_inputs(function: str, call: Call, planned: Sequence[Found], weights: W
     aval = call.jaxpr.invars[call.paths.index("")].aval
     problem = f"argument {weights.params}, {aval.dtype}{list(aval.shape)}, is planned as the "
     fix = "pass the weights as an argument, f(params, x), or use jqx.nnx.quantize."
-    if keys:
-        is_positional, position = keys[0].idx == 0, keys[1]
-        fix = (
-            f"pass params={position.idx} to jqx.make_plan."
-            if is_positional
-            else (f"pass {position.key} by position, and that position as params=.")
-        )
+    if keys and keys[0].idx == 0:
+        fix = f"pass params={keys[1].idx} to jqx.make_plan."
+    elif keys:
+        fix = f"pass {keys[1].key} by position, and that position as params=."
     fix += f" (If it is the weight: params=({weights.params},).)"
-    raise fail(function, f"{problem}weight, but looks like the input of `f`.", fix=fix)
+    problem += "weight, but looks like the input of `f`."
+    raise fail(function, problem, fix=fix)
 
 
 def _keys_of_weights(call: Call, planned: Sequence[Found]) -> tuple[Any, ...] | None:
