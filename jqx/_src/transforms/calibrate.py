@@ -224,14 +224,8 @@ def observed(
                 rule, inputs = rules(fitted, dict(values_by_key), entries=subset), leaves
             else:
                 counts = weights_of("calibrate", counting, fitted.params, args, kwargs)
-                rule = rules(
-                    fitted,
-                    dict(values_by_key),
-                    is_counting=True,
-                    leaves_out=ignores,
-                    entries=subset,
-                    shape=counts.shape,
-                )
+                options: Any = {"is_counting": True, "leaves_out": ignores, "shape": counts.shape}
+                rule = rules(fitted, dict(values_by_key), entries=subset, **options)
                 inputs = count_arguments("calibrate", counts, fitted.params, call, leaves)
                 inputs = list(map(tainted, inputs)) if ignores else inputs
             out, records = interpret(call.jaxpr, call.consts, inputs, rule)

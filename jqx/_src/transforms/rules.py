@@ -105,25 +105,19 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
         lhs = lhs.quantized()
     if _sums_scales(lhs, dimensions.lhs_contracting) and isinstance(rhs, Pending):
         rhs = rhs.quantized()
+    numbers, options = eqn.params["dimension_numbers"], _options(eqn)
     if isinstance(lhs, Pending) or isinstance(rhs, Pending):
-        return dot_general_pending(
-            lhs,
-            rhs,
-            eqn.params["dimension_numbers"],
-            precision=eqn.params["precision"],
-            preferred_element_type=eqn.outvars[0].aval.dtype,
-        )
+        return dot_general_pending(lhs, rhs, numbers, **options)
     if _sums_scales(rhs, dimensions.rhs_contracting):
         return _scaled_first(eqn, real_of(lhs), rhs)
     if _sums_scales(lhs, dimensions.lhs_contracting):
         return _scaled_first(eqn, lhs, real_of(rhs))
-    return dot_general(
-        lhs,
-        rhs,
-        eqn.params["dimension_numbers"],
-        precision=eqn.params["precision"],
-        preferred_element_type=eqn.outvars[0].aval.dtype,
-    )
+    return dot_general(lhs, rhs, numbers, **options)
+
+
+def _options(eqn: Eqn) -> dict[str, Any]:
+    dtype = eqn.outvars[0].aval.dtype
+    return {"precision": eqn.params["precision"], "preferred_element_type": dtype}
 
 
 def _sums_scales(x: Any, contracting: Axes) -> bool:
@@ -144,9 +138,7 @@ def _scaled_first(eqn: Eqn, lhs: Any, rhs: Any) -> jax.Array:
         right[theirs] = left[ours]
     out = [left[axis] for axis in (*dimensions.lhs_batch, *dimensions.lhs_free)]
     out += [right[axis] for axis in dimensions.rhs_free]
-    dtype = eqn.outvars[0].aval.dtype
-    precision = eqn.params["precision"]
-    return einsum(lhs, left, rhs, right, out, precision=precision, preferred_element_type=dtype)
+    return einsum(lhs, left, rhs, right, out, **_options(eqn))
 
 
 def _gradients(
@@ -175,21 +167,14 @@ def _conv_pattern(eqn: Eqn) -> str:
     return " ".join(f"{name}={eqn.params[name]}" for name in names)
 
 
+_CONV = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
+_CONV += ("feature_group_count", "batch_group_count")
+
+
 def _conv_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
-    p, (lhs, rhs) = eqn.params, operands
-    return conv_general_dilated(
-        lhs,
-        rhs,
-        p["window_strides"],
-        p["padding"],
-        p["lhs_dilation"],
-        p["rhs_dilation"],
-        p["dimension_numbers"],
-        p["feature_group_count"],
-        p["batch_group_count"],
-        p["precision"],
-        preferred_element_type=eqn.outvars[0].aval.dtype,
-    )
+    lhs, rhs = operands
+    options = {name: eqn.params[name] for name in _CONV}
+    return conv_general_dilated(lhs, rhs, **options, **_options(eqn))
 
 
 _RAGGED = (((1,), (1,)), ((), ()))
@@ -212,13 +197,7 @@ def _ragged_macs(eqn: Eqn) -> int:
 def _ragged_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs, sizes = operands
     product: Any = ragged_dot_pending if isinstance(lhs, Pending) else ragged_dot
-    return product(
-        lhs,
-        rhs,
-        sizes,
-        precision=eqn.params["precision"],
-        preferred_element_type=eqn.outvars[0].aval.dtype,
-    )
+    return product(lhs, rhs, sizes, **_options(eqn))
 
 
 def _why_no_lookup(eqn: Eqn) -> str | None:
