@@ -524,8 +524,8 @@ def calibrate_batches(
             stats = stats_of_batch(arrays, batch)
         else:  # both functions have the same statistics, but for their flags
             both = jax.vmap(lambda x: stats_of_batch(x, batch), axis_name=BOTH)(arrays)
-            most = jax.tree.map(lambda x: jnp.max(x, 0), (both.flags, both.left_out))
-            stats = Stats(jax.tree.map(lambda x: x[0], both), *most)
+            flag_counts = jax.tree.map(lambda x: jnp.max(x, 0), (both.flags, both.left_out))
+            stats = Stats(jax.tree.map(lambda x: x[0], both), *flag_counts)
         return _SharedStats(stats), in_total([*stats.flags.values(), *stats.left_out.values()])
 
     @jax.jit
