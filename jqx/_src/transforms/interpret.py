@@ -463,9 +463,9 @@ def count_operand(
     if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
         return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
     operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
+    problem = f"it is not known how much the rows of {site!r} count."
     details = "" if shape is None else f"a weight of shape {shape}, and "
     details += f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}"
     fix = "name other sites in observers=, or let `weight` return the leading axes of the argument "
-    problem = f"it is not known how much the rows of {site!r} count."
     fix += "that this site reads."
     raise fail(function, problem, given=details, fix=fix)
