@@ -94,13 +94,13 @@ def check_stats(function: str, argument: str, stats: Any) -> None:
 
 def check_batches(function: str, batches: Any) -> None:
     """Checks that batches are an iterable of batches."""
-    is_array = hasattr(batches, "dtype") and hasattr(batches, "shape")
+    shape = getattr(batches, "shape", None) if hasattr(batches, "dtype") else None
     is_one = isinstance(batches, (Mapping, str, bytes)) or hasattr(batches, "_fields")
-    if isinstance(batches, Iterable) and not is_array and not is_one:
+    if isinstance(batches, Iterable) and shape is None and not is_one:
         return
     details, fix = f"an object of type {type(batches).__name__}", "pass a list, or a generator."
-    if is_array:
-        details = f"an array of shape {list(batches.shape)}, which iterates over its first axis"
+    if shape is not None:
+        details = f"an array of shape {list(shape)}, which iterates over its first axis"
         fix = "pass a list of batches: [x]."
     elif isinstance(batches, Mapping) or hasattr(batches, "_fields"):
         fix = "pass a list of batches: [batch]."
