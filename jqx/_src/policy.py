@@ -32,6 +32,11 @@ class Selector(NamedTuple):
     base: str
     texts: tuple[str, ...]
 
+    @classmethod
+    def of(cls, path: str) -> "Selector | None":
+        """Parses a path; `None` if it selects no steps."""
+        return _selector_of(path)
+
     def matches(self, path: str) -> bool:
         """Whether the path of a weight is one from which the steps are selected."""
         return re.fullmatch(self.base, path) is not None
@@ -67,7 +72,6 @@ class Selector(NamedTuple):
 
 @functools.lru_cache(256)
 def _selector_of(path: str) -> Selector | None:
-    """Parses a path; `None` if it selects no steps."""
     texts = tuple(match[1] for match in _SELECTOR.finditer(path))
     if not texts:
         return None
@@ -189,7 +193,7 @@ class Rule:
         """The steps of a scan that its path selects, if the path does not match an existing path as
         a regular expression.
         """
-        return _selector_of(self.path)
+        return Selector.of(self.path)
 
     def selects(self, path: str, op: str) -> bool:
         """Whether the rule selects steps of a scan over the weight at a path."""
