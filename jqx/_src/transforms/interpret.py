@@ -398,7 +398,8 @@ def weights_of(
     try:
         weights = weight(*inputs, **kwargs)
     except Exception as error:
-        error.add_note(f"  at:       weight= of an observer, called with {len(inputs)} arguments")
+        count = f"{len(inputs)} arguments, those of f without its parameters"
+        error.add_note(f"  at:       weight= of an observer, called with {count}")
         raise
     fix = "let it return booleans, such as tokens != 0, or non-negative numbers."
     if not (hasattr(weights, "shape") and hasattr(weights, "dtype")):
