@@ -550,8 +550,7 @@ NO_QUANTIZED_FORM = {
     ),
     "returned": (
         lambda: traced(jqx.convert(returned, W8A16), P, X),
-        "pass quantized parameters, jqx.quantize_params(params, plan), or leave the weight out of "
-        "the result.",
+        "pass jqx.quantize_params(params, plan), or leave the weight out of the result.",
         [lambda: traced(jqx.convert(returned, W8A16), {**P, "w": CODES}, X)],
     ),
 }

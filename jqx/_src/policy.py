@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from .checks import called, check_instance, shown
-from .errors import fail
+from .checks import called, check_flags, check_instance, shown_as
+from .errors import fail, some
 from .numerics.lookup import formats_by_name
 from .table import Table
 from .tensor.spec import FLOAT, QSpec, as_spec, preset_instead
@@ -35,7 +35,7 @@ class Selector(NamedTuple):
     @classmethod
     def of(cls, path: str) -> "Selector | None":
         """Parses a path; `None` if it selects no steps."""
-        return _read(path)
+        return _selector_of(path)
 
     def matches(self, path: str) -> bool:
         """Whether the path of a weight is one from which the steps are selected."""
@@ -47,35 +47,31 @@ class Selector(NamedTuple):
         Raises:
           ValueError: if the scan does not have these steps, or they are not consecutive.
         """
-        selection = f"path {self.path!r}, of {length} steps over {path!r}"
-        text, *other_texts = self.texts
-        if other_texts:
-            _refuse(function, "selects steps twice.", selection, "one selector in a path")
+        text, *others = self.texts
         parts = [int(part) if part else None for part in text.split(":")]
         if len(parts) == 1:
             start, stop = parts[0], None if parts[0] == -1 else (parts[0] or 0) + 1
         else:
             start, stop = parts[:2]
-            if len(parts) == 3 and parts[2] not in (None, 1):
-                _refuse(
-                    function, "selects every other step.", selection, "consecutive steps: [2:5]"
-                )
         start = 0 if start is None else start + length * (start < 0)
         stop = length if stop is None else stop + length * (stop < 0)
-        if not 0 <= start < stop <= length:
+        problem = ""
+        if others:
+            problem = "selects steps twice."
+        elif parts[2:] not in ([], [None], [1]):
+            problem = "selects every other step."
+        elif not 0 <= start < stop <= length:
             problem = "selects steps that the scan does not have."
-            _refuse(function, problem, selection, f"one step or more, within [0:{length}]")
+        if problem:
+            details = f"path {self.path!r}, of {length} steps over {path!r}"
+            fix = f"select consecutive steps within [0:{length}], or write several rules, such as "
+            fix += "layers[0] and layers[-2:]; a rule with optional=True may match no steps."
+            raise fail(function, f"the path of a rule {problem}", given=details, fix=fix)
         return start, stop
 
 
-def _refuse(function: str, problem: str, given: str, expected: str) -> None:
-    fix = "correct the steps, or write several rules, such as layers[0] and layers[-2:]; a rule "
-    fix += "with optional=True may match no steps."
-    raise fail(function, f"the path of a rule {problem}", given=given, expected=expected, fix=fix)
-
-
 @functools.lru_cache(256)
-def _read(path: str) -> Selector | None:
+def _selector_of(path: str) -> Selector | None:
     texts = tuple(match[1] for match in _SELECTOR.finditer(path))
     if not texts:
         return None
@@ -172,9 +168,7 @@ class Rule:
         if op is not None:
             _check_regex("op", op)
             _check_op(path, op)
-        check_instance(
-            "Rule", "optional", optional, bool, fix="pass optional=True or optional=False."
-        )
+        check_flags("Rule", optional=optional)
         as_is = isinstance(tables, str) and tables == "weight"
         fields = {
             "path": path,
@@ -261,12 +255,9 @@ def _check_regex(field: str, pattern: Any) -> None:
     try:
         re.compile(str(pattern))
     except (re.error, OverflowError) as error:
-        raise fail(
-            "Rule",
-            f"`{field}` is not a valid regular expression: {error}.",
-            given=f"{field} == {pattern!r}",
-            fix=_glob(str(pattern)) or "escape special characters with a backslash.",
-        ) from None
+        problem = f"`{field}`, {pattern!r}, is not a valid regular expression: {error}."
+        fix = _glob(str(pattern)) or "escape special characters with a backslash."
+        raise fail("Rule", problem, fix=fix) from None
 
 
 def _glob(pattern: str) -> str | None:
@@ -283,13 +274,12 @@ def _glob(pattern: str) -> str | None:
 
 def _check_op(path: str, op: str) -> None:
     """Checks that an operation is not a scheme or a preset, which has a name of its own."""
-    name = op.partition(":")[0]
-    if name not in (FLOAT, *formats_by_name()) and preset_instead(op) is None:
-        return
-    fix = f"write jqx.Rule({path!r}, weight={op!r}): the second argument is the operation."
-    if preset_instead(op) is not None:
-        fix = f"a preset is a policy: jqx.Policy({{{path!r}: jqx.presets.w8a8()}})."
-    raise fail("Rule", f"`op` ({op!r}) says how to quantize, not which operation.", fix=fix)
+    is_preset = preset_instead(op) is not None
+    if is_preset or op.partition(":")[0] in (FLOAT, *formats_by_name()):
+        fix = f"write jqx.Rule({path!r}, weight={op!r}): the second argument is the operation."
+        if is_preset:
+            fix = f"a preset is a policy: jqx.Policy({{{path!r}: jqx.presets.w8a8()}})."
+        raise fail("Rule", f"`op` ({op!r}) says how to quantize, not which operation.", fix=fix)
 
 
 @called("Policy", "pass one list, jqx.Policy([rule, ...]), or one dict.")
@@ -337,35 +327,15 @@ class Policy:
     def __init__(self, rules: Iterable[Rule] | Mapping[str, Any]) -> None:
         if isinstance(rules, Mapping):
             rules = [rule for path, value in rules.items() for rule in _under(path, value)]
-        if isinstance(rules, str):
-            raise fail(
-                "Policy",
-                "`rules` is a string.",
-                given=f"rules == {shown(rules)}",
-                fix=_fix(rules),
-                error=TypeError,
-            )
-        check_instance(
-            "Policy",
-            "rules",
-            rules,
-            Iterable,
-            fix=_fix(rules)
-            if isinstance(rules, (Rule, QSpec)) or preset_of(rules)
-            else "it is a policy already; join policies with +: jqx.Policy([rule]) + policy."
-            if isinstance(rules, Policy)
-            else "pass a list, jqx.Policy([rule]), or a dict; join policies with +.",
-        )
+        if isinstance(rules, str) or not isinstance(rules, Iterable):
+            details = shown_as("rules", rules)
+            problem = "`rules` is not a list of rules, or a dict."
+            raise fail("Policy", problem, given=details, fix=_fix(rules), error=TypeError)
         rules = tuple(rules)
         for rule in rules:
-            check_instance(
-                "Policy",
-                "an element of rules",
-                rule,
-                Rule,
-                fix="pass jqx.Rule(...) values; take those of a preset from its .rules, or join "
-                "policies: jqx.Policy([rule]) + jqx.presets.w8a8().",
-            )
+            fix = "pass jqx.Rule(...) values; take those of a preset from its .rules, or join "
+            fix += "policies: jqx.Policy([rule]) + jqx.presets.w8a8()."
+            check_instance("Policy", "an element of rules", rule, Rule, fix=fix)
         object.__setattr__(self, "rules", rules)
 
     def first(self, path: str, op: str, *, has_weight: bool) -> tuple[int, Rule] | None:
@@ -376,12 +346,12 @@ class Policy:
         return None
 
     def __add__(self, other: "Policy") -> "Policy":
-        _check_summand(other)
+        check_policy("Policy", other, "what is added")
         return Policy((*self.rules, *other.rules))
 
     def __radd__(self, other: Any) -> "Policy":
-        _check_summand(other)
-        raise AssertionError("a policy adds itself")
+        check_policy("Policy", other, "what is added")
+        return NotImplemented
 
     def __str__(self) -> str:
         paths = [repr(rule.path) for rule in self.rules]
@@ -407,8 +377,7 @@ def check_policy(function: str, policy: Any, argument: str = "policy") -> None:
 
 def preset_of(value: Any) -> str | None:
     """Returns the name of a preset if the function itself was passed instead of its result."""
-    module = getattr(value, "__module__", None) or ""
-    is_preset = callable(value) and module == "jqx._src.presets"
+    is_preset = callable(value) and getattr(value, "__module__", "") == "jqx._src.presets"
     return value.__name__ if is_preset else None
 
 
@@ -423,6 +392,10 @@ def _fix(value: Any) -> str:
         return "call a preset, such as jqx.presets.w8a8(), or write jqx.Policy([rule, ...])."
     if isinstance(value, Rule):
         return "pass jqx.Policy([rule])."
+    if isinstance(value, Policy):
+        return "it is a policy already; join policies with +: jqx.Policy([rule]) + policy."
+    if isinstance(value, int) and value == 0:  # `sum` adds to it
+        return "sum policies from jqx.Policy([])."
     if isinstance(value, (list, tuple)):
         return "pass jqx.Policy([rule, ...]), or join policies with +."
     if isinstance(value, Mapping):
@@ -430,14 +403,6 @@ def _fix(value: Any) -> str:
     if isinstance(value, (QSpec, str)):
         return "say which paths it is for: jqx.Policy({'.*': ...}), or jqx.Policy([rule])."
     return "pass jqx.presets.w8a8(), or jqx.Policy([rule, ...])."
-
-
-def _check_summand(value: Any) -> None:
-    if not isinstance(value, Policy):
-        fix = "add jqx.Policy([rule, ...]); policies are summed from jqx.Policy([])."
-        name = preset_of(value)
-        fix = fix if name is None else f"call the preset: jqx.presets.{name}()."
-        check_instance("Policy", "what is added", value, Policy, fix=fix)
 
 
 def _under(path: Any, value: Any) -> tuple[Rule, ...]:
@@ -449,21 +414,12 @@ def _under(path: Any, value: Any) -> tuple[Rule, ...]:
     if value is None or (isinstance(value, str) and value == FLOAT):
         return (Rule(path),)
     name = preset_of(value)
-    if name is not None:
-        raise fail(
-            "Policy",
-            f"the preset at {path!r} was not called.",
-            fix=f"call it: {{{path!r}: jqx.presets.{name}()}}.",
-            error=TypeError,
-        )
-    if isinstance(value, (Mapping, tuple, list)):
-        fields = ", ".join(f"{name}=..." for name in value) if isinstance(value, Mapping) else ""
-        raise fail(
-            "Policy",
-            f"the value at {path!r} is a {type(value).__name__}.",
-            fix=f"write {{{path!r}: jqx.Rule({fields or 'weight=..., activation=...'})}}.",
-            error=TypeError,
-        )
+    if name is not None or isinstance(value, (Mapping, tuple, list)):
+        names = value if isinstance(value, Mapping) else ("weight", "activation")
+        fix = f"write {{{path!r}: jqx.Rule({', '.join(f'{field}=...' for field in names)})}}."
+        fix = fix if name is None else f"call it: {{{path!r}: jqx.presets.{name}()}}."
+        problem = f"the value at {path!r} is a {type(value).__name__}."
+        raise fail("Policy", problem, fix=fix, error=TypeError)
     return (Rule(path, weight=as_spec("Policy", f"rules[{path!r}]", value)),)
 
 
@@ -471,12 +427,9 @@ def _replaced(path: Any, policy: Policy) -> tuple[Rule, ...]:
     """Returns the rules of a policy with another path. What was left in float stays in float."""
     paths = list(dict.fromkeys(rule.path for rule in policy.rules if not rule.is_float))
     if len(paths) > 1:
-        raise fail(
-            "Policy",
-            f"the policy at {path!r} has rules of several paths, which its key cannot replace.",
-            given=f"rules of {', '.join(map(repr, paths[:4]))}",
-            fix="join them instead: jqx.Policy({...}) + policy.",
-        )
+        problem = f"the policy at {path!r} has rules of several paths, which a key cannot replace."
+        details = f"rules of {some(map(repr, paths))}"
+        raise fail("Policy", problem, given=details, fix="join them: jqx.Policy({...}) + policy.")
     pattern = Rule(path).path  # a regular expression, or an error
     rules = []
     for rule in policy.rules:

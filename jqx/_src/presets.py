@@ -135,13 +135,10 @@ def _table_spec(function: str, tables: Tables) -> QSpec | None:
 
 def blocks(function: str, block: int, default: int, weight_fields: Fields) -> Granularity:
     """Returns blocks of weights; the last ones may be smaller."""
-    says = not isinstance(weight_fields, Mapping) or "granularity" in weight_fields
-    if block != default and says:
-        raise fail(
-            f"presets.{function}",
-            "`block` and `weight` both set the granularity.",
-            fix="drop block, or the granularity in weight.",
-        )
+    has_granularity = not isinstance(weight_fields, Mapping) or "granularity" in weight_fields
+    if block != default and has_granularity:
+        problem = "`block` and `weight` both set the granularity."
+        raise fail(f"presets.{function}", problem, fix="drop block, or that in weight.")
     return per_group(block, tail=True)
 
 
@@ -175,9 +172,8 @@ def w8a8(
       >>> jqx.presets.w8a8(weight={"qtype": jnp.int4}).rules[0].weight.qtype
       dtype(int4)
     """
-    return policy(
-        "w8a8", path, exclude, _INT8, QSpec(jnp.int8, per_tensor()), tables, weight, activation
-    )
+    spec = QSpec(jnp.int8, per_tensor())
+    return policy("w8a8", path, exclude, _INT8, spec, tables, weight, activation)
 
 
 @preset
@@ -235,15 +231,8 @@ def w4a16(
       >>> str(jqx.presets.w4a16(block=128).rules[0].weight)
       'int4 per_group(128, tail=True) mse(2, 0.8, signed)'
     """
-    return policy(
-        "w4a16",
-        path,
-        exclude,
-        QSpec(jnp.int4, blocks("w4a16", block, 32, weight), calibrator=_SIGNED),
-        None,
-        tables,
-        weight,
-    )
+    spec = QSpec(jnp.int4, blocks("w4a16", block, 32, weight), calibrator=_SIGNED)
+    return policy("w4a16", path, exclude, spec, None, tables, weight)
 
 
 @preset
@@ -290,16 +279,8 @@ def w4a4(
       >>> str(jqx.presets.w4a4().rules[0].activation)
       'int4 per_token dynamic'
     """
-    return policy(
-        "w4a4",
-        path,
-        exclude,
-        _INT4,
-        QSpec(jnp.int4, per_token(), dynamic=True),
-        tables,
-        weight,
-        activation,
-    )
+    spec = QSpec(jnp.int4, per_token(), dynamic=True)
+    return policy("w4a4", path, exclude, _INT4, spec, tables, weight, activation)
 
 
 # Presets of 8-bit floats, on weights and activations.
@@ -380,12 +361,5 @@ def nf4(
       >>> str(jqx.presets.nf4().rules[0].weight)
       'nf4 per_group(64, tail=True)'
     """
-    return policy(
-        "nf4",
-        path,
-        exclude,
-        QSpec(nf4_codes, blocks("nf4", block, 64, weight)),
-        None,
-        tables,
-        weight,
-    )
+    spec = QSpec(nf4_codes, blocks("nf4", block, 64, weight))
+    return policy("nf4", path, exclude, spec, None, tables, weight)

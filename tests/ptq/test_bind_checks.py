@@ -109,14 +109,14 @@ def test_another_function_is_a_warning_that_names_its_first_operation(path, name
 def test_what_cannot_be_compared_is_an_error_only_on_request(path):
     unbound = jqx.load(path, progress=False)
     _, _, names = unbound.plan.operations.partition(":")
-    for plan, given in (("", "a file without them"), (f"0.1.2:{names}", "jax 0.1.2")):
+    for plan, given in (("", "a file without operations"), (f"0.1.2:{names}", "jax 0.1.2")):
         old = dataclasses.replace(unbound, plan=dataclasses.replace(unbound.plan, operations=plan))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             old.bind(OTHER["activation"][0], target=False)
         with pytest.raises(ValueError, match=given):
             old.bind(f, target=False, check="function")
-    with pytest.raises(ValueError, match="without them"):
+    with pytest.raises(ValueError, match="without operations"):
         dataclasses.replace(unbound, inputs=None).bind(f, target=False, check="function")
     for own in ("no names", "!!!", names[:10]):
         plan = dataclasses.replace(unbound.plan, operations=f"{jax.__version__}:{own}")

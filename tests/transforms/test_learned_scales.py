@@ -48,7 +48,7 @@ def test_a_quantized_function_is_saved_with_the_scales_of_its_weights(tmp_path):
         quantized = jqx.Quantized(function, params, plan, scales, report)
         jqx.save(tmp_path / "x", quantized, progress=False)
 
-    with pytest.raises(ValueError, match=r"weights have other scales(.|\n)*given:    w\n") as info:
+    with pytest.raises(ValueError, match=r"weights have other scales.*: w\.\n") as info:
         saved(None)
     assert re.fullmatch(PARTS, str(info.value))
     saved(scales)

@@ -70,7 +70,7 @@ def test_names_cover_several_arguments_and_scales():
         (3, TypeError, "`names` is neither a dict nor a function"),
         ({"0": 1}, TypeError, "`names` gives a name that is not a string"),
         (lambda keys: None, TypeError, "`names` gives a name that is not a string"),
-        ({"2": "a"}, ValueError, "`names` has a path that the parameters do not have"),
+        ({"2": "a"}, ValueError, "`names` has paths that the parameters do not have"),
         ({"0/w": "1"}, ValueError, "two weights have the same path"),
     ],
 )

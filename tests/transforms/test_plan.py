@@ -45,7 +45,7 @@ def test_a_path_gives_its_contractions():
     policy = jqx.Policy([jqx.Rule("v"), *w8a8().rules])
     plan = plan_of(mlp, policy, mlp_params(), X)
     assert plan["w"] == plan.sites and plan["v"] == plan.skipped
-    with pytest.raises(KeyError, match="no contraction has that path") as info:
+    with pytest.raises(KeyError, match="no contraction has the path") as info:
         plan["ww"]
     assert "such as w" in str(info.value)
 

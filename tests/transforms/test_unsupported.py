@@ -107,7 +107,7 @@ def test_a_qtensor_in_other_blocks_is_refused(size):
     given = jqx.QSpec(jnp.int8, jqx.per_block({0: 32, 1: 1}, tail=True))
     planned = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_group(size)))])
     plan = jqx.make_plan(f, planned)(w, x)
-    with pytest.raises(ValueError, match=rf"one for each \[{size}, 1\] elements"):
+    with pytest.raises(ValueError, match=rf"int8 per_group\({size}\)"):
         jqx.convert(f, plan)(jqx.QTensor.quantize(w, given), x)
 
 

@@ -429,11 +429,11 @@ def _left_as_is(few_rows: Few, sites: Sequence[Site], call: Call) -> set[str]:
     items = {item.address: item for item in contractions(call)}
     keys, with_zeros = set(), []
     for site in sites:
-        parts = {x.about.role: x for x in observed_parts(site, items[site.address])}
+        parts = {x.observed.role: x for x in observed_parts(site, items[site.address])}
         weight, operand = parts["weight"], parts.get("activation")
         if operand is None:
             continue
-        channels = math.prod(weight.kind.shape[axis] for axis in weight.about.contracted)
+        channels = math.prod(weight.kind.shape[axis] for axis in weight.observed.contracted)
         if few_rows.at(site, operand.key, channels).any():
             keys.add(site.output_key)
         elif (few_rows.share(site, operand.key) < 1).any():

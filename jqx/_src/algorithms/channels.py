@@ -292,12 +292,12 @@ class Follower(Walk):
             self.labels.stop(x, reason)
             return Labelled.fixed(eqn.outvars[0].aval.shape, reason)
         elements = weight_ids[steps]
-        inputs = self._channels(x, parts[argnum].about, site.name)
+        inputs = self._channels(x, parts[argnum].observed, site.name)
         batch, rows, columns = elements.shape[:-2], *elements.shape[-2:]
         inputs = np.broadcast_to(inputs, (*batch, columns))
         outputs = self.labels.new(math.prod((*batch, rows))).reshape(*batch, rows)
         self._use(leaf.leaf_index, elements)
-        weight_operand = parts[argnum].about, x.shape, x.reason
+        weight_operand = parts[argnum].observed, x.shape, x.reason
         self.visits.append(
             Visit(site, steps, leaf.leaf_index, weight_ids, inputs, outputs, *weight_operand)
         )

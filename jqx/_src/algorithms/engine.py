@@ -497,7 +497,7 @@ def calibrate_stages(
             "dynamic scales, or add a rule that leaves such a weight in float.",
             error=NotImplementedError,
         )
-    needed = any(x.part.place < 0 for x in entries.recorded.values())
+    needed = any(x.part.argnum < 0 for x in entries.recorded.values())
     scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
     bar = progress_bar("calibrate", "site", total=len(entries.recorded)) if progress else None
     watch = _Watch(plan, entries, scans, bar, ignores)
@@ -535,15 +535,15 @@ class _Watch(Walk):
         entries = self._entries.at(pairs[0][0].here)
         for stage, (frame,) in pairs:
             (eqn,) = stage.eqns
-            argnums = {x.part.place for x in entries if x.part.place >= 0}
+            argnums = {x.part.argnum for x in entries if x.part.argnum >= 0}
             argnums |= {2} if eqn.primitive.name == "ragged_dot_general" and entries else set()
             atoms = {argnum: eqn.invars[argnum] for argnum in sorted(argnums)}
             read = dict(zip(atoms, frame.read([*atoms.values()], steps), strict=True))
             frame.run(stage, steps)
             read[-1] = frame.values.get(eqn.outvars[0])
             for entry in entries:
-                if read[entry.part.place] is not None:
-                    x, sizes = (on_device(read.get(i)) for i in (entry.part.place, 2))
+                if read[entry.part.argnum] is not None:
+                    x, sizes = (on_device(read.get(i)) for i in (entry.part.argnum, 2))
                     self._put(entry, steps, x, value_of(sizes), frame.batch)
         if self._bar is not None and not any(steps):
             self._bar.update(len(entries))
@@ -556,7 +556,7 @@ class _Watch(Walk):
         loops = {loop.address for loop in entry.site.loops}
         around = zip(self._scans[entry.site.address], steps, strict=True)
         loop_steps = tuple(int(step) for address, step in around if address in loops)
-        observed_site = replace(entry.part.about, path="")  # one program for all equal sites
+        observed_site = replace(entry.part.observed, path="")  # one program for all equal sites
         same = replace(
             entry, key="", part=entry.part._replace(key="", about=observed_site), site=None
         )

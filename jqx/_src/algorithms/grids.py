@@ -381,12 +381,12 @@ def elements_of_sites(plan: Plan, call: Call, groups: Sequence[Group]) -> dict[s
         Entry(part.key, site, places, part)
         for site in plan.sites
         for part in observed_parts(site, items[site.address])
-        if places.looks_at(part.about)
+        if places.looks_at(part.observed)
     ]
     numbers_of, elements = places_of(plan, call, entries), {}
     for entry in entries:
         if entry.key in numbers_of:
-            group = of_path[entry.site.operands[entry.part.place].path]
+            group = of_path[entry.site.operands[entry.part.argnum].path]
             local_numbers = np.asarray(numbers_of[entry.key]())
             numbers = group.numbers(plan.weights_in(entry.site), local_numbers)
             elements[entry.key] = Elements.of(numbers)

@@ -452,7 +452,7 @@ def layer_by_layer(
         stored = Checkpoint(solver.function, checkpoint, digests or {})
     items = {item.address: item for item in contractions(first_call) if item.address}
     parts = {
-        site.address: {x.about.role: x for x in observed_parts(site, items[site.address])}
+        site.address: {x.observed.role: x for x in observed_parts(site, items[site.address])}
         for site in plan.sites
     }
 
@@ -460,7 +460,7 @@ def layer_by_layer(
         """Whether the sums of inputs of a site are known; if not, reports it or raises."""
         activation = parts[site.address].get("activation")
         is_refused = solver.unsupported == "error"
-        return activation is not None and (is_refused or has_rows(activation.about))
+        return activation is not None and (is_refused or has_rows(activation.observed))
 
     once = sites_once(plan, groups, first_call.jaxpr, elements)
     once = {address for address in once if is_known(plan.site_at(address))}  # pyright: ignore
@@ -516,7 +516,7 @@ def layer_by_layer(
 
         def matrices() -> list[Matrix]:
             where_at = name_of([side.key], steps)
-            total, drift, rows = inputs.sums(streams, side.about, where_at, walk.reached)
+            total, drift, rows = inputs.sums(streams, side.observed, where_at, walk.reached)
             inputs_of, rows_of, fourths = (np.broadcast_to(x, where.shape[:-2]) for x in rows)
             return [
                 Matrix(

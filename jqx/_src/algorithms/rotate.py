@@ -680,7 +680,7 @@ def _rotated_products(
     rotations = {}
     for site in products:
         lhs, rhs, *_ = observed_parts(site, items[site.address])
-        count = math.prod(int(site.shapes[0][axis]) for axis in lhs.about.contracted)
+        count = math.prod(int(site.shapes[0][axis]) for axis in lhs.observed.contracted)
         matrix = Orthogonal.any(count, seed).times(np.eye(count))
         both = ChannelMap(factors=(jnp.asarray(matrix, jnp.float32),))
         rotations[site.name] = count, {lhs.key: both, rhs.key: both}

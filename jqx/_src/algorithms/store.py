@@ -359,7 +359,7 @@ def bytes_of_sums(part: Any, with_float: bool = False) -> int:
     """Returns the bytes of the sums of products of the inputs of a site in one step of its scans:
     in float64, and for one batch in float32.
     """
-    kind = jax.eval_shape(lambda: hessian.empty(part.kind, part.about)).products
+    kind = jax.eval_shape(lambda: hessian.empty(part.kind, part.observed)).products
     return math.prod(kind.shape) * (8 + 4) * (3 if with_float else 1)
 
 

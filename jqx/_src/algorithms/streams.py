@@ -508,7 +508,7 @@ class Streams(Walk):
         shape = eqn.outvars[0].aval.shape
         parts = observed_parts(site, self.items[site.address])
         (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
-        weight_operand, observed_site = site.operands[1 - argnum], parts[argnum].about
+        weight_operand, observed_site = site.operands[1 - argnum], parts[argnum].observed
         x, leaf = self.rotatable(operands[argnum], site.name), operands[1 - argnum]
         if x.is_squared or (observed_site.patches is not None and observed_site.patches.groups > 1):
             self.constraints.stop(x.labels, with_line(eqn, "a square or groups of channels"))

@@ -26,13 +26,13 @@ from ..table import Table, Tabular, decibels
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.arguments import check_function
-from ..transforms.calibrate import placed
+from ..transforms.calibrate import insert_params
 from ..transforms.higher_order import Records
 from ..transforms.hoist import Hoisted, hoist
 from ..transforms.interpret import Rules, interpret
 from ..transforms.map_channels import Maps, as_maps, map_channels
 from ..transforms.operands import Trainable, codes_of, real_of
-from ..transforms.paths import rooted
+from ..transforms.paths import by_argument
 from ..transforms.plan import GivenAffines, Plan, Site, Weight
 from ..transforms.plan_call import as_plan, params_of
 from ..transforms.quantize_params import named_leaves
@@ -244,7 +244,7 @@ def _of_quantized(f: Callable[..., Any], quantized: QuantizedFunction) -> Callab
         params, others = params_and_others(plan, arguments)
         members = Members.of("compare", quantized, params)
         if members.params is not params or members.maps:
-            arguments = placed(plan.params, members.params, others)
+            arguments = insert_params(plan.params, members.params, others)
             call, call_plan = members.call("compare", function, plan, arguments, kwargs)
         return _compared(call, call_plan, quantized.affines, members, _entries(quantized.details))
 
@@ -492,7 +492,7 @@ class Members(NamedTuple):
         floats, maps = basis(params)
         rounded: dict[str, Any] = {**codes_by_path(function, plan, quantized.params)}
         exact, others = (
-            dict(named_leaves(function, rooted(plan.params, x), plan))
+            dict(named_leaves(function, by_argument(plan.params, x), plan))
             for x in (floats, quantized.params)
         )
         for path in (exact.keys() & others.keys()) - rounded.keys() - {None}:
@@ -584,7 +584,7 @@ def as_planned(
     g, computed = hoist(f, cast(Any, hoisting), params=argnums, names=dict(names) or None)(
         *args, **kwargs
     )
-    return g, placed(plan.params, computed, _without(args, argnums))
+    return g, insert_params(plan.params, computed, _without(args, argnums))
 
 
 def places_of(f: Callable[..., Any], plan: Plan) -> int | tuple[int, ...]:

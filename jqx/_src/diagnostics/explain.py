@@ -14,10 +14,10 @@ from ..table import Table, Tabular
 from ..tensor.qtensor import QTensor
 from ..tensor.shardings import pack_for
 from ..transforms.arguments import check_plan
-from ..transforms.calibrate import placed
+from ..transforms.calibrate import insert_params
 from ..transforms.convert import convert
 from ..transforms.make_plan import make_plan
-from ..transforms.paths import rooted
+from ..transforms.paths import by_argument
 from ..transforms.plan import GivenAffines, Plan, label_of
 from ..transforms.quantize_params import quantize_params
 from ..transforms.quantize_weight import lay_out_weights
@@ -195,11 +195,11 @@ def explain(
     params, others = params_and_others(plan, args)
     weights = _with_codes(params, plan)
     quantized = convert(f, plan, "dynamic" if affines is None else affines)
-    program = lowering(quantized, *placed(plan.params, weights, others), target=target)
+    program = lowering(quantized, *insert_params(plan.params, weights, others), target=target)
     # Weights that quantize_params would leave as they are for this target, because of their views.
     laid_out = lay_out_weights(weights, plan, target)
     changed = jax.tree.map(_unless_same, weights, laid_out, is_leaf=_is_quantized)
-    plain = _plain(placed(plan.params, changed, others), target)
+    plain = _plain(insert_params(plan.params, changed, others), target)
     return _with_plan(program, plan, plain, _schemes_outside(params, plan))
 
 
@@ -221,7 +221,7 @@ def _unless_same(x: Any, laid_out: Any) -> Any:
 def _schemes_outside(params: Any, plan: Plan) -> dict[str, str]:
     """Returns the schemes of the QTensors that the plan does not quantize, by path."""
     planned = {operand.path for site in plan.sites for operand in site.operands}
-    leaves = _quantized_leaves(rooted(plan.params, params))
+    leaves = _quantized_leaves(by_argument(plan.params, params))
     return {path: scheme_of(q) for path, q in leaves if path not in planned}
 
 

@@ -10,7 +10,7 @@ from ..checks import called
 from ..errors import fail
 from ..table import Table, Tabular
 from ..transforms.arguments import check_batches, check_function
-from ..transforms.calibrate import Batch, arguments_of, arrays_of, inputs_of, placed
+from ..transforms.calibrate import Batch, arguments_of, arrays_of, inputs_of, insert_params
 from ..transforms.higher_order import Records
 from ..transforms.operands import real_of
 from ..transforms.trace import is_array, is_quantized
@@ -133,7 +133,7 @@ def _sums_of(
     """Returns a compiled function of a batch that returns its sums. It is checked with a batch."""
     plan = quantized.plan
     scales = plan.scales_of(_NAME, quantized.affines)
-    arguments = placed(places_of(f, plan), params, inputs_of(batch))
+    arguments = insert_params(places_of(f, plan), params, inputs_of(batch))
     f, arguments = as_planned(f, plan, arguments, {})
     checked_call(_NAME, f, plan, arguments, {}, plan.parameters)
     members = Members.of(_NAME, quantized, params_and_others(plan, arguments)[0])

@@ -24,7 +24,7 @@ from ..tensor.layout import permuted_axis, taken
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import read
 from ..transforms.arguments import check_concrete, check_plan
-from ..transforms.paths import rooted
+from ..transforms.paths import by_argument
 from ..transforms.plan import Plan, Site
 from ..transforms.quantize_params import named_leaves, quantize_params
 from ..transforms.trace import is_array, is_quantized
@@ -208,7 +208,7 @@ def _named(plan: Plan, params: Any) -> list[tuple[str | None, Any]]:
     """Returns the leaves of parameters with their paths, which start with the position if there are
     several arguments; `None` for leaves that are not weights.
     """
-    named = named_leaves("report", rooted(plan.params, params), plan)
+    named = named_leaves("report", by_argument(plan.params, params), plan)
     return [(path, x) for path, x in named if is_quantized(x) or is_array(x)]
 
 

@@ -46,7 +46,7 @@ from ..tensor.serialize import (
 )
 from ..transforms.channel_map import ChannelMap, LowRank
 from ..transforms.map_channels import Maps, as_maps
-from ..transforms.paths import rooted
+from ..transforms.paths import by_argument
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import named_leaves
 from ..transforms.quantize_weight import check_scales_of_weights
@@ -338,7 +338,7 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
     packed = _packed(quantized.params)
     plan, affines = quantized.plan, quantized.affines
     if any(weight.key in affines for weight in plan.weights):
-        named = named_leaves("save", rooted(plan.params, packed), plan)
+        named = named_leaves("save", by_argument(plan.params, packed), plan)
         check_scales_of_weights("save", plan, named, affines)
     structured = _is_described(packed, values)
     node, shapes = _inputs_of(quantized.inputs, values)

@@ -231,13 +231,9 @@ class Observer(abc.ABC):
 def check_weight(function: str, weight: Any) -> None:
     """Checks that a weight is a function, or `None`."""
     if weight is not None and not callable(weight):
-        raise fail(
-            function,
-            "`weight` is not a function.",
-            given=f"an object of type {type(weight).__name__}",
-            fix="pass for example weight=lambda tokens: tokens != 0.",
-            error=TypeError,
-        )
+        problem = f"`weight` is not a function, but of type {type(weight).__name__}."
+        fix = "pass for example weight=lambda tokens: tokens != 0."
+        raise fail(function, problem, fix=fix, error=TypeError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -262,15 +262,13 @@ def has_rows(site: ObservedSite) -> bool:
 
 def check_rows(function: str, site: ObservedSite) -> None:
     """Raises if the rows of a site are not rows of its operand."""
-    if has_rows(site):
-        return
-    raise fail(
-        function,
-        f"{site.op} does not multiply rows of its operand by one matrix.",
-        given=f"the site {site.path!r}",
-        fix="leave it out of the regular expression in observers=, or write an Observer.",
-        error=NotImplementedError,
-    )
+    if not has_rows(site):
+        problem = f"{site.op} does not multiply rows of its operand by one matrix."
+        details = f"the site {site.path!r}"
+        raise fail(function, problem, given=details, fix=_FIX, error=NotImplementedError)
+
+
+_FIX = "leave it out of the regular expression in observers=, or write an Observer."
 
 
 hessian: Hessian = Hessian()
@@ -342,24 +340,16 @@ def _both(x: jax.Array, site: ObservedSite) -> Any:
     try:
         return lax.all_gather(x, BOTH)
     except NameError:
-        raise fail(
-            "observers.cross",
-            "there is no quantized function to compare with.",
-            given=f"the site {site.path!r}, of one function",
-            fix="pass quantized=jqx.quantize_params(params, plan), or what an algorithm chose.",
-        ) from None
+        problem = "there is no quantized function to compare with."
+        fix = "pass quantized=jqx.quantize_params(params, plan), or what an algorithm chose."
+        raise fail("observers.cross", problem, given=f"the site {site.path!r}", fix=fix) from None
 
 
 def _checked(site: ObservedSite) -> ObservedSite:
-    if site.experts is None:
-        return site
-    raise fail(
-        "observers.cross",
-        "rows of a ragged_dot cannot be compared.",
-        given=f"the site {site.path!r}",
-        fix="leave it out of the regular expression in observers=.",
-        error=NotImplementedError,
-    )
+    if site.experts is not None:
+        problem = f"rows of the ragged_dot {site.path!r} cannot be compared."
+        raise fail("observers.cross", problem, fix=_FIX, error=NotImplementedError)
+    return site
 
 
 # The positions of a weight's elements in the matrices that its sites multiply by.
@@ -447,12 +437,9 @@ class Samples(Weighted):
     def __post_init__(self) -> None:
         super().__post_init__()
         count = check_integer("observers.samples", "count", self.count)
-        if not count >= 1:
-            raise fail(
-                "observers.samples",
-                f"`count` ({count}) is below 1.",
-                fix="pass the number of rows to keep.",
-            )
+        if count < 1:
+            problem = f"`count` ({count}) is below 1."
+            raise fail("observers.samples", problem, fix="pass the number of rows to keep.")
 
     def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> SamplesStats:
         """Returns empty slots."""

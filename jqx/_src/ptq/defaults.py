@@ -46,18 +46,12 @@ on four kinds of text changed by -5 % to 8 %, those with int3 by -3 % to -9 %.
 def check_effort(function: str, effort: Any, algorithm: Any) -> None:
     """Checks that an effort is valid, and that no algorithm is given with it."""
     if effort is not None and effort not in get_args(Effort):
-        raise fail(
-            function,
-            f"`effort` is unknown: {shown(effort)}.",
-            fix="pass 'seconds', 'minutes' or 'hours', or leave it out for 'seconds'.",
-        )
+        fix = "pass 'seconds', 'minutes' or 'hours', or leave it out for 'seconds'."
+        raise fail(function, f"`effort` is unknown: {shown(effort)}.", fix=fix)
     if effort is not None and algorithm is not None:
-        raise fail(
-            function,
-            "`effort` and `algorithm` exclude each other.",
-            given=f"effort == {effort!r} and {described(algorithm)}",
-            fix="leave one of them out.",
-        )
+        problem = f"`effort`, {effort!r}, and `algorithm`, {described(algorithm)}, exclude each "
+        problem += "other."
+        raise fail(function, problem, fix="leave one of them out.")
 
 
 @dataclasses.dataclass
@@ -96,14 +90,9 @@ class Choice:
             self.notes.append(f"without {described(part)}: {reason}")
             # That there are no channels to scale or to rotate is no loss.
             if isinstance(error, NotImplementedError) or hasattr(part, "run"):
-                warn(
-                    message(
-                        "ptq",
-                        "a part of the default algorithm does not support this function.",
-                        given=f"{described(part)}: {reason}",
-                        fix="pass an algorithm by name, such as jqx.algorithms.nearest().",
-                    )
-                )
+                problem = "a part of the default algorithm does not support this function."
+                fix = "pass an algorithm by name, such as jqx.algorithms.nearest()."
+                warn(message("ptq", problem, given=f"{described(part)}: {reason}", fix=fix))
             return None
 
     def choose(self, rounding: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,19 +115,28 @@ def default_of(plan: Plan, effort: Effort, *, is_lazy: bool) -> Choice:
     """
     pairs = [pair for site in plan.sites if (pair := _specs(plan, site)) is not None]
     activations = [spec for _, spec in pairs if spec is not None]
-    low_bit = [form for spec in activations if (form := _form(spec)).bits <= _FEW_BITS]
+    low_bit = [form for spec in activations if (form := format_of(spec.qtype)).bits <= _FEW_BITS]
     sizes = {form.size for form in low_bit if isinstance(form, Block) and form.scale_qtype == E8M0}
-    bits = min((_form(weight).bits for weight, _ in pairs), default=32)
-    fits_scales = bits < _FEW_BITS or not all(_has_small_groups(weight) for weight, _ in pairs)
-    gptq = algorithms.gptq(**_GPTQ, factors=_FACTORS if fits_scales else ())
+    groups = [weight.granularity for weight, _ in pairs]
+    is_wide = any(not isinstance(x, (PerGroup, PerRun)) or x.size > _SMALL for x in groups)
+    bits = min((format_of(weight.qtype).bits for weight, _ in pairs), default=32)
+    gptq = algorithms.gptq(**_GPTQ, factors=_FACTORS if is_wide or bits < _FEW_BITS else ())
     parts: list[Any] = []
     notes: list[str] = []
     few_in_weights, learns = bits <= _FEW_BITS, bits < _FEW_BITS and effort == "hours"
+
+    def has_outliers(spec: QSpec) -> bool:
+        """Whether to move outliers of activations into the weights. If activations have scales for
+        each token, their outliers do less harm there than in weights of few bits.
+        """
+        is_integer = isinstance(format_of(spec.qtype), Integer)
+        return is_integer and not (spec.dynamic and few_in_weights)
+
     if any(not isinstance(form, Block) for form in low_bit):
         parts.append(algorithms.rotate())
     elif sizes:
         parts.append(algorithms.rotate(block=min(sizes)))
-    elif any(_is_smoothed(spec, few_in_weights) for spec in activations):
+    elif any(map(has_outliers, activations)):
         parts.append(algorithms.smooth_quant())
     elif few_in_weights and activations and not (low_bit or learns):
         rotated = algorithms.rotate(offline="only")
@@ -254,22 +252,3 @@ def _specs(plan: Plan, site: Site) -> tuple[QSpec, QSpec | None] | None:
     weights = [x for operand in site.operands if (x := plan.weight_at(operand.path)) is not None]
     others = [operand for operand in site.operands if operand.path is None]
     return (weights[0].spec, others[0].spec) if weights and others else None
-
-
-def _is_smoothed(spec: QSpec, few_in_weights: bool) -> bool:
-    """Whether to move outliers of activations into the weights.
-
-    If activations have scales for each token, their outliers do less harm there than in weights of
-    few bits.
-    """
-    return isinstance(_form(spec), Integer) and not (spec.dynamic and few_in_weights)
-
-
-def _has_small_groups(spec: QSpec) -> bool:
-    """Whether few elements share a scale."""
-    groups = spec.granularity
-    return isinstance(groups, (PerGroup, PerRun)) and groups.size <= _SMALL
-
-
-def _form(spec: QSpec) -> Any:
-    return format_of(spec.qtype)

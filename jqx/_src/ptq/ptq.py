@@ -28,14 +28,13 @@ from ..transforms.algorithm import (
     chained,
     check_algorithm,
     has,
-    observers_of,
+    merge_codes,
     parts_of,
-    picked,
 )
 from ..transforms.arguments import check_batches, check_concrete
 from ..transforms.calibrate import affines, calibrate_batches, inputs_of
 from ..transforms.make_plan import make_plan
-from ..transforms.paths import Names, rooted
+from ..transforms.paths import Names, by_argument
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import (
     check_arguments,
@@ -226,11 +225,8 @@ def ptq(
         text: OwnText | None = None
         if batches is None:
             if own_text is False:
-                raise fail(
-                    "ptq",
-                    "there are no batches, and own_text=False.",
-                    fix="pass a list of batches, such as [x], or leave own_text out.",
-                )
+                fix = "pass a list of batches, such as [x], or leave own_text out."
+                raise fail("ptq", "there are no batches, and own_text=False.", fix=fix)
             check_arguments("ptq", argnums, params)
             batches = text = OwnText(original, progress)
             first_batch = text.first
@@ -315,14 +311,14 @@ def _run(
         return dataclasses.replace(result, values=values, codes=codes, mapped=mapped)
     rewrites, rounding, corrections = parts_of(choice.algorithm)
     plan, runs = mapped.plan, has(rounding, "run")
-    observers = None if runs else observers_of(rounding)
+    observers = None if runs else getattr(rounding, "observers", None)
     stats, scales, reports = None, {}, []
     few_inputs: dict[str, str] = {}
     given_values, is_plain = values, not (rewrites or corrections or rounding is not None)
     floats = values = values if is_plain else dequantize_params(values)
     if runs or rewrites or corrections:
         batches = list(batches)
-    leaves = named_leaves("ptq", rooted(plan.params, values), plan)
+    leaves = named_leaves("ptq", by_argument(plan.params, values), plan)
     check_no_learned_scales("ptq", leaves, plan)
     reads_leaves = rounding is None or (getattr(rounding, "lazy", False) and not observers)
     if rewrites or corrections or not reads_leaves:
@@ -337,7 +333,7 @@ def _run(
     def checked(outcome: Chosen) -> Any:
         """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
         rounded = quantize_params(dequantize_params(outcome.params), plan)
-        return picked("ptq", outcome.params, rounded)
+        return merge_codes("ptq", outcome.params, rounded)
 
     for algorithm in rewrites:
         outcome = choice.attempt(
@@ -391,14 +387,11 @@ def _restore_quantized(params: Any, floats: Any, codes: Any) -> Any:
             return code
         is_same = is_array(code) and np.array_equal(code, real, equal_nan=True)
         if code is not real and not is_same:
-            raise fail(
-                "ptq",
-                "the algorithm changes a weight that is quantized already.",
-                given=f"{keystr(path, simple=True, separator='/')!r}: {leaf!r}",
-                fix="pass jqx.algorithms.nearest() or gptq(), or the weight in float: "
-                "jqx.dequantize_params(params).",
-                error=NotImplementedError,
-            )
+            problem = "the algorithm changes a weight that is quantized already."
+            details = f"{keystr(path, simple=True, separator='/')!r}: {leaf!r}"
+            fix = "pass jqx.algorithms.nearest() or gptq(), or the weight in float: "
+            fix += "jqx.dequantize_params(params)."
+            raise fail("ptq", problem, given=details, fix=fix, error=NotImplementedError)
         return leaf
 
     return jax.tree_util.tree_map_with_path(restored, params, floats, codes, is_leaf=is_quantized)
@@ -448,11 +441,9 @@ def weighted(choice: Choice, plan: Plan, weight: Weight | None) -> tuple[Choice,
     weights = (getattr(x, "weight", None) for x in (*rewrites, rounding, *corrections))
     functions = list(dict.fromkeys(x for x in weights if callable(x)))
     if len(functions) > 1:
-        raise fail(
-            "ptq",
-            f"static scales have no weight, and algorithms have {len(functions)} different ones.",
-            fix="pass the weight for static scales: jqx.ptq(f, policy, algorithm, weight=...).",
-        )
+        problem = "static scales have no weight, and algorithms have different ones."
+        fix = "pass the weight for static scales: jqx.ptq(f, policy, algorithm, weight=...)."
+        raise fail("ptq", problem, fix=fix)
     return choice, functions[0] if functions else None
 
 
@@ -495,16 +486,12 @@ def note_inputs(choice: Choice, reports: Sequence[Any], few_inputs: Mapping[str,
         names = some(unfitted, _NAMED)
         choice.notes.append(f"{len(unfitted)} matrices not fitted to few inputs: {names}")
     if reasons := {**dict(rounded), **few_inputs}:
-        text = message(
-            "ptq",
-            "some matrices were rounded to nearest: the algorithm did not fit them to their "
-            "inputs.",
-            given=some(f"{name}: {reason}" for name, reason in reasons.items()),
-            expected="about as many inputs as channels for each matrix, or more",
-            fix="calibrate on more batches, or on batches that reach them, such as each expert; or "
-            "leave it so.",
-        )
-        warn(text)
+        problem = "some matrices were rounded to nearest, not fitted to their inputs: they need "
+        problem += "about as many inputs as channels, or more."
+        details = some(f"{name}: {reason}" for name, reason in reasons.items())
+        fix = "calibrate on more batches, or on batches that reach them, such as each expert; or "
+        fix += "leave it so."
+        warn(message("ptq", problem, given=details, fix=fix))
 
 
 def first_of(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:

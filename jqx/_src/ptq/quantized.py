@@ -33,13 +33,13 @@ from ..tensor.segments import abstract as abstract_leaf
 from ..tensor.targets import TARGETS
 from ..transforms.algorithm import Chosen, Unstacked
 from ..transforms.arguments import check_operations
-from ..transforms.calibrate import arguments_of, placed
+from ..transforms.calibrate import arguments_of, insert_params
 from ..transforms.channel_map import ChannelMap, LowRank
 from ..transforms.convert import convert
 from ..transforms.hoist import Hoisted, hoisted_as
 from ..transforms.hoist import hoist as hoist_values
 from ..transforms.map_channels import Map, Maps, as_maps, map_channels, with_maps
-from ..transforms.paths import Names, rooted
+from ..transforms.paths import Names, by_argument
 from ..transforms.plan import Plan
 from ..transforms.plan_call import plan_of_function
 from ..transforms.quantize_params import dequantize_params, named_leaves
@@ -57,6 +57,11 @@ else:  # imported when `ptq` runs, so that `import jqx` stays fast
     own_text = Late("jqx._src.algorithms.own_text")
     algorithm_report = Late("jqx._src.algorithms.report")
     model_report = Late("jqx._src.diagnostics.report")
+
+_LIKE = (
+    "pass parameters with the structure that f takes, of any values; arrays may be "
+    "jax.ShapeDtypeStruct: jqx.load(path).bind(f, like=params)"
+)
 
 Q = ParamSpec("Q")
 """The arguments of another function, after the weights."""
@@ -155,12 +160,9 @@ class Quantized(Generic[P, R]):
         tree = jax.tree.structure(self.params)
         is_params = [x is self.params or jax.tree.structure(x) == tree for x in batch]
         if any(is_params) and tree.num_leaves > 1:
-            raise fail(
-                "Quantized",
-                "the arguments include the parameters, which the call has already.",
-                fix="write quantized(x), or quantized.function(quantized.params, x).",
-                error=TypeError,
-            )
+            problem = "the arguments include the parameters, which the call has already."
+            fix = "write quantized(x), or quantized.function(quantized.params, x)."
+            raise fail("Quantized", problem, fix=fix, error=TypeError)
 
     @called("Quantized.bind", "pass a function of the same weights: quantized.bind(step).")
     def bind(self, f: Callable[Concatenate[Any, Q], S]) -> "Quantized[Q, S]":
@@ -293,7 +295,7 @@ class Unbound:
                 "bind the function that was quantized. Another function of the same weights and "
                 "contractions comes after it: jqx.load(path).bind(f).bind(step)."
             )
-            args = placed(plan.params, params, self.inputs)
+            args = insert_params(plan.params, params, self.inputs)
             plan, call = plan_of_function("bind", f, plan, args, fix)
             check_operations("bind", plan.operations, call.jaxpr, strict=check is not None)
         elif check is not None:
@@ -311,24 +313,19 @@ class Unbound:
     def _filled(self, like: Any) -> Any:
         """Returns the parameters in the structure of `like`."""
         if like is None:
-            raise fail(
-                "bind",
-                "the file does not hold the structure of the parameters, and there is no `like`.",
-                fix="pass parameters with the structure that f takes, of any values; arrays may be "
-                "jax.ShapeDtypeStruct: jqx.load(path).bind(f, like=params).",
-            )
+            problem = "the file does not hold the structure of the parameters, and there is no "
+            problem += "`like`."
+            raise fail("bind", problem, fix=f"{_LIKE}.")
         stored = leaves_by_path(self.params) if self.structured else self.params
         flat, tree = tree_flatten_with_path(like, is_leaf=is_quantized)
         arrays = {_name(keys): x for keys, x in flat if is_array(x)}
         for path in {**arrays, **stored}:
             expected, actual = _type_name(stored.get(path)), _type_name(arrays.get(path))
             if actual != expected:
-                raise fail(
-                    "bind",
-                    "`like` does not match the parameters in the file.",
-                    given=f"{path!r}: {actual}, and {expected} in the file",
-                    fix="pass parameters with the structure that was quantized, of any values.",
-                )
+                problem = "`like` does not match the parameters in the file."
+                details = f"{path!r}: {actual}, and {expected} in the file"
+                fix = "pass parameters with the structure that was quantized, of any values."
+                raise fail("bind", problem, given=details, fix=fix)
         return tree.unflatten([stored[_name(keys)] if is_array(x) else x for keys, x in flat])
 
 
@@ -338,11 +335,9 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     leaves = [(_name(keys), leaf) for keys, leaf in flat if is_array(leaf)]
     twice = [path for path, n in Counter(path for path, _ in leaves).items() if n > 1]
     if twice:
-        raise fail(
-            "save",
-            f"several parameters have the path {some(map(repr, twice))}.",
-            fix="rename one: a key that contains '/' looks like a key inside another key.",
-        )
+        problem = f"several parameters have the path {some(map(repr, twice))}."
+        fix = "rename one: a key that contains '/' looks like a key inside another key."
+        raise fail("save", problem, fix=fix)
     return dict(leaves)
 
 
@@ -365,7 +360,7 @@ def quantized_of(
     """Returns a quantized function with its weights, laid out for a target."""
     plan = mapped.plan
     params = lay_out_weights(codes, plan, target) if target and plan.weights else codes
-    leaves = dict(named_leaves("ptq", rooted(plan.params, params), plan))
+    leaves = dict(named_leaves("ptq", by_argument(plan.params, params), plan))
     weights = [  # with the bytes that they take in their layout
         dataclasses.replace(x, bytes_after=abstract_leaf(leaves[x.path]).nbytes)
         for x in report.weights
@@ -490,25 +485,17 @@ def _without_effect(x: Map) -> Map:
 
 def check_function(function: str, f: Any) -> None:
     """Checks that `f` is a function of its weights, and no model that holds them."""
-    flax = [name for name in ("linen", "nnx") if isinstance(f, _module_class(name))]
+    modules = {name: sys.modules.get(f"flax.{name}") for name in ("linen", "nnx")}
+    flax = [name for name, x in modules.items() if x is not None and isinstance(f, x.Module)]
+    details = f"an object of type {type(f).__name__}"
     if flax and getattr(f, "scope", None) is None:
-        kind, fix = f", a model of {flax[0]}", _FIX_FOR_MODULES[function][flax[0]]
+        details, fix = f"{details}, a model of {flax[0]}", _FIX_FOR_MODULES[function][flax[0]]
     elif callable(f):
         return
     else:
-        kind, fix = "", "pass the function first, and the function itself, not what it returns."
-    raise fail(
-        function,
-        "`f` is not a function of its weights.",
-        given=f"an object of type {type(f).__name__}{kind}",
-        fix=fix,
-        error=TypeError,
-    )
-
-
-def _module_class(name: str) -> Any:
-    """Returns the class of modules of Flax, if it is imported."""
-    return getattr(sys.modules.get(f"flax.{name}"), "Module", ())
+        fix = "pass the function first, and the function itself, not what it returns."
+    problem = "`f` is not a function of its weights."
+    raise fail(function, problem, given=details, fix=fix, error=TypeError)
 
 
 class BoundFunction(NamedTuple):
@@ -521,7 +508,7 @@ class BoundFunction(NamedTuple):
 
     def arguments(self, params: Any, inputs: Sequence[Any]) -> list[Any]:
         """Returns all arguments of the function."""
-        return placed(self.argnums, params, inputs)
+        return insert_params(self.argnums, params, inputs)
 
     def call(self, params: Any, inputs: Sequence[Any]) -> Any:
         """Returns the result for other parameters."""
@@ -560,13 +547,8 @@ def hoisted_like(
     if plan.hoisted is None or isinstance(f, Hoisted):
         return f
     if parents is None:
-        raise fail(
-            "bind",
-            "the function was split by `hoist`, and the parameters before it are not known.",
-            fix="pass parameters with the structure that f takes, of any values; arrays may be "
-            "jax.ShapeDtypeStruct: jqx.load(path).bind(f, like=params); or bind the g of "
-            "jqx.hoist(f).",
-        )
+        problem = "the function was split by `hoist`, and the parameters before it are not known."
+        raise fail("bind", problem, fix=f"{_LIKE}; or bind the g of jqx.hoist(f).")
     return hoisted_as(f, plan.hoisted, parents, inputs)
 
 
@@ -577,11 +559,7 @@ def target_of(function: str, target: Target) -> str | Literal[False]:
         return platform
     is_gpu = str(target).lower() in ("cuda", "rocm", "nvidia", "amd")
     backend = f", and the backend of JAX is {platform!r}" if target is None else ""
-    raise fail(
-        function,
-        "`target` is unknown.",
-        given=f"target == {shown(target)}{backend}",
-        expected=f"one of {', '.join(map(repr, TARGETS))}, or False",
-        fix=("pass 'gpu'" if is_gpu else "pass one of these")
-        + "; target=False keeps the layout that files use.",
-    )
+    details = f"target == {shown(target)}{backend}"
+    fix = "pass 'gpu'" if is_gpu else f"pass one of {', '.join(map(repr, TARGETS))}"
+    fix += ", or target=False, which keeps the layout that files use."
+    raise fail(function, "`target` is unknown.", given=details, fix=fix)

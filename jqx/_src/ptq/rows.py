@@ -62,13 +62,11 @@ class Padding(NamedTuple):
 
 def check_own_text(own_text: Any) -> None:
     """Checks the value of `own_text=`."""
-    if own_text is not None and own_text is not True and own_text is not False:
-        raise fail(
-            "ptq",
-            f"`own_text` is not True, False or None: own_text == {shown(own_text)}.",
-            fix="leave it out; or write the text yourself, jqx.algorithms.own_text(f, params, "
-            "...), and pass it among the batches.",
-        )
+    if own_text is not None and not isinstance(own_text, bool):
+        problem = f"`own_text` is not True, False or None: own_text == {shown(own_text)}."
+        fix = "leave it out; or write the text yourself, jqx.algorithms.own_text(f, params, ...), "
+        fix += "and pass it among the batches."
+        raise fail("ptq", problem, fix=fix)
 
 
 def add_rows(
@@ -112,15 +110,14 @@ def add_rows(
         all_batches, note = _with_varied_rows(plan, user_batches, padding)
         notes.extend([note] if note else [])
     if required and len(all_batches) <= len(user_batches):
-        raise fail(
-            "ptq",
-            "own_text=True, and there is no other text for the function.",
-            given="; ".join(notes) or f"batches of {', '.join(map(kind_of, inputs))}",
-            expected="a causal function f(params, tokens) of the logits of the next token, and "
-            "integers [rows, length] or [length]; or rows of tokens with a mask of their padding",
-            fix="leave own_text out, and pass batches of all kinds of inputs.",
-            error=TypeError,
+        problem = "own_text=True, and there is no other text for the function."
+        details = "; ".join(notes) or f"batches of {', '.join(map(kind_of, inputs))}"
+        expected = "a causal function f(params, tokens) of the logits of the next token, and "
+        expected += (
+            "integers [rows, length] or [length]; or rows of tokens with a mask of their padding"
         )
+        fix = "leave own_text out, and pass batches of all kinds of inputs."
+        raise fail("ptq", problem, given=details, expected=expected, fix=fix, error=TypeError)
     return all_batches if is_read else batches, notes
 
 
@@ -143,15 +140,10 @@ class OwnText:
                 self.first = np.zeros(takes.shape, np.int32)
                 return
             reasons.append(takes)
-        raise fail(
-            "ptq",
-            "there are no batches, and the function does not map tokens to logits.",
-            given=reasons[0],
-            expected="batches; or a causal function f(params, tokens) of tokens [rows, length] "
-            "or [length] to logits for each, which writes its own text",
-            fix="pass the parameters, and a list of batches, such as [x].",
-            error=TypeError,
-        )
+        problem = "there are no batches, and the function does not map tokens to logits."
+        fix = "pass the parameters, and a list of batches, such as [x]; only a causal function of "
+        fix += "tokens [rows, length] or [length] to logits for each writes its own text."
+        raise fail("ptq", problem, given=reasons[0], fix=fix, error=TypeError)
 
     @property
     def written(self) -> str:

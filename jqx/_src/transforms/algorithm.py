@@ -16,7 +16,17 @@ from ..errors import fail
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments, abstract, lazy_segments
 from .map_channels import Maps
-from .paths import Split, flatten, is_parameter_line, is_whole, line_of, parameter_of, rooted
+from .paths import (
+    Split,
+    as_arguments,
+    by_argument,
+    flatten,
+    is_parameter_line,
+    is_whole,
+    line_of,
+    parameter_of,
+    positions_of,
+)
 from .plan import Plan
 from .split import evaluated, split_leaf
 from .trace import TracedOnce, is_quantized, trace_call
@@ -83,51 +93,33 @@ class Algorithm(Protocol):
 def check_algorithm(function: str, algorithm: Any, *, of_functions: bool = False) -> None:
     """Checks that an algorithm can be called; with `of_functions` it may need the function."""
     is_class = isinstance(algorithm, type)
-    wants = [name for name in ("rewrite", "run", "correct") if has(algorithm, name)]
-    wants += ["algorithms"] if chained(algorithm) is not None else []
-    fits = not is_class and (callable(algorithm) or (of_functions and bool(wants)))
-    if not fits and not is_class and wants and not of_functions:
-        raise fail(
-            function,
-            "`algorithm` needs the function, and batches.",
-            given=shown(algorithm),
-            fix="pass it to jqx.ptq(f, policy, algorithm)(params, batches).",
-            error=TypeError,
-        )
-    if algorithm is not None and not fits:
-        raise fail(
-            function,
-            "`algorithm` is not an algorithm.",
-            given=f"the class {algorithm.__name__}" if is_class else shown(algorithm),
-            expected="a function (plan, params, stats) that returns the parameters, or None",
-            fix=_instead(algorithm),
-            error=TypeError,
-        )
+    needs_function = not is_class and (
+        chained(algorithm) is not None or any(has(algorithm, name) for name in _METHODS)
+    )
+    is_plain = callable(algorithm) and not is_class
+    if algorithm is None or is_plain or (needs_function and of_functions):
+        return
+    details = f"the class {algorithm.__name__}" if is_class else shown(algorithm)
+    problem, fix = "`algorithm` is not an algorithm.", _instead(algorithm)
+    if needs_function:
+        problem = "`algorithm` needs the function, and batches."
+        fix = "pass it to jqx.ptq(f, policy, algorithm)(params, batches)."
+    raise fail(function, problem, given=details, fix=fix, error=TypeError)
 
 
-NAMES = (
-    "adaround",
-    "auto_round",
-    "awq",
-    "bias_correction",
-    "eora",
-    "equalize",
-    "gptq",
-    "loftq",
-    "nearest",
-    "rotate",
-    "smooth_quant",
+_METHODS = ("rewrite", "run", "correct")
+"""Methods of an algorithm that works on the function."""
+
+
+NAMES = tuple(
+    "adaround auto_round awq bias_correction eora equalize gptq loftq nearest rotate "
+    "smooth_quant".split()
 )
 """The algorithms of `jqx.algorithms`."""
 
 _OTHERS = {
-    "rtn": "nearest",
-    "round": "nearest",
-    "roundtonearest": "nearest",
-    "minmax": "nearest",
-    "quarot": "rotate",
-    "spinquant": "rotate",
-    "hadamard": "rotate",
+    **dict.fromkeys(("rtn", "round", "roundtonearest", "minmax"), "nearest"),
+    **dict.fromkeys(("quarot", "spinquant", "hadamard"), "rotate"),
     "cle": "equalize",
     "optq": "gptq",
 }
@@ -179,13 +171,8 @@ def has(algorithm: Any, method: str) -> bool:
 def chained(algorithm: Any) -> tuple[Any, ...] | None:
     """Returns the algorithms of a chain, and `None` for a single algorithm."""
     parts = getattr(algorithm, "algorithms", None)
-    is_single = callable(algorithm) or any(has(algorithm, x) for x in ("rewrite", "run", "correct"))
+    is_single = callable(algorithm) or any(has(algorithm, x) for x in _METHODS)
     return parts if isinstance(parts, tuple) and not is_single else None
-
-
-def observers_of(algorithm: Algorithm | None) -> Any:
-    """Returns the observers that an algorithm needs, if any."""
-    return getattr(algorithm, "observers", None)
 
 
 class Chosen(NamedTuple):
@@ -215,29 +202,23 @@ def as_chosen(result: Any) -> Chosen:
     return result if isinstance(result, Chosen) else Chosen(result, None)
 
 
-def picked(function: str, codes: Any, rounded: Any) -> Any:
+def merge_codes(function: str, codes: Any, rounded: Any) -> Any:
     """Returns parameters with the codes that an algorithm chose, and rounded ones elsewhere. Checks
     that the chosen codes fit the plan, as those rounded to nearest do.
     """
 
-    def pick(leaf: Any, nearest: Any) -> Any:
+    def merged(leaf: Any, nearest: Any) -> Any:
         kinds = abstract(leaf), abstract(nearest)
         if not is_quantized(kinds[0]):
             return nearest
-        if not (
-            jax.tree.structure(kinds[0]) == jax.tree.structure(kinds[1])
-            and kinds[0].scale.shape == kinds[1].scale.shape
-        ):
-            raise fail(
-                function,
-                "the algorithm chose codes that do not fit the plan.",
-                given=repr(leaf),
-                expected=repr(nearest),
-                fix="return QTensors of the formats and granularities of plan.weights.",
-            )
+        structures = map(jax.tree.structure, kinds)
+        if len({*structures}) > 1 or kinds[0].scale.shape != kinds[1].scale.shape:
+            problem = "the algorithm chose codes that do not fit the plan."
+            fix = f"return QTensors of plan.weights, here {nearest!r}."
+            raise fail(function, problem, given=repr(leaf), fix=fix)
         return leaf
 
-    return jax.tree.map(pick, codes, rounded, is_leaf=is_quantized)
+    return jax.tree.map(merged, codes, rounded, is_leaf=is_quantized)
 
 
 # `unstack`: a function in which the parts of split weights are parameters of their own.
@@ -286,12 +267,12 @@ class Unstacked:
             leaf if split is None else tuple(split_leaf("ptq", leaf, split))
             for leaf, split in zip(self._leaves, self._of_leaves, strict=True)
         ]
-        return self._unrooted(parts)
+        return self._as_arguments(parts)
 
     def function(self, *args: Any, **kwargs: Any) -> Any:
         """The function of parts."""
         argnums = self.stacked.params
-        positions = (argnums,) if isinstance(argnums, int) else argnums
+        positions = positions_of(argnums)
         params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
         stacks = self.together(params, joins=False)
         values = dict(
@@ -309,8 +290,8 @@ class Unstacked:
         """
         if not self.stacked.splits:
             return params
-        stacks_of_params = self._tree.flatten_up_to(rooted(self.stacked.params, params))
-        old_leaves = self._tree.flatten_up_to(rooted(self.stacked.params, self.params))
+        stacks_of_params = self._tree.flatten_up_to(by_argument(self.stacked.params, params))
+        old_leaves = self._tree.flatten_up_to(by_argument(self.stacked.params, self.params))
         leaves = []
         for stack, parts, old, split in zip(
             self._leaves, stacks_of_params, old_leaves, self._of_leaves, strict=True
@@ -325,7 +306,7 @@ class Unstacked:
                 leaves.append(jnp.concatenate(parts, split.axis))
             else:
                 leaves.append(Segments(parts, split.axis))
-        return self._unrooted(leaves)
+        return self._as_arguments(leaves)
 
     @functools.cached_property
     def _splits(self) -> dict[str, Split]:
@@ -333,24 +314,22 @@ class Unstacked:
 
     @functools.cached_property
     def _tree(self) -> Any:
-        return jax.tree.structure(rooted(self.stacked.params, self.original), is_leaf=is_whole)
+        return jax.tree.structure(by_argument(self.stacked.params, self.original), is_leaf=is_whole)
 
     @functools.cached_property
     def _leaves(self) -> list[Any]:
-        return [leaf for _, leaf in flatten(rooted(self.stacked.params, self.original))]
+        return [leaf for _, leaf in flatten(by_argument(self.stacked.params, self.original))]
 
     @functools.cached_property
     def _of_leaves(self) -> list[Split | None]:
         """The split of each leaf."""
-        keys = [keys for keys, _ in flatten(rooted(self.stacked.params, self.original))]
+        keys = [keys for keys, _ in flatten(by_argument(self.stacked.params, self.original))]
         names = self.stacked.parameters.name("ptq", keys)
         return [None if name is None else self._splits.get(name) for name in names]
 
-    def _unrooted(self, leaves: list[Any]) -> Any:
+    def _as_arguments(self, leaves: list[Any]) -> Any:
         """Returns parameters with other leaves, as an algorithm gets them."""
-        tree = jax.tree.unflatten(self._tree, leaves)
-        argnums = self.stacked.params
-        return tree if isinstance(argnums, int) else tuple(tree[i] for i in argnums)
+        return as_arguments(self.stacked.params, jax.tree.unflatten(self._tree, leaves))
 
 
 def _lines_of_parts(line: str, splits: dict[str, Split]) -> list[str]:

@@ -25,30 +25,25 @@ from ..policy import Policy, preset_of
 from .plan import Plan
 from .rules import CONTRACTIONS
 
-_NOT_BATCHES = (Mapping, str, bytes)
-
 _MAKE = "plan = jqx.make_plan(f, policy)(params, x)"
 
 
 def check_function(function: str, f: Any) -> None:
     """Checks that `f` can be traced."""
-    fix = f"call it in two steps: jqx.{function}(f, ...)(params, x)."
-    if callable(f) and not _is_unbound(f):
+    linen = sys.modules.get("flax.linen")
+    is_unbound = linen is not None and isinstance(f, linen.Module) and f.scope is None
+    if callable(f) and not is_unbound:  # calling an unbound module is an error in Flax
         return
-    kind = "an array" if hasattr(f, "shape") else f"an object of type {type(f).__name__}"
+    details = "an array" if hasattr(f, "shape") else f"an object of type {type(f).__name__}"
+    fix = f"call it in two steps: jqx.{function}(f, ...)(params, x)."
     if isinstance(f, (Plan, Policy)):
         fix = f"pass the function first: jqx.{function}(f, ...)(params, x)."
     elif hasattr(f, "shape"):
         fix = f"pass the function itself, not its result: jqx.{function}(f, ...)(params, x)."
     elif callable(f):
+        details += ", a linen module without variables"
         fix = "pass module.apply, whose parameters are the variables, or use jqx.linen."
-    raise fail(
-        function,
-        "`f` is not a function.",
-        given=f"{kind}, a linen module without variables" if callable(f) else kind,
-        fix=fix,
-        error=TypeError,
-    )
+    raise fail(function, "`f` is not a function.", given=details, fix=fix, error=TypeError)
 
 
 def check_plan(function: str, plan: Any, *others: Any, order: str, policies: bool = False) -> None:
@@ -64,7 +59,7 @@ def check_plan(function: str, plan: Any, *others: Any, order: str, policies: boo
     kinds = (Plan, Policy) if policies else Plan
     if isinstance(plan, kinds):
         return
-    name = preset_of(plan)
+    name, fix = preset_of(plan), "make one with jqx.make_plan(f, policy)(*args)."
     if any(isinstance(argument, Plan) for argument in others):
         fix = f"the arguments are in another order: call jqx.{order}."
     elif isinstance(plan, Policy):
@@ -72,83 +67,56 @@ def check_plan(function: str, plan: Any, *others: Any, order: str, policies: boo
     elif name is not None:
         fix = f"call the preset, jqx.presets.{name}(), and plan with it: {_MAKE}."
     elif hasattr(plan, "shape") and hasattr(plan, "dtype"):
-        fix = f"call it in two steps, jqx.{function}(f, plan)(params, x); for models of Flax use "
-        fix += "jqx.linen or jqx.nnx."
+        fix = f"call it in two steps, jqx.{function}(f, plan)(params, x)."
     elif callable(plan):
         fix = f"call the function that jqx.make_plan returns: {_MAKE}."
-    else:
-        fix = "make one with jqx.make_plan(f, policy)(*args)."
     check_instance(function, "plan", plan, kinds, fix=fix)
 
 
 def check_stats(function: str, argument: str, stats: Any) -> None:
     """Checks that statistics are a dict of statistics, not of scales."""
-    is_dict = isinstance(stats, Mapping)
-    entry = next(iter(stats.values()), None) if is_dict else None
-    if is_dict and not isinstance(entry, Affine):
+    entry = next(iter(stats.values()), None) if isinstance(stats, Mapping) else None
+    if isinstance(stats, Mapping) and not isinstance(entry, Affine):
         return
+    details = f"an object of type {type(stats).__name__}"
     fix = "pass statistics from jqx.calibrate with the same plan."
-    description = f"an object of type {type(stats).__name__}"
     if isinstance(entry, Affine):
-        description, fix = "a dict of scales, from jqx.affines", "pass what jqx.calibrate returned."
+        details, fix = "a dict of scales, from jqx.affines", "pass what jqx.calibrate returned."
     elif isinstance(stats, tuple) and len(stats) == 2 and isinstance(stats[1], Mapping):
-        description = "a pair whose second part is a dict, as a function from jqx.calibrate returns"
         fix = "take the second: out, stats = jqx.calibrate(f, plan)(params, x)."
     elif isinstance(stats, (list, tuple)):
         fix = "merge them first: jqx.merge_stats(plan, a, b), or jqx.calibrate_batches."
-    elif isinstance(stats, Plan):
-        fix = "pass the plan first."
     elif callable(stats):
         fix = "call it: out, stats = jqx.calibrate(f, plan)(params, x)."
-    raise fail(
-        function,
-        f"`{argument}` is not a dict of statistics.",
-        given=description,
-        fix=fix,
-        error=TypeError,
-    )
+    problem = f"`{argument}` is not a dict of statistics."
+    raise fail(function, problem, given=details, fix=fix, error=TypeError)
 
 
 def check_batches(function: str, batches: Any) -> None:
     """Checks that batches are an iterable of batches."""
-    fix = "pass a list, or a generator."
     shape = getattr(batches, "shape", None) if hasattr(batches, "dtype") else None
-    is_named = isinstance(batches, tuple) and hasattr(batches, "_fields")
-    is_one = isinstance(batches, _NOT_BATCHES) or is_named
+    is_one = isinstance(batches, (Mapping, str, bytes)) or hasattr(batches, "_fields")
     if isinstance(batches, Iterable) and shape is None and not is_one:
         return
-    kind = type(batches).__name__
-    description = (
-        f"a {kind}, which iterates over its keys" if isinstance(batches, Mapping) else None
-    )
+    details, fix = f"an object of type {type(batches).__name__}", "pass a list, or a generator."
     if shape is not None:
-        description = f"an array of shape {list(shape)}, which iterates over its first axis"
+        details = f"an array of shape {list(shape)}, which iterates over its first axis"
         fix = "pass a list of batches: [x]."
-    elif isinstance(batches, Mapping) or is_named:
+    elif isinstance(batches, Mapping) or hasattr(batches, "_fields"):
         fix = "pass a list of batches: [batch]."
     elif isinstance(batches, (Plan, Policy)):
         fix = "call jqx.calibrate_batches(f, plan, params, batches)."
-    raise fail(
-        function,
-        "`batches` is not a list of batches.",
-        given=description or f"an object of type {kind}",
-        fix=fix,
-        error=TypeError,
-    )
+    problem = "`batches` is not a list of batches."
+    raise fail(function, problem, given=details, fix=fix, error=TypeError)
 
 
 def check_batch(function: str, batch: Any, index: int) -> None:
     """Checks that the leaves of a batch are arrays or numbers."""
-    for leaf in jax.tree.leaves(batch):
-        if not _is_value(leaf):
-            raise fail(
-                function,
-                f"batch {index} holds objects that are not arrays.",
-                given=f"an object of type {type(leaf).__name__}",
-                fix="convert it with jnp.asarray; bind static arguments: "
-                "functools.partial(f, train=False).",
-                error=TypeError,
-            )
+    bad = [leaf for leaf in jax.tree.leaves(batch) if not _is_value(leaf)]
+    if bad:
+        problem = f"batch {index} holds an object of type {type(bad[0]).__name__}, not an array."
+        fix = "convert it with jnp.asarray; bind the others: functools.partial(f, train=False)."
+        raise fail(function, problem, fix=fix, error=TypeError)
 
 
 def _is_value(leaf: Any) -> bool:
@@ -158,23 +126,13 @@ def _is_value(leaf: Any) -> bool:
     return isinstance(leaf, kinds) or hasattr(leaf, "__jax_array__")
 
 
-def _is_unbound(f: Any) -> bool:
-    """Whether `f` is a linen module without variables: calling it is an error in Flax."""
-    linen = sys.modules.get("flax.linen")
-    return linen is not None and isinstance(f, linen.Module) and f.scope is None
-
-
 def check_concrete(function: str, *trees: Any) -> None:
     """Checks that arrays have values: the function runs on the host, outside of `jit`."""
-    leaves = jax.tree.leaves(trees)
-    if any(isinstance(x, jax.Array) and not is_concrete(x) for x in leaves):
-        raise fail(
-            function,
-            "it runs on the host, and cannot be traced.",
-            fix=f"call jqx.{function} outside of jit, and then use "
-            "jax.jit(quantized.function)(quantized.params, x).",
-            error=TypeError,
-        )
+    if any(isinstance(x, jax.Array) and not is_concrete(x) for x in jax.tree.leaves(trees)):
+        fix = f"call jqx.{function} outside of jit, and then use "
+        fix += "jax.jit(quantized.function)(quantized.params, x)."
+        problem = "it runs on the host, and cannot be traced."
+        raise fail(function, problem, fix=fix, error=TypeError)
 
 
 def number_of(function: str, argument: str, f: Callable[..., Any], *values: Any) -> jax.Array:
@@ -190,13 +148,8 @@ def number_of(function: str, argument: str, f: Callable[..., Any], *values: Any)
         number, description = None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
         fix = f"{fix} Its arguments are two results of f."
     if number is None or number.shape or jnp.issubdtype(number.dtype, jnp.complexfloating):
-        raise fail(
-            function,
-            f"`{argument}` does not return one number.",
-            given=description,
-            fix=fix,
-            error=TypeError,
-        )
+        problem = f"`{argument}` does not return one number."
+        raise fail(function, problem, given=description, fix=fix, error=TypeError)
     return number
 
 
@@ -248,18 +201,13 @@ def _text(
             fix += " A batch that is a list is one argument: several are a tuple."
         return message(function, problem, given=arguments or "none", expected=expected, fix=fix)
     reason = next(iter(str(error).splitlines()), "")
-    expected = "arguments that f accepts, in its order"
     fix = "call f itself with them to see where it fails."
     if isinstance(error, _TRACED):
         fix = "write f with jax.numpy, as for jax.jit: it is traced, without values."
     elif any(hasattr(x, "aval") for x in args):
         fix += " Under jax.vmap, f sees one example: map the batch alone, in_axes=(None, 0)."
-    return message(
-        function,
-        f"`f` cannot be evaluated on these arguments. {type(error).__name__}: {reason[:300]}",
-        given=arguments,
-        fix=fix,
-    )
+    problem = f"`f` cannot be evaluated on these arguments. {type(error).__name__}: {reason[:300]}"
+    return message(function, problem, given=arguments, fix=fix)
 
 
 def _misfit(
@@ -296,43 +244,21 @@ def kind_of(x: Any) -> str:
 # compared.
 
 
-_OPENED = {
-    "jit",
-    "pjit",
-    "checkpoint",
-    "remat2",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-}
+_OPENED = set(
+    "jit pjit checkpoint remat2 closed_call core_call custom_jvp_call custom_vjp_call".split()
+)
 """Calls of functions that compute what the function alone would compute."""
 
-_LEFT_OUT = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "device_put",
-    "dim_as_value",
-    "dynamic_slice",
-    "expand_dims",
-    "gather",
-    "name",
-    "optimization_barrier",
-    "pvary",
-    "reshape",
-    "reshard",
-    "sharding_constraint",
-    "slice",
-    "split",
-    "squeeze",
-    "stop_gradient",
-    "transpose",
-}
+_LEFT_OUT = set(
+    """
+    broadcast_in_dim convert_element_type copy copy_p device_put dim_as_value dynamic_slice
+    expand_dims gather name optimization_barrier pvary reshape reshard sharding_constraint slice
+    split squeeze stop_gradient transpose
+    """.split()
+)
 
 _END = "end_of_"
-"""Before the name of an operation: the end of one of the functions inside of it."""
+"""Before the name of an operation: the end of one of the functions inside the operation."""
 
 _EMPTY = re.compile(rf" ?\b(\w+)(?: {_END}\1\b)+ ?")
 """An operation with functions inside, of which none holds a contraction."""
@@ -376,29 +302,36 @@ def check_operations(function: str, planned: str, jaxpr: Any, strict: bool) -> N
     version, _, stored = planned.partition(":")
     if version != jax.__version__:
         if strict:
-            _refuse_unknown(function, version)
+            details = f"operations of jax {version}" if version else "a file without operations"
+            problem = "the operations of the function cannot be compared."
+            fix = "leave out check=, which then compares parameters and contractions, or write the "
+            fix += "file again with this jax."
+            raise fail(function, problem, given=details, fix=fix)
         return
     operations = operations_of(jaxpr).partition(":")[2]
     if stored == operations:
         return
-    old_names, names = _read(function, stored), _read(function, operations)
-    index = next(i for i, (a, b) in enumerate(itertools.zip_longest(names, old_names)) if a != b)
-    position = f"after `{names[index - 1]}`" if index else "at the start"
-    text = message(
-        function,
-        "the function has the contractions of the plan, and other operations between them.",
-        given=f"{_shown(names, index)}, operation {index} {position}",
-        expected=f"{_shown(old_names, index)}, as in the function that was quantized",
-        fix="bind that function. If the difference is meant, "
-        + (
-            "leave out check=."
-            if strict
-            else "bind the first function, and then this one: jqx.load(path).bind(f).bind(step)."
-        ),
-    )
+    text = _difference(function, _read(function, stored), _read(function, operations), strict)
     if strict:
         raise ValueError(text)
     warn(text)
+
+
+def _difference(function: str, planned: list[str], names: list[str], strict: bool) -> str:
+    """Returns the text about the first operation that differs from the planned ones."""
+    pairs = enumerate(itertools.zip_longest(names, planned))
+    index = next(i for i, (a, b) in pairs if a != b)
+    position = f"after `{names[index - 1]}`" if index else "at the start"
+    fix = "leave out check="
+    if not strict:
+        fix = "bind the first function, and then this one: jqx.load(path).bind(f).bind(step)"
+    return message(
+        function,
+        "the function has the contractions of the plan, and other operations between them.",
+        given=f"{_shown(names, index)}, operation {index} {position}",
+        expected=f"{_shown(planned, index)}, as in the function that was quantized",
+        fix=f"bind that function. If the difference is meant, {fix}.",
+    )
 
 
 def same_nesting(function: str, planned: str, jaxpr: Any) -> bool:
@@ -428,30 +361,15 @@ def _read(function: str, stored: str) -> list[str]:
     stream = zlib.decompressobj()
     try:
         names = stream.decompress(base64.b85decode(stored), _LIMIT).decode().split()
-        if not stream.eof:
-            raise ValueError("not the whole")
-        return names
-    except (ValueError, zlib.error) as error:
-        raise fail(
-            function,
-            "the operations in the plan cannot be read.",
-            given=f"{stored[:40]!r}",
-            fix="write the file again with jqx.save(path, quantized).",
-        ) from error
+    except (ValueError, zlib.error):
+        names = None
+    if names is None or not stream.eof:
+        problem = f"the operations in the plan cannot be read: {stored[:40]!r}."
+        raise fail(function, problem, fix="write the file again with jqx.save(path, quantized).")
+    return names
 
 
 def _shown(names: list[str], index: int) -> str:
     if index == len(names):
         return "the end"
     return f"`{names[index]}`".replace(_END, "end of ")
-
-
-def _refuse_unknown(function: str, version: str) -> None:
-    source = f"a file that was written with jax {version}" if version else "a file without them"
-    raise fail(
-        function,
-        "the operations of the function cannot be compared.",
-        given=f'{source}, and check="function"',
-        fix="leave out check=, which compares parameters and contractions only, or write the "
-        "file again with this jax.",
-    )

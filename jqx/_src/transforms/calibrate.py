@@ -33,7 +33,7 @@ from .arguments import check_batch, check_batches, check_plan, check_stats
 from .higher_order import Records
 from .interpret import Rules, count_arguments, count_operand, every_row, interpret, weights_of
 from .operands import real_of, value_of
-from .paths import Params, flatten, path_of, rooted
+from .paths import Params, by_argument, flatten, path_of, positions_of
 from .places import places_of
 from .plan import Plan, Site, Weight
 from .plan_call import params_of, with_contractions
@@ -73,50 +73,35 @@ class Observe(Rules):
     Attributes:
       entries: the entries to record.
       shape: shape of the weights of rows, if rows are weighted.
-      ignores: whether rows that are not finite are left out.
     """
 
     entries: Entries
     shape: tuple[int, ...] | None = None
-    ignores: bool = False
-
-    @property
-    def is_counting(self) -> bool:
-        return self.shape is not None
-
-    @property
-    def leaves_out(self) -> bool:
-        return self.ignores
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[Any, Records]:
         values = [real_of(value_of(x)) for x in operands]
         results = compat.bind(eqn, values)
-        operands = tainted_rows(eqn, operands) if self.ignores else operands
+        operands = tainted_rows(eqn, operands) if self.leaves_out else operands
         counts = [*operands, *results]
         if self.is_counting:
             roles = [x.role for x in site.operands] + [""] * len(operands)
-            counted_values = [
+            counted_operands = [
                 value if role == "weight" and is_quantized(x) else x
                 for role, x, value in zip(roles, operands, values, strict=False)
             ]
-            result_counts = counted(eqn, counted_values, results)
-            counts = [
-                *operands,
-                *(
-                    tainted_results(eqn, counted_values, result_counts)
-                    if self.ignores
-                    else result_counts
-                ),
-            ]
+            counted_results = counted(eqn, counted_operands, results)
+            if self.leaves_out:
+                counted_results = tainted_results(eqn, counted_operands, counted_results)
+            counts = [*operands, *counted_results]
         values_of_parts, result = [*values, *results], counts[-1]
         sizes = values[2] if site.op == "ragged_dot" else None
         records = {}
         for entry in self.entries.at(site.address):
-            weights, index = None, entry.part.place
+            weights, index = None, entry.part.argnum
             if self.shape is not None and entry.weight is not None:
                 weights = count_operand("calibrate", site.name, counts[index], self.shape)
             x = jnp.asarray(values_of_parts[index])
-            records[entry.key] = entry.observe(x, sizes, weights, self.ignores)
+            records[entry.key] = entry.observe(x, sizes, weights, self.leaves_out)
         return result, records
 
     @compat.intermediates()
@@ -239,7 +224,7 @@ def observed(
                 rule, inputs = rules(fitted, dict(values_by_key), entries=subset), leaves
             else:
                 counts = weights_of("calibrate", counting, fitted.params, args, kwargs)
-                options = {"shape": counts.shape, "ignores": ignores}
+                options: Any = {"is_counting": True, "leaves_out": ignores, "shape": counts.shape}
                 rule = rules(fitted, dict(values_by_key), entries=subset, **options)
                 inputs = count_arguments("calibrate", counts, fitted.params, call, leaves)
                 inputs = list(map(tainted, inputs)) if ignores else inputs
@@ -317,34 +302,19 @@ def _check_observed(
     """Checks that both have entries of the same observers, that all of these were given, and that
     the entries of each have the same shapes.
     """
-    static = plan.static_specs()
-    keys = set(a) | set(b)
-    strange = sorted(keys - set(static) - set(observed_sites))
-    one_sided = sorted(set(a) ^ set(b))
-    if not strange and not one_sided:
-        for key in sorted(keys - set(static)):
-            _check_same_kind(key, a[key], b[key])
-        return
-    raise fail(
-        "merge_stats",
-        "there are entries of observers that were not given."
-        if strange
-        else "`a` and `b` do not have the same entries of observers.",
-        given=f"{', '.join((strange or one_sided)[:4])}",
-        fix="pass the observers= that were used for both calibrations.",
-    )
-
-
-def _check_same_kind(key: str, a: Any, b: Any) -> None:
-    kinds = [kinds_of(jax.eval_shape(lambda x: x, stats)) for stats in (a, b)]
-    if kinds[0] == kinds[1]:
-        return
-    raise fail(
-        "merge_stats",
-        f"the statistics {key!r} differ in structure, shapes or dtypes.",
-        given=" and ".join(kinds),
-        fix="let the observer reduce the axes that a batch may change: site.reduced(x.ndim).",
-    )
+    keys = (set(a) | set(b)) - set(plan.static_specs())
+    strange, one_sided = sorted(keys - set(observed_sites)), sorted(set(a) ^ set(b))
+    if strange or one_sided:
+        problem = "`a` and `b` do not have the same entries of observers."
+        problem = "there are entries of observers that were not given." if strange else problem
+        fix = "pass the observers= that were used for both calibrations."
+        raise fail("merge_stats", problem, given=some(strange or one_sided), fix=fix)
+    for key in sorted(keys):
+        kinds = [kinds_of(jax.eval_shape(lambda x: x, stats[key])) for stats in (a, b)]
+        if kinds[0] != kinds[1]:
+            problem = f"the statistics {key!r} differ in structure, shapes or dtypes."
+            fix = "let the observer reduce the axes that a batch may change: site.reduced(x.ndim)."
+            raise fail("merge_stats", problem, given=" and ".join(kinds), fix=fix)
 
 
 # `affines`: scales and zero points of activations, from statistics.
@@ -410,12 +380,9 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
         if compat.is_concrete(n) and not bool(np.all(np.asarray(n) > 0))
     ]
     if unseen:
-        raise fail(
-            "affines",
-            "some sites were never observed.",
-            given=f"a count of 0 for {', '.join(unseen[:4])}",
-            fix="calibrate on more batches, or quantize them with dynamic=True.",
-        )
+        details = f"a count of 0 for {', '.join(unseen[:4])}"
+        fix = "calibrate on more batches, or quantize them with dynamic=True."
+        raise fail("affines", "some sites were never observed.", given=details, fix=fix)
     merged = stats_of(stats)
     check_finite("affines", in_order(plan, merged.flags))
     scales = {
@@ -424,28 +391,26 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
         )
         for key, spec in specs.items()
     }
-    _check_finite(plan, stats, scales)
+    if bad := _nonfinite(plan, stats, scales):
+        raise ValueError(nonfinite_text("affines", bad))
     _warn_of_zeros(plan, flags_of(stats), specs)
     return scales
 
 
-def _check_finite(plan: Plan, stats: Mapping[str, Any], scales: Affines) -> None:
-    """Raises if statistics without flags, such as those of a module, hold a NaN or an infinity."""
+def _nonfinite(plan: Plan, stats: Mapping[str, Any], scales: Affines) -> list[str]:
+    """Returns which statistics without flags, such as those of a module, hold a NaN or infinity."""
     bad, flags = [], flags_of(stats)
     for key, affine in scales.items():
         nans = plan.static_specs()[key].calibrator.nans(stats[key])
         if not compat.is_concrete(nans) or not compat.is_concrete(affine.scale):
             continue
-        count = int(np.sum(np.asarray(nans), dtype=np.int64))
-        if count:
-            bad.append(f"{count} NaN values at {key}")
-            continue
         # A percentile may clip an infinity, and have a finite scale.
         leaves = () if key in flags else jax.tree.leaves(stats[key])
-        if not all(map(_is_finite, (affine.scale, *leaves))):
+        if count := int(np.sum(np.asarray(nans), dtype=np.int64)):
+            bad.append(f"{count} NaN values at {key}")
+        elif not all(map(_is_finite, (affine.scale, *leaves))):
             bad.append(f"infinity at {key}")
-    if bad:
-        raise ValueError(nonfinite_text("affines", bad))
+    return bad
 
 
 def _is_finite(x: Any) -> bool:
@@ -466,14 +431,10 @@ def _warn_of_zeros(plan: Plan, flags: Mapping[str, Any], specs: Mapping[str, Any
         steps = np.argwhere(rows == 0).tolist()
         bad += [f"{key}[{', '.join(map(str, step))}]" if step else key for step in steps]
     if bad:
-        text = message(
-            "affines",
-            "some sites saw only zeros, so that their static scale is 1.",
-            given=some(bad),
-            fix="calibrate on batches that reach them, or use dynamic=True; a site whose input is "
-            "always 0 needs nothing.",
-        )
-        warn(text)
+        problem = "some sites saw only zeros, so that their static scale is 1."
+        fix = "calibrate on batches that reach them, or use dynamic=True; a site whose input is "
+        fix += "always 0 needs nothing."
+        warn(message("affines", problem, given=some(bad), fix=fix))
 
 
 # `calibrate_batches`: the merged statistics of many batches.
@@ -543,78 +504,65 @@ def calibrate_batches(
     check_batches(name, batches)
     checked = check_observers(name, observers)
     observers_of(name, plan, checked)
-    named = flatten(rooted(plan.params, params))
+    named = flatten(by_argument(plan.params, params))
     check_read(name, [(path_of(keys), leaf) for keys, leaf in named])
-    where = [pattern for pattern, pairs in checked if places in pairs]
-    pairs = (
-        (pattern, tuple(x for x in call_args if x != places)) for pattern, call_args in checked
-    )
-    valued = {pattern: call_args for pattern, call_args in pairs if call_args}
+    where = [pattern for pattern, kinds in checked if places in kinds]
+    others = {pattern: tuple(x for x in kinds if x != places) for pattern, kinds in checked}
+    recorded = {pattern: kinds for pattern, kinds in others.items() if kinds}
     arrays, filled = arrays_of(params)
     if quantized is not None:
         arrays = _stacked(arrays, jax.tree.structure(params), quantized)
 
-    def one(arrays: list[Any], batch: Any) -> Stats:
+    def stats_of_batch(arrays: list[Any], batch: Any) -> Stats:
         arguments = arguments_of(plan, filled(arrays), batch)
         options: Any = {"weight": weight, "on_nonfinite": on_nonfinite}
-        return calibrate(f, plan, observers=valued, **options)(*arguments)[1]
+        return calibrate(f, plan, observers=recorded, **options)(*arguments)[1]
 
     @jax.jit
-    def observe(arrays: list[Any], batch: Any) -> tuple[_Once, jax.Array]:
+    def observe(arrays: list[Any], batch: Any) -> tuple[_SharedStats, jax.Array]:
         if quantized is None:
-            merged = one(arrays, batch)
-        else:
-            pair_of_stats = jax.vmap(lambda member: one(member, batch), axis_name=BOTH)(arrays)
-            merged, statistics = (
-                jax.tree.map(lambda x: x[0], pair_of_stats),
-                (pair_of_stats.flags, pair_of_stats.left_out),
-            )
-            largest = jax.tree.map(lambda x: jnp.max(x, 0), statistics)
-            merged = Stats(merged, *largest)
-        return _Once(merged), in_total([*merged.flags.values(), *merged.left_out.values()])
+            stats = stats_of_batch(arrays, batch)
+        else:  # both functions have the same statistics, but for their flags
+            both = jax.vmap(lambda x: stats_of_batch(x, batch), axis_name=BOTH)(arrays)
+            flag_counts = jax.tree.map(lambda x: jnp.max(x, 0), (both.flags, both.left_out))
+            stats = Stats(jax.tree.map(lambda x: x[0], both), *flag_counts)
+        return _SharedStats(stats), in_total([*stats.flags.values(), *stats.left_out.values()])
 
     @jax.jit
-    def merge(a: _Once, b: _Once) -> _Once:
-        return _Once(merge_stats(plan, a.stats, b.stats, observers=valued))
+    def merge(a: _SharedStats, b: _SharedStats) -> _SharedStats:
+        return _SharedStats(merge_stats(plan, a.stats, b.stats, observers=recorded))
 
-    merged: _Once | None = None
-    first_stats: Any = None
+    merged: _SharedStats | None = None
+    first_batch: Any = None
     left_out: list[int] = []
     pending: tuple[int, Stats, jax.Array] | None = None
 
-    def settle() -> None:
+    def look_at_last() -> None:
         """Looks at the flags of the last batch, while the next one is computed."""
-        if pending is None or not int(pending[2]):
-            return
-        check_finite(name, in_order(plan, pending[1].flags), pending[0])
-        left_out.append(pending[0])
+        if pending is not None and int(pending[2]):
+            check_finite(name, in_order(plan, pending[1].flags), pending[0])
+            left_out.append(pending[0])
 
-    shown = progress_bar("calibrate", "batch", batches) if progress else None
-    for index, batch in enumerate(batches if shown is None else shown):
+    bar = progress_bar("calibrate", "batch", batches) if progress else None
+    for index, batch in enumerate(batches if bar is None else bar):
         check_batch(name, batch, index)
-        call_args = Batch(batch)
-        if merged is None and shown is not None:
-            size = bytes_of(jax.eval_shape(observe, arrays, call_args)[0])
+        if merged is None and bar is not None:
+            size = bytes_of(jax.eval_shape(observe, arrays, Batch(batch))[0])
             if size >= _LARGE:
-                tell(shown, f"calibrate: the statistics take {in_bytes(size)}")
-        statistics, bad = observe(arrays, call_args)
-        settle()
+                tell(bar, f"calibrate: the statistics take {in_bytes(size)}")
+        statistics, bad = observe(arrays, Batch(batch))
+        look_at_last()
         pending = index, statistics.stats, bad
-        merged, first_stats = (
-            (statistics, batch) if merged is None else (merge(merged, statistics), first_stats)
-        )
+        first_batch = batch if merged is None else first_batch
+        merged = statistics if merged is None else merge(merged, statistics)
     if merged is None:
-        raise fail(
-            name,
-            "there is no batch: `batches` is empty, or an exhausted generator.",
-            fix="pass a list, or create the generator again.",
-        )
-    assert merged is not None
-    settle()
+        problem = "there is no batch: `batches` is empty, or an exhausted generator."
+        raise fail(name, problem, fix="pass a list, or create the generator again.")
+    look_at_last()
     stats = merged.stats
     if ignores:
         warn_left_out(name, in_order(plan, stats.left_out), left_out)
-    stats.update(elements_of(f, plan, params, first_stats, where))
+    stats.update(elements_of(f, plan, params, first_batch, where))
     return stats
 
 
@@ -660,13 +608,11 @@ def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
         [f"{x.dtype.name}{list(x.shape)}" for x in arrays_of_kind]
         for arrays_of_kind in (arrays, quantized_arrays)
     ]
-    if not (structure == tree and kinds[0] == kinds[1]):
-        raise fail(
-            "calibrate_batches",
-            "`quantized` are not the same parameters.",
-            given=f"arrays {', '.join(kinds[1][:4])}, and in float {', '.join(kinds[0][:4])}",
-            fix="pass jqx.quantize_params(params, plan), or what an algorithm chose.",
-        )
+    if structure != tree or kinds[0] != kinds[1]:
+        problem = "`quantized` are not the same parameters."
+        details = f"arrays {some(kinds[1])}, and in float {some(kinds[0])}"
+        fix = "pass jqx.quantize_params(params, plan), or what an algorithm chose."
+        raise fail("calibrate_batches", problem, given=details, fix=fix)
     return [
         jnp.stack([jnp.asarray(a), jnp.asarray(b)])
         for a, b in zip(arrays, quantized_arrays, strict=True)
@@ -684,12 +630,12 @@ def elements_of(
     arrays, filled = arrays_of((params, batch))
 
     @jax.jit
-    def found(arrays: list[Any]) -> dict[str, Any]:
+    def elements(arrays: list[Any]) -> dict[str, Any]:
         arguments = arguments_of(plan, *filled(arrays))
         _, stats = calibrate(f, plan, observers=dict.fromkeys(patterns, places))(*arguments)
         return {key: x for key, x in stats.items() if key.endswith(f"@{places}")}
 
-    return found(arrays)
+    return elements(arrays)
 
 
 def arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -704,7 +650,7 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 @jax.tree_util.register_pytree_node_class
-class _Once:
+class _SharedStats:
     """Statistics in which an object that several entries share crosses `jit` once."""
 
     def __init__(self, stats: Stats):
@@ -720,7 +666,7 @@ class _Once:
         )
 
     @classmethod
-    def tree_unflatten(cls, parts: Any, objects: Any) -> "_Once":
+    def tree_unflatten(cls, parts: Any, objects: Any) -> "_SharedStats":
         """Returns the statistics."""
         return cls(Stats(*({key: objects[number] for key, number in part} for part in parts)))
 
@@ -759,15 +705,16 @@ def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:
     """Returns the arguments of the function: the parameters at their positions, and the batch, a
     tuple or a single argument.
     """
-    return placed(plan.params, params, inputs_of(batch))
+    return insert_params(plan.params, params, inputs_of(batch))
 
 
-def placed(argnums: Params, params: Any, others: Sequence[Any]) -> list[Any]:
+def insert_params(argnums: Params, params: Any, others: Sequence[Any]) -> list[Any]:
     """Returns arguments: the parameters at their positions, and the others in between."""
-    positions = (argnums,) if isinstance(argnums, int) else argnums
     values = (params,) if isinstance(argnums, int) else params
     arguments = list(others)
-    for argnum, value in sorted(zip(positions, values, strict=True), key=lambda pair: pair[0]):
+    for argnum, value in sorted(
+        zip(positions_of(argnums), values, strict=True), key=lambda pair: pair[0]
+    ):
         arguments.insert(argnum, value)
     return arguments
 
@@ -814,7 +761,7 @@ def advancing(
     """
     bar = progress_bar(title, unit, total=total, **options) if progress else None
     try:
-        yield _nothing if bar is None else bar.update
+        yield (lambda count=1: None) if bar is None else bar.update
     finally:
         if bar is not None:
             bar.close()
@@ -826,10 +773,6 @@ def with_bar(title: str, unit: str, items: Collection[T], progress: bool = True)
         for item in items:
             yield item
             advance()
-
-
-def _nothing(count: int = 1) -> None:
-    pass
 
 
 def tell(bar: Any, text: str) -> None:

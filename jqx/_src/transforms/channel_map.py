@@ -94,16 +94,16 @@ class LowRank:
 
         def correct(y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
             stack = len(operand.batch)
-            free = [i for i in range(x.ndim) if i not in (*operand.batch, *operand.own)]
-            rows = x.transpose(*operand.batch, *free, *operand.own)
+            free = [i for i in range(x.ndim) if i not in (*operand.batch, *operand.axes)]
+            rows = x.transpose(*operand.batch, *free, *operand.axes)
             count = math.prod(rows.shape[stack + len(free) :])
             rows = rows.reshape(*rows.shape[:stack], -1, count).astype(a.dtype)
             low = jnp.matmul(jnp.matmul(rows, a), b)
             low = low.reshape(
-                *(x.shape[i] for i in (*operand.batch, *free)), *(y.shape[i] for i in result.own)
+                *(x.shape[i] for i in (*operand.batch, *free)), *(y.shape[i] for i in result.axes)
             )
-            others = [i for i in range(y.ndim) if i not in (*result.batch, *result.own)]
-            order = (*result.batch, *others, *result.own)
+            others = [i for i in range(y.ndim) if i not in (*result.batch, *result.axes)]
+            order = (*result.batch, *others, *result.axes)
             return y + low.transpose(sorted(range(y.ndim), key=order.__getitem__)).astype(y.dtype)
 
         correct.__name__ = HIDDEN
@@ -114,7 +114,7 @@ class Channels(NamedTuple):
     """The axes of a value that are its channels, in order, and its batch axes."""
 
     batch: tuple[int, ...]
-    own: tuple[int, ...]
+    axes: tuple[int, ...]
 
     @classmethod
     def of_operand(cls, observed: ObservedSite) -> "Channels":
@@ -138,11 +138,11 @@ class Channels(NamedTuple):
 
     def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of one number for each channel, [*batch, channels]."""
-        return *(sizes[axis] for axis in self.batch), math.prod(sizes[axis] for axis in self.own)
+        return *(sizes[axis] for axis in self.batch), math.prod(sizes[axis] for axis in self.axes)
 
     def spread(self, x: Any, shape: Sequence[int]) -> Any:
         """Returns numbers [*batch, channels] in the axes of a value, size 1 along all others."""
-        axes = (*self.batch, *self.own)
+        axes = (*self.batch, *self.axes)
         x = x.reshape([shape[axis] for axis in axes])
         x = x.transpose(sorted(range(len(axes)), key=axes.__getitem__))
         return x.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)])
@@ -151,8 +151,8 @@ class Channels(NamedTuple):
         """Returns a value with each block of its channels multiplied by the Kronecker product."""
 
         def rotate(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
-            moved = jnp.moveaxis(x, self.own, range(-len(self.own), 0))
-            sizes, rows = [len(factor) for factor in factors], moved.shape[: -len(self.own)]
+            moved = jnp.moveaxis(x, self.axes, range(-len(self.axes), 0))
+            sizes, rows = [len(factor) for factor in factors], moved.shape[: -len(self.axes)]
             blocks = math.prod(moved.shape[len(rows) :]) // math.prod(sizes)
             y = moved.reshape(*rows, blocks, *sizes)
             for i, factor in enumerate(factors):
@@ -160,7 +160,7 @@ class Channels(NamedTuple):
                 y = jnp.moveaxis(y, axis, -1)
                 y = jnp.matmul(y, factor, precision=jax.lax.Precision.HIGHEST)
                 y = jnp.moveaxis(y, -1, axis)
-            return jnp.moveaxis(y.reshape(moved.shape), range(-len(self.own), 0), self.own)
+            return jnp.moveaxis(y.reshape(moved.shape), range(-len(self.axes), 0), self.axes)
 
         rotate.__name__ = HIDDEN
         return jax.jit(rotate)(x, list(factors))

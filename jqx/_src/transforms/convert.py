@@ -15,7 +15,7 @@ from ..signatures import P, R
 from .integers import OnIntegers, quantized_leaf
 from .interpret import interpret
 from .operands import real_of
-from .partitioned import gathered, partial_sums, weight_places
+from .partitioned import gathered, partial_sums, weight_shardings
 from .plan import GivenAffines, Plan
 from .plan_call import as_plan, params_of
 from .reach import Escape, check_unsupported, followed, known_values
@@ -91,11 +91,13 @@ def convert(
         call = trace_call("convert", f, params, args, kwargs)
         fitted = as_plan("convert", plan, call, params)
         scales = fitted.scales_of("convert", affines)
-        _check_used(shardings, partial_dtype, gather_axes)
+        if shardings is not None and partial_dtype is None and gather_axes is None:
+            problem = "`shardings` have no effect without partial_dtype or gather_axes."
+            raise fail("convert", problem, fix="pass one of these, or leave shardings out.")
         rules = OnIntegers(fitted, scales, dequantize=unsupported == "dequantize", call=call)
         if partial_dtype is not None or gather_axes is not None:
             named = dict(zip(call.paths, call.leaves, strict=True))
-            shardings_of = weight_places("convert", fitted, shardings, named)
+            shardings_of = weight_shardings("convert", fitted, shardings, named)
             gather = gathered("convert", gather_axes, shardings_of)
             parted = shardings_of if gather is None else gather.left
             partial = partial_sums("convert", partial_dtype, parted)
@@ -110,27 +112,6 @@ def convert(
     return converted
 
 
-def _check_used(shardings: Any, *readers: Any) -> None:
-    if shardings is not None and not any(x is not None for x in readers):
-        raise fail(
-            "convert",
-            "`shardings` have no effect without partial_dtype or gather_axes.",
-            fix="pass one of these, or leave shardings out: arrays keep theirs.",
-        )
-
-
-def check_converts(call: Call, plan: Plan) -> None:
-    """Traces a converted call without computing it, to raise the errors of `convert`."""
-    rules = OnIntegers(plan)
-
-    def run(inputs: list[Any]) -> list[Any]:
-        pairs = zip(inputs, call.paths, strict=True)
-        leaves = [quantized_leaf(leaf, path, plan, rules.affines) for leaf, path in pairs]
-        return interpret(call.jaxpr, call.consts, leaves, rules)[0]
-
-    jax.eval_shape(run, call.leaves)
-
-
 def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
     """Returns results in the form of the arguments. An argument that is returned unchanged is the
     same object. Results contain QTensors only if the arguments do.
@@ -142,14 +123,9 @@ def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
         return results
     for x in filter(is_quantized, results):
         if not rules.dequantize:
-            raise fail(
-                "convert",
-                "`f` returns a float weight that is quantized on the fly.",
-                given=repr(x),
-                fix="pass quantized parameters, jqx.quantize_params(params, plan), or leave the "
-                "weight out of the result.",
-                error=NotImplementedError,
-            )
+            problem = f"`f` returns a float weight that is quantized on the fly: {x!r}."
+            fix = "pass jqx.quantize_params(params, plan), or leave the weight out of the result."
+            raise fail("convert", problem, fix=fix, error=NotImplementedError)
     return [real_of(x) for x in results]
 
 
@@ -166,26 +142,28 @@ def check_reach(function: str, call: Call, plan: Plan) -> None:
     if codes.escapes:
         escape = codes.escapes[0]
         is_hoistable = id(escape.eqn) in known_values(call).inner
-        raise _refusal(
-            function, plan, escape, "use jqx.hoist, or ptq(hoist='all'); " if is_hoistable else ""
-        )
+        fix = "use jqx.hoist, or ptq(hoist='all'); " if is_hoistable else ""
+        raise _refusal(function, plan, escape, fix)
     if codes.mixed:  # whether their formats agree is known only when the call is traced
+        rules = OnIntegers(plan)
+
+        def run(inputs: list[Any]) -> list[Any]:
+            pairs = zip(inputs, call.paths, strict=True)
+            leaves = [quantized_leaf(leaf, path, plan, {}) for leaf, path in pairs]
+            return interpret(call.jaxpr, call.consts, leaves, rules)[0]
+
         try:
-            check_converts(call, plan)
+            jax.eval_shape(run, call.leaves)
         except NotImplementedError as error:
             raise _refusal(function, plan, codes.mixed[0]) from error
 
 
 def _refusal(function: str, plan: Plan, escape: Escape, fix: str = "") -> Unsupported:
     path = min(escape.paths)
-    weight = next(weight for weight in plan.weights if weight.path == path)
-    where = f", in scope {escape.scope}" if escape.scope else ""
-    return Unsupported(
-        message(
-            function,
-            f"the weight {path!r}, which the policy quantizes, {escape.how}.",
-            given=f"{weight.spec}{compat.at_line_of(escape.eqn)}{where}",
-            fix=f"{fix}leave it in float with jqx.Rule({pattern_of(path)!r}) first in the "
-            'policy; or pass unsupported="dequantize" to both jqx.make_plan and jqx.convert.',
-        )
-    )
+    spec = next(weight.spec for weight in plan.weights if weight.path == path)
+    problem = f"the weight {path!r}, which the policy quantizes, {escape.how}."
+    details = f"{spec}{compat.at_line_of(escape.eqn)}"
+    details += f", in scope {escape.scope}" if escape.scope else ""
+    fix += f"leave it in float with jqx.Rule({pattern_of(path)!r}) first in the policy; or pass "
+    fix += 'unsupported="dequantize" to both jqx.make_plan and jqx.convert.'
+    return Unsupported(message(function, problem, given=details, fix=fix))

@@ -19,7 +19,7 @@ from ..checks import is_real
 from ..compat import Eqn
 from ..errors import fail
 from ..policy import Policy, Rule
-from .higher_order import FORMS
+from .higher_order import FORMS, Finder
 from .paths import Part, Split
 from .rules import CONTRACTIONS, VIEWS, Contraction, tracked
 from .views import Address, Loop, Origin
@@ -144,7 +144,7 @@ def find(
         if name in CONTRACTIONS:
             family = CONTRACTIONS[name]
             if marked and (origins_of_inputs[0] is not None or not family.needs_weight):
-                unsupported = reason or family.excuse(eqn)
+                unsupported = reason or family.why_unsupported(eqn)
                 origins_here = origins_of_inputs[: len(family.axes(eqn))]
                 items.append(
                     Found(
@@ -177,7 +177,7 @@ def find(
 
 
 @dataclasses.dataclass
-class _InnerSearch:
+class _InnerSearch(Finder):
     """Collects what is found inside an equation."""
 
     address: Address
@@ -393,7 +393,7 @@ def _with_eqns(jaxpr: Any, eqns: Sequence[Eqn]) -> Any:
     return jaxpr.replace(eqns=list(eqns)) if changed else jaxpr
 
 
-class _InnerLookups:
+class _InnerLookups(Finder):
     """Marks the functions inside an equation."""
 
     address: Address = ()
@@ -406,10 +406,6 @@ class _InnerLookups:
         body, _ = compat.open_jaxpr(jaxpr)
         self.bodies[id(body)], results = _marked(body, origins, self._holding)
         return results
-
-    def leave(self, jaxpr: Any, reason: str) -> None:
-        body, _ = compat.open_jaxpr(jaxpr)
-        self.enter(body, [None] * len(body.invars))
 
 
 # Finds where the rules of a policy split the weights of scans.
@@ -501,7 +497,11 @@ def splits_of(
                     continue
                 raise
             if not _is_whole(use, shapes):
-                _refuse(function, rule, use, shapes[use.path])
+                problem = f"a rule selects steps of {use.path!r}, which are not steps of one axis."
+                details = f"path {rule.path!r}; shape {list(shapes[use.path])}, and a scan of "
+                details += f"{use.length} steps over axes {sorted(use.axes)}"
+                fix = "let the rule match the whole weight, or keep the layers of f in one stack."
+                raise fail(function, problem, given=details, fix=fix)
     splits = {}
     for use in uses:
         if (bounds := cuts.get(roots[use.path])) and _is_whole(use, shapes):
@@ -524,35 +524,19 @@ def _is_whole(use: _Use, shapes: dict[str, tuple[int, ...]]) -> bool:
     return len(use.axes) == 1 and shapes[use.path][min(use.axes)] == use.length
 
 
-def _refuse(function: str, rule: Rule, use: _Use, shape: tuple[int, ...]) -> None:
-    raise fail(
-        function,
-        f"the path of a rule selects steps of {use.path!r}, which are not steps of one axis.",
-        given=f"path {rule.path!r}; a weight of the shape {list(shape)}, and a scan of "
-        f"{use.length} steps over axes {sorted(use.axes)}",
-        fix="let the rule match the whole weight, or keep the layers of f in one stack.",
-    )
-
-
 def check_split(function: str, items: Sequence[Found], splits: Sequence[Split]) -> None:
     """Raises if a weight was split but no scan reads its parts."""
     stack_of = {part.path: part.whole for split in splits for part in split.parts}
-    unsplit: set[str] = set()
-    for item in items:
-        for origin in filter(None, item.origins):
-            paths = [part.path for part in origin.parts]
-            if len({stack_of.get(path, path) for path in paths}) == len(set(paths)):
-                unsplit |= {stack_of[path] for path in paths if path in stack_of}
-    for split in splits:
-        if split.path not in unsplit:
-            raise fail(
-                function,
-                f"the weight {split.path!r}, whose steps a rule selects, reaches its scan "
-                "through an operation that mixes them.",
-                given=f"bounds {list(split.bounds)} along axis {split.axis}",
-                fix="prepare the weight outside of f, or let rules match the whole weight.",
-                error=NotImplementedError,
-            )
+    reached: set[str] = set()
+    for origin in (origin for item in items for origin in item.origins if origin is not None):
+        paths = [part.path for part in origin.parts]
+        if len({stack_of.get(path, path) for path in paths}) == len(set(paths)):
+            reached |= {stack_of[path] for path in paths if path in stack_of}
+    if unreached := [split.path for split in splits if split.path not in reached]:
+        problem = f"the weight {unreached[0]!r}, whose steps a rule selects, reaches its scan "
+        problem += "through an operation that mixes them."
+        fix = "prepare the weight outside of f, or let rules match the whole weight."
+        raise fail(function, problem, fix=fix, error=NotImplementedError)
 
 
 # Finds which operands of contractions in a jaxpr are one value, by value numbering.
@@ -642,7 +626,7 @@ class _Numbering:
 
 
 @dataclass
-class _InnerValues:
+class _InnerValues(Finder):
     """Numbers the values of the functions inside an equation; those of a transparent one get the
     numbers of its operands.
     """

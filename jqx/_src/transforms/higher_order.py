@@ -1,12 +1,13 @@
-"""How the transforms search and run the functions that a primitive holds: a `Form` for `cond`,
-`while`, `scan`, `jax.checkpoint`, `jit`, custom derivatives and `shard_map`, listed in `FORMS`.
+"""How the transforms search and run the functions that a primitive holds: a `HigherOrderRule` for
+`cond`, `while`, `scan`, `jax.checkpoint`, `jit`, custom derivatives and `shard_map`, listed in
+`FORMS`.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,87 +31,93 @@ Records = dict[str, Any]
 """Records of sites, by key."""
 
 
-class Finder(Protocol):
-    """How planning finds contractions inside an equation."""
+class Finder:
+    """How planning looks at the functions inside an equation.
 
-    @property
-    def address(self) -> Address: ...
+    Attributes:
+      address: the address of the equation.
+    """
+
+    address: Address
 
     def enter(
         self, jaxpr: Any, origins: Sequence[Origin | None], part: Address = ()
     ) -> list[Origin | None]:
         """Searches a function with operands of known origins; returns those of its results."""
-        ...
+        raise NotImplementedError
 
     def leave(self, jaxpr: Any, reason: str) -> None:
-        """Lists the contractions of a function that stays in float."""
-        ...
+        """Searches a function that stays in float."""
+        body, _ = compat.open_jaxpr(jaxpr)
+        self.enter(body, [None] * len(body.invars))
 
 
-class Runner(Protocol):
-    """How evaluation runs the functions inside an equation.
-
-    `given` is what sites read in addition to their operands: scales and a random key; a pytree.
+class Runner:
+    """How evaluation runs the functions inside an equation. `site_inputs` is what sites read in
+    addition to their operands: scales and a random key; a pytree. By default that is nothing, sites
+    record nothing, and every value is an array.
     """
 
     @property
-    def site_inputs(self) -> Any: ...
+    def site_inputs(self) -> Any:
+        """What sites inside the equation read."""
+        return ()
 
     @property
     def differentiable(self) -> bool:
         """Whether derivative rules of the user are kept."""
-        ...
+        return True
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether the counts of the rows of a batch are tracked."""
+        return False
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Any = None
     ) -> tuple[list[Any], Records]:
         """Evaluates a function; returns its results and the records of its sites."""
-        ...
+        raise NotImplementedError
 
     def split(self, length: int) -> tuple[Any, Any]:
         """Returns the stacked inputs of the steps of this scan, and the inputs shared by all."""
-        ...
+        return (), ()
 
     def join(self, step: Any, shared: Any) -> Any:
         """Returns the inputs of one step."""
-        ...
+        return step
 
     def numbered(self, site_inputs: Any, step: Any) -> Any:
         """Returns the inputs of a step of a loop, with its own random numbers."""
-        ...
+        return site_inputs
 
     def unseen(self) -> Records:
         """Returns empty records of the sites whose records this equation merges."""
-        ...
+        return {}
 
     def merge(self, a: Records, b: Records) -> Records:
         """Returns the merged records of two evaluations."""
-        ...
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether the counts of the rows of a batch are tracked."""
-        ...
+        return {}
 
     def carried(self, x: Any) -> Any:
         """Returns a value in the form in which a loop carries it."""
-        ...
+        return x
 
     def common(self, forms: Sequence[Any]) -> Any:
         """Returns the form that results of several branches can have."""
-        ...
+        return forms[0]
 
     def dense(self, x: Any) -> Any:
         """Returns a value that must be an array here; raises, or dequantizes, if it is not."""
-        ...
+        return x
 
     def like(self, x: Any, example: Any) -> Any:
         """Returns a value in the form of another: an array, or quantized to the same format."""
-        ...
+        return x
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class HigherOrderRule:
     """How a primitive that holds functions is searched and evaluated.
 
     Attributes:
@@ -187,7 +194,7 @@ class Carry:
         return [x if i in self.shared else next(iterator) for i, x in enumerate(self.init)]
 
 
-def settled(carry: Carry, loop: Callable[[Carry], Any]) -> Any:
+def run_loop(carry: Carry, loop: Callable[[Carry], Any]) -> Any:
     """Runs a loop. If the counts of a carried value are unknown after a step, they are unknown in
     all steps, and the loop is traced again.
     """
@@ -247,7 +254,7 @@ def _as_common(
     return [runner.like(x, form) for x, form in zip(results, common, strict=True)], records
 
 
-COND = {"cond": Form(_track_cond, _apply_cond)}
+COND = {"cond": HigherOrderRule(_track_cond, _apply_cond)}
 
 
 # `while`: weights among its constants, or carried unchanged, are shared by its steps. Other
@@ -288,7 +295,7 @@ def _apply_while(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[lis
         _, values, recorded = lax.while_loop(goes_on, step, start)
         return carry.state(values), recorded
 
-    return settled(Carry.of(body, carry_start - cond_count, operands[carry_start:], runner), loop)
+    return run_loop(Carry.of(body, carry_start - cond_count, operands[carry_start:], runner), loop)
 
 
 def while_starts(eqn: Eqn) -> tuple[int, int]:
@@ -297,7 +304,7 @@ def while_starts(eqn: Eqn) -> tuple[int, int]:
     return cond_count, cond_count + eqn.params["body_nconsts"]
 
 
-WHILE = {"while": Form(_track_while, _apply_while)}
+WHILE = {"while": HigherOrderRule(_track_while, _apply_while)}
 
 
 # `scan`: each step gets a slice of quantized xs, or, if a kernel reads them, one of the stack.
@@ -327,7 +334,14 @@ def _apply_scan(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     const_count, count = compat.scan_counts(eqn)
     xs_start = const_count + count
-    consts, xs = operands[:const_count], [_sliceable(x) for x in operands[xs_start:]]
+    consts, xs = (
+        operands[:const_count],
+        [
+            # Each index of the leading axis of a weight gets its own scales.
+            map_codes(lambda q: sliceable(alone(q), 0), x) if is_coded(x) else spread(x)
+            for x in operands[xs_start:]
+        ],
+    )
     sliced = [None if kernel_of(x) else x for x in xs]
     stacks = [x if kernel_of(x) else None for x in xs]
     numbers = jnp.arange(length) if any(map(kernel_of, xs)) else None
@@ -360,15 +374,10 @@ def _apply_scan(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list
         )
         return [*carry.state(values), *ys], recorded | new_records
 
-    return settled(Carry.of(body, const_count, operands[const_count:xs_start], runner), loop)
+    return run_loop(Carry.of(body, const_count, operands[const_count:xs_start], runner), loop)
 
 
-def _sliceable(x: Any) -> Any:
-    """Gives each index of the leading axis of a weight its own scales."""
-    return map_codes(lambda q: sliceable(alone(q), 0), x) if is_coded(x) else spread(x)
-
-
-SCAN = {"scan": Form(_track_scan, _apply_scan)}
+SCAN = {"scan": HigherOrderRule(_track_scan, _apply_scan)}
 
 
 # `jax.checkpoint`: the body is recomputed in the backward pass, quantized.
@@ -380,7 +389,9 @@ def _apply_remat(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[lis
     return remat(runner.site_inputs, *operands)
 
 
-REMAT = dict.fromkeys(("remat2", "remat", "checkpoint"), Form(looks_into("jaxpr"), _apply_remat))
+REMAT = dict.fromkeys(
+    ("remat2", "remat", "checkpoint"), HigherOrderRule(looks_into("jaxpr"), _apply_remat)
+)
 
 
 # `jit`: the inside is jitted again, with the same name and shardings.
@@ -408,7 +419,7 @@ def _apply_jit(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
     return jax.jit(run, inline=eqn.params["inline"], **options)(runner.site_inputs, *operands)
 
 
-JIT = dict.fromkeys(("jit", "pjit"), Form(looks_into("jaxpr"), _apply_jit))
+JIT = dict.fromkeys(("jit", "pjit"), HigherOrderRule(looks_into("jaxpr"), _apply_jit))
 
 
 # `jax.custom_jvp` and `jax.custom_vjp`: the value is quantized, the rule of the user is kept.
@@ -475,8 +486,8 @@ def _no_tangent(x: Any) -> Any:
 
 
 CUSTOM_DERIVATIVE = {
-    "custom_jvp_call": Form(looks_into("call_jaxpr"), _apply_jvp),
-    "custom_vjp_call": Form(looks_into("call_jaxpr"), _apply_vjp),
+    "custom_jvp_call": HigherOrderRule(looks_into("call_jaxpr"), _apply_jvp),
+    "custom_vjp_call": HigherOrderRule(looks_into("call_jaxpr"), _apply_vjp),
 }
 
 
@@ -524,13 +535,13 @@ def _apply_shard_map(
     return results, merged
 
 
-SHARD_MAP = {"shard_map": Form(_track_shard_map, _apply_shard_map)}
+SHARD_MAP = {"shard_map": HigherOrderRule(_track_shard_map, _apply_shard_map)}
 
 
 # Every primitive that holds functions, by name.
 
 
-FORMS: dict[str, Form] = {
+FORMS: dict[str, HigherOrderRule] = {
     **JIT,
     **SCAN,
     **WHILE,

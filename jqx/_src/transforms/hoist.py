@@ -16,275 +16,224 @@ from ..checks import called
 from ..compat import Eqn
 from ..errors import fail, some
 from .arguments import check_function
-from .calibrate import placed
+from .calibrate import insert_params
 from .find import HIDDEN
-from .higher_order import FORMS, Records, unchanged
-from .known_values import CUSTOM, INLINE, KnownValues, SplitOff, What
-from .paths import Hoisting, Names, Params, Weights, check_names, flatten, is_whole, nested, path_of
+from .higher_order import FORMS, Records, Runner, unchanged, while_starts
+from .known_values import CUSTOM, INLINE, KnownValues, What
+from .paths import (
+    Hoisting,
+    Names,
+    Params,
+    Weights,
+    check_names,
+    flatten,
+    is_whole,
+    nested,
+    path_of,
+    positions_of,
+)
 from .split import evaluate, live, read_by
 from .trace import Call, as_params, is_array, stand_in, trace_call
 from .views import Address
-
-# Computes the values that are split off a function, and evaluates the rest of the function.
-
-
-ResultNames = Mapping[int, str]
-"""The names of the values that are split off, by their numbers."""
 
 Arrays = dict[str, Any]
 """Values that are split off, by name."""
 
 
-def computed(
-    values: KnownValues, names: ResultNames, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
-) -> Arrays:
-    """Returns the values that are split off; `None` stands for operands that are no parameters."""
-    return _compute(values, names, jaxpr, consts, args, ())[1]
+@dataclasses.dataclass(frozen=True)
+class _Splitter:
+    """Computes the values that are split off a function, and evaluates the rest of the function.
 
+    Attributes:
+      values: its values that depend on parameters alone.
+      names: the names of what is split off, by the numbers of values.
+    """
 
-def _compute(
-    values_known: KnownValues,
-    names: ResultNames,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    address: Address,
-) -> tuple[list[Any], Arrays]:
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    arrays: Arrays = {}
+    values: KnownValues
+    names: Mapping[int, str]
 
-    def read(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else env[atom]
+    def computed(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], address: Address = ()
+    ) -> tuple[list[Any], Arrays]:
+        """Returns the results, and the values that are split off. `None` stands for operands that
+        are no parameters, and for results that depend on them.
+        """
+        arrays: Arrays = {}
+        indices = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
 
-    for i, eqn in enumerate(jaxpr.eqns):
-        operands = [read(atom) for atom in eqn.invars]
-        name, eqn_address = eqn.primitive.name, (*address, i)
-        with compat.equation_context(eqn):
+        def results_of(eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+            i, name = indices[id(eqn)], eqn.primitive.name
+            is_known = all(self.values.knows(address, var) for var in eqn.outvars)
             if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
                 body, inner = compat.open_jaxpr(eqn.params[INLINE[name]])
-                results, inner_arrays = _compute(
-                    values_known, names, body, inner, operands, eqn_address
-                )
-            elif all(values_known.knows(address, var) for var in eqn.outvars) and not any(
-                x is None for x in operands
-            ):
+                results, inner_arrays = self.computed(body, inner, operands, (*address, i))
+            elif is_known and not any(x is None for x in operands):
                 results, inner_arrays = compat.bind(eqn, operands), {}
             else:
-                results, inner_arrays = _inside(values_known, names, eqn, operands, eqn_address)
-        arrays |= inner_arrays
-        for j, (var, x) in enumerate(zip(eqn.outvars, results, strict=True)):
-            env[var] = x
-            split_off = values_known.at.get((address, i, j))
-            if split_off is not None and x is not None:
-                arrays[names[split_off.value.number]] = x
-    return [read(atom) for atom in jaxpr.outvars], arrays
+                results, inner_arrays = self._computed_inside(eqn, operands, (*address, i))
+            arrays.update(inner_arrays)
+            for j, x in enumerate(results):
+                split_off = self.values.at.get((address, i, j))
+                if split_off is not None and x is not None:
+                    arrays[self.names[split_off.value.number]] = x
+            return results
 
+        return evaluate(jaxpr, consts, args, results_of), arrays
 
-def _inside(
-    values_known: KnownValues,
-    names: ResultNames,
-    eqn: Eqn,
-    operands: Sequence[Any],
-    address: Address,
-) -> tuple[list[Any], Arrays]:
-    """Computes what is split off the functions inside an equation."""
-    name, results = eqn.primitive.name, [None] * len(eqn.outvars)
-    split_off = [entry for entry in values_known.at if entry[0][: len(address)] == address]
+    def _computed_inside(
+        self, eqn: Eqn, operands: Sequence[Any], address: Address
+    ) -> tuple[list[Any], Arrays]:
+        """Computes what is split off the functions inside an equation."""
+        name, p, results = eqn.primitive.name, eqn.params, [None] * len(eqn.outvars)
+        holds_any = any(key[0][: len(address)] == address for key in self.values.at)
 
-    def run(jaxpr: Any, args: Sequence[Any], part: Address) -> Arrays:
-        body, consts = compat.open_jaxpr(jaxpr)
-        return _compute(values_known, names, body, consts, args, part)[1]
+        def run(jaxpr: Any, args: Sequence[Any], part: Address = address) -> Arrays:
+            body, consts = compat.open_jaxpr(jaxpr)
+            return self.computed(body, consts, args, part)[1]
 
-    if name == "while":
-        const_count = eqn.params["cond_nconsts"]
-        start = const_count + eqn.params["body_nconsts"]
-        same = unchanged(eqn.params["body_jaxpr"], start - const_count, len(results))
-        results = [operands[start + i] if i in same else None for i in range(len(results))]
-        if not split_off:
+        if name == "while":
+            cond_count, start = while_starts(eqn)
+            same = unchanged(p["body_jaxpr"], start - cond_count, len(results))
+            results = [operands[start + i] if i in same else None for i in range(len(results))]
+            if holds_any:
+                condition = [*operands[:cond_count], *results]
+                arrays = run(p["cond_jaxpr"], condition, (*address, -1))
+                arrays |= run(p["body_jaxpr"], [*operands[cond_count:start], *results])
+                return results, arrays
+        if name == "scan":
+            consts, count = compat.scan_counts(eqn)
+            same = unchanged(p["jaxpr"], consts, count)
+            state = [operands[consts + i] if i in same else None for i in range(count)]
+            results[:count] = state
+            fixed, xs = [*operands[:consts], *state], operands[consts + count :]
+            if holds_any:
+                return results, self._computed_in_scan(eqn, run, fixed, xs, address)
+        if not holds_any:
             return results, {}
-        arrays = run(eqn.params["cond_jaxpr"], [*operands[:const_count], *results], (*address, -1))
-        return results, arrays | run(
-            eqn.params["body_jaxpr"], [*operands[const_count:start], *results], address
-        )
-    if name == "scan":
-        consts, count = compat.scan_counts(eqn)
-        same = unchanged(eqn.params["jaxpr"], consts, count)
-        state = [operands[consts + i] if i in same else None for i in range(count)]
-        results[:count] = state
-        if not split_off:
-            return results, {}
-        body, xs = eqn.params["jaxpr"], operands[consts + count :]
-        fixed, stepped = [*operands[:consts], *state], _stepped(values_known, names, address)
-        arrays = run(body, [*fixed, *([None] * len(xs))], address)
-        stepped_flags = values_known.steps(eqn, address)
-        slices = {i: x for i, x in enumerate(xs) if stepped_flags[i] and x is not None}
-        if stepped and slices:
+        if name == "cond":
+            arrays = {}
+            for i, branch in enumerate(p["branches"]):
+                arrays |= run(branch, operands[1:], (*address, i))
+            return results, arrays
+        assert name in CUSTOM, name
+        return results, run(p[CUSTOM[name]], operands)
 
-            def step(entry: dict[int, Any]) -> Arrays:
-                arrays_of_step = run(
-                    body, [*fixed, *(entry.get(i) for i in range(len(xs)))], address
-                )
-                return {name: arrays_of_step[name] for name in stepped if name in arrays_of_step}
+    def _computed_in_scan(
+        self, eqn: Eqn, run: Any, fixed: Sequence[Any], xs: Sequence[Any], address: Address
+    ) -> Arrays:
+        """Computes what is split off a scan: once, or as a stack of its values in all steps."""
+        body, stepped = eqn.params["jaxpr"], self.stepped(address)
+        arrays = run(body, [*fixed, *([None] * len(xs))])
+        is_known = self.values.steps(eqn, address)
+        slices = {i: x for i, x in enumerate(xs) if is_known[i] and x is not None}
 
-            arrays |= lax.map(step, slices)
-        return results, arrays
-    if not split_off:
-        return results, {}
-    if name == "cond":
-        arrays: Arrays = {}
-        for i, branch in enumerate(eqn.params["branches"]):
-            arrays |= run(branch, operands[1:], (*address, i))
-        return results, arrays
-    assert name in CUSTOM, name
-    return results, run(eqn.params[CUSTOM[name]], operands, address)
+        def step(slices_of_step: dict[int, Any]) -> Arrays:
+            values = run(body, [*fixed, *(slices_of_step.get(i) for i in range(len(xs)))])
+            return {name: values[name] for name in stepped if name in values}
 
+        return arrays | lax.map(step, slices) if stepped and slices else arrays
 
-def _stepped(values_known: KnownValues, names: ResultNames, address: Address) -> list[str]:
-    """Returns the names of what is split off a scan as a stack of its steps."""
-    values = [entry.value for entry in values_known.at.values() if address in entry.value.loops]
-    return sorted({names[value.number] for value in values})
+    def stepped(self, address: Address) -> list[str]:
+        """Returns the names of what is split off a scan as a stack of its steps."""
+        values = [entry.value for entry in self.values.at.values()]
+        return sorted({self.names[value.number] for value in values if address in value.loops})
 
+    def rest(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        arrays: Arrays,
+        address: Address = (),
+    ) -> list[Any]:
+        """Evaluates a function in which some values are known."""
+        depth = len(address)
+        inside = {key[0][: depth + 1] for key in self.values.at if len(key[0]) > depth}
+        indices = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
 
-def rest(
-    values_known: KnownValues,
-    names: ResultNames,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    arrays: Arrays,
-    address: Address = (),
-) -> list[Any]:
-    """Evaluates a function in which some values are given."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else env[atom]
-
-    inside = {
-        entry[0][: len(address) + 1] for entry in values_known.at if len(entry[0]) > len(address)
-    }
-    for i, eqn in enumerate(jaxpr.eqns):
-        operands = [read(atom) for atom in eqn.invars]
-        eqn_address = (*address, i)
-        with compat.equation_context(eqn):
+        def results_of(eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+            name, i = eqn.primitive.name, indices[id(eqn)]
+            eqn_address = (*address, i)
             if eqn_address not in inside:
                 results = compat.bind(eqn, operands)
-            elif eqn.primitive.name in CUSTOM:
-                results = _without_rule(values_known, names, eqn, operands, arrays, eqn_address)
+            elif name in CUSTOM:
+                results = self._without_rule(eqn, operands, arrays, eqn_address)
             else:
-                runner = _Runner(values_known, names, eqn, eqn_address, arrays)
-                results = FORMS[eqn.primitive.name].apply(eqn, operands, runner)[0]
-        env.update(zip(eqn.outvars, results, strict=True))
-        for j, var in enumerate(eqn.outvars):
-            entry = values_known.at.get((address, i, j))
-            if entry is not None:
-                env[var] = arrays[names[entry.value.number]]
-    return [read(atom) for atom in jaxpr.outvars]
+                runner = _Runner(self, eqn, eqn_address, arrays)
+                results = FORMS[name].apply(eqn, operands, runner)[0]
+            entries = [self.values.at.get((address, i, j)) for j in range(len(results))]
+            return [
+                x if entry is None else arrays[self.names[entry.value.number]]
+                for x, entry in zip(results, entries, strict=True)
+            ]
 
+        return evaluate(jaxpr, consts, args, results_of)
 
-def _without_rule(
-    values_known: KnownValues,
-    names: ResultNames,
-    eqn: Eqn,
-    operands: Sequence[Any],
-    arrays: Arrays,
-    address: Address,
-) -> list[Any]:
-    """Evaluates a function with a derivative rule, which cannot be applied, since it reads
-    parameters that are split off. Differentiating it is an error.
-    """
-    body, consts = compat.open_jaxpr(eqn.params[CUSTOM[eqn.primitive.name]])
+    def _without_rule(
+        self, eqn: Eqn, operands: Sequence[Any], arrays: Arrays, address: Address
+    ) -> list[Any]:
+        """Evaluates a function with a derivative rule, which cannot be applied, since it reads
+        parameters that are split off. Differentiating it is an error.
+        """
+        body, consts = compat.open_jaxpr(eqn.params[CUSTOM[eqn.primitive.name]])
 
-    def run(arrays: Arrays, args: Sequence[Any]) -> list[Any]:
-        return rest(values_known, names, body, consts, args, arrays, address)
+        def run(arrays: Arrays, args: Sequence[Any]) -> list[Any]:
+            return self.rest(body, consts, args, arrays, address)
 
-    jaxpr, inner = compat.trace(run, arrays, list(operands))
-    jaxpr, flat = live(jaxpr), [*jax.tree.leaves(arrays), *operands]
-    read = read_by(jaxpr)
-    argnums = [i for i, var in enumerate(jaxpr.invars) if id(var) in read]
+        jaxpr, inner = compat.trace(run, arrays, list(operands))
+        jaxpr, flat = live(jaxpr), [*jax.tree.leaves(arrays), *operands]
+        read = read_by(jaxpr)
+        argnums = [i for i, var in enumerate(jaxpr.invars) if id(var) in read]
 
-    @jax.custom_jvp
-    def value(*read_values: Any) -> list[Any]:
-        some = dict(zip(argnums, read_values, strict=True))
-        return evaluate(jaxpr, inner, [some.get(i) for i in range(len(flat))])
+        @jax.custom_jvp
+        def value(*read_values: Any) -> list[Any]:
+            some = dict(zip(argnums, read_values, strict=True))
+            return evaluate(jaxpr, inner, [some.get(i) for i in range(len(flat))])
 
-    @value.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
-        raise fail(
-            "hoist",
-            "a function with a derivative rule of its own has no derivative here.",
-            given=f"`{eqn.primitive.name}`{compat.at_line_of(eqn)}, from which "
-            "values of parameters are split off",
-            fix="differentiate f itself; g is for inference.",
-            error=NotImplementedError,
-        )
+        @value.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:
+            problem = "a function with a derivative rule of its own has no derivative here."
+            details = f"`{eqn.primitive.name}`{compat.at_line_of(eqn)}, from which values of "
+            details += "parameters are split off"
+            fix = "differentiate f itself; g is for inference."
+            raise fail("hoist", problem, given=details, fix=fix, error=NotImplementedError)
 
-    return value(*(flat[i] for i in argnums))
+        return value(*(flat[i] for i in argnums))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Runner:
-    """Evaluates the functions inside an equation; what they need is in `given`."""
+class _Runner(Runner):
+    """Evaluates the functions inside an equation; their inputs are the values split off."""
 
-    values: KnownValues
-    names: ResultNames
+    splitter: _Splitter
     eqn: Eqn
     address: Address
-    all_given: Arrays
-    differentiable: bool = True
-    is_counting: bool = False
+    arrays: Arrays
 
     @property
     def site_inputs(self) -> Arrays:
-        arrays = {
-            self.names[x.value.number]
-            for key, x in self.values.at.items()
+        names = {
+            self.splitter.names[x.value.number]
+            for key, x in self.splitter.values.at.items()
             if key[0][: len(self.address)] == self.address
         }
-        return {name: self.all_given[name] for name in sorted(arrays)}
+        return {name: self.arrays[name] for name in sorted(names)}
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Any = None
     ) -> tuple[list[Any], Records]:
         body, consts = compat.open_jaxpr(jaxpr)
         arrays = self.site_inputs if site_inputs is None else site_inputs
-        address = (*self.address, *part)
-        return rest(self.values, self.names, body, consts, args, arrays, address), {}
+        return self.splitter.rest(body, consts, args, arrays, (*self.address, *part)), {}
 
     def split(self, length: int) -> tuple[Any, Any]:
-        stepped = set(_stepped(self.values, self.names, self.address))
-        arrays = self.site_inputs
+        stepped, arrays = set(self.splitter.stepped(self.address)), self.site_inputs
         steps = {name: x for name, x in arrays.items() if name in stepped}
         return steps, {name: x for name, x in arrays.items() if name not in stepped}
 
     def join(self, step: Any, shared: Any) -> Any:
         return step | shared
 
-    def numbered(self, site_inputs: Any, step: Any) -> Any:
-        return site_inputs
-
-    def unseen(self) -> Records:
-        return {}
-
-    def merge(self, a: Records, b: Records) -> Records:
-        return {}
-
-    def dense(self, x: Any) -> Any:
-        return x
-
-    def carried(self, x: Any) -> Any:
-        return x
-
-    def common(self, forms: Sequence[Any]) -> Any:
-        return forms[0]
-
-    def like(self, x: Any, example: Any) -> Any:
-        return x
-
-
-_WHATS = ("all", "weights")
 
 _PLACE = "computed"
 """The last part but one of the path of a value that is split off."""
@@ -353,12 +302,8 @@ def hoist(
     """
     check_function("hoist", f)
     check_names("hoist", names)
-    if what not in _WHATS:
-        raise fail(
-            "hoist",
-            f"`what` is unknown: {what!r}.",
-            fix=f"pass one of {', '.join(map(repr, _WHATS))}.",
-        )
+    if what not in ("all", "weights"):
+        raise fail("hoist", f"`what` is unknown: {what!r}.", fix="pass 'all' or 'weights'.")
     argnums = as_params("hoist", params)
 
     def split(*args: Any, **kwargs: Any) -> tuple[Callable[..., Any], Any]:
@@ -367,7 +312,7 @@ def hoist(
         g = Hoisted(
             f=f,
             hoisting=Hoisting(what, argnums, call.names),
-            parents=tuple(_template(args[argnum]) for argnum in _positions(argnums)),
+            parents=tuple(_template(args[argnum]) for argnum in positions_of(argnums)),
             others=parts.others,
             sizes=_sizes(parts),
             program=str(parts.program[0]),
@@ -400,18 +345,16 @@ class Hoisted:
     @property
     def params(self) -> int:
         """The position of what was computed."""
-        return min(_positions(self.hoisting.params))
+        return min(positions_of(self.hoisting.params))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         argnum = self.params
-        if not argnum < len(args):
-            raise fail(
-                "hoist",
-                f"there are no computed parameters at position {argnum}.",
-                fix="pass what hoist(f)(params, *args) returned with g: g(computed, *args).",
-            )
+        if argnum >= len(args):
+            problem = f"there are no computed parameters at position {argnum}."
+            fix = "pass what hoist(f)(params, *args) returned with g: g(computed, *args)."
+            raise fail("hoist", problem, fix=fix)
         others = [x for i, x in enumerate(args) if i != argnum]
-        full = placed(_positions(self.hoisting.params), self.parents, others)
+        full = insert_params(positions_of(self.hoisting.params), self.parents, others)
         weights = Weights(self.hoisting.params, self.hoisting.names)
         call = trace_call("hoist", self.f, weights, full, kwargs)
         parts = _Parts.of(call, self.hoisting.params, cast(What, self.hoisting.what))
@@ -430,7 +373,7 @@ def hoisted_as(
     argnums = hoisting.params
     names = dict(hoisting.names)
     split = hoist(f, cast(What, hoisting.what), params=argnums, names=names or None)
-    g, _ = split(*placed(_positions(argnums), parents, inputs))
+    g, _ = split(*insert_params(positions_of(argnums), parents, inputs))
     return cast(Hoisted, g)
 
 
@@ -441,35 +384,34 @@ class _Parts:
     Attributes:
       call: the function.
       paths: for each leaf the path of a parameter; `None` for the leaves of other arguments.
-      values: its values that depend on parameters alone.
-      names: the paths of what is split off, by the numbers of values.
+      splitter: its values that depend on parameters alone, with their paths as names.
     """
 
     call: Call
     paths: tuple[str | None, ...]
-    values: KnownValues
-    names: Mapping[int, str]
+    splitter: _Splitter
 
     @classmethod
     def of(cls, call: Call, params: Params, what: What) -> "_Parts":
         paths, are_known = [], []
         for path, keys, leaf in zip(call.paths, call.keys, call.leaves, strict=True):
-            inside = keys[0].idx == 0 and keys[1].idx in _positions(params)
+            inside = keys[0].idx == 0 and keys[1].idx in positions_of(params)
             inner_keys = keys[2:] if isinstance(params, int) else keys[1:]
             paths.append((path or path_of(inner_keys)) if inside else None)
             are_known.append(inside and (path is not None or leaf.shape == ()))
         values = KnownValues(call.jaxpr, are_known, what)
-        return cls(call, tuple(paths), values, _names(values, paths))
+        return cls(call, tuple(paths), _Splitter(values, _names(values, paths)))
 
     @functools.cached_property
     def program(self) -> tuple[Any, list[Any], list[int]]:
         """What computes the values: a jaxpr, its constants, and which leaves are its operands."""
-        leaf_indices = sorted({p for entry in self.values.at.values() for p in entry.value.parents})
+        at = self.splitter.values.at
+        leaf_indices = sorted({p for entry in at.values() for p in entry.value.parents})
 
         def run(*leaves: Any) -> list[Any]:
             leaf_at = dict(zip(leaf_indices, leaves, strict=True))
             args = [leaf_at.get(i) for i in range(len(self.paths))]
-            arrays = computed(self.values, self.names, self.call.jaxpr, self.call.consts, args)
+            _, arrays = self.splitter.computed(self.call.jaxpr, self.call.consts, args)
             return [arrays[name] for name in self._shapes]
 
         jaxpr, consts = compat.trace(run, *(stand_in(self.call.leaves[i]) for i in leaf_indices))
@@ -480,7 +422,7 @@ class _Parts:
         """The rest of the function. Its operands are what is split off, and the leaves."""
 
         def run(arrays: dict[str, Any], args: list[Any]) -> list[Any]:
-            return rest(self.values, self.names, self.call.jaxpr, self.call.consts, args, arrays)
+            return self.splitter.rest(self.call.jaxpr, self.call.consts, args, arrays)
 
         args = [stand_in(leaf) for leaf in self.call.leaves]
         jaxpr, consts = compat.trace(run, self._shapes, args)
@@ -497,12 +439,13 @@ class _Parts:
     @functools.cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of the values that are split off, by path, in the order of their paths."""
-        entries = {self.names[entry.value.number]: entry for entry in self.values.at.values()}
-        return {name: self._shape(entries[name]) for name in sorted(entries)}
-
-    def _shape(self, entry: SplitOff) -> jax.ShapeDtypeStruct:
-        stack = tuple(self.values.lengths[loop] for loop in entry.value.loops)
-        return jax.ShapeDtypeStruct((*stack, *entry.aval.shape), entry.aval.dtype)
+        values, names = self.splitter.values, self.splitter.names
+        shapes = {}
+        for entry in values.at.values():
+            stack = tuple(values.lengths[loop] for loop in entry.value.loops)
+            shape = jax.ShapeDtypeStruct((*stack, *entry.aval.shape), entry.aval.dtype)
+            shapes[names[entry.value.number]] = shape
+        return dict(sorted(shapes.items()))
 
     def computed(self) -> dict[str, Any]:
         """Returns what was split off, and the parameters that the rest reads, as nested dicts."""
@@ -528,15 +471,12 @@ class _Parts:
         return dict.fromkeys(path for path in self._read if path in paths)
 
     def check_program(self, program: str) -> None:
-        """Raises if values that are split off are not those of another call."""
+        """Raises if what computes the values is not as it was in another call."""
         if str(self.program[0]) != program:
-            raise fail(
-                "hoist",
-                "a value that was split off depends on the sizes of the other arguments.",
-                given=f"arguments of other sizes than those of hoist(f)(params, *args), and values "
-                f"{some(list(self._shapes))}",
-                fix="call hoist(f)(params, *args) with arguments of these sizes.",
-            )
+            problem = "a value that was split off depends on the sizes of the other arguments: "
+            problem += f"{some(list(self._shapes))}."
+            fix = "call hoist(f)(params, *args) with arguments of these sizes."
+            raise fail("hoist", problem, fix=fix)
 
     def run(self, tree: Any, own_leaves: Sequence[Any]) -> list[Any]:
         """Evaluates the rest of the function on computed values and the other leaves."""
@@ -557,17 +497,10 @@ class _Parts:
         ]
         wrong = [path for path, x in needed.items() if _kind(arrays.get(path)) != _kind(x)] + others
         if wrong:
-            raise fail(
-                "hoist",
-                "these are not the computed parameters of this function.",
-                given=f"{wrong[0]!r}: {_kind(arrays.get(wrong[0]))}",
-                expected=f"{wrong[0]!r}: {_kind(needed.get(wrong[0]))}",
-                fix="pass those that hoist(f)(params, *args) returns together with g.",
-            )
-
-
-def _positions(params: Params) -> tuple[int, ...]:
-    return (params,) if isinstance(params, int) else params
+            path, problem = wrong[0], "these are not the computed parameters of this function."
+            details = f"{path!r}: {_kind(arrays.get(path))}, expected {_kind(needed.get(path))}"
+            fix = "pass those that hoist(f)(params, *args) returns together with g."
+            raise fail("hoist", problem, given=details, fix=fix)
 
 
 def _template(tree: Any) -> Any:

@@ -15,7 +15,6 @@ from ..calibrators.calibrator import Affine
 from ..compat import Eqn
 from ..contractions.pending import Pending, may_quantize
 from ..errors import fail, some
-from ..numerics.lookup import name_of_qtype
 from ..policy import pattern_of
 from ..tensor.grid import groups_of
 from ..tensor.qtensor import QTensor
@@ -95,14 +94,10 @@ class OnIntegers(Rules):
         if paths or not weight_names:
             rule = repr(pattern_of(paths[0])) if len(paths) == 1 else '"its/path"'
             fix = f"leave it in float with jqx.Rule({rule}) first in the policy"
-        raise fail(
-            "convert",
-            problem,
-            given=f"{x!r} of {some(n for _, n in weight_names) if weight_names else 'a weight'}"
-            f"{compat.at_line_of(eqn)}, in scope {compat.scope_of(eqn) or '(none)'}",
-            fix=f'{fix}, or convert with jqx.convert(f, plan, affines, unsupported="dequantize").',
-            error=NotImplementedError,
-        )
+        details = f"{x!r} of {some(n for _, n in weight_names) if weight_names else 'a weight'}"
+        details += f"{compat.at_line_of(eqn)}, in scope {compat.scope_of(eqn) or '(none)'}"
+        fix += ', or convert with jqx.convert(f, plan, affines, unsupported="dequantize").'
+        raise fail("convert", problem, given=details, fix=fix, error=NotImplementedError)
 
 
 def contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
@@ -125,29 +120,20 @@ def quantized_leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str
 
 
 def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
-    groups = groups_of("convert", weight.spec, leaf.shape)
-    zero = "without" if weight.spec.symmetric else "with"
-    if not (
-        leaf.qtype == weight.spec.qtype
-        and leaf.groups == groups
-        and (leaf.zero_point is None) == weight.spec.symmetric
-        and leaf.offset is leaf.order is None
-    ):
-        raise fail(
-            "convert",
-            "a QTensor does not fit the plan.",
-            given=f"{leaf!r} for the parameter {path!r}",
-            expected=f"{name_of_qtype(weight.spec.qtype)} with scale {list(groups.scale_shape)}, "
-            f"one for each {list(groups.sizes)} elements, {zero} zero point, in order",
-            fix="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
-        )
+    spec, groups = weight.spec, groups_of("convert", weight.spec, leaf.shape)
+    is_alike = leaf.qtype == spec.qtype and leaf.groups == groups
+    is_plain = leaf.offset is None and leaf.order is None
+    if not (is_alike and is_plain and (leaf.zero_point is None) == spec.symmetric):
+        problem = f"a QTensor does not fit the plan, which has {spec} for {path!r}."
+        fix = "quantize the parameters with this plan: jqx.quantize_params(params, plan)."
+        raise fail("convert", problem, given=repr(leaf), fix=fix)
 
 
 # Which weights cannot be quantized as planned, because scales in blocks cannot follow the views of
 # the function.
 
 
-def lost(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[str, str]:
+def unfollowed(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> dict[str, str]:
     """Returns the paths of weights whose scales cannot follow the views on the way to a site, each
     with the reason.
 

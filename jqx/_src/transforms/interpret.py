@@ -19,11 +19,11 @@ from .. import compat
 from ..caches.decode_attention import attention_named
 from ..calibrators.calibrator import Affine
 from ..compat import Eqn
-from ..errors import fail
+from ..errors import fail, some
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone
 from .find import addressed
-from .higher_order import FORMS, Records
+from .higher_order import FORMS, Records, Runner
 from .operands import (
     Counted,
     Trainable,
@@ -31,7 +31,6 @@ from .operands import (
     codes_of,
     common,
     counted_like,
-    counts_of,
     is_coded,
     is_counted,
     opened,
@@ -39,11 +38,11 @@ from .operands import (
     value_of,
     with_codes,
 )
-from .paths import Params
+from .paths import Params, positions_of
 from .plan import Plan, Site, check_sums
-from .row_counts import counted, tainted, tainted_results, tainted_rows
+from .row_counts import counted, tainted_results, tainted_rows
 from .rules import CONTRACTIONS, VIEWS, tracked
-from .trace import Call, trace_call
+from .trace import Call
 from .views import UPDATES, Address, Origin
 
 # `jqx.decode_attention` in a traced function, where its name is kept.
@@ -73,7 +72,7 @@ the next one.
 _TAKE_STACKS = {*CONTRACTIONS, *FORMS, "transpose"}
 """Primitives that receive a weight together with the stack that it is part of."""
 
-Given = tuple[dict[str, Affine], jax.Array | None]
+SiteInputs = tuple[dict[str, Affine], jax.Array | None]
 """What sites read in addition to their operands: scales by key, and a random key."""
 
 
@@ -85,32 +84,23 @@ class Rules(abc.ABC):
       plan: the plan with the sites.
       affines: scales, by key.
       key: for gradient estimators that draw random numbers.
+      is_counting: whether the counts of the rows of a batch are tracked.
+      leaves_out: whether elements that are not finite lose their count.
+      cleans: whether contractions see zeros in place of rows that are not finite.
     """
 
     plan: Plan
     affines: Mapping[str, Affine] = dataclasses.field(default_factory=dict)
     key: jax.Array | None = None
+    is_counting: bool = dataclasses.field(default=False, kw_only=True)
+    leaves_out: bool = dataclasses.field(default=False, kw_only=True)
+    cleans: bool = dataclasses.field(default=False, kw_only=True)
 
     function: ClassVar[str | None] = None
     """The function named in errors about scales from the user; `None` if there are none."""
 
     differentiable: ClassVar[bool] = True
     """Whether custom derivative rules of the user are kept."""
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether the counts of the rows of a batch are tracked."""
-        return False
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether elements that are not finite lose their count."""
-        return False
-
-    @property
-    def cleans(self) -> bool:
-        """Whether contractions see zeros in place of rows that are not finite."""
-        return False
 
     @abc.abstractmethod
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
@@ -195,7 +185,7 @@ def _evaluate(
             with _noted(f"{site.op} at path {site.path!r}, rule {site.rule}"):
                 result, records = rules.at_site(site, eqn, operands)
             return [result], compat.vary(records, compat.manual_axes())
-        if quantized and CONTRACTIONS[name].excuse(eqn) is None:
+        if quantized and CONTRACTIONS[name].why_unsupported(eqn) is None:
             with _noted(f"{name} of a quantized array, scope {compat.scope_of(eqn) or '(none)'}"):
                 return rules.contract(eqn, operands), {}
     has_sites = name in FORMS and holds_site and rules.plan.has_sites_in(address)
@@ -210,7 +200,13 @@ def _evaluate(
     with _noted(f"{name} of a quantized array, scope {compat.scope_of(eqn) or '(none)'}"):
         viewed = rules.view(eqn, operands)
         if viewed is None and name in UPDATES:
-            viewed = _updated(eqn, operands)
+            # Written to the codes, and to the float values that go with them, if any.
+            codes = UPDATES[name](eqn, [codes_of(x) for x in operands])
+
+            def real() -> jax.Array:
+                return compat.bind(eqn, [real_of(x) for x in operands])[0]
+
+            viewed = None if codes is None else [with_codes(codes, real, operands)]
     if viewed is not None:
         return viewed, {}
     return rules.unsupported(eqn, operands), {}
@@ -234,17 +230,10 @@ def evaluate_counted(
         operands = tainted_rows(eqn, operands, rules.cleans)
     values = list(map(value_of, operands))
     results, records = _evaluate(eqn, values, rules, address, holds_site)
-    results_with_counts = counted(eqn, operands, results)
-    return tainted_results(
-        eqn, operands, results_with_counts
-    ) if rules.leaves_out else results_with_counts, records
-
-
-def _updated(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
-    """Writes to a quantized array, and to the float values that go with its codes, if any."""
-    codes = UPDATES[eqn.primitive.name](eqn, [codes_of(x) for x in operands])
-    real = lambda: compat.bind(eqn, [real_of(x) for x in operands])[0]  # noqa: E731
-    return None if codes is None else [with_codes(codes, real, operands)]
+    results = counted(eqn, operands, results)
+    if rules.leaves_out:
+        results = tainted_results(eqn, operands, results)
+    return results, records
 
 
 @contextlib.contextmanager
@@ -258,7 +247,7 @@ def _noted(where: str) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Runner:
+class _Runner(Runner):
     """Runs the functions inside an equation with the rules of the transform."""
 
     eqn: Eqn
@@ -274,13 +263,17 @@ class _Runner:
         return self.rules.is_counting
 
     @property
-    def site_inputs(self) -> Given:
+    def site_inputs(self) -> SiteInputs:
         inside = self.rules.plan.keys_in(self.address)
         affines = self.rules.affines
         return {name: affines[name] for name in inside if name in affines}, self.rules.key
 
     def run(
-        self, jaxpr: Any, args: Sequence[Any], part: Address = (), site_inputs: Given | None = None
+        self,
+        jaxpr: Any,
+        args: Sequence[Any],
+        part: Address = (),
+        site_inputs: SiteInputs | None = None,
     ) -> tuple[list[Any], Records]:
         body, consts = compat.open_jaxpr(jaxpr)
         rules = self.rules
@@ -288,7 +281,7 @@ class _Runner:
             rules = dataclasses.replace(rules, affines=site_inputs[0], key=site_inputs[1])
         return interpret(body, consts, args, rules, (*self.address, *part))
 
-    def split(self, length: int) -> tuple[Given, Given]:
+    def split(self, length: int) -> tuple[SiteInputs, SiteInputs]:
         affines, key = self.site_inputs
         steps, shared = {}, {}
         for name, affine in affines.items():
@@ -298,10 +291,10 @@ class _Runner:
         keys = None if key is None else jax.random.split(key, length)
         return (steps, keys), (shared, None)
 
-    def join(self, step: Given, shared: Given) -> Given:
+    def join(self, step: SiteInputs, shared: SiteInputs) -> SiteInputs:
         return step[0] | shared[0], step[1]
 
-    def numbered(self, site_inputs: Given, step: jax.Array) -> Given:
+    def numbered(self, site_inputs: SiteInputs, step: jax.Array) -> SiteInputs:
         affines, key = site_inputs
         return affines, None if key is None else jax.random.fold_in(key, step)
 
@@ -344,7 +337,7 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
         return None
     codes = [codes_of(x) for x in operands]
     qtensors = [codes[i] for i in quantized]
-    if len(eqn.outvars) == 1 and len({_format(q) for q in qtensors}) > 1:
+    if len(eqn.outvars) == 1 and len({(q.qtype, jnp.dtype(q.dtype)) for q in qtensors}) > 1:
         return None  # no single tensor can hold them
     parts = [part for origin in origins if origin for part in origin.parts]
     alike = len(eqn.outvars) > 1 or len({q.layout for q in qtensors}) == 1
@@ -359,10 +352,6 @@ def view(eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
     return [Trainable(q, x, is_state) if is_coded(q) else q for q, x in pairs]
 
 
-def _format(q: QTensor) -> Any:
-    return q.qtype, jnp.dtype(q.dtype)
-
-
 def _follows(q: QTensor, origin: Origin) -> bool:
     """Whether the layout of a QTensor can follow a view."""
     moved, cut = ({axis - q.ndim for axis, _ in marks} for marks in (origin.moved, origin.cut))
@@ -375,27 +364,10 @@ def _follows(q: QTensor, origin: Origin) -> bool:
 
 Weight = Callable[..., Any]
 
-_NO_SITE = (-1,)
-"""An address at which no contraction is a site."""
-
 
 @dataclasses.dataclass(frozen=True)
 class _Following(Rules):
     """Evaluates in float, and tracks how much rows count."""
-
-    without_nonfinite: bool = False
-
-    @property
-    def is_counting(self) -> bool:
-        return True
-
-    @property
-    def leaves_out(self) -> bool:
-        return self.without_nonfinite
-
-    @property
-    def cleans(self) -> bool:
-        return self.without_nonfinite
 
     def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
         """Not called: the evaluated equations are not sites of the plan."""
@@ -406,7 +378,8 @@ def followed(plan: Plan, eqn: Any, operands: list[Any], leaves_out: bool = False
     """Evaluates an equation in float and returns results with counts, if those of operands are
     known. With `leaves_out` elements that are not finite do not count.
     """
-    return evaluate_counted(eqn, operands, _Following(plan, without_nonfinite=leaves_out))[0]
+    rules = _Following(plan, is_counting=True, leaves_out=leaves_out, cleans=leaves_out)
+    return evaluate_counted(eqn, operands, rules)[0]
 
 
 def every_row(*args: Any, **kwargs: Any) -> jax.Array:
@@ -420,37 +393,27 @@ def weights_of(
     """Returns how much rows count, float32: the result of `weight` for the arguments of a call
     without the parameters.
     """
-    positions = (params,) if isinstance(params, int) else params
+    positions = positions_of(params)
     inputs = [x for argnum, x in enumerate(args) if argnum not in positions]
     try:
-        row_weights = weight(*inputs, **kwargs)
+        weights = weight(*inputs, **kwargs)
     except Exception as error:
-        error.add_note(
-            f"  at:       weight= of an observer, called with {len(inputs)} arguments: those "
-            "of the function without its parameters"
-        )
+        count = f"{len(inputs)} arguments, those of f without its parameters"
+        error.add_note(f"  at:       weight= of an observer, called with {count}")
         raise
     fix = "let it return booleans, such as tokens != 0, or non-negative numbers."
-    if not (hasattr(row_weights, "shape") and hasattr(row_weights, "dtype")):
-        raise fail(
-            function,
-            "the `weight` of an observer does not return an array.",
-            given=f"an object of type {type(row_weights).__name__}",
-            fix=fix,
-            error=TypeError,
-        )
-    dtype = jnp.dtype(row_weights.dtype)
-    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
-    positive = not compat.is_concrete(row_weights) or bool(np.all(np.asarray(row_weights) >= 0))
-    if not (is_real and positive):
-        raise fail(
-            function,
-            "the `weight` of an observer does not return booleans or non-negative numbers.",
-            given=f"an array of {dtype.name}"
-            + ("" if positive else " with entries below 0, or NaN"),
-            fix=fix,
-        )
-    return jnp.asarray(row_weights).astype(jnp.float32)
+    if not (hasattr(weights, "shape") and hasattr(weights, "dtype")):
+        problem = "the `weight` of an observer does not return an array."
+        details = f"an object of type {type(weights).__name__}"
+        raise fail(function, problem, given=details, fix=fix, error=TypeError)
+    is_real = any(jnp.issubdtype(weights.dtype, x) for x in (jnp.bool_, jnp.integer, jnp.floating))
+    is_positive = not compat.is_concrete(weights) or bool(np.all(np.asarray(weights) >= 0))
+    if not (is_real and is_positive):
+        problem = "the `weight` of an observer does not return booleans or non-negative numbers."
+        details = f"an array of {jnp.dtype(weights.dtype).name}"
+        details += "" if is_positive else " with entries below 0, or NaN"
+        raise fail(function, problem, given=details, fix=fix)
+    return jnp.asarray(weights).astype(jnp.float32)
 
 
 def count_arguments(
@@ -459,7 +422,7 @@ def count_arguments(
     """Returns the leaves of a call. Those that are not parameters have counts, or the reason why
     these are unknown.
     """
-    positions = (params,) if isinstance(params, int) else params
+    positions = positions_of(params)
     shape, counted_leaves = weights.shape, []
     for leaf, keys in zip(leaves, call.keys, strict=True):
         is_parameter = keys[0].idx == 0 and keys[1].idx in positions
@@ -478,13 +441,10 @@ def count_arguments(
             )
             counted_leaves.append(Counted(leaf, None, reason))
     if shape != () and not any(is_counted(x) and x.is_known for x in counted_leaves):
-        raise fail(
-            function,
-            "no argument has the rows that the `weight` of an observer counts.",
-            given=f"a weight of shape {shape}, arguments of shapes "
-            f"{', '.join(str(x.value.shape) for x in counted_leaves if is_counted(x)) or 'none'}",
-            fix="let it return an array with these axes.",
-        )
+        shapes = [str(x.value.shape) for x in counted_leaves if is_counted(x)]
+        problem = "no argument has the rows that the `weight` of an observer counts."
+        details = f"a weight of shape {shape}, arguments of shapes {some(shapes)}"
+        raise fail(function, problem, given=details, fix="let it return an array with these axes.")
     return counted_leaves
 
 
@@ -504,25 +464,9 @@ def count_operand(
     if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
         return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
     operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
-    raise fail(
-        function,
-        f"it is not known how much the rows of {site!r} count.",
-        given=("" if shape is None else f"a weight of shape {shape}, and ")
-        + f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}",
-        fix="name other sites in observers=, or let `weight` return the leading axes of the "
-        "argument that this site reads.",
-    )
-
-
-def finite_rows(f: Callable[..., Any], plan: Plan, *args: Any) -> tuple[Any, Any]:
-    """Returns the results of a function with zeros where they come from rows that are not finite,
-    and which elements do not; traceable.
-    """
-    call = trace_call("ptq", f, plan.parameters, args, {})
-    leaves = count_arguments("ptq", every_row(), plan.params, call, call.leaves)
-    rules = _Following(plan, without_nonfinite=True)
-    out, _ = interpret(call.jaxpr, call.consts, list(map(tainted, leaves)), rules, _NO_SITE)
-    is_finite = [counts_of(x) > 0 for x in out]
-    values = [jnp.where(mask, value_of(x), 0) for x, mask in zip(out, is_finite, strict=True)]
-    trees = (jax.tree.unflatten(call.out_tree, x) for x in (values, is_finite))
-    return next(trees), next(trees)
+    problem = f"it is not known how much the rows of {site!r} count."
+    details = "" if shape is None else f"a weight of shape {shape}, and "
+    details += f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}"
+    fix = "name other sites in observers=, or let `weight` return the leading axes of the argument "
+    fix += "that this site reads."
+    raise fail(function, problem, given=details, fix=fix)

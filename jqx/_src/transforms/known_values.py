@@ -54,7 +54,7 @@ class Value:
     loops: tuple[Address, ...] = ()
 
 
-Known = Value | None
+KnownValue = Value | None
 
 Need = frozenset[int] | None
 """Which contractions a value is a weight of, by the `id` of their equations; `None` if it is not
@@ -91,7 +91,7 @@ class KnownValues:
     def __init__(self, jaxpr: Any, is_parameter: Sequence[bool], scope: What):
         self._what = scope
         self._numbers: dict[Any, int] = {}
-        self._values: dict[Address, dict[Any, Known]] = {}
+        self._values: dict[Address, dict[Any, KnownValue]] = {}
         self._held: list[Any] = []
         self._views: set[tuple[Address, Any]] = set()
         self.at: dict[tuple[Address, int, int], SplitOff] = {}
@@ -127,13 +127,15 @@ class KnownValues:
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _value(self, address: Address, atom: Any) -> Known:
+    def _value(self, address: Address, atom: Any) -> KnownValue:
         if compat.is_literal(atom):
             key = "literal", str(atom.aval), str(atom.val)
             return Value(self._number(*key), frozenset(), (False,) * len(atom.aval.shape))
         return self._values[address].get(atom)
 
-    def _forward(self, jaxpr: Any, values: Sequence[Known], address: Address) -> list[Known]:
+    def _forward(
+        self, jaxpr: Any, values: Sequence[KnownValue], address: Address
+    ) -> list[KnownValue]:
         """Finds the known values of a function; returns which of its results are known."""
         body, consts = compat.open_jaxpr(jaxpr)
         env = self._values[address] = {}
@@ -150,7 +152,9 @@ class KnownValues:
                 self._views.update((address, var) for var in eqn.outvars)
         return [self._value(address, atom) for atom in body.outvars]
 
-    def _results(self, eqn: Eqn, operands: list[Known], address: Address) -> Sequence[Known]:
+    def _results(
+        self, eqn: Eqn, operands: list[KnownValue], address: Address
+    ) -> Sequence[KnownValue]:
         name, none = eqn.primitive.name, [None] * len(eqn.outvars)
         if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
             return self._forward(eqn.params[INLINE[name]], operands, address)
@@ -188,7 +192,7 @@ class KnownValues:
             self._enter_unknown(eqn, operands, address)
         return none
 
-    def _enter_unknown(self, eqn: Eqn, operands: Sequence[Known], address: Address) -> None:
+    def _enter_unknown(self, eqn: Eqn, operands: Sequence[KnownValue], address: Address) -> None:
         """Marks all values inside an equation as unknown. Those of a `shard_map` may be parts of
         known ones, so that views of them lead to what is outside.
         """
@@ -204,13 +208,13 @@ class KnownValues:
                 part = (*address, -1) if tests else address
             self._forward(body, [None] * len(body.invars), part)
 
-    def _step(self, x: Known, address: Address) -> Known:
+    def _step(self, x: KnownValue, address: Address) -> KnownValue:
         if x is None or not x.parents or not x.fixed[0]:
             return None
         number = self._number("step", address, x.number)
         return Value(number, x.parents, x.fixed[1:], (*x.loops, address))
 
-    def _computed(self, eqn: Eqn, operands: list[Value]) -> list[Known]:
+    def _computed(self, eqn: Eqn, operands: list[Value]) -> list[KnownValue]:
         parents = frozenset().union(*(x.parents for x in operands))
         loops = max((x.loops for x in operands), key=len, default=())
         key = (eqn.primitive.name, _hashable(eqn), *(x.number for x in operands))

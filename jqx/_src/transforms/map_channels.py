@@ -71,27 +71,24 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
     check_function(name, f)
     check_instance(name, "plan", plan, Plan, fix="call jqx.make_plan(f, policy)(params, x) first.")
     maps_of_keys = as_maps(name, maps)
-    keys = set(_places(plan))
+    keys = set(_sides_by_key(plan))
     unknown = sorted(set(maps_of_keys) - keys)
     if unknown:
-        raise fail(
-            name,
-            "`maps` has keys that are not in the plan.",
-            given=some(unknown),
-            fix="take the keys of plan.sites: operand.key, or site.output_key.",
-        )
+        problem = "`maps` has keys that are not in the plan."
+        fix = "take the keys of plan.sites: operand.key, or site.output_key."
+        raise fail(name, problem, given=some(unknown), fix=fix)
 
     def mapped(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call(name, f, plan.parameters, args, kwargs)
         fitted, items = with_contractions(name, plan, call, plan.parameters)
-        sides_of_keys, keys_of_sites = _places(fitted), dict[Address, dict[int, str]]()
+        sides_of_keys, keys_of_sites = _sides_by_key(fitted), dict[Address, dict[int, str]]()
         for key in maps_of_keys:
             address, side = sides_of_keys[key]
             keys_of_sites.setdefault(address, {})[side] = key
         items_by_address = {item.address: item for item in items if item.address}
         sites = [_site(items_by_address[address], keys) for address, keys in keys_of_sites.items()]
-        for site_address in sites:
-            _check_loops(site_address.site, maps_of_keys)
+        for mapped_site in sites:
+            _check_loops(mapped_site.site, maps_of_keys)
         mapped_plan = Plan(tuple(x.site for x in sites), (), (), plan.params, ())
         by_address = {x.site.address: x for x in sites}
         rules = _Mapped(mapped_plan, maps_of_keys, sites=by_address)  # type: ignore[arg-type]
@@ -119,11 +116,11 @@ def as_maps(function: str, maps: Any) -> dict[str, tuple[Map, ...]]:
 
 def with_maps(function: str, inner: Maps, outer: Maps) -> Maps:
     """Returns the maps of `inner` followed by those of `outer`."""
-    a, b = as_maps(function, inner), as_maps(function, outer)
-    return a | {key: a.get(key, ()) + more_maps for key, more_maps in b.items()}
+    maps = as_maps(function, inner)
+    return maps | {k: maps.get(k, ()) + added for k, added in as_maps(function, outer).items()}
 
 
-def _places(plan: Plan) -> dict[str, tuple[Address, int]]:
+def _sides_by_key(plan: Plan) -> dict[str, tuple[Address, int]]:
     """Returns for each key the address of a contraction, and the index of its operand; -1 for its
     result.
     """
@@ -142,7 +139,7 @@ def _places(plan: Plan) -> dict[str, tuple[Address, int]]:
     return sides_by_key
 
 
-class _Here(NamedTuple):
+class _MappedSite(NamedTuple):
     """A contraction with maps: the index of each mapped operand (-1 for the result), its channels,
     and in `factor` the operand that is multiplied by a weight, `None` for other contractions.
     """
@@ -152,15 +149,14 @@ class _Here(NamedTuple):
     factor: tuple[int, Channels] | None
 
 
-def _site(item: Found, keys: Mapping[int, str]) -> _Here:
+def _site(item: Found, keys: Mapping[int, str]) -> _MappedSite:
     """Returns the contraction with what is mapped there."""
     first_key = keys[min(keys)]
     operands = []
     for i, origin in enumerate(item.origins):
         if origin is not None and i in keys:
-            raise fail(
-                _NAME, f"the map {keys.get(i)!r} is for a weight.", fix="change the weight itself."
-            )
+            problem = f"the map {keys[i]!r} is for a weight."
+            raise fail(_NAME, problem, fix="change the weight itself.")
         role = "activation" if origin is None else "weight"
         path = None if origin is None else origin.path
         operands.append(Operand(role, None, keys.get(i, f"{first_key}/{i}"), path))
@@ -169,11 +165,11 @@ def _site(item: Found, keys: Mapping[int, str]) -> _Here:
     site = Site(*identity, sides, None, output, 0, item.loops, (), (), None)
     weights = [i for i, origin in enumerate(item.origins) if origin is not None]
     weight_side = weights[0] if weights else len(operands) - 1
-    parts = [Channels.of_operand(part.about) for part in observed_parts(site, item)[:-1]]
+    parts = [Channels.of_operand(part.observed) for part in observed_parts(site, item)[:-1]]
     parts.append(Channels.of_result(item.eqn, weight_side))
     is_product = item.op == "dot_general" and len(weights) == 1
     factor = (1 - weight_side, parts[1 - weight_side]) if is_product else None
-    return _Here(site, {i: parts[i] for i in keys}, factor)
+    return _MappedSite(site, {i: parts[i] for i in keys}, factor)
 
 
 def _check_loops(site: Site, maps: Mapping[str, Sequence[Map]]) -> None:
@@ -182,19 +178,17 @@ def _check_loops(site: Site, maps: Mapping[str, Sequence[Map]]) -> None:
     for key in set(site.keys) & set(maps):
         for x in jax.tree.leaves(maps[key]):
             if jnp.shape(x)[: len(loops)] != loops:
-                raise fail(
-                    _NAME,
-                    f"a map of {key!r} does not step with its weight.",
-                    given=f"shape {jnp.shape(x)}, without the leading axes {loops}",
-                    fix="repeat it: jnp.broadcast_to(x, (steps, *x.shape)).",
-                )
+                problem = f"a map of {key!r} does not step with its weight."
+                details = f"shape {jnp.shape(x)}, without the leading axes {loops}"
+                fix = "repeat it: jnp.broadcast_to(x, (steps, *x.shape))."
+                raise fail(_NAME, problem, given=details, fix=fix)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Mapped(Rules):
     """Evaluates in float, with the maps at their contractions."""
 
-    sites: Mapping[Address, _Here]
+    sites: Mapping[Address, _MappedSite]
 
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
         mapped = self.sites[site.address]
@@ -225,35 +219,34 @@ def _check_fits(
     factor: tuple[jax.Array, Channels] | None,
 ) -> None:
     """Checks that a map fits these channels."""
-    *stack, count = channels.shape(x.shape)
+    if isinstance(channel_map, LowRank) and factor is None:
+        fix = "use it for results of a dot_general with one weight."
+        raise fail(_NAME, f"LowRank is not possible at {key!r}.", fix=fix)
+    for name, (shape, expected) in _shapes(channel_map, channels.shape(x.shape), factor).items():
+        if shape != expected:
+            problem = f"a map of {key!r} does not fit its channels."
+            details = f"{name} of shape {shape}, and not {expected}, in one step of its loops"
+            fix = "give it the channels of this value, with a leading axis for each scan."
+            raise fail(_NAME, problem, given=details, fix=fix)
+
+
+def _shapes(
+    channel_map: Map, sizes: tuple[int, ...], factor: tuple[jax.Array, Channels] | None
+) -> dict[str, tuple[Any, Any]]:
+    """Returns the shape of each array of a map, and the one that fits `[*batch, channels]`."""
+    *stack, count = sizes
     if isinstance(channel_map, LowRank):
-        if factor is None:
-            raise fail(
-                _NAME,
-                f"LowRank is not possible at {key!r}.",
-                fix="use it for results of a dot_general with one weight.",
-            )
         assert factor is not None
-        rank, inputs = jnp.shape(channel_map.b)[-2], factor[1].shape(factor[0].shape)
-        expected_shapes: dict[str, Any] = {"a": (*inputs, rank), "b": (*stack, rank, count)}
-        shapes = {"a": jnp.shape(channel_map.a), "b": jnp.shape(channel_map.b)}
-    else:
-        arrays = {"scale": channel_map.scale, "shift": channel_map.shift, "clip": channel_map.clip}
-        shapes = {name: jnp.shape(x) for name, x in arrays.items() if x is not None}
-        expected_shapes: dict[str, Any] = dict.fromkeys(shapes, (*stack, count))
-        sizes = [jnp.shape(factor)[-1] for factor in channel_map.factors]
-        fits = count % math.prod(sizes) == 0
-        for i, n in enumerate(sizes):
-            shapes[f"factors[{i}]"] = jnp.shape(channel_map.factors[i])
-            expected_shapes[f"factors[{i}]"] = (n, n) if fits else f"a size that divides {count}"
-    for name, shape in shapes.items():
-        if shape != expected_shapes[name]:
-            raise fail(
-                _NAME,
-                f"a map of {key!r} does not fit its channels.",
-                given=f"{name} of shape {shape}, in one step of the loops around it",
-                expected=str(expected_shapes[name]),
-                fix="give it the channels of this value, with a leading axis for each scan over "
-                "the "
-                "weight.",
-            )
+        a, b = jnp.shape(channel_map.a), jnp.shape(channel_map.b)
+        inputs = factor[1].shape(factor[0].shape)
+        return {"a": (a, (*inputs, b[-2])), "b": (b, (*stack, b[-2], count))}
+    arrays = {"scale": channel_map.scale, "shift": channel_map.shift, "clip": channel_map.clip}
+    shapes: dict[str, tuple[Any, Any]] = {
+        name: (jnp.shape(x), sizes) for name, x in arrays.items() if x is not None
+    }
+    orders = [jnp.shape(factor)[-1] for factor in channel_map.factors]
+    fits = count % math.prod(orders) == 0
+    for i, n in enumerate(orders):
+        expected = (n, n) if fits else f"a size that divides {count}"
+        shapes[f"factors[{i}]"] = jnp.shape(channel_map.factors[i]), expected
+    return shapes

@@ -17,7 +17,7 @@ from ..contractions.pending import Pending
 from ..errors import fail
 from ..tensor.segments import alone
 from ..tensor.shardings import names_of, partition_specs, sharding_of, shardings_of
-from .paths import flatten, parameter_of, path_of, rooted
+from .paths import as_arguments, by_argument, flatten, parameter_of, path_of
 from .plan import Operand, Plan, Site
 from .rules import CONTRACTIONS
 from .trace import is_quantized
@@ -25,25 +25,22 @@ from .trace import is_quantized
 # Shardings of parameters: those of a model's arrays become those of QTensors.
 
 
-Place = Sharding | PartitionSpec | None
+LeafSharding = Sharding | PartitionSpec | None
 """The sharding of an array; `None` means unspecified."""
 
 
-def is_place(x: Any) -> bool:
-    """Whether a node of a tree of shardings is a leaf of it."""
+def is_sharding(x: Any) -> bool:
+    """Whether a node of a tree of shardings is a leaf."""
     return x is None or isinstance(x, (PartitionSpec, Sharding))
 
 
-def as_place(function: str, sharding: Any, mesh: Mesh | None, path: str) -> Place:
+def as_sharding_of_leaf(function: str, sharding: Any, mesh: Mesh | None, path: str) -> LeafSharding:
     """Returns the sharding of a leaf, after checking its type; a PartitionSpec is put on `mesh`."""
-    if not is_place(sharding):
-        raise fail(
-            function,
-            f"the entry for {path!r} is not a sharding.",
-            given=f"an object of type {type(sharding).__name__}",
-            fix="pass a NamedSharding, a PartitionSpec or None in place of each array of the tree.",
-            error=TypeError,
-        )
+    if not is_sharding(sharding):
+        problem = f"the entry for {path!r} is not a sharding."
+        details = f"an object of type {type(sharding).__name__}"
+        fix = "pass a NamedSharding, a PartitionSpec or None in place of each array of the tree."
+        raise fail(function, problem, given=details, fix=fix, error=TypeError)
     if mesh is None or not isinstance(sharding, PartitionSpec):
         return sharding
     return NamedSharding(mesh, sharding)
@@ -51,14 +48,14 @@ def as_place(function: str, sharding: Any, mesh: Mesh | None, path: str) -> Plac
 
 def as_sharding(function: str, sharding: Any, path: str) -> Sharding | None:
     """Returns the sharding of a leaf; a PartitionSpec is put on the current mesh."""
-    resolved = as_place(function, sharding, None, path)
+    resolved = as_sharding_of_leaf(function, sharding, None, path)
     if not isinstance(resolved, PartitionSpec):
         return resolved
-    _check_mesh(function, resolved, path)
+    _mesh_sizes(function, resolved, path)
     return NamedSharding(jax.sharding.get_mesh(), resolved)
 
 
-def of_leaf(function: str, sharding: Place, leaf: Any, path: str) -> Any:
+def of_leaf(function: str, sharding: LeafSharding, leaf: Any, path: str) -> Any:
     """Returns a leaf with a sharding in place of each of its arrays; `None` stays.
 
     Raises:
@@ -66,28 +63,26 @@ def of_leaf(function: str, sharding: Place, leaf: Any, path: str) -> Any:
     """
     if sharding is None:
         return None
-    sizes = _check_mesh(function, sharding, path) if isinstance(sharding, PartitionSpec) else None
+    sizes = _mesh_sizes(function, sharding, path) if isinstance(sharding, PartitionSpec) else None
     return shardings_of(function, leaf, sharding, sizes, path)
 
 
-def _check_mesh(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:
-    """Returns the sizes of the axes of the current mesh, after checking that there is one."""
-    around = jax.sharding.get_abstract_mesh()
-    if around.empty:
-        raise fail(
-            function,
-            f"the mesh along whose axes {path!r} is partitioned is not known: {spec}.",
-            fix="pass NamedShardings, or call it in `with jax.set_mesh(mesh):`.",
-        )
-    return dict(around.shape)
+def _mesh_sizes(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:
+    """Returns the sizes of the axes of the current mesh; raises if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        problem = f"the mesh along whose axes {path!r} is partitioned is not known: {spec}."
+        fix = "pass NamedShardings, or call it in `with jax.set_mesh(mesh):`."
+        raise fail(function, problem, fix=fix)
+    return dict(mesh.shape)
 
 
 def floats_of(function: str, plan: Plan, tree: Any) -> Any:
     """Returns the parameters that a plan was made for, as shapes and dtypes, in the form of a tree
     of shardings. Leaves that are not its parameters stay as they are.
     """
-    tree_of_params = rooted(plan.params, tree)
-    flat = flatten(tree_of_params, is_place)
+    tree_of_params = by_argument(plan.params, tree)
+    flat = flatten(tree_of_params, is_sharding)
     lines = map(parameter_of, plan.parameters.lines or ())
     float_shardings = {
         path: jax.ShapeDtypeStruct(shape, dtype)
@@ -98,8 +93,8 @@ def floats_of(function: str, plan: Plan, tree: Any) -> Any:
     leaves = [
         float_shardings.get(name or "", leaf) for name, (_, leaf) in zip(names, flat, strict=True)
     ]
-    floats = jax.tree.unflatten(jax.tree.structure(tree_of_params, is_leaf=is_place), leaves)
-    return floats if isinstance(plan.params, int) else tuple(floats[n] for n in plan.params)
+    floats = jax.tree.unflatten(jax.tree.structure(tree_of_params, is_leaf=is_sharding), leaves)
+    return as_arguments(plan.params, floats)
 
 
 def of_params(function: str, tree: Any, params: Any, mesh: Mesh | None) -> Any:
@@ -109,14 +104,14 @@ def of_params(function: str, tree: Any, params: Any, mesh: Mesh | None) -> Any:
 
     def at(keys: Any, sharding: Any, leaf: Any) -> Any:
         path = path_of(keys)
-        resolved = as_place(function, sharding, mesh, path)
+        resolved = as_sharding_of_leaf(function, sharding, mesh, path)
         return of_leaf(function, resolved, leaf, path) if hasattr(leaf, "shape") else resolved
 
-    return jax.tree_util.tree_map_with_path(at, tree, params, is_leaf=is_place)
+    return jax.tree_util.tree_map_with_path(at, tree, params, is_leaf=is_sharding)
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightPlaces:
+class WeightShardings:
     """The partitioning of weights.
 
     Attributes:
@@ -127,7 +122,7 @@ class WeightPlaces:
     by_path: Mapping[str, NamedSharding]
     are_given: bool
 
-    def without(self, axes: Collection[str]) -> "WeightPlaces":
+    def without(self, axes: Collection[str]) -> "WeightShardings":
         """Returns the partitioning after weights are gathered along some axes of the mesh."""
 
         def left(entry: Any) -> Any:
@@ -137,7 +132,7 @@ class WeightPlaces:
             path: NamedSharding(sharding.mesh, PartitionSpec(*map(left, sharding.spec)))
             for path, sharding in self.by_path.items()
         }
-        return WeightPlaces(remaining, self.are_given)
+        return WeightShardings(remaining, self.are_given)
 
     def of(self, operand: Operand, x: Any) -> tuple[Any, list[Any]]:
         """Returns the mesh of an operand, if known, and the mesh axes along which each axis of the
@@ -153,19 +148,15 @@ class WeightPlaces:
         entries = (*sharding.spec, *(None,) * 32)
         axes_of_parameter = operand.axes or tuple((axis,) for axis in range(array.ndim))
         if any(names_of(entries[axis]) for axes in axes_of_parameter for axis in axes[1:]):
-            raise fail(
-                "convert",
-                f"the weight {operand.path!r} is partitioned along an axis that a reshape "
-                "merges into another.",
-                given=f"{sharding.spec}",
-                fix="partition another axis, or leave out partial_dtype and gather_axes.",
-            )
+            problem = f"the weight {operand.path!r} is partitioned along an axis that f merges."
+            fix = "partition another axis, or leave out partial_dtype and gather_axes."
+            raise fail("convert", problem, given=f"{sharding.spec}", fix=fix)
         return sharding.mesh, [entries[axes[0]] if axes else None for axes in axes_of_parameter]
 
 
-def weight_places(
+def weight_shardings(
     function: str, plan: Plan, shardings: Any, params: Mapping[str | None, Any]
-) -> WeightPlaces:
+) -> WeightShardings:
     """Returns the partitioning of the weights of a plan.
 
     Args:
@@ -177,7 +168,7 @@ def weight_places(
     if shardings is None:
         by_path = {path: sharding_of(leaf) for path, leaf in params.items()}
     else:
-        flat = flatten(rooted(plan.params, shardings), is_place)
+        flat = flatten(by_argument(plan.params, shardings), is_sharding)
         names = plan.parameters.name(function, [keys for keys, _ in flat])
         pairs = zip(names, flat, strict=True)
         by_path = {
@@ -194,7 +185,7 @@ def weight_places(
         for path, sharding in shardings_of_weights.items()
         if isinstance(sharding, NamedSharding)
     }
-    return WeightPlaces(named_shardings, shardings is not None)
+    return WeightShardings(named_shardings, shardings is not None)
 
 
 # Weights partitioned along the same axes as the rows (FSDP), gathered as codes and scales.
@@ -212,8 +203,8 @@ class Gathered:
       left: how they are partitioned after they are gathered.
     """
 
-    places: WeightPlaces
-    left: WeightPlaces
+    places: WeightShardings
+    left: WeightShardings
 
     def weight(self, operand: Operand, x: Any) -> Any:
         """Returns a QTensor with its codes and scales on all devices along the axes; other values
@@ -228,7 +219,7 @@ class Gathered:
         return jax.lax.with_sharding_constraint(x, shardings_of("convert", x, sharding))
 
 
-def gathered(function: str, axes: Any, shardings: WeightPlaces) -> Gathered | None:
+def gathered(function: str, axes: Any, shardings: WeightShardings) -> Gathered | None:
     """Returns the axes along which weights are gathered; `None` if the compiler decides."""
     if axes is None:
         return None
@@ -243,14 +234,12 @@ def gathered(function: str, axes: Any, shardings: WeightPlaces) -> Gathered | No
         for name in names_of(entry)
     }
     if not (is_names and bool(names) and mesh_axes.issuperset(names)):
-        raise fail(
-            function,
-            "`gather_axes` are not axes along which weights are partitioned.",
-            given=f"gather_axes == {axes!r}, and weights are partitioned along {sorted(mesh_axes)}"
-            + (", according to their types" if any(map(has_explicit_axes, meshes)) else ""),
-            fix="pass shardings= of the float weights, or leave it out; with explicit axes call "
-            "jax.sharding.reshard(w, ...) in the function.",
-        )
+        problem = "`gather_axes` are not axes along which weights are partitioned."
+        details = f"gather_axes == {axes!r}, and weights are partitioned along {sorted(mesh_axes)}"
+        details += ", according to their types" if any(map(has_explicit_axes, meshes)) else ""
+        fix = "pass shardings= of the float weights, or leave it out; with explicit axes call "
+        fix += "jax.sharding.reshard(w, ...) in the function."
+        raise fail(function, problem, given=details, fix=fix)
     return Gathered(shardings, shardings.without(names))
 
 
@@ -271,7 +260,7 @@ class PartialSums:
     """
 
     dtype: Any
-    places: WeightPlaces
+    places: WeightShardings
 
     def contract(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> jax.Array | None:
         """Returns the product of a site with its parts added in `dtype`; `None` without parts."""
@@ -317,7 +306,7 @@ class PartialSums:
         return jax.sharding.reshard(y, eqn.outvars[0].aval.sharding) if explicit else y
 
 
-def partial_sums(function: str, dtype: Any, shardings: WeightPlaces) -> PartialSums | None:
+def partial_sums(function: str, dtype: Any, shardings: WeightShardings) -> PartialSums | None:
     """Returns how parts of sums are added; `None` if the compiler decides.
 
     Args:
@@ -330,13 +319,11 @@ def partial_sums(function: str, dtype: Any, shardings: WeightPlaces) -> PartialS
     kind = as_dtype(function, "partial_dtype", dtype)
     check_real(function, "`partial_dtype`", kind)
     if not any(any(map(names_of, sharding.spec)) for sharding in shardings.by_path.values()):
-        raise fail(
-            function,
-            "`partial_dtype` has no effect: no weight is known to be partitioned.",
-            given=f"partial_dtype == {jnp.dtype(kind).name}, "
-            + ("no shardings of partitioned weights" if shardings.are_given else "no shardings"),
-            fix="pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out.",
-        )
+        problem = "`partial_dtype` has no effect: no weight is known to be partitioned."
+        details = f"partial_dtype == {kind.name}, "
+        details += "no shardings of partitioned weights" if shardings.are_given else "no shardings"
+        fix = "pass shardings=jax.tree.map(lambda x: x.sharding, float_params), or leave it out."
+        raise fail(function, problem, given=details, fix=fix)
     return PartialSums(kind, shardings)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from jax import dtypes
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from ..errors import fail
+from ..errors import fail, some
 from ..policy import Policy
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Segments
@@ -130,13 +130,9 @@ class Weights:
 def check_names(function: str, names: Any) -> None:
     """Checks that names are a dict of strings, or a function."""
     if names is not None and not callable(names) and not isinstance(names, Mapping):
-        raise fail(
-            function,
-            "`names` is neither a dict nor a function.",
-            given=f"an object of type {type(names).__name__}",
-            fix='pass for example names={"0": "embed", "1": "head"}.',
-            error=TypeError,
-        )
+        problem = f"`names` is neither a dict nor a function, but of type {type(names).__name__}."
+        fix = 'pass for example names={"0": "embed", "1": "head"}.'
+        raise fail(function, problem, fix=fix, error=TypeError)
     if isinstance(names, Mapping):
         _check_names(function, names.items(), (str, type(None)))
         _check_names(function, ((path, path) for path in names), str)
@@ -147,11 +143,21 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return keystr(keys, simple=True, separator="/")
 
 
-def rooted(argnums: Params, params: Any) -> Any:
+def by_argument(argnums: Params, params: Any) -> Any:
     """Returns parameters under the paths that a plan uses: the paths in one of several arguments
     begin with its position.
     """
     return params if isinstance(argnums, int) else dict(zip(argnums, params, strict=True))
+
+
+def positions_of(argnums: Params) -> tuple[int, ...]:
+    """Returns the positions of the arguments that hold weights."""
+    return (argnums,) if isinstance(argnums, int) else argnums
+
+
+def as_arguments(argnums: Params, tree: Any) -> Any:
+    """Returns parameters as they are passed, given the result of `by_argument`."""
+    return tree if isinstance(argnums, int) else tuple(tree[argnum] for argnum in argnums)
 
 
 def is_whole(x: Any) -> bool:
@@ -208,26 +214,19 @@ def _check_table(function: str, table: Iterable[str], paths: Sequence[str]) -> N
     fitting = {"/".join(keys[:n]) for keys in parts for n in range(1, len(keys) + 1)}
     unknown = [path for path in table if path not in fitting]
     if unknown:
-        raise fail(
-            function,
-            "`names` has a path that the parameters do not have.",
-            given=", ".join(map(repr, unknown[:4])),
-            expected=f"paths, or prefixes of them: {', '.join(map(repr, paths[:4])) or '(none)'}",
-            fix="print a plan made without names=: it lists the paths.",
-        )
+        problem = f"`names` has paths that the parameters do not have: {some(map(repr, unknown))}."
+        fix = "take the paths, or prefixes, that a plan without names= lists: "
+        fix += f"{some(map(repr, paths))}."
+        raise fail(function, problem, fix=fix)
 
 
 def _check_names(function: str, named: Iterable[tuple[Any, Any]], kinds: Any) -> None:
     wrong = [(path, name) for path, name in named if not isinstance(name, kinds)]
     if wrong:
-        raise fail(
-            function,
-            "`names` gives a name that is not a string.",
-            given=f"{wrong[0][1]!r} for {wrong[0][0]!r}" if wrong else "",
-            fix='pass a dict such as {"0": "embed"}, or a function of the keys that returns '
-            "strings.",
-            error=TypeError,
-        )
+        path, name = wrong[0]
+        problem = f"`names` gives a name that is not a string: {name!r} for {path!r}."
+        fix = 'pass a dict such as {"0": "embed"}, or a function of the keys that returns strings.'
+        raise fail(function, problem, fix=fix, error=TypeError)
 
 
 def nested(leaves: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
@@ -291,21 +290,15 @@ def check_same(
     function: str, signature: Sequence[str], planned: Sequence[str], fix: str = AGAIN
 ) -> None:
     """Raises if a function, or its parameters, are not those that the plan was made for."""
-    if tuple(signature) == tuple(planned):
+    lines = itertools.zip_longest(signature, planned, fillvalue="(nothing)")
+    differing = next(((line, old) for line, old in lines if line != old), None)
+    if differing is None:
         return
-    length = max(len(signature), len(planned))
-    pad = [*signature, *["(nothing)"] * (length - len(signature))]
-    planned_lines = [*planned, *["(nothing)"] * (length - len(planned))]
-    line, planned_line = next((a, b) for a, b in zip(pad, planned_lines, strict=True) if a != b)
-    if _without_first_axis(planned_line) == line:
+    line, old = differing
+    if is_parameter_line(old) and re.sub(r"\[\d+(, )?(.*)\]$", r"[\2]", old) == line:
         fix = "map over the other arguments alone: jax.vmap(..., in_axes=(None, 0))."
-    raise fail(
-        function,
-        "the plan was made for another function or other parameters.",
-        given=line,
-        expected=planned_line,
-        fix=fix,
-    )
+    problem = "the plan was made for another function or other parameters."
+    raise fail(function, problem, given=line, expected=old, fix=fix)
 
 
 def check_ranks(function: str, plan: Any, items: Sequence[Any]) -> None:
@@ -317,20 +310,13 @@ def check_ranks(function: str, plan: Any, items: Sequence[Any]) -> None:
         if planned is None or [*map(len, operand_shapes)] == [*map(len, planned)]:
             continue
         where = f" at path {item.path!r}" if item.path else ""
-        raise fail(
-            function,
-            "an argument has another number of axes than when the plan was made.",
-            given=f"{item.op} of {_shown(operand_shapes)}{where}",
-            expected=f"{_shown(planned)}, with any batch size",
-            fix="give it the axes that it had, such as x[None] for one example of a batch, or "
-            "make the plan for such an argument. To map over examples what jqx.ptq returned, "
-            "map inside: result.bind(jax.vmap(f, in_axes=(None, 0)))(x).",
-        )
-
-
-def _without_first_axis(line: str) -> str:
-    """Returns the line of a parameter for one index of its first axis."""
-    return re.sub(r"\[\d+(, )?(.*)\]$", r"[\2]", line) if is_parameter_line(line) else ""
+        problem = "an argument has another number of axes than when the plan was made."
+        details = f"{item.op} of {_shown(operand_shapes)}{where}"
+        fix = "give it the axes that it had, such as x[None] for one example of a batch, or make "
+        fix += "the plan for such an argument. To map over examples what jqx.ptq returned, map "
+        fix += "inside: result.bind(jax.vmap(f, in_axes=(None, 0)))(x)."
+        expected = f"{_shown(planned)}, with any batch size"
+        raise fail(function, problem, given=details, expected=expected, fix=fix)
 
 
 def _shown(shapes: Sequence[Sequence[Any]]) -> str:

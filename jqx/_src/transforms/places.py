@@ -16,7 +16,7 @@ from ..compat import Eqn
 from ..errors import fail
 from ..tensor.qtensor import QTensor
 from .find import addressed
-from .higher_order import FORMS
+from .higher_order import FORMS, Finder
 from .plan import Plan
 from .rules import CONTRACTIONS, VIEWS
 from .stats import Entry
@@ -28,7 +28,7 @@ _SAME = {"convert_element_type", "copy", "div", "mul", "neg", "stop_gradient", *
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _Elements:
     """A weight, or several joined, seen through views.
 
     Attributes:
@@ -42,11 +42,11 @@ class _Placed:
     elements: Callable[[], jax.Array]
     loops: int = 0
 
-    def step_of(self, loop: Loop) -> "_Placed":
+    def step_of(self, loop: Loop) -> "_Elements":
         """The value in one step of a scan over the leading axis."""
         return replace(self, loops=self.loops + 1)
 
-    def among(self, sizes: dict[str, int]) -> "_Placed":
+    def among(self, sizes: dict[str, int]) -> "_Elements":
         """Returns the same value, numbered among the weights of `sizes`."""
         if [*sizes] == [*self.sizes]:
             return self
@@ -54,7 +54,7 @@ class _Placed:
         def numbers() -> jax.Array:
             return jnp.asarray(renumbered(self.elements(), self.sizes, sizes), jnp.int32)
 
-        return _Placed(sizes, numbers, self.loops)
+        return _Elements(sizes, numbers, self.loops)
 
 
 def renumbered(elements: Any, starts_of: Mapping[str, int], others: Mapping[str, int]) -> Any:
@@ -73,7 +73,7 @@ def renumbered(elements: Any, starts_of: Mapping[str, int], others: Mapping[str,
     return elements + xp.asarray(moved, elements.dtype)[which]
 
 
-Known = Sequence[_Placed | None]
+Known = Sequence[_Elements | None]
 
 
 def places_of(
@@ -91,7 +91,7 @@ def places_of(
     makers = {}
     for entry in entries:
         elements = follower.makers.get(entry.part.key)
-        observed = entry.part.about
+        observed = entry.part.observed
         is_product = observed.op in ("dot_general", "ragged_dot") or observed.patches is not None
         if elements is not None and is_product:
             makers[entry.key] = partial(_rows, elements, observed.rows, len(entry.site.loops))
@@ -104,23 +104,20 @@ def _rows(elements: Callable[[], jax.Array], rows: Callable[[Any], Any], loops: 
     return rows(elements())
 
 
-def _whole(path: Any, leaf: Any) -> _Placed:
+def _whole(path: Any, leaf: Any) -> _Elements:
     _check_numbers(path, leaf.size)
 
     def elements() -> jax.Array:
         return jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)
 
-    return _Placed({path: leaf.size}, elements)
+    return _Elements({path: leaf.size}, elements)
 
 
 def _check_numbers(path: str, size: int) -> None:
-    if not size < 2**31:
-        raise fail(
-            "observers.places",
-            f"the weight {path!r} has {size} elements, more than int32 can number.",
-            fix="split it: let rules select steps of the scan over it, such as 'layers[:16]'.",
-            error=NotImplementedError,
-        )
+    if size >= 2**31:
+        problem = f"the weight {path!r} has {size} elements, more than int32 can number."
+        fix = "split it: let rules select steps of the scan over it, such as 'layers[:16]'."
+        raise fail("observers.places", problem, fix=fix, error=NotImplementedError)
 
 
 @dataclass
@@ -130,20 +127,20 @@ class _Follower:
     plan: Plan
     makers: dict[str, Callable[[], jax.Array]] = field(default_factory=dict)
 
-    def follow(self, jaxpr: Any, given: Known, address: Address) -> list[_Placed | None]:
-        env: dict[Any, _Placed | None] = dict(zip(jaxpr.invars, given, strict=True))
+    def follow(self, jaxpr: Any, operands: Known, address: Address) -> list[_Elements | None]:
+        env: dict[Any, _Elements | None] = dict(zip(jaxpr.invars, operands, strict=True))
 
-        def read(atom: Any) -> _Placed | None:
+        def read(atom: Any) -> _Elements | None:
             return None if compat.is_literal(atom) else env.get(atom)
 
-        for here, eqn, marked in addressed(jaxpr, address):
-            known = list(map(read, eqn.invars))
-            if any(x is not None for x in known):
-                inside = here if marked else (*here, -1)
-                env.update(zip(eqn.outvars, self._evaluate(eqn, known, inside), strict=True))
+        for eqn_address, eqn, marked in addressed(jaxpr, address):
+            values = list(map(read, eqn.invars))
+            if any(x is not None for x in values):
+                inside = eqn_address if marked else (*eqn_address, -1)
+                env.update(zip(eqn.outvars, self._evaluate(eqn, values, inside), strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _evaluate(self, eqn: Eqn, operands: Known, address: Address) -> Sequence[_Placed | None]:
+    def _evaluate(self, eqn: Eqn, operands: Known, address: Address) -> Sequence[_Elements | None]:
         name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
         if name in CONTRACTIONS:
             site = self.plan.site_at(address)
@@ -157,26 +154,23 @@ class _Follower:
         if name in FORMS:
             # Inside a shard_map each device has only a part.
             inside = [None] * len(operands) if name == "shard_map" else operands
-            return FORMS[name].track(eqn, inside, _Inside(self, address))  # type: ignore[arg-type]
+            return FORMS[name].track(eqn, inside, _Inside(self, address))  # type: ignore
         if name in VIEWS:
             return _viewed(eqn, operands)
         return nothing
 
 
 @dataclass
-class _Inside:
-    follower: _Follower
+class _Inside(Finder):
+    follower: "_Follower"
     address: Address
 
-    def enter(self, jaxpr: Any, operands: Known, part: Address = ()) -> list[_Placed | None]:
+    def enter(self, jaxpr: Any, origins: Any, part: Address = ()) -> Any:
         body, _ = compat.open_jaxpr(jaxpr)
-        return self.follower.follow(body, operands, (*self.address, *part))
-
-    def leave(self, jaxpr: Any, reason: str) -> None:
-        """Nothing inside is a site."""
+        return self.follower.follow(body, origins, (*self.address, *part))
 
 
-def _viewed(eqn: Eqn, inputs: Known) -> Sequence[_Placed | None]:
+def _viewed(eqn: Eqn, inputs: Known) -> Sequence[_Elements | None]:
     """Returns the result of a view of weights; nothing if it reads other values as well."""
     weights = [x for x in inputs if x is not None]
     weight = weights[0]
@@ -195,19 +189,19 @@ def _viewed(eqn: Eqn, inputs: Known) -> Sequence[_Placed | None]:
     literals = [None if x is not None else v.val for x, v in zip(inputs, eqn.invars, strict=True)]
 
     def view(*elements: jax.Array) -> list[jax.Array]:
-        rest = iter(elements)
-        operands = [_numbered(next(rest)) if x is None else x for x in literals]
+        numbers = iter(elements)
+        operands = [_as_codes(next(numbers)) if x is None else x for x in literals]
         return [q.values for q in VIEWS[eqn.primitive.name].apply(eqn, operands)]
 
     for _ in range(weight.loops):
         view = jax.vmap(view)
 
-    def result(place: int) -> jax.Array:
-        return view(*(x.elements() for x in weights))[place]
+    def result(index: int) -> jax.Array:
+        return view(*(x.elements() for x in weights))[index]
 
-    return [_Placed(sizes, partial(result, i), weight.loops) for i in range(len(eqn.outvars))]
+    return [_Elements(sizes, partial(result, i), weight.loops) for i in range(len(eqn.outvars))]
 
 
-def _numbered(elements: jax.Array) -> QTensor:
+def _as_codes(elements: jax.Array) -> QTensor:
     """Returns the numbers of elements as codes, so that views move them as they move codes."""
     return QTensor(elements, jnp.ones((1,) * elements.ndim), qtype=jnp.dtype("int32"))

@@ -35,11 +35,12 @@ from .paths import (
     Params,
     Split,
     Weights,
+    as_arguments,
+    by_argument,
     check_same,
     flatten,
     is_parameter_line,
     is_whole,
-    rooted,
 )
 from .split import split_leaf
 from .views import Address, Loop
@@ -52,9 +53,6 @@ Shape = tuple[int | str, ...]
 
 GivenAffines = Mapping[str, Affine] | Literal["dynamic"] | None
 """The values that `affines=` of a transform takes."""
-
-DYNAMIC = "dynamic"
-"""Takes scales from the current values where a spec is static."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,14 +331,9 @@ class Plan(Tabular):
         if not items:
             paths = list(dict.fromkeys(item.path for item in (*self.sites, *self.skipped)))
             close = difflib.get_close_matches(str(path), paths) or paths
-            raise fail(
-                "Plan",
-                "no contraction has that path.",
-                given=repr(path),
-                expected=f"one of {len(paths)} paths, such as {some(close)}",
-                fix="print the plan: it lists every path.",
-                error=KeyError,
-            )
+            problem = f"no contraction has the path {path!r}."
+            fix = f"print the plan: it lists all {len(paths)} paths, such as {some(close)}."
+            raise fail("Plan", problem, fix=fix, error=KeyError)
         return items
 
     def to_dict(self, values: Values = NONE) -> dict[str, Any]:
@@ -402,7 +395,7 @@ class Plan(Tabular):
           >>> codes["w"]
           QTensor(int8[2, 2] per_axis(1), scale float32[1, 2], dtype=float32, 12 bytes)
         """
-        tree = rooted(self.params, params)
+        tree = by_argument(self.params, params)
         flat = flatten(tree)
         names = self.parameters.name("Plan.map_weights", [keys for keys, _ in flat])
 
@@ -421,9 +414,7 @@ class Plan(Tabular):
             is_lazy = all(isinstance(x, Lazy) for x in mapped)
             leaves.append((lazy_segments if is_lazy else Segments)(mapped, split.axis))
         mapped = jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
-        if isinstance(self.params, int):
-            return mapped
-        return tuple(mapped[argnum] for argnum in self.params)
+        return as_arguments(self.params, mapped)
 
     def site_at(self, address: Address) -> Site | None:
         """Returns the site at an address, or `None` if there is none."""
@@ -508,32 +499,61 @@ class Plan(Tabular):
     def _wholes(self) -> dict[str, str]:
         return {part.path: part.whole for split in self.splits for part in split.parts}
 
-    def check_signature(self, function: str, signature: tuple[str, ...]) -> None:
-        """Raises if a function is not the one that the plan was made for."""
-        check_same(function, signature, self.signature)
-
     def check_parameters(self, function: str, lines: Sequence[str]) -> None:
         """Raises if parameters are not those that the plan was made for."""
         contractions = [line for line in self.signature if not is_parameter_line(line)]
-        self.check_signature(function, (*lines, *contractions))
+        check_same(function, (*lines, *contractions), self.signature)
 
     def check_affines(
         self, function: str, affines: Mapping[str, Affine] | None
     ) -> dict[str, Affine]:
-        """Returns the given scales, or an empty dict for `None`. Checks that the plan has each of
-        them, and that the scale of no static activation or output is missing.
+        """Returns the given scales, or an empty dict for `None`. Raises if the plan does not have
+        one of them, or if the scale of a static activation or output is missing.
         """
-        return check_affines(function, self, affines)
+        if affines is None:
+            return {}
+        fix = "compute it with jqx.affines(plan, stats)."
+        if not isinstance(affines, Mapping):
+            if isinstance(affines, tuple):
+                fix = "take the statistics, out, stats = jqx.calibrate(f, plan)(params, x), and "
+                fix += "pass jqx.affines(plan, stats)."
+            elif function != "quantize_params" and not isinstance(affines, (str, list)):
+                fix = f"arguments of f come second: jqx.{function}(f, plan, affines)(params, x)."
+            details = repr(affines) if isinstance(affines, str) else f"a {type(affines).__name__}"
+            problem = "`affines` is not a dict of scales."
+            raise fail(function, problem, given=details, fix=fix, error=TypeError)
+        specs = self.static_specs()
+        weights = {weight.key: weight.spec for weight in self.weights}
+        unknown, missing = sorted({*affines} - {*specs, *weights}), sorted({*specs} - {*affines})
+        if unknown or missing:
+            problem = "`affines` does not fit the plan."
+            details = f"{len(affines)} entries; unknown: {some(unknown)}; missing: {some(missing)}"
+            raise fail(function, problem, given=details, fix=fix)
+        for key, affine in affines.items():
+            _check_affine(function, key, affine, specs.get(key) or weights[key])
+            if key in specs:
+                _check_rank(function, key, affine[0], self.site_of_key(key))
+        return dict(affines)
 
     def scales_of(self, function: str, affines: GivenAffines) -> dict[str, Affine]:
         """Returns the scales that a function runs with: those given, which must be complete, or
         none for `"dynamic"`, which computes every scale from the current values.
         """
-        return required_affines(function, self, affines)
+        if isinstance(affines, str) and affines == "dynamic":
+            return {}
+        scales = self.check_affines(function, affines)
+        if missing := sorted({*self.static_specs()} - {*scales}):
+            problem = "static activations or outputs have no scale."
+            details = f"affines == None; without a scale: {some(missing)}"
+            fix = "pass affines=jqx.affines(plan, jqx.calibrate_batches(f, plan, params, "
+            fix += 'batches)), or affines="dynamic" to compute every scale from the current values.'
+            raise fail(function, problem, given=details, fix=fix)
+        return scales
 
     def table(self) -> Table:
-        """Returns the rows as text."""
-        return plan_table(self)
+        """Returns the rows as text; what stays in float is dimmed if the output supports it."""
+        rows = tuple(_rows(self))
+        return Table(HEAD, rows, _footer(self), texts=len(HEAD), bright=len(self.sites))
 
 
 # A plan as a table: every contraction, how it is quantized, or why it is not.
@@ -546,12 +566,6 @@ _MOST = 8
 """The largest number of parameters that no contraction reads in the table."""
 
 HEAD = ("path", "op", "shapes", "weight", "activation", "rule")
-
-
-def plan_table(plan: Any) -> Table:
-    """Returns the table of a `Plan`; what stays in float is dimmed if the output supports it."""
-    rows = tuple(_rows(plan))
-    return Table(HEAD, rows, _footer(plan), texts=len(HEAD), bright=len(plan.sites))
 
 
 def _rows(plan: Any) -> list[tuple[str, ...]]:
@@ -623,107 +637,39 @@ def _shapes(shapes: tuple[tuple[int | str, ...], ...]) -> str:
 # Checks of `affines=` against the plan, before anything is traced.
 
 
-def required_affines(function: str, plan: "Plan", affines: GivenAffines) -> dict[str, Affine]:
-    """Returns the scales that a function runs with: none for `"dynamic"`, otherwise those given.
-    Raises if a static activation or output has none.
-    """
-    if isinstance(affines, str) and affines == DYNAMIC:
-        return {}
-    checked = check_affines(function, plan, affines)
-    if missing := sorted(set(plan.static_specs()) - set(checked)):
-        raise fail(
-            function,
-            "static activations or outputs have no scale.",
-            given=f"affines == None; without a scale: {some(missing)}",
-            fix="pass affines=jqx.affines(plan, jqx.calibrate_batches(f, plan, params, batches)), "
-            'or affines="dynamic" to compute every scale from the current values.',
-        )
-    return checked
-
-
-def check_affines(
-    function: str, plan: "Plan", affines: Mapping[str, Affine] | None
-) -> dict[str, Affine]:
-    """Returns the given scales, or an empty dict for `None`. Raises if the plan does not have one
-    of them, or if the scale of a static activation or output is missing.
-    """
-    if affines is None:
-        return {}
-    if not isinstance(affines, Mapping):
-        fix = "compute it with jqx.affines(plan, stats)."
-        if isinstance(affines, tuple):
-            fix = "take the statistics, out, stats = jqx.calibrate(f, plan)(params, x), and pass "
-            fix += "jqx.affines(plan, stats)."
-        elif function != "quantize_params" and not isinstance(affines, (str, list)):
-            fix = f"arguments of f come second: jqx.{function}(f, plan, affines)(params, x)."
-        description = repr(affines) if isinstance(affines, str) else f"a {type(affines).__name__}"
-        raise fail(
-            function,
-            "`affines` is not a dict of scales.",
-            given=description,
-            fix=fix,
-            error=TypeError,
-        )
-    specs = plan.static_specs()
-    weights = {weight.key: weight.spec for weight in plan.weights}
-    unknown, missing = sorted({*affines} - {*specs, *weights}), sorted({*specs} - {*affines})
-    if unknown or missing:
-        raise fail(
-            function,
-            "`affines` does not fit the plan.",
-            given=f"{len(affines)} entries; unknown: {some(unknown)}; missing: {some(missing)}",
-            fix="compute it with jqx.affines(plan, stats).",
-        )
-    for key, affine in affines.items():
-        _check_affine(function, key, affine, specs.get(key) or weights[key])
-        if key in specs:
-            _check_rank(function, key, affine[0], plan.site_of_key(key))
-    return dict(affines)
-
-
 def _check_affine(function: str, key: str, affine: Any, spec: QSpec) -> None:
     """Checks the type and the dtypes of a scale and zero point, and that they fit each other."""
     form = format_of(spec.qtype)
-    is_pair = isinstance(affine, Affine) or not hasattr(affine, "_fields")
-    problem, wrong, fix = f"`affines[{key!r}]` is not a scale and zero point.", affine, ""
-    if isinstance(affine, (tuple, list)) and len(affine) == 2 and is_pair:
+    fix = "compute it with jqx.affines(plan, stats), or pass arrays like its arrays."
+    problem, wrong = f"`affines[{key!r}]` is not a scale and zero point.", affine
+    if not isinstance(affine, Affine) and hasattr(affine, "_fields"):
+        fix = "these are statistics: pass jqx.affines(plan, stats)."
+    elif isinstance(affine, (tuple, list)) and len(affine) == 2:
         scale, zero_point = affine
         dtype = getattr(scale, "dtype", None)
-        is_integer = isinstance(form, Integer)
-        problem = None
         if dtype is None or not (name_of(dtype) in FLOATS or dtype == E8M0):
             problem, wrong = f"the scale of {key!r} is not an array of floats.", scale
-        elif zero_point is not None:
-            dtype = getattr(zero_point, "dtype", None)
-            if not (is_integer and dtype is not None and dtype == form.storage):
-                problem = f"the zero point of {key!r} does not hold codes of {form.name}."
-                wrong = zero_point
-            else:
-                check_zero_point(function, zero_point, scale)
-    elif not is_pair:
-        fix = "these are statistics: pass jqx.affines(plan, stats)."
-    if problem is not None:
-        dtype = getattr(wrong, "dtype", None)
-        raise fail(
-            function,
-            problem,
-            given=f"dtype {name_of(dtype)}" if dtype else f"a {type(wrong).__name__}",
-            fix=fix or "compute it with jqx.affines(plan, stats), or pass arrays like its arrays.",
-            error=TypeError,
-        )
+        elif zero_point is None:
+            return
+        elif isinstance(form, Integer) and getattr(zero_point, "dtype", None) == form.storage:
+            return check_zero_point(function, zero_point, scale)
+        else:
+            problem = f"the zero point of {key!r} does not hold codes of {form.name}."
+            wrong = zero_point
+    dtype = getattr(wrong, "dtype", None)
+    details = f"dtype {name_of(dtype)}" if dtype else f"a {type(wrong).__name__}"
+    raise fail(function, problem, given=details, fix=fix, error=TypeError)
 
 
 def _check_rank(function: str, key: str, scale: Any, site: Any) -> None:
     steps = tuple(loop.length for loop in site.loops)
     rank = len(steps) + len(site.scale_shape(key))
-    if not (scale.ndim == rank and scale.shape[: len(steps)] == steps):
-        raise fail(
-            function,
-            f"the scale of {key!r} does not have the axes of its array.",
-            given=f"scale.shape == {tuple(scale.shape)}",
-            expected=f"{rank} axes" + (f", the first of sizes {steps}" if steps else ""),
-            fix="give it size 1 along the axes that share a scale.",
-        )
+    if scale.ndim != rank or scale.shape[: len(steps)] != steps:
+        problem = f"the scale of {key!r} does not have the axes of its array."
+        details = f"scale.shape == {tuple(scale.shape)}"
+        expected = f"{rank} axes" + (f", the first of sizes {steps}" if steps else "")
+        fix = "give it size 1 along the axes that share a scale."
+        raise fail(function, problem, given=details, expected=expected, fix=fix)
 
 
 def check_sums(
@@ -744,10 +690,8 @@ def check_sums(
         summed = [axis for axis, (m, n) in pairs if axis not in axes and m != 1 and m == n]
         planned = operand.spec.granularity.scale_shape(shape) if summed else ()
         if summed := [axis for axis in summed if scale[axis] != planned[axis]]:
-            raise fail(
-                function,
-                f"the scale of {operand.key!r} varies along a contracted axis: it cannot be "
-                "moved out of the sum.",
-                given=f"scale {scale} for an operand of shape {tuple(shape)}, axes {summed}",
-                fix="reduce the scale along these axes, or compute it by jqx.affines(plan, stats).",
-            )
+            problem = f"the scale of {operand.key!r} varies along a contracted axis: it cannot be "
+            problem += "moved out of the sum."
+            details = f"scale {scale} for an operand of shape {tuple(shape)}, axes {summed}"
+            fix = "reduce the scale along these axes, or compute it by jqx.affines(plan, stats)."
+            raise fail(function, problem, given=details, fix=fix)

@@ -19,7 +19,7 @@ from ..tensor.grid import groups_of
 from ..tensor.spec import QSpec
 from .arguments import check_plan, operations_of, same_nesting
 from .find import Found, contractions, contractions_with_reads, dtypes_of, rule_for, selecting
-from .integers import lost
+from .integers import unfollowed
 from .paths import AGAIN, Part, Weights, addresses_of, check_ranks, check_same, without_addresses
 from .plan import Operand, Plan, Shape, Site, Skipped, Weight
 from .reach import NO_WEIGHT, reasons, unreached
@@ -35,12 +35,12 @@ from .views import Address, Origin, close_over_merges
 # including a use that no rule covers or that a later rule leaves in float.
 
 
-Choice = tuple[int, Rule] | None
+MatchingRule = tuple[int, Rule] | None
 """A rule and its index in the policy."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class SiteDecision:
     """The decision for a contraction.
 
     Attributes:
@@ -52,7 +52,7 @@ class Chosen:
         forbids it.
     """
 
-    rule: Choice
+    rule: MatchingRule
     reason: str | None
     codes: str | None = None
     specs: tuple[QSpec | None, ...] = ()
@@ -65,7 +65,7 @@ def choose(
     dtypes: Mapping[str, Any],
     parts: Mapping[str, Part],
     unsupported: Mapping[str, str],
-) -> tuple[list[Chosen], set[int]]:
+) -> tuple[list[SiteDecision], set[int]]:
     """Returns the decision for each contraction, and the indices of the rules that match one.
 
     `dtypes` are the dtypes of the parameters, `parts` those parameters that are parts of another,
@@ -75,20 +75,23 @@ def choose(
     choices = [_choices(item, policy, rules, parts) for item in items]
     used = {choice[0] for choice_of_path in choices for choice in choice_of_path.values() if choice}
     uses = _uses(items, choices)
-    first_use = {path: _first(choice_of_path) for path, choice_of_path in uses.items()}
+    first_use = {
+        path: min(uses_of_path, key=lambda use: (use.rule_index, use.op != "gather"))
+        for path, uses_of_path in uses.items()
+    }
     floats = {path: use for path, use in first_use.items() if use and use.spec is None}
     floats |= {
         path: first_use[path]._replace(spec=None, reason=reason)
         for path, reason in unsupported.items()
     }
     decisions = [
-        _own(item, choice_of_path, dtypes)
+        _by_own_rule(item, choice_of_path, dtypes)
         for item, choice_of_path in zip(items, choices, strict=True)
     ]
-    _spread(items, decisions, floats)
+    _spread_floats(items, decisions, floats)
     results = [
-        _together(item, mine, first_use, floats)
-        for item, mine in zip(items, decisions, strict=True)
+        _with_other_uses(item, decision, first_use, floats)
+        for item, decision in zip(items, decisions, strict=True)
     ]
     return results, used
 
@@ -99,7 +102,7 @@ def weights_of(item: Found) -> list[Origin]:
 
 
 class Use(NamedTuple):
-    """What a rule specifies for a use of a weight; `why` is the reason if it cannot be done."""
+    """What a rule specifies for a use of a weight; `reason` says why if it cannot be done."""
 
     rule_index: int
     path: str
@@ -110,11 +113,11 @@ class Use(NamedTuple):
 
 def _choices(
     item: Found, policy: Policy, selecting: Mapping[int, Rule], parts: Mapping[str, Part]
-) -> dict[str, Choice]:
+) -> dict[str, MatchingRule]:
     """Returns the rule for each path of a contraction."""
     has_weight = any(origin is not None for origin in item.origins)
 
-    def of(path: str) -> Choice:
+    def of(path: str) -> MatchingRule:
         if path in parts:
             return rule_for(policy, parts[path], item.op, selecting)
         return policy.first(path, item.op, has_weight=has_weight)
@@ -122,7 +125,9 @@ def _choices(
     return {path: of(path) for path in item.paths}
 
 
-def _uses(items: Sequence[Found], choices: Sequence[Mapping[str, Choice]]) -> dict[str, list[Use]]:
+def _uses(
+    items: Sequence[Found], choices: Sequence[Mapping[str, MatchingRule]]
+) -> dict[str, list[Use]]:
     uses = defaultdict(list)
     for item, choice_of_path in zip(items, choices, strict=True):
         general = next(iter(choice_of_path.values()))
@@ -134,11 +139,9 @@ def _uses(items: Sequence[Found], choices: Sequence[Mapping[str, Choice]]) -> di
     return uses
 
 
-def _first(uses: Sequence[Use]) -> Use:
-    return min(uses, key=lambda use: (use.rule_index, use.op != "gather"))
-
-
-def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) -> Chosen:
+def _by_own_rule(
+    item: Found, choices: Mapping[str, MatchingRule], dtypes: Mapping[str, Any]
+) -> SiteDecision:
     """Returns the decision for a contraction by the rule that covers it, without regard to other
     uses of its weights.
     """
@@ -148,74 +151,75 @@ def _own(item: Found, choices: Mapping[str, Choice], dtypes: Mapping[str, Any]) 
         several = sum(origin is not None for origin in item.origins) > 1
         how = "multiplied by each other" if several else "joined"
         explanation = f"the weights {names} are {how}, but fall under different rules"
-        return Chosen(None, explanation)
+        return SiteDecision(None, explanation)
     if item.reason is not None:
-        return Chosen(choice, item.reason)
+        return SiteDecision(choice, item.reason)
     operands = [v.aval.dtype for v in item.eqn.invars[: len(item.origins)]]
     integers = [part.path for part in weights_of(item) if not is_real(dtypes[part.path])]
     cast = next((part for part in weights_of(item) if part.cast), None)
     real = all(map(is_real, operands)) and not integers and cast is None
     if choice is None:
         reason = "no rule matches" if any(item.origins) else NO_WEIGHT
-        return Chosen(None, reason, may_take=real)
+        return SiteDecision(None, reason, may_take=real)
     index, rule = choice
     weight, lookup = rule.weight_for(item.op), item.op == "gather"
     if weight is None and rule.output is None and (lookup or rule.activation is None):
         subject = "lookups" if lookup and rule.weight else "it"
-        return Chosen(choice, f"rule {index} leaves {subject} in float", may_take=real)
+        return SiteDecision(choice, f"rule {index} leaves {subject} in float", may_take=real)
     if cast is not None:
-        return Chosen(choice, f"f rounds {cast.path!r} to {cast.cast}")
+        return SiteDecision(choice, f"f rounds {cast.path!r} to {cast.cast}")
     if not all(map(is_real, operands)):
         names = " and ".join(dtype.name for dtype in operands)
-        return Chosen(choice, f"operands are {names}, not floats{_OF_BITS * ('float' in names)}")
+        return SiteDecision(
+            choice, f"operands are {names}, not floats{_OF_BITS * ('float' in names)}"
+        )
     if integers:
         name = dtypes[integers[0]].name
-        return Chosen(choice, f"the parameter {integers[0]!r} is {_unreal(name)}")
+        kind = f"{name}, not a float{_OF_BITS * name.startswith('float')}"
+        return SiteDecision(choice, f"the parameter {integers[0]!r} is {kind}")
     specs = tuple(weight if origin else None for origin in item.origins)
-    return Chosen(choice, None, specs=specs, may_take=True)
+    return SiteDecision(choice, None, specs=specs, may_take=True)
 
 
 _OF_BITS = " of 16 bits or more"
 
 
-def _unreal(name: str) -> str:
-    return f"{name}, not a float{_OF_BITS * name.startswith('float')}"
-
-
-def _spread(items: Sequence[Found], decisions: Sequence[Chosen], floats: dict[str, Use]) -> None:
+def _spread_floats(
+    items: Sequence[Found], decisions: Sequence[SiteDecision], floats: dict[str, Use]
+) -> None:
     """Adds the weights that are multiplied together with a weight that stays in float."""
     previous = -1
     while previous != len(floats):
         previous = len(floats)
-        for item, mine in zip(items, decisions, strict=True):
+        for item, decision in zip(items, decisions, strict=True):
             paths = [part.path for part in weights_of(item)]
             use = next((floats[path] for path in paths if path in floats), None)
-            if use and any(mine.specs):
+            if use and any(decision.specs):
                 floats.update({path: use for path in paths if path not in floats})
 
 
-def _together(
-    item: Found, decision: Chosen, first_use: Mapping[str, Use], floats: Mapping[str, Use]
-) -> Chosen:
+def _with_other_uses(
+    item: Found, decision: SiteDecision, first_use: Mapping[str, Use], floats: Mapping[str, Use]
+) -> SiteDecision:
     """Returns the decision for a contraction, given the other uses of its weights."""
     paths = [part.path for part in weights_of(item)]
     tied = next((path for path in paths if path in floats), None)
     if tied is not None and any(decision.specs):
-        return Chosen(decision.rule, _left(tied, floats[tied]))
+        return SiteDecision(decision.rule, _reason_of_float(tied, floats[tied]))
     if tied is not None or not decision.may_take:
         return decision
     specs = decision.specs or (None,) * len(item.origins)
     pairs = list(zip(item.origins, specs, strict=True))
-    taken = [_taken(origin, spec, first_use) if origin else None for origin, spec in pairs]
+    taken = [_use_with_codes(origin, spec, first_use) if origin else None for origin, spec in pairs]
     is_complete = all(use or not origin for use, origin in zip(taken, item.origins, strict=True))
     if not any(taken) or (decision.reason is not None and not is_complete):
         return decision
     source = next(use for use in taken if use)
     specs = tuple(use.spec if use else spec for use, spec in zip(taken, specs, strict=True))
-    return Chosen(decision.rule or (source.rule_index, Rule()), None, source.op, specs)
+    return SiteDecision(decision.rule or (source.rule_index, Rule()), None, source.op, specs)
 
 
-def _taken(origin: Origin, spec: QSpec | None, first_use: Mapping[str, Use]) -> Use | None:
+def _use_with_codes(origin: Origin, spec: QSpec | None, first_use: Mapping[str, Use]) -> Use | None:
     """Returns the use from which a weight takes its codes, if it is another one: its own rule
     leaves it in float, or a rule for lookups in it decides otherwise.
     """
@@ -226,7 +230,7 @@ def _taken(origin: Origin, spec: QSpec | None, first_use: Mapping[str, Use]) -> 
     return use if spec is None or (use.op == "gather" and use.spec != spec) else None
 
 
-def _left(path: str, use: Use) -> str:
+def _reason_of_float(path: str, use: Use) -> str:
     if use.reason:
         also = f", and {path!r} is multiplied together with it"
         return use.reason + (also if path != use.path else "")
@@ -268,12 +272,10 @@ def resolve_weights(
                 path, rank = part.path, len(shapes_of[part.path])
                 spec, index = specs.setdefault(path, (operand.spec, site.rule))
                 if spec != operand.spec:
-                    raise fail(
-                        function,
-                        f"two rules give the weight {path!r} different specs.",
-                        given=f"rule {index}: {spec}; rule {site.rule}: {operand.spec}",
-                        fix="let one rule match every use of it.",
-                    )
+                    problem = f"two rules give the weight {path!r} different specs."
+                    details = f"rule {index}: {spec}; rule {site.rule}: {operand.spec}"
+                    fix = "let one rule match all its uses."
+                    raise fail(function, problem, given=details, fix=fix)
                 moved[path].update(axis - rank for axis, _ in part.moved)
                 cut[path].update(axis - rank for axis, _ in part.cut)
                 merged.setdefault(path, set()).update(part.merged)
@@ -329,12 +331,9 @@ def resolve_activation(
 ) -> QSpec:
     """Resolves the spec of an activation, or of a result, in its own axes; `where` for errors."""
     if not spec.dynamic and spec.granularity.is_relative:
-        raise fail(
-            function,
-            f"a static scale per token is bound to one batch size ({where}).",
-            given=f"granularity {spec.granularity} with dynamic=False",
-            fix="pass dynamic=True, or granularity=jqx.per_tensor().",
-        )
+        problem = f"a static scale per token is bound to one batch size ({where})."
+        fix = "pass dynamic=True, or granularity=jqx.per_tensor()."
+        raise fail(function, problem, given=f"granularity {spec.granularity}", fix=fix)
     resolved = spec.resolve(len(shape), kept_axes, stacked)
     _check_kept(function, resolved, shape, kept_axes, where)
     return resolved
@@ -361,12 +360,9 @@ def _check_kept(
     except ValueError as error:
         raise ValueError(f"{error}\n  at:       {where}") from None
     if not can_leave_sum(groups, set(range(len(shape))) - set(kept_axes)):
-        raise fail(
-            function,
-            f"the scale varies along a contracted axis ({where}).",
-            given=f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept_axes)}",
-            fix=fix,
-        )
+        problem = f"the scale varies along a contracted axis ({where})."
+        details = f"granularity {spec.granularity}; the contraction keeps axes {sorted(kept_axes)}"
+        raise fail(function, problem, given=details, fix=fix)
 
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -478,7 +474,8 @@ def plan_call(
                 reason_of = reasons(call) if reason_of is None else reason_of
                 reason = reason_of.get(id(item.eqn), reason)
             rule = choice.rule and choice.rule[1].weight_for(item.op)
-            if rule is not None and item.op != "gather" and _is_float(item.eqn.outvars[0]):
+            is_float = jnp.issubdtype(item.eqn.outvars[0].aval.dtype, jnp.floating)
+            if rule is not None and item.op != "gather" and is_float:
                 for path in item.paths:
                     if path in dtypes and jnp.issubdtype(dtypes[path], jnp.integer):
                         integers[path] = str(dtypes[path])
@@ -494,16 +491,17 @@ def plan_call(
     check_used(function, policy, used, items, skipped, call)
     warn_of_unused_alternatives(function, policy, items, call)
     if integers:
-        warn(
-            message(
-                function,
-                "the policy covers parameters of integers, which stay as they are.",
-                given=some(f"{path!r} of {dtype}" for path, dtype in integers.items()),
-                fix="pass the float weights, x.astype(jnp.float32); or leave these out of the "
-                "policy, by a rule that gives them no format.",
-            )
-        )
-    check_inputs(function, call, _of_weights(sites), weights)
+        problem = "the policy covers parameters of integers, which stay as they are."
+        details = some(f"{path!r} of {dtype}" for path, dtype in integers.items())
+        fix = "pass the float weights, x.astype(jnp.float32); or leave these out of the policy, by "
+        fix += "a rule that gives them no format."
+        warn(message(function, problem, given=details, fix=fix))
+    check_inputs(
+        function,
+        call,
+        [item for site, item in sites if any(x.role == "weight" and x.spec for x in site.operands)],
+        weights,
+    )
     shapes_of = {
         path: tuple(leaf.shape)
         for leaf, path in zip(call.leaves, call.paths, strict=True)
@@ -520,7 +518,7 @@ def plan_call(
         splits=call.splits,
         operations=operations_of(call.jaxpr),
     )
-    unsupported = lost(call, plan, sites)
+    unsupported = unfollowed(call, plan, sites)
     return (
         plan_call(function, call, policy, weights, items, {**floats, **unsupported})
         if unsupported
@@ -528,20 +526,7 @@ def plan_call(
     )
 
 
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.aval.dtype, jnp.floating))
-
-
-def _of_weights(sites: Sequence[tuple[Site, Found]]) -> list[Found]:
-    """Returns the contractions with a quantized weight."""
-    return [
-        item
-        for site, item in sites
-        if any(operand.role == "weight" and operand.spec for operand in site.operands)
-    ]
-
-
-def _site(function: str, item: Found, choice: Chosen, name: str) -> Site:
+def _site(function: str, item: Found, choice: SiteDecision, name: str) -> Site:
     assert choice.rule is not None
     index, rule = choice.rule
     kept_axes, batch = item.family.kept(item.eqn), item.family.batch(item.eqn)

@@ -2,6 +2,7 @@
 `quantize_state`: arrays that a function reads and writes, such as caches.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any, overload
@@ -13,24 +14,24 @@ from jax.sharding import Sharding
 from .. import compat
 from ..calibrators.calibrator import Affine
 from ..checks import called, check_instance, check_pattern, shown
-from ..errors import fail
+from ..errors import fail, some
 from ..signatures import T
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments, abstract, check_read, of_kinds
 from ..tensor.shardings import sharding_of
 from ..tensor.spec import QSpec, needed_spec
 from ..tensor.targets import cache_for, check_target
-from .algorithm import Algorithm, as_chosen, check_algorithm, picked
+from .algorithm import Algorithm, as_chosen, check_algorithm, merge_codes
 from .arguments import check_plan
 from .partitioned import as_sharding
-from .paths import Params, flatten, is_whole, parameter_line, path_of, rooted
+from .paths import Params, as_arguments, by_argument, flatten, is_whole, parameter_line, path_of
 from .plan import Plan, Weight
 from .quantize_weight import (
     Quantizing,
-    at_place,
     check_finite_weight,
     check_no_learned_scales,
     lay_out_weights,
+    put_leaf,
     quantize_weight,
 )
 from .split import split_leaf
@@ -106,58 +107,45 @@ def quantize_params(
     plan.check_affines("quantize_params", affines)
     _check_together(algorithm, stats, affines, donate)
     check_arguments("quantize_params", plan.params, params)
-    tree_of_params = rooted(plan.params, params)
-    named = _named("quantize_params", tree_of_params, plan)
+    named = _named("quantize_params", by_argument(plan.params, params), plan)
     check_no_learned_scales("quantize_params", named, plan, affines or ())
+    tree = jax.tree.structure(by_argument(plan.params, params), is_leaf=is_whole)
+    leaf_shardings = _leaf_shardings(plan, tree, shardings, named)
     if algorithm is not None:
         check_read("quantize_params", named)
         check_finite_weights("quantize_params", plan, params)
         check_finite("quantize_params", in_order(plan, stats_of(stats or {}).flags))
         quantizing = as_chosen(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(quantizing), plan)
-        codes = picked("quantize_params", quantizing, nearest)
+        codes = merge_codes("quantize_params", quantizing, nearest)
         codes = codes if target is None else lay_out_weights(codes, plan, target)
-        return _as_given(plan, codes, params, shardings)
-    scales = affines or {}
-    tree = jax.tree.structure(tree_of_params, is_leaf=is_whole)
+        leaves = tree.flatten_up_to(by_argument(plan.params, codes))
+        leaves = list(map(put_leaf, leaves, leaf_shardings, [name for name, _ in named]))
+        return as_arguments(plan.params, jax.tree.unflatten(tree, leaves))
     planned = [_weights_of(plan, name) for name, _ in named]
     for weights, (name, leaf) in zip(planned, named, strict=True):
         if weights and is_whole(abstract(leaf)):
-            raise fail(
-                "quantize_params",
-                f"the weight {name!r} is quantized already.",
-                given=repr(leaf) if is_whole(leaf) else "",
-                fix="pass the float parameters.",
-            )
-    lines = [
-        parameter_line(name, leaf)
-        for name, leaf in named
-        if name is not None and is_parameter(leaf)
-    ]
-    plan.check_parameters("quantize_params", lines)
+            problem = f"the weight {name!r} is quantized already."
+            raise fail("quantize_params", problem, fix="pass the float parameters.")
+    parameters = [(name, leaf) for name, leaf in named if name is not None and is_parameter(leaf)]
+    plan.check_parameters("quantize_params", list(itertools.starmap(parameter_line, parameters)))
     last_use = {id(leaf): index for index, (_, leaf) in enumerate(named)}
     stays = {id(leaf) for weights, (_, leaf) in zip(planned, named, strict=True) if not weights}
     leaves = []
-    given_places = _places(plan, tree, shardings, named)
     for index, (weights, (name, leaf)) in enumerate(zip(planned, named, strict=True)):
-        sharding = given_places[index]
+        sharding = leaf_shardings[index]
         if not weights:
-            leaves.append(leaf if shardings is None else at_place(leaf, sharding, name))
+            leaves.append(leaf if shardings is None else put_leaf(leaf, sharding, name))
             continue
-        quantizing = Quantizing(tuple(weights), plan.split_of(name), scales, target, sharding)
-        quantized = (
-            leaf.then(quantizing, quantizing.description())
-            if isinstance(leaf, Lazy)
-            else quantizing(leaf)
-        )
-        leaves.append(quantized)
+        split = plan.split_of(name)
+        quantizing = Quantizing(tuple(weights), split, affines or {}, target, sharding)
+        if isinstance(leaf, Lazy):
+            leaves.append(leaf.then(quantizing, quantizing.description()))
+        else:
+            leaves.append(quantizing(leaf))
         if donate and last_use[id(leaf)] == index and id(leaf) not in stays:
             _delete(leaf, leaves[-1])
-    converted: Any = jax.tree.unflatten(tree, leaves)
-    if isinstance(plan.params, int):
-        return converted
-    several: Any = tuple(converted[position] for position in plan.params)
-    return several
+    return as_arguments(plan.params, jax.tree.unflatten(tree, leaves))
 
 
 @overload
@@ -187,34 +175,19 @@ def _dequantized(x: Any) -> Any:
     return of_kinds(lambda q: q.dequantize(), x) if is_whole(x) else x
 
 
-def _as_given(plan: Plan, codes: Any, params: Any, shardings: Any) -> Any:
-    """Returns codes sharded as `shardings` say, or as the parameters that they were made from."""
-    named = _named("quantize_params", rooted(plan.params, params), plan)
-    tree = jax.tree.structure(rooted(plan.params, params), is_leaf=is_whole)
-    shardings_of_leaves = _places(plan, tree, shardings, named)
-    leaves = tree.flatten_up_to(rooted(plan.params, codes))
-    paths = [name for name, _ in named]
-    moved = jax.tree.unflatten(tree, map(at_place, leaves, shardings_of_leaves, paths))
-    return moved if isinstance(plan.params, int) else tuple(moved[n] for n in plan.params)
-
-
 def _check_together(algorithm: Any, stats: Any, affines: Any, donate: bool) -> None:
     if algorithm is None and stats is not None:
-        raise fail(
-            "quantize_params",
-            "`stats` have no effect: rounding to nearest does not read them.",
-            fix="pass algorithm=, such as gptq(); scales of activations go to convert.",
-        )
+        problem = "`stats` have no effect: rounding to nearest does not read them."
+        fix = "pass algorithm=, such as gptq(); scales of activations go to convert."
+        raise fail("quantize_params", problem, fix=fix)
     if algorithm is not None and (affines or donate):
-        raise fail(
-            "quantize_params",
-            "an algorithm finds the scales of weights itself, and reads all of them at once.",
-            given="affines" if affines else "donate=True",
-            fix="leave them out; scales of activations go to jqx.convert.",
-        )
+        problem = "an algorithm finds the scales of weights, and reads all of them at once."
+        details = "affines" if affines else "donate=True"
+        fix = "leave them out; scales of activations go to jqx.convert."
+        raise fail("quantize_params", problem, given=details, fix=fix)
 
 
-def _places(
+def _leaf_shardings(
     plan: Plan, tree: Any, shardings: Any, named: list[tuple[str | None, Any]]
 ) -> list[Sharding | None]:
     """Returns the sharding of each leaf: from `shardings`, or its own if it is partitioned."""
@@ -222,14 +195,11 @@ def _places(
         return [sharding_of(leaf) for _, leaf in named]
     check_arguments("quantize_params", plan.params, shardings)
     try:
-        flat = tree.flatten_up_to(rooted(plan.params, shardings))
+        flat = tree.flatten_up_to(by_argument(plan.params, shardings))
     except ValueError as error:
-        raise fail(
-            "quantize_params",
-            "`shardings` are not for these parameters.",
-            given=str(error).splitlines()[0],
-            fix="make them from it, such as jax.tree.map(lambda x: x.sharding, params).",
-        ) from error
+        problem = f"`shardings` are not for these parameters: {str(error).splitlines()[0]}"
+        fix = "make them from it, such as jax.tree.map(lambda x: x.sharding, params)."
+        raise fail("quantize_params", problem, fix=fix) from error
     pairs = zip(named, flat, strict=True)
     return [as_sharding("quantize_params", sharding, name or "") for (name, _), sharding in pairs]
 
@@ -261,7 +231,7 @@ def check_finite_weights(function: str, plan: Plan, params: Any) -> None:
     """Raises if a weight that the plan quantizes holds a NaN or an infinity; lazy leaves are
     checked when they are read.
     """
-    for name, leaf in named_leaves(function, rooted(plan.params, params), plan):
+    for name, leaf in named_leaves(function, by_argument(plan.params, params), plan):
         is_float = not isinstance(leaf, Lazy) and not is_whole(abstract(leaf))
         if is_float and plan.weight_at(name) is not None:
             check_finite_weight(function, leaf, name or "")
@@ -276,11 +246,8 @@ def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any
 def _delete(x: Any, quantized: QTensor | Segments) -> None:
     """Deletes a float weight once its codes are ready."""
     if not compat.is_concrete(x):
-        raise fail(
-            "quantize_params",
-            "`donate` has no effect under jax.jit.",
-            fix="call quantize_params outside of jit, or use jax.jit(..., donate_argnums=...).",
-        )
+        fix = "call quantize_params outside of jit, or use jax.jit(..., donate_argnums=...)."
+        raise fail("quantize_params", "`donate` has no effect under jax.jit.", fix=fix)
     if isinstance(x, jax.Array):
         jax.block_until_ready(quantized)
         x.delete()
@@ -290,16 +257,11 @@ def check_arguments(function: str, argnums: Params, params: Any) -> None:
     """Checks that arguments are given as a tuple if several hold weights."""
     if isinstance(argnums, int):
         return
-    several = isinstance(params, (tuple, list))
-    kind = type(params).__name__
-    if not (several and len(params) == len(argnums)):
-        raise fail(
-            function,
-            "the weights are in several arguments.",
-            given=f"a {kind} of {len(params)}" if several else f"an object of type {kind}",
-            expected=f"a tuple of {len(argnums)} arguments, those at the positions {argnums}",
-            fix="pass the arguments named in params=, as a tuple in that order.",
-        )
+    is_tuple = isinstance(params, (tuple, list))
+    if not is_tuple or len(params) != len(argnums):
+        details = f"a {type(params).__name__}" + (f" of {len(params)}" if is_tuple else "")
+        fix = f"pass a tuple of the {len(argnums)} arguments named in params=, in that order."
+        raise fail(function, "the weights are in several arguments.", given=details, fix=fix)
 
 
 # `quantize_state`: arrays that a function reads and writes, such as caches, become QTensors.
@@ -364,13 +326,10 @@ def quantize_state(
         leaves.append(q if target is None else cache_for("quantize_state", q, target))
     unused = [text for text in rules if text not in used]
     if unused:
-        names = [repr(name) for name, _ in named[:8]]
-        raise fail(
-            "quantize_state",
-            f"{unused[0]!r} matches no leaf that is left by earlier entries.",
-            expected=f"a match in full; paths are: {', '.join(names) or '(none)'}",
-            fix="correct it, move it up, or drop it.",
-        )
+        problem = f"{unused[0]!r} matches no leaf that is left by earlier entries."
+        details = f"the paths {some(repr(name) for name, _ in named)}"
+        fix = "let it match a path in full, move it up, or drop it."
+        raise fail("quantize_state", problem, given=details, fix=fix)
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
 
 
@@ -379,25 +338,18 @@ Rules = dict[str, tuple[re.Pattern[str], tuple[QSpec, Affine | None]]]
 
 def _rules(specs: Any) -> Rules:
     """Returns the entries, compiled, after checking their types."""
-    check_instance(
-        "quantize_state",
-        "specs",
-        specs,
-        Mapping,
-        fix='pass for example {".*/cached_(key|value)": jqx.QSpec("int8", jqx.per_token())}.',
-    )
+    fix = 'pass for example {".*key": jqx.QSpec("int8", jqx.per_token())}.'
+    check_instance("quantize_state", "specs", specs, Mapping, fix=fix)
     rules: Rules = {}
     for text, entry in specs.items():
         pair: Any = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
         spec, affine = pair
         if not (isinstance(text, str) and isinstance(spec, (QSpec, str))):
-            raise fail(
-                "quantize_state",
+            problem, details = (
                 "`specs` has an entry that is not a spec.",
-                given=f"{text!r}: {shown(entry)}",
-                fix="pass for example {'.*key': jqx.QSpec(jnp.int8, jqx.per_token())}.",
-                error=TypeError,
+                f"{text!r}: {shown(entry)}",
             )
+            raise fail("quantize_state", problem, given=details, fix=fix, error=TypeError)
         spec = needed_spec("quantize_state", f"specs[{text!r}]", spec, "state")
         pattern = check_pattern("quantize_state", f"specs[{text!r}]", text)
         rules[text] = pattern, (spec, affine and Affine(*affine))
@@ -406,20 +358,14 @@ def _rules(specs: Any) -> Rules:
 
 def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTensor:
     if is_quantized(leaf):
-        raise fail(
-            "quantize_state",
-            f"the leaf {name!r} is quantized already.",
-            given=repr(leaf),
-            fix="quantize the float state, or leave this leaf out.",
-        )
-    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)):
-        raise fail(
-            "quantize_state",
-            f"the leaf {name!r} is not an array of floats.",
-            given=f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}",
-            fix='write an expression that does not match it, such as ".*(key|value)".',
-            error=TypeError,
-        )
+        problem = f"the leaf {name!r} is quantized already."
+        fix = "quantize the float state, or leave this leaf out."
+        raise fail("quantize_state", problem, given=repr(leaf), fix=fix)
+    if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        problem = f"the leaf {name!r} is not an array of floats."
+        details = f"dtype {leaf.dtype}" if is_array(leaf) else f"an object {type(leaf).__name__}"
+        fix = 'write an expression that does not match it, such as ".*(key|value)".'
+        raise fail("quantize_state", problem, given=details, fix=fix, error=TypeError)
     resolved = spec.resolve(leaf.ndim, range(leaf.ndim - 1))
     try:
         q = quantize_weight(leaf, resolved, affine)
@@ -427,12 +373,10 @@ def _quantized(name: str, leaf: Any, spec: QSpec, affine: Affine | None) -> QTen
         error.add_note(f"  at:       the leaf {name!r} of the state")
         raise
     if affine is None and _shares_a_scale(q) and _is_zero(leaf):
-        raise fail(
-            "quantize_state",
-            f"the scale of {name!r} would come from zeros and be shared by later writes.",
-            given=f"{spec.granularity} for an array of zeros of shape {leaf.shape}",
-            fix="pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale)).",
-        )
+        problem = f"the scale of {name!r} would come from zeros and be shared by later writes."
+        details = f"{spec.granularity} for an array of zeros of shape {leaf.shape}"
+        fix = "pass granularity=jqx.per_token(), or (spec, jqx.calibrators.Affine(scale))."
+        raise fail("quantize_state", problem, given=details, fix=fix)
     return q
 
 

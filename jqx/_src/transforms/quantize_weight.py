@@ -51,11 +51,17 @@ class Quantizing(NamedTuple):
     def __call__(self, leaf: Any) -> Any:
         """Returns the parameter, quantized."""
         leaves = [leaf] if self.split is None else split_leaf("quantize_params", leaf, self.split)
-        parts = [
-            _quantized(x, weight, self.affines, self.target, self.sharding)
-            for x, weight in zip(leaves, self.weights, strict=True)
-        ]
+        parts = list(map(self._part, leaves, self.weights))
         return parts[0] if self.split is None else Segments(parts, self.split.axis)
+
+    def _part(self, x: Any, weight: Weight | None) -> Any:
+        """Returns a part quantized and laid out; a float part is unchanged."""
+        if weight is None:
+            return put_leaf(x, self.sharding, None)
+        check_finite_weight("quantize_params", x, weight.path)
+        affine = self.affines.get(weight.key)
+        q = quantize_weight(x, weight.spec, affine, self.sharding, weight.path)
+        return q if self.target is None else _laid_out(q, weight, self.target)
 
     def description(self) -> str | None:
         """Describes everything that the result depends on apart from the parameter; `None` if it
@@ -71,22 +77,7 @@ class Quantizing(NamedTuple):
         return f"{_VERSION} {texts} {self.split} {digest if arrays else ''} {self.target}"
 
 
-def _quantized(
-    x: Any,
-    weight: Weight | None,
-    affines: Mapping[str, Affine],
-    target: str | None,
-    sharding: Sharding | None,
-) -> Any:
-    """Returns a weight, or a part of one, quantized and laid out; a float part is unchanged."""
-    if weight is None:
-        return at_place(x, sharding, None)
-    check_finite_weight("quantize_params", x, weight.path)
-    quantized = quantize_weight(x, weight.spec, affines.get(weight.key), sharding, weight.path)
-    return quantized if target is None else _laid_out(quantized, weight, target)
-
-
-def at_place(leaf: Any, sharding: Sharding | None, path: str | None) -> Any:
+def put_leaf(leaf: Any, sharding: Sharding | None, path: str | None) -> Any:
     """Puts a leaf on devices according to its sharding."""
     if sharding is None or not hasattr(leaf, "shape"):
         return leaf
@@ -136,9 +127,9 @@ def quantize_weight(
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         q = jax.eval_shape(partial(quantize_weight, spec=spec, affine=affine), x)
-        return at_place(q, sharding, path)
+        return put_leaf(q, sharding, path)
     if not compat.is_concrete(x):
-        return at_place(QTensor.quantize(x, spec, affine), sharding, path)
+        return put_leaf(QTensor.quantize(x, spec, affine), sharding, path)
     if sharding is None:
         return _compiled(x, spec, affine)
     x = put("quantize_params", x, sharding, path)
@@ -173,25 +164,18 @@ def check_finite_weight(function: str, x: Any, path: str) -> None:
         return
     nans, bad = (int(np.asarray(jnp.sum(f(x)))) for f in (jnp.isnan, lambda x: ~jnp.isfinite(x)))
     counts = ((nans, "NaN"), (bad - nans, "infinite"))
-    raise fail(
-        function,
-        f"the weight {path!r} is not finite.",
-        given=f"{' and '.join(f'{n} {kind}' for n, kind in counts if n)} of {x.size} elements",
-        fix="replace these values, or add a rule that leaves this weight in float.",
-    )
+    details = f"{' and '.join(f'{n} {kind}' for n, kind in counts if n)} of {x.size} elements"
+    fix = "replace these values, or add a rule that leaves this weight in float."
+    raise fail(function, f"the weight {path!r} is not finite.", given=details, fix=fix)
 
 
 def _is_finite(x: Any) -> bool:
-    if isinstance(x, jax.Array) and _is_elsewhere(x):
-        return bool(jnp.isfinite(x).all())
+    is_jax = isinstance(x, jax.Array)
+    if is_jax and (len(x.devices()) > 1 or next(iter(x.devices())).platform != "cpu"):
+        return bool(jnp.isfinite(x).all())  # reading it on the host would copy it
     flat = np.asarray(x).reshape(-1)
     parts = range(0, flat.size, _MOST)
     return all(np.isfinite(flat[start : start + _MOST]).all() for start in parts)
-
-
-def _is_elsewhere(x: jax.Array) -> bool:
-    """Whether an array is not in the memory of this process, so that reading it would copy it."""
-    return len(x.devices()) > 1 or next(iter(x.devices())).platform != "cpu"
 
 
 # Scales of weights that were learned, and are not those that the weights are quantized with.
@@ -209,12 +193,9 @@ def check_no_learned_scales(
     names = {name.removesuffix("/scale") for name, _ in named if name is not None}
     learned = sorted((names & {weight.key for weight in plan.weights}).difference(affines))
     if learned:
-        raise fail(
-            function,
-            "the parameters hold learned scales, which the weights would not get.",
-            given=some(learned),
-            fix="use jqx.linen.convert(module, variables, x, ...), or pass affines= with these.",
-        )
+        problem = "the parameters hold learned scales, which the weights would not get."
+        fix = "use jqx.linen.convert(module, variables, x, ...), or pass affines= with these."
+        raise fail(function, problem, given=some(learned), fix=fix)
 
 
 def check_scales_of_weights(
@@ -224,22 +205,13 @@ def check_scales_of_weights(
     affines: Mapping[str, Affine],
 ) -> None:
     """Raises if a quantized weight has another scale than the one in `affines`."""
-    keys = {weight.path: weight.key for weight in plan.weights}
-    differing = [
-        path
-        for path, q in named
-        if path in keys
-        and isinstance(q, QTensor)
-        and keys[path] in affines
-        and not _equal(q.scale, affines[keys[path]].scale)
-    ]
+    scales = {x.path: affines[x.key].scale for x in plan.weights if x.key in affines}
+    pairs = [(path, q.scale) for path, q in named if path in scales and isinstance(q, QTensor)]
+    differing = [path for path, scale in pairs if not _equal(scale, scales[path])]
     if differing:
-        raise fail(
-            function,
-            "weights have other scales than `affines` says.",
-            given=some(differing),
-            fix="pass the scales to both: jqx.quantize_params(params, plan, affines).",
-        )
+        problem = f"weights have other scales than `affines` says: {some(differing)}."
+        fix = "pass the scales to both: jqx.quantize_params(params, plan, affines)."
+        raise fail(function, problem, fix=fix)
 
 
 def _equal(scale: Any, learned: Any) -> bool:

@@ -81,7 +81,7 @@ class Codes:
         name, nothing = eqn.primitive.name, [_NONE] * len(eqn.outvars)
         how = f"reaches `{name}`, which has no quantized form"
         if name in CONTRACTIONS:
-            unsupported = CONTRACTIONS[name].excuse(eqn)
+            unsupported = CONTRACTIONS[name].why_unsupported(eqn)
             if unsupported is None:
                 self.contracted |= _NONE.union(*operands)
                 return nothing
@@ -169,17 +169,11 @@ def _views(eqn: Eqn, operands: Sequence[Paths]) -> list[Paths] | None:
     return [joint if origin else _NONE for origin in viewed]
 
 
-UNSUPPORTED = ("error", "dequantize")
-
-
 def check_unsupported(function: str, unsupported: Any) -> None:
     """Checks the value of `unsupported`."""
-    if unsupported not in UNSUPPORTED:
-        raise fail(
-            function,
-            f"`unsupported` is unknown: {unsupported!r}.",
-            fix="leave it at 'error', or pass 'dequantize'.",
-        )
+    if unsupported not in ("error", "dequantize"):
+        problem = f"`unsupported` is unknown: {unsupported!r}."
+        raise fail(function, problem, fix="leave it at 'error', or pass 'dequantize'.")
 
 
 def unreached(call: Call, found: Sequence[Found]) -> tuple[Unreached, ...]:

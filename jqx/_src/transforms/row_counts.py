@@ -51,14 +51,14 @@ def _is_lost(x: Any) -> bool:
     return is_counted(x) and not x.is_known
 
 
-def _least(counts: Sequence[jax.Array]) -> jax.Array:
+def _minimum(counts: Sequence[jax.Array]) -> jax.Array:
     """Returns the least of counts, some of which may be scalars."""
     rank = max(x.ndim for x in counts)
     return reduce(jnp.minimum, (x if x.ndim == rank else x.reshape((1,) * rank) for x in counts))
 
 
 def _elementwise(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
-    counts = _least([x.counts for x in operands if _known(x)])
+    counts = _minimum([x.counts for x in operands if _known(x)])
     # The count of a scalar does not extend to the elements that it is combined with.
     rank = eqn.outvars[0].aval.ndim
     if counts.ndim not in (0, rank):
@@ -111,7 +111,7 @@ def _gather(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts
         batch = [axis for axis in range(len(out)) if axis not in numbers.offset_dims]
         lined_up = [n if axis in batch else 1 for axis, n in enumerate(out)]
         counts_of_rows.append(counts.reshape(lined_up))
-    return _least(counts_of_rows)
+    return _minimum(counts_of_rows)
 
 
 def _scatter(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
@@ -129,11 +129,11 @@ def _scatter(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Count
     return jnp.where(largest == -jnp.inf, target_counts, jnp.minimum(target_counts, largest))
 
 
-def _most(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+def _reduced(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
     return operands[0].counts.max(eqn.params["axes"])
 
 
-def _so_far(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+def _cumulative(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
     axis, reverse = eqn.params["axis"], eqn.params["reverse"]
     return lax.cummax(counts_of(operands[0]), axis=axis, reverse=reverse)
 
@@ -147,7 +147,7 @@ def _window(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts
 def _sort(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
     """Elements that are moved together are one row."""
     counts = jnp.broadcast_to(
-        _least([x.counts for x in operands if _known(x)]), eqn.outvars[0].aval.shape
+        _minimum([x.counts for x in operands if _known(x)]), eqn.outvars[0].aval.shape
     )
     options = {name: eqn.params[name] for name in ("dimension", "is_stable", "num_keys")}
     return lax.sort((*map(value_of, operands), counts), **options)[-1]
@@ -172,12 +172,12 @@ def _dot(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | 
             shape[free : free + len(free_axes)] = counts.shape[len(stacked) :][: len(free_axes)]
             counts_of_results.append(counts.reshape(shape))
         free += len(free_axes)
-    return _least(counts_of_results)
+    return _minimum(counts_of_results)
 
 
 def _ragged(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
     rows = operands[0]
-    if not _known(rows) or CONTRACTION_RULES[eqn.primitive.name].excuse(eqn):
+    if not _known(rows) or CONTRACTION_RULES[eqn.primitive.name].why_unsupported(eqn):
         return None
     return rows.counts.max(1, keepdims=True)
 
@@ -209,7 +209,7 @@ def _barrier(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Count
     return [None if _is_lost(x) else counts_of(x) for x in operands]
 
 
-def _everywhere(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+def _all_reduced(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
     """A sum over devices counts as much as on the device where it counts most."""
     if eqn.params.get("axis_index_groups") is not None:
         return None
@@ -224,7 +224,7 @@ def _everywhere(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Co
     return list(map(most, operands))
 
 
-def _sent(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
+def _exchanged(eqn: Eqn, operands: Sequence[Any], results: Sequence[Any]) -> Counts | None:
     if not all(map(_known, operands)):
         return None
     counts = [compat.vary(counts_of(x), compat.varies_along(value_of(x))) for x in operands]
@@ -247,9 +247,9 @@ _NAMES: dict[str, Rule] = {
     "dynamic_slice": _moved(0),
     "dynamic_update_slice": _moved(0, 1),
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin": (
-        _most
+        _reduced
     ),
-    "cumsum cummax cummin cumprod cumlogsumexp": _so_far,
+    "cumsum cummax cummin cumprod cumlogsumexp": _cumulative,
     "reduce_window_sum reduce_window_max reduce_window_min": _window,
     "gather": _gather,
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": _scatter,
@@ -260,8 +260,8 @@ _NAMES: dict[str, Rule] = {
     "ragged_dot_general": _ragged,
     "conv_general_dilated": _conv,
     "optimization_barrier": _barrier,
-    "psum psum_invariant pmax pmin": _everywhere,
-    "all_gather all_to_all ppermute": _sent,
+    "psum psum_invariant pmax pmin": _all_reduced,
+    "all_gather all_to_all ppermute": _exchanged,
 }
 COUNTS: dict[str, Rule] = {name: rule for names, rule in _NAMES.items() for name in names.split()}
 """Rules by the name of the primitive."""
@@ -320,7 +320,7 @@ def tainted_rows(eqn: Eqn, operands: Sequence[Any], cleans: bool = False) -> lis
     finite; with `cleans` such rows are zeros.
     """
     family = CONTRACTIONS[eqn.primitive.name]
-    if family.excuse(eqn) is not None:
+    if family.why_unsupported(eqn) is not None:
         return [*operands]
     tainted_operands = [*operands]
     for i, operand_axes in enumerate(family.axes(eqn)):

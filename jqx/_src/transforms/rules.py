@@ -50,7 +50,7 @@ class Contraction:
       apply: evaluates it on arrays and QTensors.
       gradients: the backward pass: from arrays and the cotangent to the gradients of the operands
         that can be quantized, contracted in a dtype.
-      excuse: why an equation has no quantized form; `None` if it has one.
+      why_unsupported: why an equation has no quantized form; `None` if it has one.
       needs_weight: whether it is a site only if its first operand is a weight.
     """
 
@@ -60,7 +60,7 @@ class Contraction:
     macs: Callable[[Eqn], int]
     apply: Callable[[Eqn, Sequence[Any]], jax.Array]
     gradients: Callable[[Eqn, Sequence[jax.Array], jax.Array, DTypeLike], Sequence[jax.Array]]
-    excuse: Callable[[Eqn], str | None] = lambda eqn: None
+    why_unsupported: Callable[[Eqn], str | None] = lambda eqn: None
     needs_weight: bool = False
 
     def kept(self, eqn: Eqn) -> tuple[Axes, ...]:
@@ -105,25 +105,19 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
         lhs = lhs.quantized()
     if _sums_scales(lhs, dimensions.lhs_contracting) and isinstance(rhs, Pending):
         rhs = rhs.quantized()
+    numbers, options = eqn.params["dimension_numbers"], _options(eqn)
     if isinstance(lhs, Pending) or isinstance(rhs, Pending):
-        return dot_general_pending(
-            lhs,
-            rhs,
-            eqn.params["dimension_numbers"],
-            precision=eqn.params["precision"],
-            preferred_element_type=eqn.outvars[0].aval.dtype,
-        )
+        return dot_general_pending(lhs, rhs, numbers, **options)
     if _sums_scales(rhs, dimensions.rhs_contracting):
         return _scaled_first(eqn, real_of(lhs), rhs)
     if _sums_scales(lhs, dimensions.lhs_contracting):
         return _scaled_first(eqn, lhs, real_of(rhs))
-    return dot_general(
-        lhs,
-        rhs,
-        eqn.params["dimension_numbers"],
-        precision=eqn.params["precision"],
-        preferred_element_type=eqn.outvars[0].aval.dtype,
-    )
+    return dot_general(lhs, rhs, numbers, **options)
+
+
+def _options(eqn: Eqn) -> dict[str, Any]:
+    dtype = eqn.outvars[0].aval.dtype
+    return {"precision": eqn.params["precision"], "preferred_element_type": dtype}
 
 
 def _sums_scales(x: Any, contracting: Axes) -> bool:
@@ -144,9 +138,7 @@ def _scaled_first(eqn: Eqn, lhs: Any, rhs: Any) -> jax.Array:
         right[theirs] = left[ours]
     out = [left[axis] for axis in (*dimensions.lhs_batch, *dimensions.lhs_free)]
     out += [right[axis] for axis in dimensions.rhs_free]
-    dtype = eqn.outvars[0].aval.dtype
-    precision = eqn.params["precision"]
-    return einsum(lhs, left, rhs, right, out, precision=precision, preferred_element_type=dtype)
+    return einsum(lhs, left, rhs, right, out, **_options(eqn))
 
 
 def _gradients(
@@ -175,27 +167,20 @@ def _conv_pattern(eqn: Eqn) -> str:
     return " ".join(f"{name}={eqn.params[name]}" for name in names)
 
 
+_CONV = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
+_CONV += ("feature_group_count", "batch_group_count")
+
+
 def _conv_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
-    p, (lhs, rhs) = eqn.params, operands
-    return conv_general_dilated(
-        lhs,
-        rhs,
-        p["window_strides"],
-        p["padding"],
-        p["lhs_dilation"],
-        p["rhs_dilation"],
-        p["dimension_numbers"],
-        p["feature_group_count"],
-        p["batch_group_count"],
-        p["precision"],
-        preferred_element_type=eqn.outvars[0].aval.dtype,
-    )
+    lhs, rhs = operands
+    options = {name: eqn.params[name] for name in _CONV}
+    return conv_general_dilated(lhs, rhs, **options, **_options(eqn))
 
 
 _RAGGED = (((1,), (1,)), ((), ()))
 
 
-def _ragged_excuse(eqn: Eqn) -> str | None:
+def _why_no_rows(eqn: Eqn) -> str | None:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     dots = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
     plain = dots == _RAGGED and tuple(numbers.lhs_ragged_dimensions) == (0,)
@@ -212,16 +197,10 @@ def _ragged_macs(eqn: Eqn) -> int:
 def _ragged_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs, sizes = operands
     product: Any = ragged_dot_pending if isinstance(lhs, Pending) else ragged_dot
-    return product(
-        lhs,
-        rhs,
-        sizes,
-        precision=eqn.params["precision"],
-        preferred_element_type=eqn.outvars[0].aval.dtype,
-    )
+    return product(lhs, rhs, sizes, **_options(eqn))
 
 
-def _gather_excuse(eqn: Eqn) -> str | None:
+def _why_no_lookup(eqn: Eqn) -> str | None:
     if _looked_up(eqn) is None:
         return "it is not a lookup along one axis, as in jnp.take"
     if eqn.invars[0].aval.ndim < 2:
@@ -303,7 +282,7 @@ CONTRACTION_RULES: dict[str, Contraction] = {
         _ragged_macs,
         _ragged_apply,
         _transposed,
-        _ragged_excuse,
+        _why_no_rows,
     ),
     "gather": Contraction(
         "gather",
@@ -312,7 +291,7 @@ CONTRACTION_RULES: dict[str, Contraction] = {
         lambda eqn: 0,
         _gather_apply,
         _transposed,
-        _gather_excuse,
+        _why_no_lookup,
         needs_weight=True,
     ),
 }
@@ -324,7 +303,7 @@ _ADDED = jax.make_user_context(())
 """Rules of users, as pairs of a name and a rule; part of the key of traces in `jax.jit`."""
 
 
-class Known(Mapping[str, Rule], Generic[Rule]):
+class RuleTable(Mapping[str, Rule], Generic[Rule]):
     """Rules of one kind, by the name of the primitive."""
 
     def __init__(self, kind: type[Rule], built_in: Mapping[str, Rule]):
@@ -344,8 +323,8 @@ class Known(Mapping[str, Rule], Generic[Rule]):
         return len(list(iter(self)))
 
 
-CONTRACTIONS: Known[Contraction] = Known(Contraction, CONTRACTION_RULES)
-VIEWS: Known[View] = Known(View, VIEW_RULES)
+CONTRACTIONS: RuleTable[Contraction] = RuleTable(Contraction, CONTRACTION_RULES)
+VIEWS: RuleTable[View] = RuleTable(View, VIEW_RULES)
 
 
 def tracked(eqn: Eqn, origins: Sequence[Origin | None]) -> Sequence[Origin | None] | None:
@@ -393,10 +372,7 @@ def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
     for primitive, rule in rules.items():
         check_instance(name, f"rules[{primitive!r}]", rule, (Contraction, View), fix=fix)
         if primitive in {*CONTRACTION_RULES, *VIEW_RULES}:
-            raise fail(
-                name,
-                f"jqx already has a rule for the primitive {primitive!r}.",
-                fix="leave it out.",
-            )
+            problem = f"jqx already has a rule for the primitive {primitive!r}."
+            raise fail(name, problem, fix="leave it out.")
     with _ADDED((*rules.items(), *_ADDED.value)):
         yield

@@ -50,7 +50,7 @@ class _FakeQuantize(Rules):
         """Returns the codes for the result of `round`, without gradients."""
         fixed = jax.lax.stop_gradient((jnp.asarray(x), self.affines.get(name)))
         q = QTensor.quantize(fixed[0], spec, fixed[1])
-        return dataclasses.replace(q, values=_kept(q.values))
+        return dataclasses.replace(q, values=_as_stored(q.values))
 
     def round(self, x: Any, spec: QSpec, name: str) -> jax.Array:
         """Rounds to the grid of a spec, with separate random numbers for each name."""
@@ -183,17 +183,14 @@ def simulate(
             for leaf, path in zip(call.leaves, call.paths, strict=True)
         ]
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        return jax.tree.unflatten(call.out_tree, [_result(x) for x in out])
+        # State that the caller passed as codes is returned as codes, and a weight as floats.
+        results = [x.codes if isinstance(x, Trainable) and x.is_state else real_of(x) for x in out]
+        return jax.tree.unflatten(call.out_tree, results)
 
     return simulated
 
 
-def _result(x: Any) -> Any:
-    """Returns state that the caller passed as codes as codes, and a weight as floats."""
-    return x.codes if isinstance(x, Trainable) and x.is_state else real_of(x)
-
-
-def _kept(codes: jax.Array) -> jax.Array:
+def _as_stored(codes: jax.Array) -> jax.Array:
     """Returns codes that are kept for the backward pass, as codes.
 
     XLA on CPU would otherwise keep the quotients, which are four times as large, and round them
@@ -217,25 +214,20 @@ def _specs_of(plan: Plan) -> list[QSpec]:
 
 
 def _check_estimators(plan: Plan, backward: DTypeLike | None) -> None:
-    strange = [spec for spec in _specs_of(plan) if isinstance(spec.gradient, Surrogate)]
-    if backward is not None and strange:
-        raise fail(
-            "simulate",
-            "`backward` runs the forward pass on integers, which this estimator does not use.",
-            given=f"backward == {backward}, and the estimator {strange[0].gradient}"
-            if strange
-            else "",
-            fix="choose another gradient= for that spec, or backward=None.",
-        )
+    gradients = (spec.gradient for spec in _specs_of(plan))
+    surrogate = next((x for x in gradients if isinstance(x, Surrogate)), None)
+    if backward is not None and surrogate is not None:
+        problem = "`backward` runs the forward pass on integers, which this estimator does not use."
+        details = f"backward == {backward}, and the estimator {surrogate}"
+        fix = "choose another gradient= for that spec, or backward=None."
+        raise fail("simulate", problem, given=details, fix=fix)
 
 
 def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
     if key is not None and not any(draws(spec.gradient) for spec in _specs_of(plan)):
-        raise fail(
-            "simulate",
-            "`key` has no effect: no gradient estimator of the plan draws random numbers.",
-            fix="drop key, or use an estimator such as jqx.gradients.stochastic.",
-        )
+        problem = "`key` has no effect: no gradient estimator of the plan draws random numbers."
+        fix = "drop key, or use an estimator such as jqx.gradients.stochastic."
+        raise fail("simulate", problem, fix=fix)
 
 
 # A contraction on integers, with the gradient of the dequantized contraction.
@@ -291,11 +283,8 @@ def _differentiable_once(f: Callable[[Any], Any], dtype: DTypeLike) -> Callable[
 
     @function.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
-        raise fail(
-            "simulate",
-            f"backward={jnp.dtype(dtype).name} has no second derivatives.",
-            fix="leave out backward= there: jqx.simulate(f, plan, affines).",
-            error=NotImplementedError,
-        )
+        problem = f"backward={jnp.dtype(dtype).name} has no second derivatives."
+        fix = "leave out backward= there: jqx.simulate(f, plan, affines)."
+        raise fail("simulate", problem, fix=fix, error=NotImplementedError)
 
     return function

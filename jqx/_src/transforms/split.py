@@ -21,7 +21,7 @@ from ..compat import Eqn
 from ..errors import fail
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments, abstract, lazy_parts
-from .higher_order import FORMS, Records
+from .higher_order import FORMS, Records, Runner
 from .paths import Split
 from .rules import VIEWS
 from .views import Origin
@@ -151,10 +151,10 @@ def evaluate(
 _SIZES = ("new_sizes", "shape", "limit_indices", "slice_sizes")
 """Parameters of views that have a size for each axis of the result."""
 
-_REFUSED = {
-    "shard_map": "a `shard_map`",
-    "custom_jvp_call": "a `jax.custom_jvp`",
-    "custom_vjp_call": "a `jax.custom_vjp`",
+_UNSPLIT = {
+    "shard_map": "shard_map",
+    "custom_jvp_call": "jax.custom_jvp",
+    "custom_vjp_call": "jax.custom_vjp",
 }
 """Forms that a weight cannot enter in parts."""
 
@@ -164,13 +164,10 @@ def split_leaf(function: str, leaf: Any, split: Split) -> list[Any]:
     kind = abstract(leaf)
     if isinstance(kind, Segments):
         if (kind.axis, kind.bounds) != (split.axis, split.bounds):
-            raise fail(
-                function,
-                "Segments do not fit the plan.",
-                given=f"{leaf!r} for the parameter {split.path!r}",
-                expected=f"parts with the bounds {list(split.bounds)} along axis {split.axis}",
-                fix="quantize the parameters with this plan: jqx.quantize_params(params, plan).",
-            )
+            problem = f"the Segments {leaf!r} of {split.path!r} do not fit the plan."
+            expected = f"parts with the bounds {list(split.bounds)} along axis {split.axis}"
+            fix = "quantize the parameters with this plan: jqx.quantize_params(params, plan)."
+            raise fail(function, problem, expected=expected, fix=fix)
         return lazy_parts(leaf) if isinstance(leaf, Lazy) else list(leaf.parts)
     return [_slice(leaf, split.axis, a, b) for a, b in itertools.pairwise(split.bounds)]
 
@@ -226,8 +223,13 @@ def _results(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if not any(isinstance(x, Segments) for x in operands):
         return compat.bind(eqn, operands)
-    if name in _REFUSED:
-        _refuse(function, eqn, operands)
+    if name in _UNSPLIT:
+        segments = next(x for x in operands if isinstance(x, Segments))
+        problem = f"a scan cannot be split inside a `{_UNSPLIT[name]}`."
+        details = f"a weight of the shape {list(segments.shape)} in parts with the bounds "
+        details += f"{list(segments.bounds)}{compat.at_line_of(eqn)}"
+        fix = "let the rules select whole weights there, or split the weights in f."
+        raise fail(function, problem, given=details, fix=fix, error=NotImplementedError)
     if name == "scan":
         return _scan(function, eqn, operands)
     if name in FORMS:
@@ -340,14 +342,11 @@ def _of_size(eqn: Eqn, axis: int, size: int) -> Eqn:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Runner:
-    """Evaluates the functions inside an equation; sites get nothing, and nothing is recorded."""
+class _Runner(Runner):
+    """Evaluates the functions inside an equation."""
 
     function: str
     eqn: Eqn
-    site_inputs: tuple[()] = ()
-    differentiable: bool = True
-    is_counting: bool = False
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], part: Any = (), site_inputs: Any = None
@@ -357,26 +356,8 @@ class _Runner:
         loop = self.eqn.primitive.name in ("scan", "while")
         return [joined(x) if loop else x for x in results], {}
 
-    def split(self, length: int) -> tuple[Any, Any]:
-        return (), ()
-
-    def join(self, step: Any, shared: Any) -> Any:
-        return ()
-
-    def numbered(self, site_inputs: Any, step: Any) -> Any:
-        return ()
-
-    def unseen(self) -> Records:
-        return {}
-
-    def merge(self, a: Records, b: Records) -> Records:
-        return {}
-
     def dense(self, x: Any) -> Any:
         return joined(x)
-
-    def carried(self, x: Any) -> Any:
-        return x
 
     def common(self, forms: Sequence[Any]) -> Any:
         return next((x for x in forms if isinstance(x, Segments)), forms[0])
@@ -387,15 +368,3 @@ class _Runner:
             return x
         intervals = itertools.pairwise(example.bounds)
         return Segments([_slice(x, example.axis, a, b) for a, b in intervals], example.axis)
-
-
-def _refuse(function: str, eqn: Eqn, operands: Sequence[Any]) -> None:
-    segments = next(x for x in operands if isinstance(x, Segments))
-    raise fail(
-        function,
-        f"a scan cannot be split inside {_REFUSED[eqn.primitive.name]}.",
-        given=f"a weight of the shape {list(segments.shape)} in parts with the bounds "
-        f"{list(segments.bounds)}{compat.at_line_of(eqn)}",
-        fix="let the rules select whole weights there, or split the weights in f.",
-        error=NotImplementedError,
-    )

@@ -51,35 +51,25 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
         return ()
     fix = "pass for example observers={'.*': jqx.observers.hessian}."
     check_instance(function, "observers", observers, Mapping, fix=fix)
+    kinds_fix = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of these."
     checked = []
     for pattern, value in observers.items():
         name = f"observers[{pattern!r}]"
         check_pattern(function, f"a key of observers, {pattern!r},", pattern, fix=fix)
-        tuple_of_observers = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-        if not tuple_of_observers:
-            raise fail(
-                function, f"`{name}` records nothing.", given=repr(value), fix="drop that entry."
-            )
-        checked.append(
-            (pattern, tuple(_as_observer(function, name, item) for item in tuple_of_observers))
-        )
+        several = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        if not several:
+            raise fail(function, f"`{name}` records nothing: {value!r}.", fix="drop that entry.")
+        for x in several:
+            check_instance(function, name, x, (Observer, Calibrator), fix=kinds_fix)
+            try:
+                hash(x)
+            except TypeError:
+                problem = f"`{name}`, a {type(x).__name__}, cannot be hashed."
+                fix = "write it with @dataclasses.dataclass(frozen=True)."
+                raise fail(function, problem, fix=fix, error=TypeError) from None
+        kinds = (Calibrated(x) if isinstance(x, Calibrator) else x for x in several)
+        checked.append((pattern, tuple(kinds)))
     return tuple(checked)
-
-
-def _as_observer(function: str, name: str, value: Any) -> Observer:
-    fix = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of them."
-    check_instance(function, name, value, (Observer, Calibrator), fix=fix)
-    try:
-        hash(value)
-    except TypeError:
-        raise fail(
-            function,
-            f"`{name}` cannot be hashed.",
-            given=f"a {type(value).__name__}",
-            fix="write it with @dataclasses.dataclass(frozen=True).",
-            error=TypeError,
-        ) from None
-    return Calibrated(value) if isinstance(value, Calibrator) else value
 
 
 def is_for(pattern: str, plan: Plan, path: str) -> bool:
@@ -96,42 +86,25 @@ def observers_of(function: str, plan: Plan, checked: Checked) -> list[tuple[Site
     """
     for pattern, _ in checked:
         if not any(is_for(pattern, plan, site.path) for site in plan.sites):
-            raise ValueError(_unmatched(function, plan, pattern))
+            problem = f"observers[{pattern!r}] matches no site of the plan."
+            paths = dict.fromkeys(repr(site.path) for site in plan.sites)
+            fix = f"match a path in full: {some(paths)}."
+            skips = (skip for skip in plan.skipped if re.fullmatch(pattern, skip.path))
+            if (skip := next(skips, None)) is not None:
+                problem += f" {skip.path!r} is skipped: {skip.reason}."
+                fix = "calibrate with a plan that quantizes it."
+            raise fail(function, problem, fix=fix)
     sites = []
     for site in plan.sites:
-        matching = [
-            observer_list for pattern, observer_list in checked if is_for(pattern, plan, site.path)
-        ]
-        observers = list(
-            dict.fromkeys(observer for observer_list in matching for observer in observer_list)
-        )
+        matching = [several for pattern, several in checked if is_for(pattern, plan, site.path)]
+        observers = list(dict.fromkeys(observer for several in matching for observer in several))
         names = [str(observer) for observer in observers]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise fail(
-                function,
-                "two observers of one site have the same name.",
-                given=f"{twice!r} more than once at {site.path!r}",
-                fix="let __str__ of the observer show its parameters.",
-            )
+            problem = f"two observers of {site.path!r} have the same name, {twice!r}."
+            raise fail(function, problem, fix="let __str__ of the observer show its parameters.")
         sites.append((site, observers))
     return sites
-
-
-def _unmatched(function: str, plan: Plan, pattern: str) -> str:
-    paths = list(dict.fromkeys(site.path for site in plan.sites))
-    skipped = next((skip for skip in plan.skipped if re.fullmatch(pattern, skip.path)), None)
-    fix = "correct the regular expression, or drop it; it is matched in full."
-    if skipped is not None:
-        fix = "calibrate with a plan that quantizes it: what stays in float is not observed."
-    note = f"; {skipped.path!r} is skipped: {skipped.reason}" if skipped is not None else ""
-    return message(
-        function,
-        "an observer matches no site of the plan.",
-        given=f"observers[{pattern!r}]{note}",
-        expected=f"a match; paths are: {some([repr(path) for path in paths])}",
-        fix=fix,
-    )
 
 
 def keys_of(function: str, plan: Plan, checked: Checked) -> dict[str, tuple[Site, Observer]]:
@@ -172,15 +145,15 @@ class Part(NamedTuple):
 
     Attributes:
       key: the name of its statistics.
-      about: the description that an observer receives.
+      observed: the description that an observer receives.
       kind: its shape and dtype in one step of the loops around the site.
-      place: index of the operand of the contraction; -1 for the result.
+      argnum: index of the operand of the contraction; -1 for the result.
     """
 
     key: str
-    about: ObservedSite
+    observed: ObservedSite
     kind: jax.ShapeDtypeStruct
-    place: int
+    argnum: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +187,7 @@ class Entry:
     @compat.intermediates()
     def empty(self) -> Any:
         """Returns the statistics of no values, in one step of the loops."""
-        return self.observer.empty(self.part.kind, self.part.about)
+        return self.observer.empty(self.part.kind, self.part.observed)
 
     @compat.intermediates()
     def observe(
@@ -228,7 +201,7 @@ class Entry:
         `weights` how much its elements count, and with `leaves_out` rows do not count that are not
         finite.
         """
-        observed = dataclasses.replace(self.part.about, sizes=sizes, weights=weights)
+        observed = dataclasses.replace(self.part.observed, sizes=sizes, weights=weights)
         if leaves_out and self.observer != flags:
             x, observed = without_nonfinite(x, observed)
         return self.observer.observe(x, observed)
@@ -308,7 +281,7 @@ def entries_of(
                 calibrated = Calibrated(specs[part.key].calibrator)
                 entries.append(Entry.of(part.key, site, calibrated, part, weight))
             for observer in observers:
-                if not observer.looks_at(part.about):
+                if not observer.looks_at(part.observed):
                     continue
                 entry = Entry.of(f"{part.key}@{observer}", site, observer, part, weight)
                 looks.add((observer, site.path))
@@ -317,17 +290,18 @@ def entries_of(
                     continue
                 entries.append(entry)
                 _check_alike(function, entry, checked)
-    _check_looks(function, plan, checked_observers, looks)
-    return dataclasses.replace(_shared(jaxpr, [*entries, *_flagged(entries)]), places=place_entries)
-
-
-def _flagged(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries of the flags of all operands that are observed, one for each weight."""
-    parts = dict.fromkeys((x.part, x.site, x.weight) for x in entries)
-    return [
-        Entry(f"{part.key}{FLAGS}{i}", site, flags, part, weight)
-        for i, (part, site, weight) in enumerate(parts)
+    for pattern, observers in checked_observers:
+        for observer in observers:
+            if not any(x == observer and is_for(pattern, plan, path) for x, path in looks):
+                problem = f"the observer {str(observer)!r} records no operand of its sites."
+                fix = "name other sites, or leave it out: its `looks_at` accepts none there."
+                raise fail(function, problem, given=f"observers[{pattern!r}]", fix=fix)
+    operands = dict.fromkeys((entry.part, entry.site, entry.weight) for entry in entries)
+    flagged = [  # one for each operand and weight
+        Entry(f"{part.key}{FLAGS}{i}", site, flags, part, row_weight)
+        for i, (part, site, row_weight) in enumerate(operands)
     ]
+    return dataclasses.replace(_shared(jaxpr, [*entries, *flagged]), places=place_entries)
 
 
 def observed_parts(site: Site, item: Found) -> list[Part]:
@@ -360,7 +334,7 @@ def observed_parts(site: Site, item: Found) -> list[Part]:
     kept_axes = tuple(range(len(result.shape)))
     batch = kept_axes[: len(axes[0].batch)] if site.op == "dot_general" else ()
     weights = [i for i, operand in enumerate(site.operands) if operand.role == "weight"]
-    channels = Channels.of_result(eqn, weights[0]).own if weights else ()
+    channels = Channels.of_result(eqn, weights[0]).axes if weights else ()
     observed = ObservedSite(
         site.path, site.op, "out", "result", has_weight, (), kept_axes, batch, site.output, channels
     )
@@ -391,10 +365,10 @@ def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
     shared = {}
     for entry in entries:
         value_numbers = numbers[entry.site.address]
-        index = entry.part.place
+        index = entry.part.argnum
         value = value_numbers.result if index < 0 else value_numbers.operands[index]
         others = value_numbers.operands[len(entry.site.operands) :]
-        observed = dataclasses.replace(entry.part.about, path="")
+        observed = dataclasses.replace(entry.part.observed, path="")
         who = entry.observer, entry.weight
         same = (value_numbers.inside, entry.site.loops, value, others, *who, observed)
         shared[entry.key] = first_entry.setdefault(same, entry).key
@@ -403,7 +377,7 @@ def _shared(jaxpr: Any, entries: Sequence[Entry]) -> Entries:
 
 def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
     """Raises if the three functions of an observer do not return the same kind of statistics."""
-    observed, kind = dataclasses.replace(entry.part.about, path=""), entry.part.kind
+    observed, kind = dataclasses.replace(entry.part.observed, path=""), entry.part.kind
     kind_key = (entry.observer, observed, kind.shape, kind.dtype)
     if kind_key in checked:
         return
@@ -416,36 +390,17 @@ def _check_alike(function: str, entry: Entry, checked: set[Any]) -> None:
     observed_kind = jax.eval_shape(entry.observe, kind, sizes, weights)
     merged = jax.eval_shape(entry.observer.merge, empty, observed_kind)
     for name, result in (("observe", observed_kind), ("merge", merged)):
-        if kinds_of(result) == kinds_of(empty):
-            continue
-        raise fail(
-            function,
-            f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in what they "
-            "return.",
-            given=f"{kinds_of(empty)} and {kinds_of(result)}, for {entry.part.key!r}",
-            fix=f"let `empty` return what `{name}` would return for no values.",
-        )
+        if kinds_of(result) != kinds_of(empty):
+            problem = f"`empty` and `{name}` of the observer {str(entry.observer)!r} differ in "
+            problem += "what they return."
+            details = f"{kinds_of(empty)} and {kinds_of(result)}, for {entry.part.key!r}"
+            fix = f"let `empty` return what `{name}` would return for no values."
+            raise fail(function, problem, given=details, fix=fix)
 
 
 def kinds_of(stats: Any) -> str:
     """Returns statistics as text: their structure, shapes and dtypes."""
     return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", stats))
-
-
-def _check_looks(
-    function: str, plan: Plan, checked: Checked, looks: set[tuple[Observer, str]]
-) -> None:
-    """Raises if an observer records no operand of the sites that its pattern matches."""
-    for pattern, observers in checked:
-        for observer in observers:
-            if any(who == observer and is_for(pattern, plan, path) for who, path in looks):
-                continue
-            raise fail(
-                function,
-                f"the observer {str(observer)!r} records no operand of its sites.",
-                given=f"observers[{pattern!r}]",
-                fix="name other sites, or leave it out: its `looks_at` accepts none there.",
-            )
 
 
 OnNonfinite = Literal["error", "ignore"]
@@ -491,27 +446,23 @@ def flags_of(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {**stats.left_out, **stats.flags}
 
 
+def _entries(stats: Stats) -> list[tuple[str, str, Any]]:
+    """Returns the entries of statistics in order, each with the name of its part and its key."""
+    parts = zip(("", ".flags", ".left_out"), stats.parts, strict=True)
+    return [(name, key, part[key]) for name, part in parts for key in sorted(part)]
+
+
 def _keys(stats: Stats) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(sorted(part)) for part in stats.parts)
 
 
 def _with_keys(stats: Stats) -> tuple[Any, Any]:
-    keys = _keys(stats)
-    pairs = zip(("", ".flags", ".left_out"), stats.parts, keys, strict=True)
-    return [
-        (jax.tree_util.DictKey(f"{key}{name}"), part[key])
-        for name, part, keys_of_part in pairs
-        for key in keys_of_part
-    ], keys
+    named = [(f"{key}{name}", value) for name, key, value in _entries(stats)]
+    return [(jax.tree_util.DictKey(key), value) for key, value in named], _keys(stats)
 
 
 def _flat(stats: Stats) -> tuple[Any, Any]:
-    keys = _keys(stats)
-    return [
-        part[key]
-        for part, keys_of_part in zip(stats.parts, keys, strict=True)
-        for key in keys_of_part
-    ], keys
+    return [value for _, _, value in _entries(stats)], _keys(stats)
 
 
 def _unflat(keys: Any, children: Iterable[Any]) -> Stats:
@@ -548,11 +499,15 @@ def merged_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(flags: Mapping[str, Any]) -> list[str]:
-    """Returns what the flags of operands say of rows that are not finite, as text."""
+    """Returns what the flags of operands say of rows that are not finite, as text; nothing of
+    traced flags.
+    """
     lines = []
-    for key, counts_of_steps in flags.items():
-        for step in np.ndindex(np.shape(counts_of_steps)[:-1]):
-            nans, infinities, *_ = map(int, np.asarray(counts_of_steps)[step])
+    for key, rows in flags.items():
+        if not compat.is_concrete(rows):
+            continue
+        for step in np.ndindex(np.shape(rows)[:-1]):
+            nans, infinities, *_ = map(int, np.asarray(rows)[step])
             counts = ((nans, "NaN"), (infinities, "infinity"))
             kinds = [f"{n} row{'s' * (n > 1)} with {kind}" for n, kind in counts if n]
             if kinds:
@@ -571,9 +526,7 @@ def check_finite(function: str, flags: Mapping[str, Any], batch: int | None = No
     """Raises if observed rows are not finite; the first operand is the cause of the others. Traced
     flags are not checked.
     """
-    concrete = {key: x for key, x in flags.items() if compat.is_concrete(x)}
-    bad = described(concrete)
-    if bad:
+    if bad := described(flags):
         raise ValueError(nonfinite_text(function, bad, batch))
 
 
@@ -583,41 +536,33 @@ def nonfinite_text(function: str, bad: list[str], batch: int | None = None) -> s
     kinds = [kind for kind in ("NaN", "infinity") if kind in first_bad.partition(" at ")[0]]
     where = "" if batch is None else f"batch {batch}: "
     also = f", and at {len(others)} more operands" if others else ""
+    reason = f"there is {' and '.join(kinds)} in an operand of a site."
+    fix = "find where it comes from (float16 overflows above 65504), leave such batches out, or "
+    fix += 'leave such rows out with on_nonfinite="ignore" of calibrate, calibrate_batches and ptq.'
     return message(
         function,
-        f"an activation is not finite: there is {' and '.join(kinds)} in an operand of a site.",
+        f"an activation is not finite: {reason}",
         given=f"{where}{first_bad}{also}",
-        fix="find where it comes from (float16 overflows above 65504), leave such batches out, or "
-        'leave such rows out with on_nonfinite="ignore" of calibrate, calibrate_batches and ptq.',
+        fix=fix,
     )
 
 
 def warn_left_out(function: str, flags: Mapping[str, Any], batches: Iterable[int] = ()) -> None:
     """Warns of rows that were left out."""
-    bad = described({key: x for key, x in flags.items() if compat.is_concrete(x)})
-    if not bad:
-        return
-    numbers = list(map(str, batches))
-    where = f"batch{'es' * (len(numbers) > 1)} {some(numbers)}: " if numbers else ""
-    warn(
-        message(
-            function,
-            "rows that are not finite were left out of the statistics.",
-            given=where + some(bad),
-            fix="nothing, if these few rows do not matter; otherwise find where they come from.",
-        )
-    )
+    if bad := described(flags):
+        numbers = list(map(str, batches))
+        where = f"batch{'es' * (len(numbers) > 1)} {some(numbers)}: " if numbers else ""
+        problem = "rows that are not finite were left out of the statistics."
+        fix = "nothing, if these few rows do not matter; otherwise find where they come from."
+        warn(message(function, problem, given=where + some(bad), fix=fix))
 
 
 def check_mode(function: str, value: Any) -> bool:
     """Returns whether rows that are not finite are left out, after checking `on_nonfinite`."""
-    if isinstance(value, str) and value in ("error", "ignore"):
-        return value == "ignore"
-    raise fail(
-        function,
-        f"`on_nonfinite` is unknown: {value!r}.",
-        fix="leave it out for 'error', or pass 'ignore' to leave rows out that are not finite.",
-    )
+    if not isinstance(value, str) or value not in ("error", "ignore"):
+        fix = "leave it out for 'error', or pass 'ignore' to leave rows out that are not finite."
+        raise fail(function, f"`on_nonfinite` is unknown: {value!r}.", fix=fix)
+    return value == "ignore"
 
 
 def each_step(f: Callable[..., Any], loops: Sequence[Loop]) -> Callable[..., Any]:
@@ -630,12 +575,9 @@ def each_step(f: Callable[..., Any], loops: Sequence[Loop]) -> Callable[..., Any
 def check_keys(
     function: str, argument: str, stats: Mapping[str, Any], specs: Mapping[str, Any]
 ) -> None:
-    if set(stats) == set(specs):
-        return
-    differ = sorted(set(stats) ^ set(specs))
-    raise fail(
-        function,
-        f"`{argument}` does not have the entries of the plan.",
-        given=f"{len(stats)} entries; these differ: {', '.join(differ[:4])}",
-        fix="pass statistics from jqx.calibrate with the same plan.",
-    )
+    """Raises if statistics do not have the entries of the static specs of a plan."""
+    if differ := sorted(set(stats) ^ set(specs)):
+        problem = f"`{argument}` does not have the entries of the plan."
+        details = f"{len(stats)} entries; these differ: {some(differ)}"
+        fix = "pass statistics from jqx.calibrate with the same plan."
+        raise fail(function, problem, given=details, fix=fix)

@@ -80,7 +80,7 @@ class Steps:
         parts: list[Array] | None = None,
     ):
         self.rules, self.position, self.length, self.turned = rules, position, length, turned
-        self._given, self._kept, self._parts = {id(x) for x in constants}, stored, parts
+        self._constants, self._stored, self._parts = {id(x) for x in constants}, stored, parts
         self.new: list[Array] = []
         self.parts: list[Array] = []
         self._whole: dict[tuple[int, tuple[int, ...]], tuple[At, Array]] = {}
@@ -130,13 +130,13 @@ class Steps:
 
     def keep(self, initial: Any, change: Callable[[Any], Any]) -> Any:
         """Returns what is kept, changed at this position; before the first one, `initial`."""
-        new = initial if self._kept is None else change(self._kept.pop(0))
+        new = initial if self._stored is None else change(self._stored.pop(0))
         self.new.append(new)
         return new
 
     def part(self, x: Array, i: int) -> Array:
         """Returns a part of a stack; that of an argument is taken once, for all positions."""
-        if id(x) not in self._given:
+        if id(x) not in self._constants:
             return x[i]
         self.parts.append(x[i] if self._parts is None else self._parts.pop(0))
         return self.parts[-1]
@@ -170,14 +170,47 @@ def each(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     return [At(x, axis, product) for x in compat.bind(eqn, values)]
 
 
-def reduced(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Sums, maxima and places of maxima along other axes."""
-    (x,) = xs
-    axes = eqn.params["axes"]
-    if x.axis in axes:
-        raise steps.over(eqn, x)
-    axis = x.axis - sum(i < x.axis for i in axes)
-    return [At(y, axis, x.product) for y in compat.bind(eqn, [x.value])]
+def moved(new_axis: Callable[[Eqn, int], int | None]) -> Callable[..., list[Any]]:
+    """Returns the rule of a primitive with one operand, whose axis of positions becomes another
+    one; `None` if the primitive combines positions.
+    """
+
+    def rule(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
+        (x,) = xs
+        axis = new_axis(eqn, x.axis)
+        if axis is None:
+            raise steps.over(eqn, x)
+        return [At(y, axis, x.product) for y in compat.bind(eqn, [x.value])]
+
+    return rule
+
+
+def _without(name: str) -> Callable[[Eqn, int], int | None]:
+    """Returns where an axis goes if those in the parameter `name` are dropped."""
+
+    def new_axis(eqn: Eqn, axis: int) -> int | None:
+        axes = eqn.params[name] if isinstance(eqn.params[name], tuple) else (eqn.params[name],)
+        return None if axis in axes else axis - sum(i < axis for i in axes)
+
+    return new_axis
+
+
+def _outside(name: str) -> Callable[[Eqn, int], int | None]:
+    """Returns an axis that is not among those in the parameter `name`."""
+
+    def new_axis(eqn: Eqn, axis: int) -> int | None:
+        axes = eqn.params[name] if isinstance(eqn.params[name], tuple) else (eqn.params[name],)
+        return None if axis in axes else axis
+
+    return new_axis
+
+
+def _tiled(eqn: Eqn, axis: int) -> int | None:
+    return axis if eqn.params["reps"][axis] == 1 else None
+
+
+def _transposed(eqn: Eqn, axis: int) -> int:
+    return eqn.params["permutation"].index(axis)
 
 
 def along(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
@@ -212,7 +245,7 @@ ELEMENTS: dict[str, Any] = {
     **dict.fromkeys(_ELEMENTS.split(), each),
     **dict.fromkeys(
         ("argmax", "argmin", *(f"reduce_{x}" for x in ("and", "max", "min", "or", "prod", "sum"))),
-        reduced,
+        moved(_without("axes")),
     ),
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), along),
     **dict.fromkeys(("sort", "top_k"), ordered),
@@ -422,42 +455,12 @@ def stacked(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     return [At(x, axis, product) for x in compat.bind(eqn, values)]
 
 
-def unstacked(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """The parts along another axis, which goes."""
-    (x,) = xs
-    if x.axis == eqn.params["axis"]:
-        raise steps.over(eqn, x)
-    axis = x.axis - (eqn.params["axis"] < x.axis)
-    return [At(y, axis, x.product) for y in compat.bind(eqn, [x.value])]
-
-
-def tiled(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Copies along other axes."""
-    if eqn.params["reps"][xs[0].axis] != 1:
-        raise steps.over(eqn, xs[0])
-    return each(steps, eqn, xs)
-
-
 def padded(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     """Padding of other axes."""
     x, filling = xs
     if isinstance(filling, At) or any(eqn.params["padding_config"][x.axis]):
         raise steps.over(eqn, x)
     return [At(y, x.axis, x.product) for y in compat.bind(eqn, [x.value, filling])]
-
-
-def reversed_(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Reversals of other axes."""
-    if xs[0].axis in eqn.params["dimensions"]:
-        raise steps.over(eqn, xs[0])
-    return each(steps, eqn, xs)
-
-
-def split(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Parts along another axis."""
-    if xs[0].axis == eqn.params["axis"]:
-        raise steps.over(eqn, xs[0])
-    return each(steps, eqn, xs)
 
 
 def broadcast(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
@@ -481,21 +484,6 @@ def reshaped(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
         raise steps.unable(eqn, "a reshape merges positions with another axis")
     new_shape[axis] = 1
     return [At(x.value.reshape(new_shape), axis, x.product)]
-
-
-def squeezed(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Axes of size 1 that go."""
-    (x,) = xs
-    axes = eqn.params["dimensions"]
-    axis = x.axis - sum(i < x.axis for i in axes)
-    return [At(lax.squeeze(x.value, axes), axis, x.product)]
-
-
-def transposed(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Other orders of axes."""
-    (x,) = xs
-    axis = eqn.params["permutation"].index(x.axis)
-    return [At(y, axis, x.product) for y in compat.bind(eqn, [x.value])]
 
 
 def sliced(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
@@ -543,14 +531,14 @@ VIEWS: dict[str, Any] = {
     "dynamic_update_slice": updated,
     "pad": padded,
     "reshape": reshaped,
-    "rev": reversed_,
+    "rev": moved(_outside("dimensions")),
     "slice": sliced,
-    "split": split,
-    "squeeze": squeezed,
+    "split": moved(_outside("axis")),
+    "squeeze": moved(_without("dimensions")),
     "stack": stacked,
-    "tile": tiled,
-    "transpose": transposed,
-    "unstack": unstacked,
+    "tile": moved(_tiled),
+    "transpose": moved(_transposed),
+    "unstack": moved(_without("axis")),
 }
 
 

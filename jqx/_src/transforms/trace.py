@@ -9,7 +9,7 @@ import jax
 
 from .. import compat
 from ..checks import check_integer
-from ..errors import fail
+from ..errors import fail, some
 from ..policy import Policy
 from ..tensor.layout import check_dtypes
 from ..tensor.qtensor import QTensor
@@ -19,6 +19,7 @@ from .arguments import check_function as check_function
 from .arguments import evaluating
 from .find import check_split, contractions, origins_of, splits_of, with_reads
 from .paths import (
+    AGAIN,
     EACH,
     Params,
     Part,
@@ -31,6 +32,7 @@ from .paths import (
     is_whole,
     parameter_line,
     path_of,
+    positions_of,
     renamed,
 )
 from .split import joined, live, rewritten, split_leaf
@@ -138,14 +140,12 @@ def trace_call(
     """
     weights = params if isinstance(params, Weights) else Weights(params)
     params = weights.params
-    positions = (params,) if isinstance(params, int) else params
+    positions = positions_of(params)
     if not all(0 <= position < len(args) for position in positions):
-        raise fail(
-            function,
-            "`params` names an argument that does not exist.",
-            given=f"params == {params!r} and {len(args)} positional arguments",
-            fix="pass the weights as a positional argument, and its position as params=.",
-        )
+        problem = "`params` names an argument that does not exist."
+        details = f"params == {params!r} and {len(args)} positional arguments"
+        fix = "pass the weights as a positional argument, and its position as params=."
+        raise fail(function, problem, given=details, fix=fix)
     arguments = (tuple(args), dict(kwargs))
     flat, tree = flatten(arguments), jax.tree.structure(arguments, is_leaf=is_whole)
     leaves = [leaf for _, leaf in flat if is_array(leaf)]
@@ -155,7 +155,10 @@ def trace_call(
         if is_array(leaf)
     ]
     paths = weights.name(function, keys)
-    _check_distinct(function, paths)
+    if twice := [path for path, n in Counter(paths).items() if path is not None and n > 1]:
+        problem = f"two weights have the same path: {some(map(repr, twice))}."
+        fix = "rename one, or pass names=: a key that contains '/' looks like a nested key."
+        raise fail(function, problem, fix=fix)
     if not lazy:
         check_read(function, zip(paths, leaves, strict=True))
     _check_parameters(function, weights, args, leaves, paths)
@@ -196,7 +199,11 @@ def _in_parts(function: str, call: Call, all_splits: Splits) -> Call:
         policy = all_splits if isinstance(all_splits, Policy) else None
         splits = splits_of(function, contractions(call), policy, shapes)
     by_path = {split.path: split for split in splits}
-    _check_segments(function, call, by_path)
+    for leaf, path in zip(call.leaves, call.paths, strict=True):
+        if isinstance(leaf, Segments) and path not in by_path:
+            problem = f"there are Segments for {path!r}, which the plan does not split."
+            fix = "quantize the parameters with this plan, or pass segments.dequantize()."
+            raise fail(function, problem, given=f"{leaf!r}", fix=fix)
     if not splits:
         return call
     leaves, paths, keys, new_leaves, kept_splits, whole_leaves = [], [], [], [], {}, {}
@@ -248,17 +255,6 @@ def _in_parts(function: str, call: Call, all_splits: Splits) -> Call:
     return new
 
 
-def _check_segments(function: str, call: Call, splits: Mapping[str, Split]) -> None:
-    for leaf, path in zip(call.leaves, call.paths, strict=True):
-        if isinstance(leaf, Segments) and path not in splits:
-            raise fail(
-                function,
-                "there are Segments for a weight that the plan does not split.",
-                given=f"{leaf!r} for {path!r}",
-                fix="quantize the parameters with this plan, or pass segments.dequantize().",
-            )
-
-
 def _trace(f: Callable[..., Any], tree: Any, arrays_given: Sequence[Any]) -> Traced:
     """Traces a function at the leaves of `(args, kwargs)`, in which static ones are marked."""
     out_tree = None
@@ -283,11 +279,8 @@ def as_params(function: str, params: Any) -> Params:
         return check_integer(function, "params", params)
     positions = tuple(check_integer(function, "params", position) for position in params)
     if len(set(positions)) != len(positions):
-        raise fail(
-            function,
-            f"`params` names an argument twice: {params!r}.",
-            fix="name each argument that holds weights once.",
-        )
+        problem = f"`params` names an argument twice: {params!r}."
+        raise fail(function, problem, fix="name each argument that holds weights once.")
     return positions
 
 
@@ -320,17 +313,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _check_distinct(function: str, paths: Sequence[str | None]) -> None:
-    twice = [path for path, n in Counter(paths).items() if path is not None and n > 1]
-    if twice:
-        raise fail(
-            function,
-            "two weights have the same path.",
-            given=f"{', '.join(map(repr, twice[:4]))} more than once",
-            fix="rename one, or pass names=: a key that contains '/' looks like a nested key.",
-        )
-
-
 def _check_parameters(
     function: str,
     weights: Weights,
@@ -343,31 +325,29 @@ def _check_parameters(
     lines = [parameter_line(path, leaf) for path, leaf in named if path is not None]
     if weights.lines is None or lines == [*weights.lines]:
         return
+    fix = _fix_of_parameters(function, weights, args, leaves)
+    check_same(function, lines, weights.lines, fix)
+
+
+def _fix_of_parameters(
+    function: str, weights: Weights, args: Sequence[Any], leaves: Sequence[Any]
+) -> str:
+    """Returns what to do about parameters that are not those of the plan."""
+    argnums = positions_of(weights.params)
+    planned, count = [*(weights.lines or ())], 0
     for argnum, arg in enumerate(args):
         flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]
+        count += len(flat) if argnum in argnums else 0
         names = weights.name(function, [keys for keys, _ in flat])
         pairs = zip(names, flat, strict=True)
-        own_lines = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
-        if own_lines == [*weights.lines] and isinstance(weights.params, int):
-            fix = f"argument {argnum} has them: pass the arguments in the order of f."
-            check_same(function, lines, weights.lines, fix)
-    if not any(isinstance(x, (QTensor, Segments)) for x in leaves) and not _is_tree(args, weights):
-        argnum = weights.params if isinstance(weights.params, int) else weights.params[0]
-        fix = (
-            f"argument {argnum} holds the parameters: pass them too, as in "
-            "quantized.function(quantized.params, x); quantized(x) has them already."
-        )
-        check_same(function, lines, weights.lines, fix)
-    check_same(function, lines, weights.lines)
-
-
-def _is_tree(args: Sequence[Any], weights: Weights) -> bool:
-    """Whether the argument of the parameters has as many arrays as the plan; one array may be the
-    input in their place.
-    """
-    argnums = (weights.params,) if isinstance(weights.params, int) else weights.params
-    count = sum(is_parameter(leaf) for argnum in argnums for _, leaf in flatten(args[argnum]))
-    return count > 1 or count == len(weights.lines or ())
+        lines = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
+        if lines == planned and isinstance(weights.params, int):
+            return f"argument {argnum} has them: pass the arguments in the order of f."
+    is_input = count < 2 and count != len(planned)  # one array in place of the parameters
+    if not is_input or any(isinstance(x, (QTensor, Segments)) for x in leaves):
+        return AGAIN
+    fix = f"argument {argnums[0]} holds the parameters: pass them too, as in "
+    return f"{fix}quantized.function(quantized.params, x); quantized(x) has them already."
 
 
 def _weight_keys(

@@ -32,49 +32,43 @@ def check_used(
     skipped: Sequence[Skipped],
     call: Call,
 ) -> None:
-    """Checks that every rule that is not optional was used."""
+    """Raises if a rule that is not optional was not used."""
     for index, rule in enumerate(policy.rules):
         if index not in used and not rule.optional:
-            _refuse(function, index, rule, items, skipped, call)
+            problem, facts, fix = _why_unused(rule, items, skipped, call)
+            problem = f"rule {index} of the policy matches no contraction{problem}"
+            paths = sorted({path for item in items for path in item.paths})
+            expected = f"a match; paths are: {shown_paths(rule.path, paths)}"
+            raise fail(function, problem, given=facts, expected=expected, fix=fix)
 
 
-def _refuse(
-    function: str,
-    index: int,
-    rule: Rule,
-    items: Sequence[Found],
-    skipped: Sequence[Skipped],
-    call: Call,
-) -> None:
+def _why_unused(
+    rule: Rule, items: Sequence[Found], skipped: Sequence[Skipped], call: Call
+) -> tuple[str, str, str]:
+    """Returns the end of the problem, what is known about the rule, and what to do."""
     parts = call.parts
 
-    def covers(path: str, item: Found) -> bool:
-        stack_path = parts[path].whole if path in parts else path
-        matches = rule.matches(stack_path, item.op, has_weight=any(item.origins))
+    def is_covered(path: str, item: Found) -> bool:
+        stack = parts[path].whole if path in parts else path
+        matches = rule.matches(stack, item.op, has_weight=any(item.origins))
         return matches or (path in parts and selects(rule, parts[path], item.op))
 
-    paths = sorted({path for item in items for path in item.paths})
-    weights = {item.path for item in items if any(item.origins)}
-    shadowed = any(covers(path, item) for item in items for path in item.paths)
+    is_shadowed = any(is_covered(path, item) for item in items for path in item.paths)
     facts = [str(rule)]
-    if rule.selector is not None and not shadowed:
+    if rule.selector is not None and not is_shadowed:
         facts.append(f"no scan steps over a weight at {rule.selector.base!r}")
+    weights = {item.path for item in items if any(item.origins)}
     named = [path for path in call.paths if path is not None]
     if any(re.fullmatch(rule.path, path) for path in (*named, *(x.path for x in skipped))):
         others = [x for x in skipped if x.path not in weights]
         facts += [f"at {x.path!r} {x.reason}" for x in others][:2]
-    raise fail(
-        function,
-        f"rule {index} of the policy matches no contraction"
-        + (" that an earlier rule has not taken." if shadowed else "."),
-        given="; ".join(dict.fromkeys(facts)),
-        expected=f"a match; paths are: {shown_paths(rule.path, paths)}",
-        fix=_op(rule, paths) or _fix(rule.path, paths, shadowed)
-        if weights
-        else "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
-        if any("jqx.hoist" in text for text in facts)
-        else "pass the weights in an argument of f, and its position as params=.",
-    )
+    fix = "pass the weights in an argument of f, and its position as params=."
+    if weights:
+        fix = _fix(rule, sorted({path for item in items for path in item.paths}), is_shadowed)
+    elif any("jqx.hoist" in text for text in facts):
+        fix = "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
+    problem = " that an earlier rule has not taken." if is_shadowed else "."
+    return problem, "; ".join(dict.fromkeys(facts)), fix
 
 
 def shown_paths(pattern: str, paths: Sequence[str]) -> str:
@@ -86,8 +80,11 @@ def shown_paths(pattern: str, paths: Sequence[str]) -> str:
     return (", ".join(map(repr, similar)) or "(none)") + ending
 
 
-def _fix(pattern: str, paths: Sequence[str], shadowed: bool) -> str:
-    hint = None if shadowed else near_path(pattern, paths)
+def _fix(rule: Rule, paths: Sequence[str], is_shadowed: bool) -> str:
+    operation = _OPS.get((rule.op or "").lower())
+    if operation is not None and any(re.fullmatch(rule.path, path) for path in paths):
+        return f"the operation is called {operation!r}: write op={operation!r}, or leave it out."
+    hint = None if is_shadowed else near_path(rule.path, paths)
     if hint is None:
         return "correct its path or op, move it up, or pass optional=True."
     return f"{hint} Or pass optional=True." if hint.endswith("?") else hint
@@ -99,16 +96,6 @@ _OPS = {
     **dict.fromkeys(("embedding", "embed", "take", "lookup"), "gather"),
 }
 """Operations by the names that others give them."""
-
-
-def _op(rule: Rule, paths: Sequence[str]) -> str | None:
-    """Returns what to write if the operation alone is wrong; `None` if it is not."""
-    operation = _OPS.get((rule.op or "").lower())
-    if operation is None or not any(re.fullmatch(rule.path, path) for path in paths):
-        return None
-    return (
-        f"the operation is called {operation!r}: write op={operation!r}, or leave it out for all."
-    )
 
 
 _ALL = ("", "*", "all", "default", "any", "everything")
@@ -165,13 +152,10 @@ def warn_of_unused_alternatives(
         if (unused := [t for t in texts if t not in used]) and all(texts):
             others = [path for path in paths_of_sites if not re.fullmatch(rule.path, path)]
             hint = near_path(patterns[unused[0]], others) or "correct the path."
-            text = message(
-                function,
-                f"rule {index} of the policy has alternatives without a match.",
-                given=f"{', '.join(map(repr, unused))} in {rule}",
-                fix=f"{hint} Or drop them, or pass optional=True for a policy of several models.",
-            )
-            warn(text)
+            problem = f"rule {index} of the policy has alternatives without a match."
+            details = f"{', '.join(map(repr, unused))} in {rule}"
+            fix = f"{hint} Or drop them, or pass optional=True for a policy of several models."
+            warn(message(function, problem, given=details, fix=fix))
 
 
 def check_inputs(function: str, call: Call, planned: Sequence[Found], weights: Weights) -> None:
@@ -179,19 +163,36 @@ def check_inputs(function: str, call: Call, planned: Sequence[Found], weights: W
     `f(x, params)` planned without `params=1`, or `f(x)` that closes over its weights. Without this
     error the plan would look complete, and `quantize_params` would quantize the batch.
 
-    `planned` are the contractions with a quantized weight. The array is an input where it is on the
-    left, or alone contracts its last axis, and meets a matrix of a tree in another argument or, if
-    no other argument is in a product, one that `f` closes over.
+    `planned` are the contractions with a quantized weight.
+    """
+    is_array = [path for path in call.paths if path is not None] == [""]
+    keys = _keys_of_weights(call, planned) if is_array else None
+    if not isinstance(weights.params, int) or keys is None:
+        return
+    aval = call.jaxpr.invars[call.paths.index("")].aval
+    problem = f"argument {weights.params}, {aval.dtype}{list(aval.shape)}, is planned as the "
+    fix = "pass the weights as an argument, f(params, x), or use jqx.nnx.quantize."
+    if keys and keys[0].idx == 0:
+        fix = f"pass params={keys[1].idx} to jqx.make_plan."
+    elif keys:
+        fix = f"pass {keys[1].key} by position, and that position as params=."
+    fix += f" (If it is the weight: params=({weights.params},).)"
+    problem += "weight, but looks like the input of `f`."
+    raise fail(function, problem, fix=fix)
+
+
+def _keys_of_weights(call: Call, planned: Sequence[Found]) -> tuple[Any, ...] | None:
+    """Returns the keys of the argument that holds the weights which an array that is planned as a
+    weight is multiplied by; `()` if `f` closes over them; `None` if the array may be a weight.
+
+    The array is an input where it is on the left, or alone contracts its last axis, and meets a
+    matrix of a tree in another argument or, if no other argument is in a product, one that `f`
+    closes over.
     """
     sides = {item.address: item.origins.index(None) for item in planned if None in item.origins}
-    is_array = [path for path in call.paths if path is not None] == [""]
-    if not (isinstance(weights.params, int) and is_array and sides):
-        return
     leaves = call.jaxpr.invars
     origins = [Origin.of_leaf(str(i), len(leaf.aval.shape)) for i, leaf in enumerate(leaves)]
     items, _ = find(call.jaxpr, origins)
-    multiplied = {int(part.path) for x in items for o in x.origins if o for part in o.parts}
-    matrices = {i for i in multiplied if _is_matrix(leaves[i].aval) and call.paths[i] != ""}
     sources_of = sources(call)
     partners: set[tuple[Any, ...]] = set()
     for item in items:
@@ -203,25 +204,12 @@ def check_inputs(function: str, call: Call, planned: Sequence[Found], weights: W
         avals = [leaves[i].aval for i in parts] or [item.eqn.invars[side].aval]
         is_partner = all(map(_is_matrix, avals)) and all(len(call.keys[i]) > 2 for i in parts)
         if not (_is_input(item, 1 - side) and is_partner and (parts or is_closed_over)):
-            return
-        partners.update(call.keys[i][:2] for i in parts or [])
-        partners.update([()] if is_closed_over else [])
-    if len(partners) != 1 or (partners == {()} and matrices):
-        return
-    (keys,) = partners
-    aval = leaves[list(call.paths).index("")].aval
-    if not keys:
-        fix = "pass the weights as an argument, f(params, x), or use jqx.nnx.quantize."
-    elif keys[0].idx == 0:
-        fix = f"pass params={keys[1].idx} to jqx.make_plan."
-    else:
-        fix = f"pass {keys[1].key} by position, and that position as params=."
-    raise fail(
-        function,
-        f"argument {weights.params} is planned as the weight, but looks like the input of `f`.",
-        given=f"{aval.dtype}{list(aval.shape)}",
-        fix=f"{fix} (If it is the weight: params=({weights.params},).)",
-    )
+            return None
+        partners.update([call.keys[i][:2] for i in parts] or [()])
+    multiplied = {int(part.path) for x in items for o in x.origins if o for part in o.parts}
+    matrices = {i for i in multiplied if _is_matrix(leaves[i].aval) and call.paths[i] != ""}
+    is_clear = len(partners) == 1 and not (partners == {()} and matrices)
+    return partners.pop() if is_clear else None
 
 
 def _is_matrix(aval: Any) -> bool:

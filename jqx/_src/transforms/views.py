@@ -162,7 +162,7 @@ def close_over_merges(
 # How the transforms handle a primitive through which weights pass quantized.
 
 
-Known = Sequence[Origin | None]
+Origins = Sequence[Origin | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,11 +175,11 @@ class View:
       apply: maps operands, of which those that are tracked may be QTensors, to the results.
     """
 
-    track: Callable[[Eqn, Known], Known]
+    track: Callable[[Eqn, Origins], Origins]
     apply: Callable[[Eqn, Sequence[Any]], list[Any]]
 
 
-def marked(eqn: Eqn, origins: Known, results: Known, *, is_known: bool = True) -> Known:
+def marked(eqn: Eqn, origins: Origins, results: Origins, *, is_known: bool = True) -> Origins:
     """Returns the origins of the results of a view, with the axes of weights that it moves and of
     which it takes parts. A view that is not known moves all of them.
     """
@@ -240,7 +240,7 @@ def of_one(
     show the same axes.
     """
 
-    def track_one(eqn: Eqn, origins: Known) -> Known:
+    def track_one(eqn: Eqn, origins: Origins) -> Origins:
         count, positions = len(eqn.outvars), _positions(origins)
         if len(positions) != 1:
             return [None] * count
@@ -265,11 +265,8 @@ def starts_of(starts: Sequence[Any]) -> list[Any]:
     """Returns the starts of a dynamic slice for jqx: the primitive clamps a negative start to 0,
     but in `jqx.dynamic_slice` it counts from the end.
     """
-    return [max(int(x), 0) if _is_known(x) else jnp.maximum(x, 0) for x in starts]
-
-
-def _is_known(x: Any) -> bool:
-    return isinstance(x, (int, np.integer, np.ndarray))
+    static = (int, np.integer, np.ndarray)
+    return [max(int(x), 0) if isinstance(x, static) else jnp.maximum(x, 0) for x in starts]
 
 
 def same(eqn: Eqn, position: int, origin: Origin) -> Origin:
@@ -289,13 +286,10 @@ def _sharded_as(q: QTensor, sharding: Sharding) -> Any:
     if isinstance(sharding, NamedSharding):
         return shardings_of("jit", q, sharding)
     if not sharding.is_fully_replicated:
-        raise fail(
-            "jit",
-            "the sharding of a quantized weight does not name mesh axes.",
-            given=f"{sharding} for {q!r}",
-            fix="shard it with a mesh and a PartitionSpec, or outside of f.",
-            error=NotImplementedError,
-        )
+        problem = "the sharding of a quantized weight does not name mesh axes."
+        fix = "shard it with a mesh and a PartitionSpec, or outside of f."
+        details = f"{sharding} for {q!r}"
+        raise fail("jit", problem, given=details, fix=fix, error=NotImplementedError)
     return jax.tree.map(lambda _: sharding, q)
 
 
@@ -313,7 +307,7 @@ def _apply_reshard(eqn: Eqn, position: int, operands: Sequence[Any]) -> Any:
     return jax.sharding.reshard(q, sharded_as(q, eqn.params["dst_sharding"]))
 
 
-def _track_put(eqn: Eqn, origins: Known) -> Known:
+def _track_put(eqn: Eqn, origins: Origins) -> Origins:
     anywhere = not any(eqn.params["devices"])
     return origins if anywhere else [None] * len(origins)
 
@@ -470,7 +464,7 @@ def _apply_tile(eqn: Eqn, position: int, operands: Sequence[Any]) -> QTensor:
     return q
 
 
-def _track_concatenate(eqn: Eqn, origins: Known) -> Known:
+def _track_concatenate(eqn: Eqn, origins: Origins) -> Origins:
     return [Origin.joined(origins)]
 
 
@@ -478,7 +472,7 @@ def _apply_concatenate(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     return [QTensor.concatenate(operands, eqn.params["dimension"])]
 
 
-def _track_stack(eqn: Eqn, origins: Known) -> Known:
+def _track_stack(eqn: Eqn, origins: Origins) -> Origins:
     origin, axis = Origin.joined(origins), eqn.params["axis"]
     if origin is None:
         return [None]
