@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_array, as_dtype, called, check_integer, name_of, normalize_axes, require
+from ..checks import as_array, as_dtype, called, check_integer, name_of, normalize_axes
 from ..errors import fail
 from ..numerics.exact import RoundMode, divide, multiply, narrow, widen
 from ..numerics.lookup import format_of
@@ -118,11 +118,8 @@ def onednn_quantize(
     qtype = as_dtype(function, "qtype", qtype)
     check_type(function, "qtype", qtype, ("int8", "uint8", *FLOAT8))
     if zps is not None and qtype.name in FLOAT8:
-        raise fail(
-            function,
-            f"`zps` must be absent for float8 ({qtype.name}).",
-            fix="drop zps, or quantize to an integer type.",
-        )
+        problem = f"`zps` must be absent for float8 ({qtype.name})."
+        raise fail(function, problem, fix="drop zps, or quantize to an integer type.")
     operands = operands_of(
         function, x, *attributes(function, scales, zps), ("float32",), ("int32",), granularity, axis
     )
@@ -228,19 +225,14 @@ def dynamic_dequantize(
     """
     function = "onednn.dynamic_dequantize"
     q = typed(function, "q", q, ("int8", "uint8", "int4", "uint4"))
-    floats, integers = (
-        ("float32", "float16", "bfloat16"),
-        ("int8", "uint8", "int32", "int4", "uint4"),
-    )
+    floats = ("float32", "float16", "bfloat16")
+    integers = ("int8", "uint8", "int32", "int4", "uint4")
     if granularity == "per_group":
         scales, zps = group_operands(function, q, scales, zps, floats, integers, group_shape)
         return _dequantize(q, scales, zps)
     if group_shape is not None:
-        raise fail(
-            function,
-            f"`group_shape` has no meaning for granularity={granularity!r}, without groups.",
-            fix='drop group_shape, or pass granularity="per_group".',
-        )
+        problem = f"`group_shape` has no meaning for granularity={granularity!r}, without groups."
+        raise fail(function, problem, fix='drop group_shape, or pass granularity="per_group".')
     scales, zps = operands_of(
         function, q, scales, zps, floats, integers, granularity, axis, per_group=True
     )
@@ -260,12 +252,9 @@ def _dequantize(q, scales, zps):
 
 def check_type(function: str, argument: str, dtype: Any, allowed: tuple[str, ...]) -> None:
     if name_of(dtype) not in allowed:
-        raise fail(
-            function,
-            f"`{argument}` has an element type that is not supported: {name_of(dtype)}.",
-            fix=f"convert {argument} to one of {', '.join(allowed)}.",
-            error=TypeError,
-        )
+        problem = f"`{argument}` has an element type that is not supported: {name_of(dtype)}."
+        fix = f"convert {argument} to one of {', '.join(allowed)}."
+        raise fail(function, problem, fix=fix, error=TypeError)
 
 
 def typed(function: str, argument: str, x: ArrayLike, allowed: tuple[str, ...]) -> jax.Array:
@@ -276,20 +265,15 @@ def typed(function: str, argument: str, x: ArrayLike, allowed: tuple[str, ...]) 
 
 def attributes(function: str, scales: Any, zps: Any) -> tuple[jax.Array, jax.Array | None]:
     """Checks the attributes of an op with fixed parameters, and returns them as arrays."""
-    if zps is not None:
-        integers = np.asarray(zps)
-        info = np.iinfo(np.int32)
-        if not (
-            integers.dtype.kind in "iu"
-            and bool(np.all((integers >= info.min) & (integers <= info.max)))
-        ):
-            raise fail(
-                function,
-                "`zps` must hold 32-bit integers.",
-                given=f"zps of dtype {integers.dtype}",
-                fix="round them, or pass None for zero.",
-            )
-    return jnp.asarray(scales, jnp.float32), None if zps is None else jnp.asarray(zps, jnp.int32)
+    scales = jnp.asarray(scales, jnp.float32)
+    if zps is None:
+        return scales, None
+    integers, info = np.asarray(zps), np.iinfo(np.int32)
+    is_integer = integers.dtype.kind in "iu"
+    if not is_integer or not np.all((integers >= info.min) & (integers <= info.max)):
+        problem = f"`zps` must hold 32-bit integers, not others of {integers.dtype}."
+        raise fail(function, problem, fix="round them, or pass None for zero.")
+    return scales, jnp.asarray(zps, jnp.int32)
 
 
 def operands_of(
@@ -305,29 +289,18 @@ def operands_of(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks 1-D scales and zero points and lines them up with `x`."""
     operands = _typed_pair(function, scales, zps, floats, integers)
-    granularities = (
-        ("per_tensor", "per_channel", "per_group") if per_group else ("per_tensor", "per_channel")
-    )
-    if granularity not in granularities:
-        raise fail(
-            function,
-            f"`granularity` {granularity!r} is unknown.",
-            fix=f"pass one of {', '.join(granularities)}; oneDNN calls the attribute qtype.",
-        )
+    names = ("per_tensor", "per_channel", *(("per_group",) if per_group else ()))
+    if granularity not in names:
+        fix = f"pass one of {', '.join(names)}; oneDNN calls the attribute qtype."
+        raise fail(function, f"`granularity` {granularity!r} is unknown.", fix=fix)
     shape = [1] * x.ndim
     if granularity == "per_channel":
         axis = check_integer(function, "axis", axis)
         (axis,) = normalize_axes(function, axis, x.ndim, argument="axis")
         shape[axis] = x.shape[axis]
     length = 1 if granularity == "per_tensor" else shape[axis]
-    _check_shapes(
-        function,
-        operands,
-        (length,),
-        "be 1-D with one element per " + ("tensor" if granularity == "per_tensor" else "channel"),
-        f"x.shape == {x.shape}, granularity == {granularity!r}, axis == {axis}",
-        "choose another granularity or axis",
-    )
+    rule = f"be 1-D with one element per {granularity.removeprefix('per_')}"
+    _check_shapes(function, operands, (length,), rule, f"x.shape == {x.shape}, axis == {axis}")
     lined_up = {name: operand.reshape(shape) for name, operand in operands.items()}
     return lined_up["scales"], lined_up.get("zps")
 
@@ -343,29 +316,18 @@ def group_operands(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks scales and zero points of groups and repeats each over its group."""
     group = tuple(group_shape) if isinstance(group_shape, Sequence) else ()
-    if not (
-        len(group) == q.ndim
-        and all(
-            isinstance(g, (int, np.integer)) and not isinstance(g, bool) and g >= 1 for g in group
-        )
-        and all(n % g == 0 for n, g in zip(q.shape, group, strict=True))
+    if len(group) != q.ndim or not all(
+        isinstance(g, (int, np.integer)) and not isinstance(g, bool) and g >= 1 and n % g == 0
+        for n, g in zip(q.shape, group, strict=True)
     ):
-        raise fail(
-            function,
-            "`group_shape` does not divide the shape of `q`.",
-            given=f"group_shape == {group_shape!r}, q.shape == {q.shape}",
-            fix="pass one size per axis: (1, 32) for blocks of 32 along the last of two axes.",
-        )
+        problem = "`group_shape` does not divide the shape of `q`."
+        given = f"group_shape == {group_shape!r}, q.shape == {q.shape}"
+        fix = "pass one size per axis: (1, 32) for blocks of 32 along the last of two axes."
+        raise fail(function, problem, given=given, fix=fix)
     expected = tuple(n // g for n, g in zip(q.shape, group, strict=True))
     operands = _typed_pair(function, scales, zps, floats, integers)
-    _check_shapes(
-        function,
-        operands,
-        expected,
-        "hold one element per group",
-        f"q.shape == {q.shape}, group_shape == {group}",
-        "choose another group_shape",
-    )
+    context = f"q.shape == {q.shape}, group_shape == {group}"
+    _check_shapes(function, operands, expected, "hold one element per group", context)
     for dim, size in enumerate(group):
         operands = {name: jnp.repeat(array, size, axis=dim) for name, array in operands.items()}
     return operands["scales"], operands.get("zps")
@@ -390,19 +352,11 @@ def _check_shapes(
     operands: dict[str, jax.Array],
     expected: tuple[int, ...],
     rule: str,
-    given: str,
-    fix: str,
+    context: str,
 ) -> None:
     """Checks that every parameter has the expected shape, which `rule` describes in words."""
     for name, operand in operands.items():
-        require(
-            "assert_shape",
-            operand,
-            expected,
-            error=ValueError,
-            function=function,
-            problem=f"`{name}` must {rule}.",
-            given=f"{name}.shape == {operand.shape}, {given}",
-            expected=f"{name}.shape == {expected}",
-            fix=f"reshape {name}, or {fix}.",
-        )
+        if operand.shape != expected:
+            given = f"{name}.shape == {operand.shape}, {context}"
+            fix = f"pass {name}.shape == {expected}, or choose another granularity."
+            raise fail(function, f"`{name}` must {rule}.", given=given, fix=fix)

@@ -130,12 +130,6 @@ _ALONE = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
 """Operators without a reflected form."""
 
 
-def check_affine(affine: Any) -> None:
-    """Checks the argument `affine` of `QTensor.quantize`."""
-    if affine is not None:
-        check_instance("QTensor.quantize", "affine", affine, tuple, fix=_AFFINE)
-
-
 class Named(type):
     """The class of QTensor. The errors of `jax.numpy` for an argument that is no array show its
     `repr`, so it says what to write.
@@ -173,22 +167,17 @@ class NoArray(metaclass=Named):
             close = difflib.get_close_matches(name, [*attributes, "values", "scale"], n=1)
             fix = f"write q.dequantize().{name}." if hasattr(jax.Array, name) else None
             fix = _INSTEAD.get(name, fix) or (f"did you mean q.{close[0]}?" if close else None)
+            fix = fix or "take the attribute of q.dequantize()."
             raise fail(
-                "QTensor",
-                f"a QTensor has no attribute {name!r}.",
-                given=f"q.{name}",
-                expected="codes q.values, q.scale, q.zero_point; views such as q.T, q.reshape, "
-                "q[...]; q.dequantize()",
-                fix=fix or "take the attribute of q.dequantize().",
-                error=AttributeError,
+                "QTensor", f"a QTensor has no attribute {name!r}.", fix=fix, error=AttributeError
             )
 
 
 def _refusing(operation: str, fix: str) -> Any:
-    def refuse(self: Any, *others: Any) -> Any:
+    def operator(self: Any, *others: Any) -> Any:
         refuse_as_array("QTensor", f"a QTensor has no {operation}.", self, fix)
 
-    return refuse
+    return operator
 
 
 for _kind, (_operators, _remedy) in _OPERATORS.items():
@@ -416,7 +405,8 @@ class QTensor(NoArray):
         """
         x = as_real("QTensor.quantize", "x", x)
         spec = needed_spec("QTensor.quantize", "spec", spec, "array")
-        check_affine(affine)
+        if affine is not None:
+            check_instance("QTensor.quantize", "affine", affine, tuple, fix=_AFFINE)
         form = format_of(spec.qtype)
         axis = None if pack is None else packed_axis("QTensor.quantize", form, pack, x.ndim)
         return quantized(x, affine, cls=cls, spec=spec, axis=axis)
@@ -540,9 +530,8 @@ class QTensor(NoArray):
         """
         if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)):
             axes = tuple(axes[0]) if axes[0] is not None else ()
-        given = [normalize_axes("QTensor.transpose", axis, self.ndim)[0] for axis in axes]
-        order = tuple(given) or tuple(reversed(range(self.ndim)))
-        return layout.transpose(self, order)
+        order = [normalize_axes("QTensor.transpose", axis, self.ndim)[0] for axis in axes]
+        return layout.transpose(self, tuple(order or reversed(range(self.ndim))))
 
     def reshape(self, *shape: Any) -> "QTensor":
         """Reshapes, as `jax.Array.reshape` does, if the scale can follow.
