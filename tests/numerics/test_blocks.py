@@ -13,7 +13,7 @@ from jqx._src.numerics.lookup import E8M0
 from jqx.numerics import Block, Integer, float6_e2m3fn, float6_e3m2fn, mxfp4, mxint8, nf4, nvfp4
 
 from ..arrays import on_device
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 from .tables import assert_conforms, assert_same_numbers, every_way, grid, minifloat_table, table_of
 
 ELEMENTS = {  # exponent and mantissa bits, specials, largest number, dtype of the codes

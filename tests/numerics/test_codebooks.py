@@ -10,7 +10,7 @@ from jqx import RoundMode
 from jqx.numerics import Codebook, binary, nf4
 
 from ..arrays import on_device
-from ..ops.refusals import assert_refused
+from ..oracles.refusals import assert_refused
 from .tables import GRID, Table, assert_conforms, assert_same_numbers, every_way, grid
 
 NEAREST_EVEN = RoundMode.NEAREST_TOWARD_EVEN

@@ -77,9 +77,10 @@ def check_estimator(function: str, gradient: Any, *, uniform: bool = True) -> No
     surrogate = callable(getattr(gradient, "surrogate", None))
     is_value = isinstance(gradient, Hashable) and not isinstance(gradient, type)
     if not is_value or not (rule or surrogate):
+        kind = f"an object of type {type(gradient).__name__}"
         raise fail(
             function,
-            f"`gradient` is not a gradient estimator, but of type {type(gradient).__name__}.",
+            f"`gradient` is not a gradient estimator, but {kind}.",
             fix="pass a value of jqx.gradients, such as jqx.gradients.ste, or a hashable value "
             "with a method bwd(x, low, high, levels, cotangent).",
             error=TypeError,

@@ -132,11 +132,11 @@ def _aligned_shape(
     fits = len(limit) <= len(shape) == len(padded) and is_axis
     fits = fits and all(m in (1, n) for m, n in zip(padded, shape, strict=True))
     if not fits or (auto_broadcast == "none" and limit != shape):
-        given = f"{name}.shape == {limit}, x.shape == {shape}, "
+        facts = f"{name}.shape == {limit}, x.shape == {shape}, "
         raise fail(
             "fake_quantize",
             f"Argument shapes are inconsistent. `{name}` does not broadcast to `x`.",
-            given=f"{given}auto_broadcast == {auto_broadcast!r}, axis == {axis!r}",
+            given=f"{facts}auto_broadcast == {auto_broadcast!r}, axis == {axis!r}",
             fix=f"reshape {name} so that each dim is 1 or that of x, or pass another "
             "auto_broadcast or axis (-1 or more).",
         )

@@ -1,5 +1,6 @@
 """The operations of oneDNN Graph: Quantize, Dequantize and their dynamic forms."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -288,7 +289,6 @@ def operands_of(
     per_group: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks 1-D scales and zero points and lines them up with `x`."""
-    operands = _typed_pair(function, scales, zps, floats, integers)
     names = ("per_tensor", "per_channel", *(("per_group",) if per_group else ()))
     if granularity not in names:
         fix = f"pass one of {', '.join(names)}; oneDNN calls the attribute qtype."
@@ -298,11 +298,13 @@ def operands_of(
         axis = check_integer(function, "axis", axis)
         (axis,) = normalize_axes(function, axis, x.ndim, argument="axis")
         shape[axis] = x.shape[axis]
-    length = 1 if granularity == "per_tensor" else shape[axis]
     rule = f"be 1-D with one element per {granularity.removeprefix('per_')}"
-    _check_shapes(function, operands, (length,), rule, f"x.shape == {x.shape}, axis == {axis}")
-    lined_up = {name: operand.reshape(shape) for name, operand in operands.items()}
-    return lined_up["scales"], lined_up.get("zps")
+    facts = f"x.shape == {x.shape}, axis == {axis}"
+    expected = (math.prod(shape),), rule, facts
+    scales = _parameter(function, "scales", scales, floats, *expected).reshape(shape)
+    if zps is None:
+        return scales, None
+    return scales, _parameter(function, "zps", zps, integers, *expected).reshape(shape)
 
 
 def group_operands(
@@ -321,42 +323,36 @@ def group_operands(
         for n, g in zip(q.shape, group, strict=True)
     ):
         problem = "`group_shape` does not divide the shape of `q`."
-        given = f"group_shape == {group_shape!r}, q.shape == {q.shape}"
+        facts = f"group_shape == {group_shape!r}, q.shape == {q.shape}"
         fix = "pass one size per axis: (1, 32) for blocks of 32 along the last of two axes."
-        raise fail(function, problem, given=given, fix=fix)
-    expected = tuple(n // g for n, g in zip(q.shape, group, strict=True))
-    operands = _typed_pair(function, scales, zps, floats, integers)
-    context = f"q.shape == {q.shape}, group_shape == {group}"
-    _check_shapes(function, operands, expected, "hold one element per group", context)
-    for dim, size in enumerate(group):
-        operands = {name: jnp.repeat(array, size, axis=dim) for name, array in operands.items()}
-    return operands["scales"], operands.get("zps")
-
-
-def _typed_pair(
-    function: str,
-    scales: ArrayLike,
-    zps: ArrayLike | None,
-    floats: tuple[str, ...],
-    integers: tuple[str, ...],
-) -> dict[str, jax.Array]:
-    """Returns the parameters that are given, by name, after checking their element types."""
-    operands = {"scales": typed(function, "scales", scales, floats)}
+        raise fail(function, problem, given=facts, fix=fix)
+    shape = tuple(n // g for n, g in zip(q.shape, group, strict=True))
+    facts = f"q.shape == {q.shape}, group_shape == {group}"
+    expected = shape, "hold one element per group", facts
+    scales = _parameter(function, "scales", scales, floats, *expected)
     if zps is not None:
-        operands["zps"] = typed(function, "zps", zps, integers)
-    return operands
+        zps = _parameter(function, "zps", zps, integers, *expected)
+    for axis, size in enumerate(group):
+        scales = jnp.repeat(scales, size, axis=axis)
+        zps = None if zps is None else jnp.repeat(zps, size, axis=axis)
+    return scales, zps
 
 
-def _check_shapes(
+def _parameter(
     function: str,
-    operands: dict[str, jax.Array],
-    expected: tuple[int, ...],
+    name: str,
+    x: ArrayLike,
+    allowed: tuple[str, ...],
+    shape: tuple[int, ...],
     rule: str,
-    context: str,
-) -> None:
-    """Checks that every parameter has the expected shape, which `rule` describes in words."""
-    for name, operand in operands.items():
-        if operand.shape != expected:
-            given = f"{name}.shape == {operand.shape}, {context}"
-            fix = f"pass {name}.shape == {expected}, or choose another granularity."
-            raise fail(function, f"`{name}` must {rule}.", given=given, fix=fix)
+    facts: str,
+) -> jax.Array:
+    """Returns scales or zero points as an array, after checking its element type and its shape,
+    which `rule` describes in words.
+    """
+    x = typed(function, name, x, allowed)
+    if x.shape != shape:
+        facts = f"{name}.shape == {x.shape}, {facts}"
+        fix = f"pass {name}.shape == {shape}, or choose another granularity."
+        raise fail(function, f"`{name}` must {rule}.", given=facts, fix=fix)
+    return x

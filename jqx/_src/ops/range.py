@@ -67,8 +67,8 @@ def affine_from_range(
     check_dtype(function, "high", high, low.dtype, of="`low`")
     if low.shape != high.shape:
         problem = "`low` and `high` must have the same shape."
-        given = f"low.shape == {low.shape}, high.shape == {high.shape}"
-        raise fail(function, problem, given=given, fix="broadcast one to the other first.")
+        facts = f"low.shape == {low.shape}, high.shape == {high.shape}"
+        raise fail(function, problem, given=facts, fix="broadcast one to the other first.")
     check_symmetric(function, qtype, symmetric)
     dtype, wide = low.dtype, compute_dtype(low.dtype)
     low, high = low.astype(wide), high.astype(wide)

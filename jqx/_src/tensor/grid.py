@@ -41,9 +41,9 @@ def groups_of(
         tail = getattr(spec.granularity, "tail", False)
         if groups.per_scale not in (form.size, 0) and not (tail and groups.per_scale < form.size):
             problem = f"{form.name} has blocks of {form.size} elements."
-            given = f"granularity {spec.granularity}: blocks of {groups.per_scale} for {shape}"
+            facts = f"granularity {spec.granularity}: blocks of {groups.per_scale} for {shape}"
             fix = f"pass per_group({form.size}), or per_block with size 1 for every other axis."
-            raise fail(function, problem, given=given, fix=fix)
+            raise fail(function, problem, given=facts, fix=fix)
     if affine is None or affine.scale.shape == groups.scale_shape:
         return groups
     if not broadcasts(affine.scale.shape, shape):

@@ -503,9 +503,9 @@ def check_shapes(q: Any) -> None:
     )
     if not fits:
         blocks = f", blocks == {q.blocks}" if q.blocks else ""
-        given = f"scale.shape == {scale}, values.shape == {shape}{blocks}"
+        facts = f"scale.shape == {scale}, values.shape == {shape}{blocks}"
         fix = "pass for each axis 1, the size of values, or a number of blocks that divides it."
-        raise fail("QTensor", "`scale` does not fit `values`.", given=given, fix=fix)
+        raise fail("QTensor", "`scale` does not fit `values`.", given=facts, fix=fix)
     for name in ("zero_point", "offset"):
         if getattr(q, name) is not None:
             check_zero_point("QTensor", getattr(q, name), q.scale, name)
@@ -515,18 +515,18 @@ def check_shapes(q: Any) -> None:
 
 def _check_layout_shape(q: Any, layout: Layout) -> None:
     """Checks that `values` have the axes that their layout changes."""
-    shape, given = q.values.shape, f"values.shape == {q.values.shape}, layout == {layout!r}"
+    shape, facts = q.values.shape, f"values.shape == {q.values.shape}, layout == {layout!r}"
     if len(shape) < 2 and layout.swapped:
         problem = "`values` do not have two axes to be swapped."
         fix = "map tensors with a layout over leading axes only, or call q.unpack() first."
-        raise fail("QTensor", problem, given=given, fix=fix)
+        raise fail("QTensor", problem, given=facts, fix=fix)
     if layout.packing is None:
         return
     axis, stored = layout.packing.axis, layout.stored_axis
     count = packed_length(layout.packing.length, format_of(q.qtype).bits)
     if not -len(shape) <= axis < 0 or shape[stored] != count:
         problem = f"`values` do not have the packed shape: {count} bytes along axis {stored}."
-        raise fail("QTensor", problem, given=given, fix="make packed tensors with QTensor.pack.")
+        raise fail("QTensor", problem, given=facts, fix="make packed tensors with QTensor.pack.")
 
 
 def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
@@ -539,9 +539,9 @@ def check_zero_point(
 ) -> None:
     """Checks that a zero point, or an offset, broadcasts to its scale."""
     if not broadcasts(zero_point.shape, scale.shape):
-        given = f"{name}.shape == {zero_point.shape}, scale.shape == {scale.shape}"
+        facts = f"{name}.shape == {zero_point.shape}, scale.shape == {scale.shape}"
         fix = f"reshape {name}: scale's size along the axes they share, 1 elsewhere."
-        raise fail(function, f"`{name}` does not fit `scale`.", given=given, fix=fix)
+        raise fail(function, f"`{name}` does not fit `scale`.", given=facts, fix=fix)
 
 
 def refuse_as_array(function: str, problem: str, x: Any, fix: str) -> NoReturn:
@@ -587,9 +587,9 @@ def _check_order(function: str, q: Any, name: str) -> None:
     indices = np.sort(np.moveaxis(np.asarray(q.order), axis, -1), axis=-1)
     if not np.array_equal(indices, np.broadcast_to(np.arange(q.shape[axis]), indices.shape)):
         problem = f"the tensor {name!r} is not a permutation of 0 to {q.shape[axis] - 1}."
-        given = f"numbers from {int(indices.min())} to {int(indices.max())}"
+        facts = f"numbers from {int(indices.min())} to {int(indices.max())}"
         fix = "quantize the array again: its order is damaged."
-        raise fail(function, problem, given=given, fix=fix)
+        raise fail(function, problem, given=facts, fix=fix)
 
 
 def _integers(q: Any, form: Any) -> Any:
@@ -611,6 +611,6 @@ def _check_range(function: str, name: str, codes: Any, form: Any) -> None:
     smallest, largest = int(np.min(codes)), int(np.max(codes))
     if smallest < low or largest > high:
         problem = f"the tensor {name!r} holds numbers that are not codes of {form.name}."
-        given = f"numbers from {smallest} to {largest}, where codes are from {low} to {high}"
+        facts = f"numbers from {smallest} to {largest}, where codes are from {low} to {high}"
         fix = "quantize the array again: its codes are damaged, or of another format."
-        raise fail(function, problem, given=given, fix=fix)
+        raise fail(function, problem, given=facts, fix=fix)

@@ -202,8 +202,8 @@ class Segments:
         kinds = [(jnp.dtype(part.dtype).name, list(part.shape)) for part in parts]
         if len({(name, *shape[:axis], None, *shape[axis + 1 :]) for name, shape in kinds}) != 1:
             problem = f"the parts differ in dtype, or in shape along other axes than {axis}."
-            given = some(f"{name}{shape}" for name, shape in kinds)
-            raise fail("Segments", problem, given=given, fix="pass parts of one array.")
+            facts = some(f"{name}{shape}" for name, shape in kinds)
+            raise fail("Segments", problem, given=facts, fix="pass parts of one array.")
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "axis", axis)
 

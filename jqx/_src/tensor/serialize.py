@@ -177,9 +177,9 @@ def from_json(function: str, data: Any, kind: Any, values: Values, where: str) -
     if not _fits(value, kind):
         name = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
         problem = f"{where} has the wrong type: it is not {name}."
-        given = f"a {type(value).__name__}" if isinstance(data, (dict, list)) else repr(data)
+        facts = f"a {type(value).__name__}" if isinstance(data, (dict, list)) else repr(data)
         fix = "restore the file; its fields are those that to_dict returns."
-        raise fail(function, problem, given=given, fix=fix)
+        raise fail(function, problem, given=facts, fix=fix)
     return value
 
 
@@ -229,9 +229,9 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
     missing = [name for name in kinds if name not in data and name not in unwritten(cls)]
     if missing:
         problem = f"{where} does not have the field {missing[0]!r}."
-        given = f"the fields {', '.join(data) or '(none)'}"
+        facts = f"the fields {', '.join(data) or '(none)'}"
         fix = "restore the file, or write it again with this version of jqx."
-        raise fail(function, problem, given=given, fix=fix)
+        raise fail(function, problem, given=facts, fix=fix)
     fields = {
         name: from_json(function, data[name], kind, values, f"{where}.{name}")
         for name, kind in kinds.items()
@@ -256,10 +256,10 @@ def check_version(function: str, data: Any) -> dict[str, Any]:
     """Returns the fields of data that has a version number, after checking that number."""
     version = data.get("version") if isinstance(data, Mapping) else None
     if type(version) is not int or not 1 <= version <= VERSION:
-        given = f"version {version!r}" if isinstance(data, Mapping) else type(data).__name__
+        facts = f"version {version!r}" if isinstance(data, Mapping) else type(data).__name__
         expected = f"an object with version 1 to {VERSION}"
         fix = "read it with the version of jqx that wrote it, or write it again with this one."
-        raise fail(function, "the version is unknown.", given=given, expected=expected, fix=fix)
+        raise fail(function, "the version is unknown.", given=facts, expected=expected, fix=fix)
     return {name: value for name, value in data.items() if name != "version"}
 
 

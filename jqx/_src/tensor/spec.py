@@ -187,10 +187,10 @@ def _check_granularity(granularity: Any) -> None:
         suggestion = _BY_NAME.get(re.sub(r"per_?|[^a-z]", "", name.lower()))
     if type(granularity) is int:
         suggestion = f"jqx.per_group({granularity})"
-    given = shown_as("granularity", granularity)
+    facts = shown_as("granularity", granularity)
     fix = f"pass {suggestion or 'a granularity, for example jqx.per_channel()'}."
     raise fail(
-        "QSpec", "`granularity` is not a granularity.", given=given, fix=fix, error=TypeError
+        "QSpec", "`granularity` is not a granularity.", given=facts, fix=fix, error=TypeError
     )
 
 
@@ -330,8 +330,8 @@ def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> 
     if not isinstance(value, str):
         problem = f'`{argument}` is neither a QSpec nor a scheme such as "int4:group=32".'
         is_short = isinstance(value, (bool, int, float, Mapping))
-        given = f"{argument} == {shown(value)}" if is_short else type(value).__name__
-        raise fail(function, problem, given=given, fix=_fix(value, role), error=TypeError)
+        facts = f"{argument} == {shown(value)}" if is_short else type(value).__name__
+        raise fail(function, problem, given=facts, fix=_fix(value, role), error=TypeError)
     spec, contract = parse_scheme(value, role, function)
     if contract is not None:
         problem = "`contract` is only for tensors in files: a contraction defines its own axes."

@@ -145,9 +145,9 @@ TARGETS = {
 def check_target(function: str, target: Any, contracted: Any) -> None:
     """Checks the arguments of `pack_for` apart from the tensors."""
     if not isinstance(target, str) or target not in TARGETS:
-        given = shown_as("target", target)
+        facts = shown_as("target", target)
         fix = f"pass one of {', '.join(map(repr, TARGETS))}, such as jax.default_backend()."
-        raise fail(function, "`target` is unknown.", given=given, fix=fix)
+        raise fail(function, "`target` is unknown.", given=facts, fix=fix)
     is_integer = isinstance(contracted, (int, np.integer))
     if contracted is not None and not (is_integer and contracted in (-2, -1)):
         problem = "`contracted` is neither of the last two axes."
@@ -217,9 +217,9 @@ def _contracted_axis(
     elif not scaled_axes:
         return default if contracted is None else int(contracted)
     if contracted is not None and contracted != axis:
-        given = f"contracted == {contracted} for {q!r}{place}"
+        facts = f"contracted == {contracted} for {q!r}{place}"
         fix = f"leave `contracted` out, which gives contracted == {axis}: {reason}."
-        raise fail(function, "`contracted` contradicts the scale.", given=given, fix=fix)
+        raise fail(function, "`contracted` contradicts the scale.", given=facts, fix=fix)
     return axis
 
 

@@ -47,9 +47,9 @@ def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     free_axes = len(shape) - sum(widths)
     if free_axes < 0 or len(dots) > 1:
         problem = "the index does not fit."
-        given = f"{sum(widths)} indices and {len(dots)} ellipses for shape {tuple(shape)}"
+        facts = f"{sum(widths)} indices and {len(dots)} ellipses for shape {tuple(shape)}"
         fix = f"pass at most {len(shape)} indices and one ellipsis."
-        raise fail(_GETITEM, problem, given=given, fix=fix, error=IndexError)
+        raise fail(_GETITEM, problem, given=facts, fix=fix, error=IndexError)
     dots_index = dots[0] if dots else len(parts)
     fill = [slice(None)] * free_axes or ([Ellipsis] if dots else [])
     spelt, axis = [], 0
@@ -96,9 +96,9 @@ def _part(part: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_) and array.ndim and compat.is_concrete(array):
         return np.asarray(array)
     problem = "the index is not an integer, slice, None, ..., integer array, or known mask."
-    given = f"an index of type {type(part).__name__} and dtype {dtype}"
+    facts = f"an index of type {type(part).__name__} and dtype {dtype}"
     fix = "index q.values and q.scale yourself, or q.dequantize()[index]."
-    raise fail(_GETITEM, problem, given=given, fix=fix, error=TypeError)
+    raise fail(_GETITEM, problem, given=facts, fix=fix, error=TypeError)
 
 
 def _in_int32(indices: Any, n: Any) -> Any:
@@ -270,9 +270,9 @@ def reshaped(groups: Groups, new: Sequence[int]) -> tuple[Groups, Groups]:
                 finer[i] = size
         else:
             problem = f"the scale cannot follow: only some of axes {sources}, now {targets}, have "
-            given = f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}"
+            facts = f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}"
             fix = "reshape before quantizing, or quantize with a coarser granularity."
-            raise fail("QTensor.reshape", f"{problem}one.", given=given, fix=fix)
+            raise fail("QTensor.reshape", f"{problem}one.", given=facts, fix=fix)
         for j, size in zip(targets, spread, strict=True):
             new_sizes[j] = size
     return Groups(old, tuple(finer)), Groups(tuple(new), tuple(new_sizes))
@@ -543,8 +543,8 @@ def _check_joinable(function: str, tensors: Sequence[Any], axis: int) -> int:
         if not has_format or q.layout != head.layout:
             problem = f"the tensors have different {'layouts' if has_format else 'formats'}."
             fix = "call q.unpack() on each of them first, or quantize them to one format."
-            given = f"{head!r} and {q!r}"
-            raise fail(function, problem, given=given, fix=fix, error=TypeError)
+            facts = f"{head!r} and {q!r}"
+            raise fail(function, problem, given=facts, fix=fix, error=TypeError)
     return normalize_axes(function, axis, head.ndim, argument="axis")[0]
 
 
