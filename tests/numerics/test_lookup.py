@@ -67,7 +67,7 @@ def test_a_format_without_a_dtype_stays_itself(qtype):
 def test_other_dtypes_are_refused_with_their_role(name):
     facts = [
         rf"^jqx\.caller: Weight element type \({name}\) must be a quantized type\.",
-        r"  fix:      pass a jqx\.numerics\.QType, or one of int2, .*float8_e8m0fnu\.$",
+        r"  fix:      pass as argument a jqx\.numerics\.QType, or one of int2, .*float8_e8m0fnu\.$",
     ]
     with pytest.raises(TypeError, match="\n".join(facts)):
         as_qtype("caller", "argument", name, "Weight")

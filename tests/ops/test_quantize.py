@@ -777,7 +777,7 @@ def test_the_first_fault_in_the_order_of_the_specification_is_named():
         ("`zero_point` element type", {"zero_point": np.ones(4, np.uint8)}),
         ("Quantization axis", {"axes": (0, 7)}),
         ("Scale shape", {"zero_point": i8(4)}),
-        ("rank (1)", {"axes": (0, 1)}),
+        ("quantization axes (0, 1)", {"axes": (0, 1)}),
         ("must match input shape", {"scale": f32(3), "zero_point": i8(3)}),
         ("`round_mode`", {"round_mode": "UP"}),
     ]

@@ -346,8 +346,9 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
             names = some(sorted(map(str, set(old) ^ set(new))))
             problem = f"`old` and `new` do not have the same entries: {names}."
             raise fail(name, problem, fix="calibrate both with the same plan.", error=TypeError)
-        return {k: _mixed(old[k], new[k], decay) for k in old if not _is_a_sum(k, old[k])}
-    return _mixed(old, new, decay)
+        keys = [k for k in old if not _is_a_sum(k, old[k])]
+        return {k: _mixed(old[k], new[k], float(decay)) for k in keys}
+    return _mixed(old, new, float(decay))
 
 
 def _is_a_sum(key: Any, stats: Any) -> bool:

@@ -1,7 +1,8 @@
 """The gradient estimators of jqx, each with its formula and its source."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -406,11 +407,23 @@ class StochasticRounding:
     ) -> jax.Array:
         """Returns `x` clamped, and rounded in steps of the quantizer; a NaN gets no gradient."""
         assert key is not None
-        clamped = clamp(x, low, high)
-        c, low, high = jax.lax.stop_gradient((clamped, low, high))
-        origin, step = grid(low, high, levels)
-        k = stochastic_round(divide(c - origin, step), key, shared_axes=self.shared_axes)
-        return straight_through(jnp.clip(origin + k * step, low, high), clamped)
+        round_steps = partial(stochastic_round, key=key, shared_axes=self.shared_axes)
+        return _in_steps(round_steps, x, low, high, levels)
+
+
+def _in_steps(
+    round_steps: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    levels: int,
+) -> jax.Array:
+    """Returns `x` clamped and rounded in steps of the quantizer, with the gradient of `clamp`."""
+    clamped = clamp(x, low, high)
+    c, low, high = jax.lax.stop_gradient((clamped, low, high))
+    origin, step = grid(low, high, levels)
+    rounded = round_steps(divide(c - origin, step))
+    return straight_through(jnp.clip(origin + rounded * step, low, high), clamped)
 
 
 stochastic: StochasticRounding = StochasticRounding()
@@ -520,11 +533,8 @@ class Parq:
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
     ) -> jax.Array:
         """Returns `x` clamped and moved toward its level; a NaN gets no gradient."""
-        clamped = clamp(x, low, high)
-        c, low, high = jax.lax.stop_gradient((clamped, low, high))
-        origin, step = grid(low, high, levels)
-        moved = proximal_round(divide(c - origin, step), self.inverse_slope)
-        return straight_through(jnp.clip(origin + moved * step, low, high), clamped)
+        round_steps = partial(proximal_round, inverse_slope=self.inverse_slope)
+        return _in_steps(round_steps, x, low, high, levels)
 
 
 def parq(inverse_slope: float) -> Parq:

@@ -157,7 +157,7 @@ def as_qtype(function: str, argument: str, qtype: Any, role: str) -> jnp.dtype |
     dtype = as_dtype(function, argument, qtype)
     if dtype.name not in DTYPES:
         problem = f"{role} element type ({dtype.name}) must be a quantized type."
-        fix = f"pass a jqx.numerics.QType, or one of {', '.join(DTYPES)}."
+        fix = f"pass as {argument} a jqx.numerics.QType, or one of {', '.join(DTYPES)}."
         raise fail(function, problem, fix=fix, error=TypeError)
     return dtype
 

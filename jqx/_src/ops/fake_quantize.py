@@ -121,7 +121,6 @@ def _aligned_shape(
     name: str, limit: tuple[int, ...], shape: tuple[int, ...], auto_broadcast: str, axis: int
 ) -> tuple[int, ...]:
     """Returns the shape of a limit at the rank of `x`, or raises if it does not fit `x`."""
-
     start, aligned = len(shape) - len(limit), limit
     is_axis = isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis >= -1
     if auto_broadcast == "pdpd" and is_axis and start >= 0:

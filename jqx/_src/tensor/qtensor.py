@@ -255,31 +255,11 @@ def _leaf(leaf: Any) -> str:
 # QTensors of zeros, such as an empty cache.
 
 
-def zeros(
-    cls: Any,
-    shape: Sequence[int],
-    spec: QSpec | str,
-    dtype: DTypeLike,
-    affine: Affine | None,
-    target: str | None,
-) -> Any:
-    """Returns a QTensor of zeros; see `QTensor.zeros`."""
-    name = "QTensor.zeros"
-    check_instance(name, "shape", shape, (tuple, list), fix="pass for example (2, 128, 64).")
-    if isinstance(spec, str):
-        spec = needed_spec(name, "spec", spec, "state").resolve(len(shape), range(len(shape) - 1))
-    check_instance(name, "spec", spec, QSpec, fix='pass for example jqx.QSpec("int8"), or "int8".')
-    dtype = as_dtype(name, "dtype", dtype)
-    check_real(name, "`dtype`", dtype)
-    q = _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
-    return q if target is None else cache_for(name, q, target)
-
-
-# Jitted, so that no array of floats is created.
 @partial(jax.jit, static_argnames=("cls", "shape", "spec", "dtype"))
 def _zeros(
     affine: Affine | None, *, cls: Any, shape: tuple[int, ...], spec: QSpec, dtype: jnp.dtype
 ) -> Any:
+    """Returns a QTensor of zeros; jitted, so that no array of floats is created."""
     form, entries = format_of(spec.qtype), groups_of("QTensor.zeros", spec, shape).scale_shape
     if affine is None and isinstance(form, Block) and form.two_level:
         codes = jnp.ones(entries, form.scale_qtype)
@@ -361,7 +341,7 @@ class QTensor(NoArray):
         object.__setattr__(self, "qtype", qtype)
         object.__setattr__(self, "dtype", as_dtype("QTensor", "dtype", self.dtype))
         check_blocks(self.blocks)
-        check_real("QTensor", "Real element type", self.dtype)
+        check_real("QTensor", "`dtype` of the real array", self.dtype)
         check_layout(self)
         if self.layout == Layout():
             object.__setattr__(self, "layout", None)
@@ -444,7 +424,17 @@ class QTensor(NoArray):
           >>> jqx.QTensor.zeros((128, 64), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
           QTensor(int8[128, 64] per_axis(0), scale float32[128, 1], dtype=float32, 8,704 bytes)
         """
-        return zeros(cls, shape, spec, dtype, affine, target)
+        name = "QTensor.zeros"
+        check_instance(name, "shape", shape, (tuple, list), fix="pass for example (2, 128, 64).")
+        if isinstance(spec, str):
+            rank = len(shape)
+            spec = needed_spec(name, "spec", spec, "state").resolve(rank, range(rank - 1))
+        fix = 'pass for example jqx.QSpec("int8"), or "int8".'
+        check_instance(name, "spec", spec, QSpec, fix=fix)
+        dtype = as_dtype(name, "dtype", dtype)
+        check_real(name, "`dtype`", dtype)
+        q = _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
+        return q if target is None else cache_for(name, q, target)
 
     @called("QTensor.dequantize", "convert first, for example q.astype(jnp.float32).dequantize().")
     def dequantize(self) -> jax.Array:

@@ -126,9 +126,8 @@ class QSpec:
         check_symmetric("QSpec", qtype, self.symmetric)
         if isinstance(form, Block):
             _check_blocks(form, self.granularity)
-        if not isinstance(self.stacked, tuple) or any(
-            type(axis) is not int for axis in self.stacked
-        ):
+        axes = self.stacked if isinstance(self.stacked, tuple) else (None,)
+        if not all(type(axis) is int for axis in axes):
             problem = f"`stacked` does not name axes: {self.stacked!r}."
             fix = "pass a tuple of integers, such as stacked=(0,)."
             raise fail("QSpec", problem, fix=fix, error=TypeError)
