@@ -53,7 +53,7 @@ def number(low: float = 0, high: float = math.inf, *, above: bool = False) -> Ru
     )
 
 
-def whole(low: int = 0, high: int = 10**6) -> Rule:
+def whole(low: int = 0, high: float = 10**6) -> Rule:
     """Returns the rule of integers from `low` to `high`."""
     return Rule(
         f"a whole number of {low} or more, at most {high}",

@@ -286,10 +286,13 @@ def _maximum(x: jax.Array, axis: int) -> jax.Array:
 # Checks of the arguments of calibrators and granularities.
 
 
+_INTEGER = whole()
+
+
 def check_integers(function: str, argument: str, numbers: Any, count: int | None = None) -> Any:
     """Returns integers as a tuple, after checking their type and their number."""
     has_length = isinstance(numbers, (tuple, list)) and count in (None, len(numbers))
-    if not has_length or not all(map(whole().is_kind, numbers)):
+    if not has_length or not all(map(_INTEGER.is_kind, numbers)):
         problem = f"`{argument}` must hold integers: {shown(numbers)}."
         fix = "pass axis numbers, as in per_axis(0, 2), or pairs of an axis and a size."
         raise fail(function, problem, fix=fix, error=TypeError)

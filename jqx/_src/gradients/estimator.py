@@ -78,13 +78,10 @@ def check_estimator(function: str, gradient: Any, *, uniform: bool = True) -> No
     is_value = isinstance(gradient, Hashable) and not isinstance(gradient, type)
     if not is_value or not (rule or surrogate):
         kind = f"an object of type {type(gradient).__name__}"
-        raise fail(
-            function,
-            f"`gradient` is not a gradient estimator, but {kind}.",
-            fix="pass a value of jqx.gradients, such as jqx.gradients.ste, or a hashable value "
-            "with a method bwd(x, low, high, levels, cotangent).",
-            error=TypeError,
-        )
+        problem = f"`gradient` is not a gradient estimator, but {kind}."
+        fix = "pass a value of jqx.gradients, such as jqx.gradients.ste, or a hashable value with "
+        fix += "a method bwd(x, low, high, levels, cotangent)."
+        raise fail(function, problem, fix=fix, error=TypeError)
     if not uniform and (surrogate or getattr(gradient, "uniform_only", False)):
         problem = f"the gradient estimator {gradient} is only for evenly spaced levels."
         raise fail(function, problem, fix="pass jqx.gradients.ste, or an integer format.")

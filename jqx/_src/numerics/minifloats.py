@@ -84,7 +84,7 @@ class Minifloat(QType):
             exponent_bits=whole(1, 7),
             mantissa_bits=whole(0, 6),
             specials=instance(Specials),
-            bias=whole(-math.inf, math.inf) | nothing(),
+            bias=whole(-(2**31), 2**31) | nothing(),
             saturate=flag(),
         )
         e, m = self.exponent_bits, self.mantissa_bits

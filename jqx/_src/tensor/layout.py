@@ -449,12 +449,16 @@ def wrong_codes(q: Any) -> str | None:
     return "zero_point" if zero_point is not None and zero_point != form.storage else None
 
 
+_SIZE = whole(1, math.inf)
+
+
 def check_blocks(blocks: Any) -> None:
     """Checks that `blocks` is a tuple of triples of positive integers."""
-    size = whole(1, math.inf)
     if not isinstance(blocks, tuple) or not all(
-        isinstance(b, tuple) and len(b) == 3 and all(size.is_kind(n) and size.holds(n) for n in b)
-        for b in blocks
+        isinstance(block, tuple)
+        and len(block) == 3
+        and all(_SIZE.is_kind(n) and _SIZE.holds(n) for n in block)
+        for block in blocks
     ):
         problem = f"`blocks` does not describe block sizes: {shown(blocks)}."
         fix = "leave it out, or pass (length, number of blocks, size), as in ((100, 4, 32),)."
@@ -515,18 +519,19 @@ def check_shapes(q: Any) -> None:
 
 def _check_layout_shape(q: Any, layout: Layout) -> None:
     """Checks that `values` have the axes that their layout changes."""
-    shape, facts = q.values.shape, f"values.shape == {q.values.shape}, layout == {layout!r}"
+    shape, problem, fix = q.values.shape, "", ""
     if len(shape) < 2 and layout.swapped:
         problem = "`values` do not have two axes to be swapped."
         fix = "map tensors with a layout over leading axes only, or call q.unpack() first."
+    elif layout.packing is not None:
+        axis, stored = layout.packing.axis, layout.stored_axis
+        count = packed_length(layout.packing.length, format_of(q.qtype).bits)
+        if not -len(shape) <= axis < 0 or shape[stored] != count:
+            problem = f"`values` do not have the packed shape: {count} bytes along axis {stored}."
+            fix = "make packed tensors with QTensor.pack."
+    if problem:
+        facts = f"values.shape == {shape}, layout == {layout!r}"
         raise fail("QTensor", problem, given=facts, fix=fix)
-    if layout.packing is None:
-        return
-    axis, stored = layout.packing.axis, layout.stored_axis
-    count = packed_length(layout.packing.length, format_of(q.qtype).bits)
-    if not -len(shape) <= axis < 0 or shape[stored] != count:
-        problem = f"`values` do not have the packed shape: {count} bytes along axis {stored}."
-        raise fail("QTensor", problem, given=facts, fix="make packed tensors with QTensor.pack.")
 
 
 def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

@@ -49,13 +49,13 @@ def partition_specs(
         if n == 1:
             continue
         size, block = q.shape[axis] // n, q.groups.sizes[axis]
-        facts = f"{spec} of {q!r}: {size} elements per device, blocks of {block}"
         if packing is not None and packing.axis % q.ndim == axis:
             problem = f"axis {axis}{where} is partitioned, but codes are packed along it."
             fix = "pack it along another axis, or unpack() it first."
-            raise fail(function, problem, given=facts, fix=fix)
+            raise fail(function, problem, given=f"{spec} of {q!r}", fix=fix)
         if q.scale.shape[axis] != 1 and size % block != 0:
             problem = f"axis {axis}{where} is partitioned within blocks that share a scale."
+            facts = f"{spec} of {q!r}: {size} elements per device, blocks of {block}"
             fix = f"use whole blocks on each device: {_counts(q.shape[axis] // block)} parts."
             raise fail(function, problem, given=facts, fix=fix)
 
