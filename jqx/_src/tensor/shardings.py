@@ -89,9 +89,10 @@ def check_parts(
     for axis, (entry, size) in enumerate(zip(spec, x.shape, strict=False)):
         n = _count(entry, sizes)
         if size % n != 0:
-            problem = f"axis {axis}{where} does not divide into {n} parts."
+            problem = f"axis {axis}{where} does not divide into parts."
+            facts = f"{spec} of shape {list(x.shape)}: {n} parts"
             fix = f"use {_counts(size)} parts, or partition another axis."
-            raise fail(function, problem, given=f"{spec} of shape {list(x.shape)}", fix=fix)
+            raise fail(function, problem, given=facts, fix=fix)
 
 
 def _counts(size: int) -> str:

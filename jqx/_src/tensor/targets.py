@@ -193,10 +193,9 @@ def cache_for(function: str, q: T, target: str) -> T:
         return q
     are_numbers = isinstance(form, Integer) or form.storage in FLOAT8
     if q.layout is not None or not are_numbers or form.storage not in CACHES:
-        problem = f"no kernel for {target!r} reads a cache of {form.name}."
-        names = ", ".join(map(name_of, CACHES))
+        facts, names = f"target == {target!r} for {q!r}", ", ".join(map(name_of, CACHES))
         fix = f"use {names} in the default layout, or leave out `target`."
-        raise fail(function, problem, given=repr(q), fix=fix)
+        raise fail(function, f"no kernel reads a cache of {form.name}.", given=facts, fix=fix)
     return lay_out(q, Layout(kernel=platform))
 
 
