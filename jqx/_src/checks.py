@@ -1,11 +1,8 @@
-"""Checks of rank, shape, dtype and axes of public arguments. Assertions of chex are used where they
-exist, with our message.
-"""
+"""Checks of the types, dtypes and axes of public arguments."""
 
 import contextlib
 import difflib
 import functools
-import importlib
 import inspect
 import re
 import types
@@ -23,42 +20,14 @@ from .errors import fail
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def require(
-    assertion: str,
-    *args: Any,
-    error: type[Exception],
-    function: str,
-    problem: str,
-    given: str,
-    expected: str,
-    fix: str,
-) -> None:
-    """Runs an assertion of chex and raises `error` with a four-part message if it fails. The
-    assertion is given by name, so that chex is imported only on first use and `import jqx` is fast.
-    """
-    try:
-        getattr(importlib.import_module("chex"), assertion)(*args)
-    except AssertionError:
-        raise fail(
-            function, problem, given=given, expected=expected, fix=fix, error=error
-        ) from None
-
-
 def check_instance(
     function: str, argument: str, value: Any, kind: type | tuple[type, ...], *, fix: str
 ) -> None:
     """Checks that `value` is an instance of a class, or of one of several."""
-    if isinstance(value, kind):
-        return
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    names = " or ".join(map(_with_article, kinds))
-    raise fail(
-        function,
-        f"`{argument}` is not {names}.",
-        given=shown_as(argument, value),
-        fix=fix,
-        error=TypeError,
-    )
+    if not isinstance(value, kind):
+        names = " or ".join(map(_with_article, kind if isinstance(kind, tuple) else (kind,)))
+        problem = f"`{argument}` is not {names}."
+        raise fail(function, problem, given=shown_as(argument, value), fix=fix, error=TypeError)
 
 
 def check_pattern(function: str, argument: str, pattern: Any, *, fix: str = "") -> re.Pattern[str]:
@@ -69,9 +38,7 @@ def check_pattern(function: str, argument: str, pattern: Any, *, fix: str = "") 
     except (re.error, OverflowError) as error:
         raise fail(
             function,
-            f"`{argument}` is not a regular expression.",
-            given=f"{pattern!r}: {error}",
-            expected="a pattern that Python's re accepts",
+            f"`{argument}` is not a regular expression: {pattern!r}, {error}.",
             fix="escape special characters with a backslash; re.escape(path) matches one path.",
         ) from None
 
@@ -110,27 +77,25 @@ def name_of(dtype: DTypeLike) -> str:
 
 def as_dtype(function: str, argument: str, dtype: Any) -> jnp.dtype:
     """Returns `dtype` as a dtype object, or raises a TypeError that names the argument."""
-    try:
-        found = jnp.dtype(dtype)
-    except Exception:  # NumPy asks the object for a dtype, and parses the result
-        found = None
-    # NumPy reads None as float64, and "i4" as an int32: a user of jqx means neither.
-    if found is None or dtype is None or (isinstance(dtype, str) and dtype != found.name):
-        raise fail(
-            function,
-            f"`{argument}` is not a dtype.",
-            given=f"{argument} = {shown(dtype)}",
-            expected="a JAX dtype, such as jnp.int8",
-            fix="pass the dtype object itself.",
-            error=TypeError,
-        )
-    return found
+    # NumPy asks an object for a dtype, and parses the result. It reads None as float64, and "i4" as
+    # an int32: a user of jqx means neither.
+    with contextlib.suppress(Exception):
+        parsed = jnp.dtype(dtype)
+        if dtype is not None and not (isinstance(dtype, str) and dtype != parsed.name):
+            return parsed
+    raise fail(
+        function,
+        f"`{argument}` is not a dtype.",
+        given=f"{argument} = {shown(dtype)}",
+        fix="pass the dtype object itself, such as jnp.int8.",
+        error=TypeError,
+    )
 
 
 def as_real(function: str, argument: str, x: ArrayLike) -> jax.Array:
     """Returns `x` as an array, after checking that it is floating point."""
     x = as_array(function, argument, x)
-    check_real(function, f"`{argument}` element type", x.dtype, given=f"{argument}.dtype == ")
+    check_real(function, f"`{argument}` element type", x.dtype)
     return x
 
 
@@ -139,16 +104,13 @@ def is_real(dtype: DTypeLike) -> bool:
     return name_of(dtype) in FLOATS
 
 
-def check_real(function: str, what: str, dtype: DTypeLike, *, given: str = "") -> None:
+def check_real(function: str, subject: str, dtype: DTypeLike) -> None:
     """Checks that a dtype is floating point."""
-    name = name_of(dtype)
     if not is_real(dtype):
         raise fail(
             function,
-            f"{what} ({name}) must be a floating point number.",
-            given=given + name,
-            expected=f"one of {', '.join(FLOATS)}",
-            fix="use one of these dtypes, such as jnp.float32.",
+            f"{subject} ({name_of(dtype)}) must be a floating point number.",
+            fix=f"convert it to one of {', '.join(FLOATS)}.",
             error=TypeError,
         )
 
@@ -160,10 +122,8 @@ def as_array(function: str, argument: str, x: Any) -> jax.Array:
     except (TypeError, ValueError, OverflowError):
         raise fail(
             function,
-            f"`{argument}` is not an array.",
-            given=f"an object of type {type(x).__name__}",
-            expected="an array or a number",
-            fix=f"pass {argument} as a jax.Array.",
+            f"`{argument}` is not an array, but an object of type {type(x).__name__}.",
+            fix=f"pass {argument} as a jax.Array, or as a number.",
             error=TypeError,
         ) from None
 
@@ -177,8 +137,8 @@ def as_integers(function: str, argument: str, x: Any) -> jax.Array:
             host = np.asarray(x)
             kind = jax.dtypes.canonicalize_dtype(host.dtype)
             if jnp.issubdtype(kind, jnp.integer) and kind != host.dtype:
-                own, other = np.iinfo(kind), np.iinfo(host.dtype)
-                x = np.clip(host, max(own.min, other.min), own.max).astype(kind)
+                low, high = np.iinfo(kind).min, np.iinfo(kind).max
+                x = np.clip(host, max(low, np.iinfo(host.dtype).min), high).astype(kind)
     return as_array(function, argument, x)
 
 
@@ -192,9 +152,9 @@ def as_signed(indices: jax.Array, n: Any) -> jax.Array:
     return indices.astype(signed)
 
 
-def as_count(integers: jax.Array, most: Any) -> jax.Array:
-    """Returns integers of any dtype in `[0, most]`, int32."""
-    return jnp.clip(as_signed(integers, most), 0, most).astype(jnp.int32)
+def as_count(integers: jax.Array, limit: Any) -> jax.Array:
+    """Returns integers of any dtype in `[0, limit]`, int32."""
+    return jnp.clip(as_signed(integers, limit), 0, limit).astype(jnp.int32)
 
 
 def as_like(function: str, argument: str, x: Any, dtype: DTypeLike) -> jax.Array:
@@ -206,13 +166,11 @@ def as_like(function: str, argument: str, x: Any, dtype: DTypeLike) -> jax.Array
 
 def check_integer(function: str, argument: str, value: Any) -> int:
     """Returns `value` as a Python integer, after checking that it is an integer and not a bool."""
-    if not (isinstance(value, (int, np.integer)) and not isinstance(value, bool)):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise fail(
             function,
-            f"`{argument}` must be an integer.",
-            given=f"an object of type {type(value).__name__}",
-            expected="a static Python integer",
-            fix=f"pass a number, such as {argument}=1.",
+            f"`{argument}` must be an integer, not an object of type {type(value).__name__}.",
+            fix=f"pass a Python number, such as {argument}=1.",
             error=TypeError,
         )
     return int(value)
@@ -221,31 +179,19 @@ def check_integer(function: str, argument: str, value: Any) -> int:
 def check_flags(function: str, **flags: Any) -> None:
     """Checks that options are bools."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise fail(
-                function,
-                f"`{name}` is not a bool.",
-                given=f"{name} == {shown(value)}",
-                expected="True or False",
-                fix="pass one of these.",
-                error=TypeError,
-            )
+        check_instance(function, name, value, bool, fix=f"pass {name}=True or {name}=False.")
 
 
 def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: str) -> None:
     """Checks that `x` has exactly `dtype`, which is the dtype of `of`."""
-    require(
-        "assert_type",
-        x,
-        dtype,
-        error=TypeError,
-        function=function,
-        problem=f"`{argument}` element type ({x.dtype.name}) must match {of} element type "
-        f"({name_of(dtype)}).",
-        given=f"{argument}.dtype == {x.dtype.name}",
-        expected=f"{argument}.dtype == {name_of(dtype)}",
-        fix=f"convert it: {argument}.astype(jnp.{name_of(dtype)}).",
-    )
+    if x.dtype != dtype:
+        name, own = name_of(dtype), x.dtype.name
+        raise fail(
+            function,
+            f"`{argument}` element type ({own}) must match {of} element type ({name}).",
+            fix=f"convert it: {argument}.astype(jnp.{name}).",
+            error=TypeError,
+        )
 
 
 def is_at_least(size: Any, limit: int) -> bool:
@@ -260,29 +206,25 @@ def normalize_axes(
     function: str, axes: int | Sequence[int], rank: int, *, argument: str = "axes"
 ) -> tuple[int, ...]:
     """Returns the distinct axes in increasing order, each in `[0, rank)`."""
-    given = axes
-    axes = tuple(axes) if isinstance(axes, (Sequence, set, frozenset)) else (axes,)
-    for axis in axes:
+    numbers = tuple(axes) if isinstance(axes, (Sequence, set, frozenset)) else (axes,)
+    for axis in numbers:
         if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
             raise fail(
                 function,
                 f"`{argument}` must hold integers.",
-                given=f"an object of type {type(axis).__name__}"
-                if hasattr(axis, "dtype")
-                else f"{argument} == {given!r}",
-                expected="an integer or a sequence of integers",
+                given=shown_as(argument, axis if hasattr(axis, "dtype") else repr(axes)),
                 fix=f"pass axis numbers, such as {argument}=(0,).",
                 error=TypeError,
             )
         if not -rank <= axis < rank:
+            allowed = f"axes in [{-rank}, {rank - 1}]" if rank else "no axes"
             raise fail(
                 function,
                 f"Quantization axis ({axis}) must be less than input shape rank ({rank}).",
-                given=f"{argument} == {given!r}, rank {rank}",
-                expected=f"every axis in [{-rank}, {rank - 1}]" if rank else "no axes for rank 0",
-                fix="choose an axis that the input has.",
+                given=f"{argument} == {axes!r}",
+                fix=f"choose an axis that the input has: rank {rank} has {allowed}.",
             )
-    return tuple(sorted({int(axis) % rank for axis in axes}))
+    return tuple(sorted({int(axis) % rank for axis in numbers}))
 
 
 # Errors in four parts for calls with unknown or missing arguments. Python's own errors name
@@ -311,33 +253,33 @@ def called(
         if isinstance(f, type):
             f.__init__ = _checked(f.__init__, signature, 1, function, fix, instead)
             return f
-        own = next(iter(signature.parameters), "") in ("cls", "self")
-        if own:
-            _, *rest = signature.parameters.values()
-            signature = signature.replace(parameters=rest)
-        return _checked(f, signature, int(own), function, fix, instead)
+        is_method = next(iter(signature.parameters), "") in ("cls", "self")
+        if is_method:
+            _, *parameters = signature.parameters.values()
+            signature = signature.replace(parameters=parameters)
+        return _checked(f, signature, int(is_method), function, fix, instead)
 
     return decorate
 
 
 def _checked(
-    f: Any, signature: inspect.Signature, own: int, function: str, fix: str, instead: Any
+    f: Any, signature: inspect.Signature, skip: int, function: str, fix: str, instead: Any
 ) -> Any:
-    """Returns `f`, which rejects calls that do not fit; its first `own` arguments do not count."""
+    """Returns `f`, which rejects calls that do not fit; its first `skip` arguments do not count."""
 
-    def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        _check_call(function, signature, args[own:], kwargs, fix, instead)
+    def check_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        _check_call(function, signature, args[skip:], kwargs, fix, instead)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             return f(*args, **kwargs)
         except TypeError:
-            refuse(args, kwargs)
+            check_call(args, kwargs)
             raise
 
     # With the globals of its module, so that doctest finds it there.
-    same = types.FunctionType(checked.__code__, f.__globals__, closure=checked.__closure__)
-    return functools.update_wrapper(same, f)
+    copied = types.FunctionType(checked.__code__, f.__globals__, closure=checked.__closure__)
+    return functools.update_wrapper(copied, f)
 
 
 def _check_call(
@@ -359,15 +301,14 @@ def _check_call(
     unknown = [name for name in kwargs if name not in names]
     advice = [text for name in unknown if instead and (text := instead(name))]
     close = [(name, difflib.get_close_matches(name, names, n=1)) for name in unknown]
-    meant = [f"{name}= is called {found[0]}=" for name, found in close if found]
-    if advice or meant:
-        fix = advice[0] if advice else f"{', '.join(meant)}."
-    given = [f"{len(args)} arguments by position"] if args or not kwargs else []
-    given += [f"{name}=" for name in kwargs]
+    renamed = [f"{name}= is called {matches[0]}=" for name, matches in close if matches]
+    if advice or renamed:
+        fix = advice[0] if advice else f"{', '.join(renamed)}."
+    passed = [f"{len(args)} arguments by position"] if args or not kwargs else []
     raise fail(
         function,
         problem,
-        given=", ".join(given),
+        given=", ".join([*passed, *(f"{name}=" for name in kwargs)]),
         expected=f"{function}({', '.join(map(_shown, signature.parameters.values()))})",
         fix=fix or "pass these arguments, by name.",
         error=TypeError,
@@ -380,5 +321,4 @@ def _shown(parameter: inspect.Parameter) -> str:
         return f"*{parameter.name}"
     if parameter.kind is parameter.VAR_KEYWORD:
         return f"**{parameter.name}"
-    needed = parameter.default is parameter.empty
-    return parameter.name if needed else f"{parameter.name}=..."
+    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}=..."

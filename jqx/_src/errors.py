@@ -41,11 +41,11 @@ def fail(
     return error(message(function, problem, given=given, expected=expected, fix=fix))
 
 
-def some(names: Iterable[str], most: int = 4) -> str:
+def some(names: Iterable[str], limit: int = 4) -> str:
     """Returns the first few of many names as text, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more or "none"
+    names = list(names)
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + suffix or "none"
 
 
 @contextlib.contextmanager
@@ -54,10 +54,10 @@ def nesting(function: str) -> Iterator[None]:
     try:
         yield
     except RecursionError:
+        limit = sys.getrecursionlimit()
         raise fail(
             function,
-            "containers are nested more deeply than Python's stack.",
-            expected=f"a few hundred at most (the recursion limit is {sys.getrecursionlimit()})",
+            f"containers are nested more deeply than Python's stack (recursion limit {limit}).",
             fix="keep the tree flatter, or raise the limit with sys.setrecursionlimit.",
         ) from None
 

@@ -44,21 +44,21 @@ class Rule:
 def number(low: float = 0, high: float = math.inf, *, above: bool = False) -> Rule:
     """Returns the rule of finite numbers from `low` to `high`, without `low` itself if `above`."""
     start = f"above {low:g}" if above else f"of {low:g} or more"
-    most = min(high, float(np.finfo(np.float32).max))
+    largest = min(high, float(np.finfo(np.float32).max))
     return Rule(
         f"a number {start}" + (f" and at most {high:g}" if high < math.inf else ""),
         lambda x: isinstance(x, (int, float, np.integer, np.floating)) and not _is_bool(x),
-        lambda x: (low < x if above else low <= x) and x <= most,
+        lambda x: (low < x if above else low <= x) and x <= largest,
         float,
     )
 
 
-def whole(least: int = 0, most: int = 10**6) -> Rule:
-    """Returns the rule of integers from `least` to `most`."""
+def whole(low: int = 0, high: float = 10**6) -> Rule:
+    """Returns the rule of integers from `low` to `high`."""
     return Rule(
-        f"a whole number of {least} or more, at most {most}",
+        f"a whole number of {low} or more, at most {high}",
         lambda n: isinstance(n, (int, np.integer)) and not _is_bool(n),
-        lambda n: least <= n <= most,
+        lambda n: low <= n <= high,
         int,
     )
 

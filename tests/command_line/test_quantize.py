@@ -210,7 +210,7 @@ ERRORS = {
     "twice": (["--rule", ".*=int8:group=1:group=2"], "or is given twice"),
     "both": (["--rule", ".*=int8:group=1:tensor"], "gives two granularities"),
     "a number": (["--rule", ".*=int8:group=x"], "'x' is not an integer"),
-    "a size": (["--rule", ".*=int8:group=0"], "a group has no elements"),
+    "a size": (["--rule", ".*=int8:group=0"], "`size` is out of range"),
     "a calibrator": (["--rule", ".*=int8:calibrator=best"], "the calibrator is unknown"),
     "float": (["--rule", ".*=float:group=3"], "`float` has no options"),
     "unsigned": (["--rule", ".*=uint4"], "uint4"),

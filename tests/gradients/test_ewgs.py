@@ -75,7 +75,7 @@ def test_a_delta_out_of_range_is_refused(delta, error):
 
 
 def test_a_delta_that_is_no_number_is_refused():
-    with pytest.raises(TypeError, match="`delta` is not an int or a float"):
+    with pytest.raises(TypeError, match="`delta` is out of range"):
         ElementwiseGradientScaling("small")
 
 

@@ -138,9 +138,13 @@ def test_the_gradient_of_a_scale_adds_up_over_parts_if_elements_are_given():
 @pytest.mark.parametrize(
     "given, error, words",
     [
-        ({"elements": 1.5}, TypeError, "`elements` must be an integer"),
-        ({"elements": 0}, ValueError, "`elements` must be 1 or more"),
-        ({"elements": 8, "gradient_scale": False}, ValueError, "`elements` has no effect"),
+        ({"elements": 1.5}, TypeError, "`elements` is out of range"),
+        ({"elements": 0}, ValueError, "`elements` is out of range"),
+        (
+            {"elements": 8, "gradient_scale": False},
+            ValueError,
+            "has no effect with gradient_scale=False",
+        ),
     ],
 )
 def test_elements_that_have_no_meaning_are_refused(given, error, words):

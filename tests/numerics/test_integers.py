@@ -175,7 +175,7 @@ def test_the_oracle_of_the_integer_dtypes_agrees(name):
         assert_codes(codes, saturated(rounded(y, mode.value), 0, name), name)
 
 
-PARTS = r"jqx\.numerics\.Integer: .*{}.*\n  given:    .*{}.*(\n  expected: .+)?\n  fix:      .+"
+PARTS = r"jqx\.numerics\.Integer: .*{}.*(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+"
 
 
 @pytest.mark.parametrize("bits", [-8, 0, 1, 9, 12, 15, 24, 31, 33, 64])
@@ -200,5 +200,5 @@ def test_a_narrow_unsigned_format_is_refused():
 )
 def test_fields_of_the_wrong_kind_are_refused_by_name(fields):
     (field,) = fields
-    with pytest.raises(TypeError, match=PARTS.format(f"`{field}`", "")):
+    with pytest.raises(TypeError, match=PARTS.format(f"`{field}`")):
         Integer(**fields)

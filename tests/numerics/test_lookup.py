@@ -67,8 +67,7 @@ def test_a_format_without_a_dtype_stays_itself(qtype):
 def test_other_dtypes_are_refused_with_their_role(name):
     facts = [
         rf"^jqx\.caller: Weight element type \({name}\) must be a quantized type\.",
-        rf"  given:    argument is {name}",
-        r"  fix:      pass a jqx\.numerics\.QType, or one of int2, .*float8_e8m0fnu\.$",
+        r"  fix:      pass as argument a jqx\.numerics\.QType, or one of int2, .*float8_e8m0fnu\.$",
     ]
     with pytest.raises(TypeError, match="\n".join(facts)):
         as_qtype("caller", "argument", name, "Weight")
@@ -77,9 +76,8 @@ def test_other_dtypes_are_refused_with_their_role(name):
 @pytest.mark.parametrize("spelling", ["int9", "i4", "nf3", "", None, 8, object()])
 def test_what_is_no_dtype_is_refused_by_name(spelling):
     problem = re.escape("jqx.caller: `qtype` is not a dtype") + "[^\n]*"
-    with pytest.raises(
-        TypeError, match=f"^{problem}\n  given:    qtype = .+\n  expected: .+\n  fix:"
-    ):
+    parts = r"\n(  given:    qtype = .+\n)?(  expected: .+\n)?  fix:"
+    with pytest.raises(TypeError, match=f"^{problem}{parts}"):
         as_qtype("caller", "qtype", spelling, "Output")
 
 

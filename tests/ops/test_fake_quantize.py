@@ -264,7 +264,7 @@ REFUSED = {
         (np.ones(3, np.int32), *[np.int32(1)] * 4),
         {},
         TypeError,
-        ("`x` element type (int32) must be a floating point number", "x.dtype == int32"),
+        ("`x` element type (int32) must be a floating point number",),
     ),
     "limit_of_another_dtype": (
         with_limit("output_low", np.float16(1)),
@@ -307,7 +307,7 @@ REFUSED = {
         (X, X, X, X, np.ones(1, np.float32)),
         {"auto_broadcast": "none"},
         ValueError,
-        (SHAPES, "`output_high`", "output_high.shape == (2, 3, 4)"),
+        (SHAPES, "`output_high`", "x.shape == (2, 3, 4)"),
     ),
     "none_with_ones": (
         (X, X, np.ones((2, 1, 4), np.float32), X, X),
@@ -331,7 +331,7 @@ REFUSED = {
         with_limit("output_low", np.ones((2, 3), np.float32), np.ones(3, np.float32)),
         {},
         ValueError,
-        (SHAPES, "`output_low`", "rank 1 or less"),
+        (SHAPES, "`output_low`"),
     ),
     "numpy_of_a_larger_rank_of_ones": (
         with_limit("output_low", np.ones((1, 1), np.float32), np.ones(3, np.float32)),

@@ -613,7 +613,7 @@ REFUSED_BY_QUANTIZE = {
         (F32, f32(3), i8(2)),
         int8 | {"axes": 1},
         ValueError,
-        ("Scale shape (3,) and zero point shape (2,) must match", "(2, 3)"),
+        ("Scale shape (3,) and zero point shape (2,) must match",),
     ),
     "scalar_zero_point_for_many_scales": (
         (F32, f32(3), i8()),
@@ -625,16 +625,13 @@ REFUSED_BY_QUANTIZE = {
         (F32, f32(3)),
         int8,
         ValueError,
-        (
-            "Scale / zero point rank (1) does not match the number of quantization axes (0)",
-            "scale.shape == (3,), x.shape == (2, 3), axes == ()",
-        ),
+        ("shape (3,) must match input shape (2, 3) at the quantization axes ()",),
     ),
     "rank_of_scale_too_small": (
         (F32, f32(3), i8(3)),
         int8 | {"axes": (0, 1)},
         ValueError,
-        ("Scale / zero point rank (1) does not match the number of quantization axes (2)",),
+        ("must match input shape (2, 3) at the quantization axes (0, 1)",),
     ),
     "shape_of_scale_wrong": (
         (F32, f32(4)),
@@ -747,7 +744,7 @@ REFUSED_BY_DEQUANTIZE = {
         (U8, f32(3)),
         {"axes": (0, 1)},
         ValueError,
-        ("Scale / zero point rank (1) does not match the number of quantization axes (2)",),
+        ("must match input shape (2, 3) at the quantization axes (0, 1)",),
     ),
     "shape_of_scale": (
         (I8, f32(1)),
@@ -780,7 +777,7 @@ def test_the_first_fault_in_the_order_of_the_specification_is_named():
         ("`zero_point` element type", {"zero_point": np.ones(4, np.uint8)}),
         ("Quantization axis", {"axes": (0, 7)}),
         ("Scale shape", {"zero_point": i8(4)}),
-        ("rank (1)", {"axes": (0, 1)}),
+        ("quantization axes (0, 1)", {"axes": (0, 1)}),
         ("must match input shape", {"scale": f32(3), "zero_point": i8(3)}),
         ("`round_mode`", {"round_mode": "UP"}),
     ]

@@ -66,7 +66,7 @@ def test_an_index_takes_what_jnp_takes(shape):
             for q in qs:
                 with pytest.raises(REFUSED) as info:
                     q[index]
-                assert "given: " in str(info.value), name
+                assert "fix: " in str(info.value), name
             continue
         for found in jax.eval_shape(lambda qs, index=index: [q[index] for q in qs], qs):
             assert found.shape == want, name

@@ -164,7 +164,7 @@ def test_an_index_may_be_traced():
 )
 def test_what_is_no_index_is_refused(index):
     q = random_tensor(np.random.default_rng(0), "int8", (2, 3))
-    with pytest.raises(TypeError, match=r"(?s)given:.+expected:.+fix:.+dequantize"):
+    with pytest.raises(TypeError, match=r"(?s)given:.+fix:.+dequantize"):
         q[index]
 
 
@@ -636,7 +636,7 @@ def test_a_mask_of_another_shape_is_refused(shape):
 def test_a_traced_mask_is_refused():
     """The shape of the result would not be known."""
     q, _ = made("int8 per tensor")
-    with pytest.raises(TypeError, match="masks with known values"):
+    with pytest.raises(TypeError, match="known mask"):
         jax.eval_shape(lambda q, m: q[m].dequantize(), q, np.ones(3, bool))
 
 

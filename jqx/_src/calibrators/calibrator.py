@@ -2,17 +2,14 @@
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
-from ..checks import check_integer, shown
-from ..errors import fail
 from ..numerics.qtype import QType
 from ..numerics.runtimes import Numerics
 from ..ops.range import affine_from_range
@@ -94,7 +91,7 @@ class Calibrator(abc.ABC):
         return stats.nans
 
 
-class Seen(NamedTuple):
+class Observation(NamedTuple):
     """The values that every observation starts from.
 
     Attributes:
@@ -108,15 +105,16 @@ class Seen(NamedTuple):
     observed: jax.Array
 
 
-def look_at(x: jax.Array, spec: Affinity) -> Seen:
+def look_at(x: jax.Array, spec: Affinity) -> Observation:
     """Counts the NaN values of `x` and replaces them with zeros."""
     return _look_at(x, spec.granularity.groups(x.shape))
 
 
 @functools.partial(jax.jit, static_argnames="groups")  # traced once for all sites of one shape
-def _look_at(x: jax.Array, groups: Groups) -> Seen:
+def _look_at(x: jax.Array, groups: Groups) -> Observation:
     nan = jnp.isnan(x)
-    return Seen(jnp.where(nan, jnp.zeros_like(x), x), groups.count(nan), jnp.int32(x.size > 0))
+    values = jnp.where(nan, jnp.zeros_like(x), x)
+    return Observation(values, groups.count(nan), jnp.int32(x.size > 0))
 
 
 def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -141,62 +139,18 @@ def poisoned(affine: Affine, nans: jax.Array) -> Affine:
     return affine._replace(scale=scale)
 
 
-_LARGEST = float(np.finfo(np.float32).max)
-
-_MOST = 2**20
-
-
-def check_number(
-    function: str, argument: str, value: Any, holds: Callable[[float], bool], expected: str
-) -> float:
-    """Returns `value` as a float, after checking that float32 can hold it and that it `holds`."""
-    if not (
-        isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    ):
-        raise fail(
-            function,
-            f"`{argument}` must be a number.",
-            given=f"an object of type {type(value).__name__}",
-            fix=f"pass a Python number, {expected}.",
-            error=TypeError,
-        )
-    if not (abs(value) <= _LARGEST and holds(float(value))):
-        raise fail(
-            function,
-            f"`{argument}` is out of range.",
-            given=f"{argument} == {shown(value)}",
-            fix=f"pass a finite number, {expected}.",
-        )
-    return float(value)
-
-
-def check_count(function: str, argument: str, value: Any, least: int) -> int:
-    """Returns `value` as an integer, after checking that it is at least `least` and not absurdly
-    large for a number of steps, bins or candidates.
-    """
-    value = check_integer(function, argument, value)
-    if not least <= value <= _MOST:
-        raise fail(
-            function,
-            f"`{argument}` is too {'small' if value < least else 'large'}.",
-            given=f"{argument} == {shown(value)}",
-            fix=f"pass a number from {least} to {_MOST}.",
-        )
-    return value
-
-
-# The scale and zero point that cover a range of values and zero.
+MAX_COUNT = 2**20
+"""The largest number of steps, bins or candidates of a calibrator."""
 
 
 def cover(low: jax.Array, high: jax.Array, spec: Affinity) -> Affine:
-    """Returns the scale and zero point that cover `[low, high]`; an empty range counts as 0."""
+    """Returns the scale and zero point that cover `[low, high]` and zero; an empty range counts as
+    0.
+    """
     empty = low > high
     low, high = (jnp.where(empty, jnp.zeros_like(v), v) for v in (low, high))
-    return Affine(
-        *affine_from_range(
-            low, high, qtype=spec.qtype, symmetric=spec.symmetric, numerics=spec.numerics
-        )
-    )
+    form = {"qtype": spec.qtype, "symmetric": spec.symmetric, "numerics": spec.numerics}
+    return Affine(*affine_from_range(low, high, **form))
 
 
 # A base class for calibrators that change one step of another calibrator and keep the rest.

@@ -9,26 +9,29 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export, lax
 
 from .. import package_cpu
-from ..checks import called, check_instance, check_integer, is_at_least, normalize_axes, shown
+from ..checks import called, check_instance, is_at_least, normalize_axes, shown
 from ..compat_kernels import alone_or_in_parts
 from ..errors import fail
+from ..fields import check_fields, flag, instance, whole
 
 # Groups: which elements of an array share a scale, expressed as shapes. They reshape an array so
 # that a scale broadcasts to it, and reduce an array to one value per scale.
 
 
-LARGE = 2**14
+_MIN_ELEMENTS = 2**14
 """The least number of elements of an array for which a kernel is called."""
 
-LEAST = 32
+_MIN_SHARED = 32
 """The least number of elements that share a scale for which a kernel is called."""
 
-MOST = 2**24
+_MAX_COUNTED = 2**24
 """The largest number of elements that a kernel counts, in float32."""
+
+_MAX_SIZE = 2**31 - 1
+"""The largest number of elements along an axis that share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +81,9 @@ class Groups:
             if n != m * b and m > 1
         }
         if len({(n, m) for n, m, _ in sizes_by_counts}) < len(sizes_by_counts):
-            raise fail(
-                "QTensor",
-                "two axes of the same length have equally many blocks of different sizes.",
-                given=f"shape {self.shape}, block sizes {self.sizes}",
-                fix="use one block size for both axes.",
-            )
+            problem = "two axes of the same length have equally many blocks of different sizes, "
+            problem += f"{self.sizes}, in shape {self.shape}."
+            raise fail("QTensor", problem, fix="use one block size for both axes.")
         return tuple(sorted(sizes_by_counts))
 
     @property
@@ -176,8 +176,8 @@ class Groups:
             and x.dtype == jnp.float32
             and is_static
             and is_trailing
-            and x.size >= LARGE
-            and math.prod(x.shape[first_axis:]) >= LEAST
+            and x.size >= _MIN_ELEMENTS
+            and math.prod(x.shape[first_axis:]) >= _MIN_SHARED
         )
 
     def _in_rows(self, x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
@@ -200,22 +200,23 @@ class Groups:
         """Returns the least and the largest number for each scale, and the number of NaN values,
         int32. Without any number the extremes are infinite.
         """
-        plain, in_blocks = self._extremes_at_once, self.split(x)
-        if not self._has_kernel(in_blocks) or in_blocks.size != x.size or self.per_scale > MOST:
-            return plain(x)
+        blocks = self.split(x)
+        is_too_large = self.per_scale > _MAX_COUNTED
+        if not self._has_kernel(blocks) or blocks.size != x.size or is_too_large:
+            return self._extremes_at_once(x)
 
         @jax.custom_jvp
-        def found(x: jax.Array) -> jax.Array:
+        def in_floats_by_kernel(x: jax.Array) -> jax.Array:
             def kernel(x: jax.Array) -> jax.Array:
                 return alone_or_in_parts(self._extremes_by_kernel, in_floats, x)
 
             return lax.platform_dependent(x, cpu=kernel, default=in_floats)
 
         def in_floats(x: jax.Array) -> jax.Array:
-            return jnp.stack([part.astype(x.dtype) for part in plain(x)])
+            return jnp.stack([part.astype(x.dtype) for part in self._extremes_at_once(x)])
 
-        found.defjvps(lambda tangent, y, x: jax.jvp(in_floats, (x,), (tangent,))[1])
-        low, high, nans = found(x)
+        in_floats_by_kernel.defjvps(lambda tangent, y, x: jax.jvp(in_floats, (x,), (tangent,))[1])
+        low, high, nans = in_floats_by_kernel(x)
         return low, high, nans.astype(jnp.int32)
 
     def _extremes_at_once(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -230,10 +231,10 @@ class Groups:
         parts = jnp.min(low, 0), jnp.max(high, 0), jnp.sum(nans, 0)
         return jnp.stack([part.reshape(self.scale_shape) for part in parts])
 
-    def count(self, is_so: jax.Array) -> jax.Array:
+    def count(self, mask: jax.Array) -> jax.Array:
         """Returns how many elements are true for each scale, int32."""
         kind = jnp.float32 if is_at_least(self.per_scale, 2**31) else jnp.int32  # cannot wrap
-        return self.reduce(jnp.sum, is_so.astype(kind), 0).astype(jnp.int32)  # not int64
+        return self.reduce(jnp.sum, mask.astype(kind), 0).astype(jnp.int32)  # not int64
 
     def _in_steps(self, x: jax.Array) -> jax.Array:
         bits = _magnitude_bits(x)
@@ -285,57 +286,47 @@ def _maximum(x: jax.Array, axis: int) -> jax.Array:
 # Checks of the arguments of calibrators and granularities.
 
 
+_INTEGER = whole()
+
+
 def check_integers(function: str, argument: str, numbers: Any, count: int | None = None) -> Any:
     """Returns integers as a tuple, after checking their type and their number."""
-    fits = isinstance(numbers, (tuple, list)) and count in (None, len(numbers))
-    if not (
-        fits and all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
-    ):
-        raise fail(
-            function,
-            f"`{argument}` must hold integers.",
-            given=f"{argument} == {shown(numbers)}",
-            fix="pass pairs of an axis and a size."
-            if count
-            else "pass axis numbers, as in per_axis(0, 2).",
-            error=TypeError,
-        )
+    has_length = isinstance(numbers, (tuple, list)) and count in (None, len(numbers))
+    if not has_length or not all(map(_INTEGER.is_kind, numbers)):
+        problem = f"`{argument}` must hold integers: {shown(numbers)}."
+        fix = "pass axis numbers, as in per_axis(0, 2), or pairs of an axis and a size."
+        raise fail(function, problem, fix=fix, error=TypeError)
     return tuple(map(int, numbers))
 
 
-def check_group_size(size: Any) -> int:
-    """Returns the size of a group, after checking it."""
-    size = check_integer("per_group", "size", size)
-    if not 1 <= size < 2**31:
-        raise fail(
-            "per_group",
-            "a group has no elements." if size < 1 else "a group has too many elements.",
-            given=f"size == {shown(size)}",
-            fix="pass a size of 1 or more, such as per_group(32).",
-        )
-    return size
+def check_group(granularity: Any) -> None:
+    """Checks the size of a group, and whether the last one may be smaller."""
+    fix = "pass a size of 1 or more, such as per_group(32), and a bool for tail."
+    check_fields("per_group", granularity, fix, size=whole(1, _MAX_SIZE), tail=flag())
 
 
-def check_tail(function: str, tail: Any) -> None:
-    """Checks that `tail` is a bool."""
-    check_instance(function, "tail", tail, bool, fix="pass tail=True or tail=False.")
+def _unfit(granularity: object, shape: Sequence[int], problem: str, fix: str) -> Exception:
+    """Returns the error for a shape that a granularity cannot divide."""
+    function = str(granularity).partition("(")[0]
+    return fail(function, problem, given=f"{granularity} for shape {tuple(shape)}", fix=fix)
 
 
-def check_size_known(
-    function: str, granularity: object, shape: Sequence[int], axis: int, size: int
-) -> None:
+def check_known(granularity: object, shape: Sequence[int], axis: int, size: int) -> None:
     """Checks that an axis with more than one block of `size` has no symbolic size, as `jax.export`
     has them.
     """
     n = shape[axis]
-    if size == 1 or not export.is_symbolic_dim(n) or not is_at_least(n, size + 1):
-        return
-    raise fail(
-        function,
-        f"axis {axis} has a symbolic size, so its blocks are not known.",
-        given=f"{granularity} for shape {tuple(shape)}",
-        fix="use one scale per token, channel or tensor there, or export with a known size.",
-    )
+    if size != 1 and export.is_symbolic_dim(n) and is_at_least(n, size + 1):
+        problem = f"axis {axis} has a symbolic size, so its blocks are not known."
+        fix = "use one scale per token, channel or tensor there, or export with a known size."
+        raise _unfit(granularity, shape, problem, fix)
+
+
+def check_divides(granularity: Any, shape: Sequence[int], axis: int, size: int) -> None:
+    """Checks that blocks divide an axis, unless the last one may be smaller."""
+    if not granularity.tail and shape[axis] % size != 0:
+        fix = f"pass tail=True for a smaller last block, or a size that divides {shape[axis]}."
+        raise _unfit(granularity, shape, f"blocks of {size} do not divide axis {axis}.", fix)
 
 
 class Granularity(Protocol):
@@ -428,39 +419,28 @@ class PerBlock(_ByGroups):
     def __post_init__(self) -> None:
         pairs = self.sizes if isinstance(self.sizes, tuple) else (self.sizes,)
         sizes = tuple(check_integers("per_block", "sizes", pair, count=2) for pair in pairs)
-        if not (sizes and all(1 <= size < 2**31 for _, size in sizes)):
-            raise fail(
-                "per_block",
-                "there are no blocks." if not sizes else "a block has no elements.",
-                given=f"sizes == {shown(dict(sizes))}",
-                fix="pass sizes of 1 or more, such as {0: 32}, or use jqx.per_tensor().",
-            )
+        if not sizes or not all(1 <= size <= _MAX_SIZE for _, size in sizes):
+            problem = f"`sizes` has no blocks, or one without elements: {shown(dict(sizes))}."
+            fix = "pass sizes of 1 or more, such as {0: 32}, or use jqx.per_tensor()."
+            raise fail("per_block", problem, fix=fix)
         object.__setattr__(self, "sizes", sizes)
-        check_tail("per_block", self.tail)
+        check_fields("per_block", self, tail=flag())
 
     def resolve(self, rank: int, kept: Sequence[int]) -> "PerBlock":
         """Returns itself with non-negative axes."""
-        axes = [normalize_axes("per_block", axis, rank)[0] for axis, _ in self.sizes]
-        return PerBlock(
-            tuple(sorted(zip(axes, (size for _, size in self.sizes), strict=True))), self.tail
-        )
+        pairs = [(normalize_axes("per_block", axis, rank)[0], n) for axis, n in self.sizes]
+        return PerBlock(tuple(sorted(pairs)), self.tail)
 
     def groups(self, shape: Sequence[int]) -> Groups:
         """Returns the blocks; raises if a size does not divide its axis and there is no tail."""
         sizes = dict(self.resolve(len(shape), ()).sizes)
         if len(sizes) != len(self.sizes):
-            raise fail(
-                "per_block",
-                "an axis is named twice.",
-                given=f"{self} for shape {tuple(shape)}",
-                fix="name each axis once, counted from the front or from the end.",
-            )
+            fix = "name each axis once, counted from the front or from the end."
+            raise _unfit(self, shape, "an axis is named twice.", fix)
         for axis, size in sizes.items():
-            check_size_known("per_block", self, shape, axis, size)
-        block_shape = tuple(min(sizes.get(i, n), n) for i, n in enumerate(shape))
-        for axis, size in sizes.items():
-            _check_divides("per_block", str(self), shape, axis, size, self.tail)
-        return Groups(tuple(shape), block_shape)
+            check_known(self, shape, axis, size)
+            check_divides(self, shape, axis, size)
+        return Groups(tuple(shape), tuple(min(sizes.get(i, n), n) for i, n in enumerate(shape)))
 
     def __str__(self) -> str:
         return f"per_block({dict(self.sizes)}{', tail=True' if self.tail else ''})"
@@ -482,8 +462,7 @@ class PerRun(_ByGroups):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", check_integers("per_group", "axes", self.axes))
-        object.__setattr__(self, "size", check_group_size(self.size))
-        check_tail("per_group", self.tail)
+        check_group(self)
 
     def resolve(self, rank: int, kept: Sequence[int]) -> "PerRun":
         """Returns itself."""
@@ -494,35 +473,19 @@ class PerRun(_ByGroups):
         sizes, remaining = [1] * len(shape), self.size
         for axis in reversed(normalize_axes("per_group", self.axes, len(shape))):
             n = shape[axis]
-            check_size_known("per_group", self, shape, axis, remaining)
+            check_known(self, shape, axis, remaining)
             if n <= remaining and (self.tail or n == 0 or remaining % n == 0):
                 sizes[axis], remaining = n, remaining // n if n else 1
                 continue
-            _check_divides("per_group", str(self), shape, axis, remaining, self.tail)
+            check_divides(self, shape, axis, remaining)
             sizes[axis], remaining = min(remaining, n), 1
         if remaining != 1 and not self.tail:
-            raise fail(
-                "per_group",
-                f"axes {self.axes} hold fewer than {self.size} elements.",
-                given=f"{self} for shape {tuple(shape)}",
-                fix="use a smaller group, or pass tail=True.",
-            )
+            problem = f"axes {self.axes} hold fewer than {self.size} elements."
+            raise _unfit(self, shape, problem, "use a smaller group, or pass tail=True.")
         return Groups(tuple(shape), tuple(sizes))
 
     def __str__(self) -> str:
         return f"per_group({self.size}{', tail=True' if self.tail else ''}) along {self.axes}"
-
-
-def _check_divides(
-    function: str, name: str, shape: Sequence[int], axis: int, size: int, tail: bool
-) -> None:
-    if not tail and shape[axis] % size != 0:
-        raise fail(
-            function,
-            f"blocks of {size} do not divide axis {axis}.",
-            given=f"{name} for shape {tuple(shape)}",
-            fix=f"pass tail=True for a smaller last block, or a size that divides {shape[axis]}.",
-        )
 
 
 class _Relative:
@@ -537,11 +500,9 @@ class _Relative:
     def scale_shape(self, shape: Sequence[int]) -> NoReturn:
         """Raises, because there is no contraction here."""
         name = str(self) if "(" in str(self) else f"{self}()"
-        raise fail(
-            name.partition("(")[0],
-            f"{name} is relative to a contraction and has no meaning outside of one.",
-            fix="name the axes or blocks: jqx.per_axis(...), or jqx.per_block({axis: size}).",
-        )
+        problem = f"{name} is relative to a contraction and has no meaning outside of one."
+        fix = "name the axes or blocks: jqx.per_axis(...), or jqx.per_block({axis: size})."
+        raise fail(name.partition("(")[0], problem, fix=fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -551,8 +512,7 @@ class PerKeptAxis(_Relative):
     name: str
 
     def __post_init__(self) -> None:
-        fix = "pass for example 'per_channel'."
-        check_instance("per_channel", "name", self.name, str, fix=fix)
+        check_fields("per_channel", self, "pass for example 'per_channel'.", name=instance(str))
 
     def resolve(self, rank: int, kept: Sequence[int]) -> PerAxis:
         """Returns `per_axis` of the kept axes, or `per_tensor` if there are none."""
@@ -571,8 +531,7 @@ class PerGroup(_Relative):
     tail: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", check_group_size(self.size))
-        check_tail("per_group", self.tail)
+        check_group(self)
 
     def resolve(self, rank: int, kept: Sequence[int]) -> PerRun:
         """Returns runs along the axes that are not kept."""
@@ -622,11 +581,8 @@ def per_axis(*axes: int) -> Granularity:
       (1, 4)
     """
     if not axes:
-        raise fail(
-            "per_axis",
-            "no axis given.",
-            fix="pass the axes that have their own scales, or use jqx.per_tensor().",
-        )
+        fix = "pass the axes that have their own scales, or use jqx.per_tensor()."
+        raise fail("per_axis", "no axis given.", fix=fix)
     return PerAxis(axes)
 
 

@@ -53,9 +53,8 @@ def members(groups: Groups) -> jax.Array:
     """Returns the number of elements that share each scale, uint32, in the shape of the scale."""
     rank = len(groups.shape)
     total = jnp.ones((1,) * rank, jnp.uint32)
-    for axis, (n, b, m) in enumerate(
-        zip(groups.shape, groups.sizes, groups.scale_shape, strict=True)
-    ):
+    axes = zip(groups.shape, groups.sizes, groups.scale_shape, strict=True)
+    for axis, (n, b, m) in enumerate(axes):
         sizes = np.full(m, b, np.uint32)
         sizes[-1:] = n - (m - 1) * b
         total = total * sizes.reshape([m if i == axis else 1 for i in range(rank)])
@@ -102,9 +101,9 @@ class FromHistogram(Calibrator):
 
     def empty(self, shape: Sequence[int]) -> HistogramStats:
         """Returns counts of 0 and the empty range."""
-        none = jnp.full(tuple(shape), jnp.inf, jnp.float32)
+        low = jnp.full(tuple(shape), jnp.inf, jnp.float32)
         counts = jnp.zeros((*shape, LENGTH), jnp.uint32)
-        return HistogramStats(counts, none, -none, *nothing_seen(shape))
+        return HistogramStats(counts, low, -low, *nothing_seen(shape))
 
     def observe(self, x: jax.Array, spec: Affinity) -> HistogramStats:
         """Returns the histogram of the elements that share a scale."""
@@ -143,10 +142,10 @@ def tally(bins: jax.Array, length: int) -> jax.Array:
 
 def extremes(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the smallest and largest value of each row without NaN; (inf, -inf) if empty."""
-    none = jnp.isnan(rows)
+    nan = jnp.isnan(rows)
     inf = jnp.full_like(rows, jnp.inf)
-    low = jnp.min(jnp.where(none, inf, rows), axis=-1, initial=jnp.inf)
-    return low, jnp.max(jnp.where(none, -inf, rows), axis=-1, initial=-jnp.inf)
+    low = jnp.min(jnp.where(nan, inf, rows), axis=-1, initial=jnp.inf)
+    return low, jnp.max(jnp.where(nan, -inf, rows), axis=-1, initial=-jnp.inf)
 
 
 def magnitudes(counts: jax.Array) -> jax.Array:

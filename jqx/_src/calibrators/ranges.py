@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import fail
+from ..fields import check_fields, number
 from .calibrator import (
     Affine,
     Affinity,
     Calibrator,
     added_counts,
-    check_number,
     cover,
     look_at,
     nothing_seen,
@@ -54,11 +54,15 @@ class AbsMax(Calibrator):
 
     def affine(self, stats: AbsMaxStats, spec: Affinity) -> Affine:
         """Returns the scale that maps the largest magnitude to the largest number."""
-        return poisoned(cover(-stats.largest, stats.largest, spec), stats.nans)
+        return poisoned(self.scale_of(stats.largest, spec), stats.nans)
 
     def fit(self, x: jax.Array, spec: Affinity) -> Affine:
         """Returns the scale for one array in one pass; the largest magnitude of a NaN is NaN."""
         largest = spec.granularity.groups(x.shape).largest_magnitude(x).astype(jnp.float32)
+        return self.scale_of(largest, spec)
+
+    def scale_of(self, largest: jax.Array, spec: Affinity) -> Affine:
+        """Returns the scale that covers `[-largest, largest]`."""
         return cover(-largest, largest, spec)
 
     def __str__(self) -> str:
@@ -133,17 +137,12 @@ class Fixed(Calibrator):
     high: float
 
     def __post_init__(self) -> None:
-        for field in ("low", "high"):
-            value = check_number(
-                "calibrators.fixed", field, getattr(self, field), lambda _: True, "of any size"
-            )
-            object.__setattr__(self, field, value)
-        if not self.low < self.high:
-            raise fail(
-                "calibrators.fixed",
-                f"the range is empty: low {self.low} is not below high {self.high}.",
-                fix="swap them, or widen the range.",
-            )
+        any_size = number(float(jnp.finfo(jnp.float32).min))
+        fix = "pass two finite numbers, which float32 can hold."
+        check_fields("calibrators.fixed", self, fix, low=any_size, high=any_size)
+        if self.low >= self.high:
+            problem = f"the range is empty: low {self.low} is not below high {self.high}."
+            raise fail("calibrators.fixed", problem, fix="swap them, or widen the range.")
 
     def empty(self, shape: Sequence[int]) -> FixedStats:
         """Returns counts of 0."""
@@ -222,10 +221,8 @@ class Rms(Calibrator):
     multiplier: float
 
     def __post_init__(self) -> None:
-        value = check_number(
-            "calibrators.rms", "multiplier", self.multiplier, lambda v: v > 0, "above 0"
-        )
-        object.__setattr__(self, "multiplier", value)
+        fix = "pass for example 2.5 for 4 bits, or 4 for 8 bits."
+        check_fields("calibrators.rms", self, fix, multiplier=number(0, above=True))
 
     def empty(self, shape: Sequence[int]) -> RmsStats:
         """Returns sums of 0."""

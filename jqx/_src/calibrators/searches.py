@@ -1,5 +1,6 @@
 """Calibrators that search a range: percentile, mse, hqq, entropy, and rules for 4-bit blocks."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 
@@ -8,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import check_instance
 from ..errors import fail
-from ..fields import added
+from ..fields import added, check_fields, flag, number, whole
 from ..numerics.blocks import Block
 from ..numerics.exact import RoundMode, round_to_integer, saturating_sum
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer, QType
-from .calibrator import Affine, Affinity, check_count, check_number, cover, look_at, poisoned
+from .calibrator import MAX_COUNT, Affine, Affinity, cover, look_at, poisoned
 from .granularity import Groups
 from .histogram import (
     EDGES,
@@ -31,7 +31,7 @@ from .histogram import (
     rows_of,
     tally,
 )
-from .ranges import AbsMax, AbsMaxStats
+from .ranges import AbsMax
 
 # A percentile: the range leaves out a given share of the values, the largest ones.
 #
@@ -78,14 +78,8 @@ class Percentile(FromHistogram):
     percent: float = 99.9
 
     def __post_init__(self) -> None:
-        value = check_number(
-            "calibrators.Percentile",
-            "percent",
-            self.percent,
-            lambda v: 0 < round(v, 4) and v <= 100,
-            "at least 0.0001 and at most 100",
-        )
-        object.__setattr__(self, "percent", round(value, 4))
+        check_fields("calibrators.Percentile", self, percent=number(1e-4, 100))
+        object.__setattr__(self, "percent", round(self.percent, 4))
 
     def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
         """Returns the scale and zero point of the percentile, accurate to a bin."""
@@ -130,11 +124,8 @@ class Percentile(FromHistogram):
         """Returns `floor(n * share / ends)`, exactly, in uint32."""
         high, low = divmod(self._share, 1000)
         millions, remainder = n // _MILLION, n % _MILLION
-        clipped = (
-            millions * jnp.uint32(self._share)
-            + (remainder * high + remainder * low // 1000) // 1000
-        )
-        return clipped // ends
+        clipped = (remainder * high + remainder * low // 1000) // 1000
+        return (millions * jnp.uint32(self._share) + clipped) // ends
 
     def _limit(self, counts: jax.Array, edges: np.ndarray, ends: int) -> jax.Array:
         """Returns the upper edge of the bin with the largest value that is not clipped."""
@@ -154,6 +145,22 @@ class Percentile(FromHistogram):
 percentile: Percentile = Percentile()
 
 
+class FromPoints(FromHistogram):
+    """Searches the scale of least error for the values of an array, or of a histogram."""
+
+    @abc.abstractmethod
+    def search(self, points: Points, spec: Affinity) -> Affine:
+        """Returns the scale and zero point of least error for weighted values."""
+
+    def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
+        """Returns the scale and zero point of least expected error under the histogram."""
+        return poisoned(self.search(points_in(stats), spec), stats.nans)
+
+    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
+        """Returns the scale and zero point of least error for `x` itself."""
+        return poisoned(self.search(points_of(x, spec), spec), look_at(x, spec).nans)
+
+
 # The least mean squared error: the range that minimises `mean(|x - dequantize(quantize(x))|**2)`,
 # or another power of the error.
 #
@@ -168,7 +175,7 @@ percentile: Percentile = Percentile()
 
 
 @dataclasses.dataclass(frozen=True)
-class Mse(FromHistogram):
+class Mse(FromPoints):
     """Searches the range of least mean squared error.
 
     `fit` measures the error on the array itself. Up to the rounding of a float32 sum it is never
@@ -199,26 +206,17 @@ class Mse(FromHistogram):
     signed: bool = added(False)
 
     def __post_init__(self) -> None:
-        name = "calibrators.Mse"
-        object.__setattr__(self, "candidates", check_count(name, "candidates", self.candidates, 1))
-        least = check_number(
-            name, "least", self.least, lambda v: 0 < v <= 1, "above 0 and at most 1"
+        check_fields(
+            "calibrators.Mse",
+            self,
+            candidates=whole(1, MAX_COUNT),
+            least=number(0, 1, above=True),
+            norm=number(1, 16),
+            signed=flag(),
         )
-        object.__setattr__(self, "least", least)
-        norm = check_number(name, "norm", self.norm, lambda v: 1 <= v <= 16, "from 1 to 16")
-        object.__setattr__(self, "norm", norm)
-        fix = "pass signed=True or signed=False."
-        check_instance(name, "signed", self.signed, bool, fix=fix)
 
-    def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
-        """Returns the scale and zero point of least expected error under the histogram."""
-        return poisoned(self._search(points_in(stats), spec), stats.nans)
-
-    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
-        """Returns the scale and zero point of least error for `x` itself."""
-        return poisoned(self._search(points_of(x, spec), spec), look_at(x, spec).nans)
-
-    def _search(self, points: Points, spec: Affinity) -> Affine:
+    def search(self, points: Points, spec: Affinity) -> Affine:
+        """Returns the scale and zero point of least error for weighted values."""
         return searched(points, spec, self._factors(spec), self._cost)
 
     def _cost(self, error: jax.Array) -> jax.Array:
@@ -242,29 +240,24 @@ class Mse(FromHistogram):
 
 
 def searched(
-    points: Points,
-    spec: Affinity,
-    factors: np.ndarray,
-    cost: Callable[[jax.Array], jax.Array],
+    points: Points, spec: Affinity, factors: np.ndarray, cost: Callable[[jax.Array], jax.Array]
 ) -> Affine:
     """Returns the affine of least error among the whole range and its products with the factors; a
     negative factor flips the range.
     """
-    low, high, turns = points.low, points.high, bool(np.any(factors < 0))
+    flips = bool(np.any(factors < 0))
 
     def affine(factor: jax.Array) -> Affine:
-        if not turns:
-            return cover(low * factor, high * factor, spec)
-        size = jnp.abs(factor)
-        scale, zero_point = cover(low * size, high * size, spec)
-        return Affine(jnp.where(factor < 0, -scale, scale), zero_point)
+        size = jnp.abs(factor) if flips else factor
+        scale, zero_point = cover(points.low * size, points.high * size, spec)
+        return Affine(jnp.where(factor < 0, -scale, scale) if flips else scale, zero_point)
 
     def step(best: tuple[jax.Array, jax.Array], factor: jax.Array):
         error = points.loss(affine(factor), spec, cost)
         better = error < best[1]
         return (jnp.where(better, factor, best[0]), jnp.where(better, error, best[1])), None
 
-    one = jnp.ones_like(low)
+    one = jnp.ones_like(points.low)
     start = one, points.loss(affine(one), spec, cost)
     (factor, _), _ = lax.scan(step, start, jnp.asarray(factors))
     return affine(factor)
@@ -294,7 +287,7 @@ _NEAREST = RoundMode.NEAREST_TOWARD_EVEN
 
 
 @dataclasses.dataclass(frozen=True)
-class Hqq(FromHistogram):
+class Hqq(FromPoints):
     """Optimises the zero point (symmetric: the scale) for the least lp error.
 
     The zero point is an integer, as everywhere in jqx. In the published HQQ it is a float offset of
@@ -321,27 +314,18 @@ class Hqq(FromHistogram):
     kappa: float = 1.01
 
     def __post_init__(self) -> None:
-        name = "calibrators.Hqq"
-        object.__setattr__(self, "iterations", check_count(name, "iterations", self.iterations, 1))
-        for field, holds, expected in (
-            ("p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
-            ("beta", lambda v: v > 0, "above 0"),
-            ("kappa", lambda v: v >= 1, "1 or more"),
-        ):
-            value = check_number(name, field, getattr(self, field), holds, expected)
-            object.__setattr__(self, field, value)
+        check_fields(
+            "calibrators.Hqq",
+            self,
+            iterations=whole(1, MAX_COUNT),
+            p=number(0, 1, above=True),
+            beta=number(0, above=True),
+            kappa=number(1),
+        )
 
-    def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
-        """Returns the scale and zero point of least lp error under the histogram."""
-        return poisoned(self._solve(points_in(stats), spec), stats.nans)
-
-    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
-        """Returns the scale and zero point of least lp error for `x` itself."""
-        return poisoned(self._solve(points_of(x, spec), spec), look_at(x, spec).nans)
-
-    def _solve(self, points: Points, spec: Affinity) -> Affine:
-        solve = self._solve_scale if spec.symmetric else self._solve_zero
-        return solve(points, spec)
+    def search(self, points: Points, spec: Affinity) -> Affine:
+        """Returns the scale and zero point of least lp error for weighted values."""
+        return (self._solve_scale if spec.symmetric else self._solve_zero)(points, spec)
 
     def _solve_zero(self, points: Points, spec: Affinity) -> Affine:
         form = format_of(spec.qtype)
@@ -395,11 +379,8 @@ class Hqq(FromHistogram):
             parameter = improve(parameter, beta)
             error = loss(parameter)
             better = error < least_error
-            best, least_error = (
-                jnp.where(better, parameter, best),
-                jnp.where(better, error, least_error),
-            )
-            return (parameter, best, least_error), None
+            best = jnp.where(better, parameter, best)
+            return (parameter, best, jnp.where(better, error, least_error)), None
 
         betas = np.float32(self.beta * self.kappa ** np.arange(self.iterations))
         (_, best, _), _ = lax.scan(step, (initial, initial, loss(initial)), jnp.asarray(betas))
@@ -462,9 +443,8 @@ class Entropy(FromHistogram):
     stride: int = 8
 
     def __post_init__(self) -> None:
-        for field in ("bins", "stride"):
-            value = check_count("calibrators.Entropy", field, getattr(self, field), 1)
-            object.__setattr__(self, field, value)
+        count = whole(1, MAX_COUNT)
+        check_fields("calibrators.Entropy", self, bins=count, stride=count)
 
     def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
         """Returns the scale and zero point for the threshold of the observed histogram."""
@@ -506,25 +486,19 @@ class Entropy(FromHistogram):
     ) -> Affine:
         form = format_of(spec.qtype)
         flat = counts.reshape(-1, self.bins)
-        bins_kept = jax.vmap(lambda histogram: self._least_divergent(histogram, form))(
-            flat
-        ).reshape(low.shape)
-        limit = largest * (bins_kept.astype(jnp.float32) / self.bins)
+        bins_kept = jax.vmap(lambda histogram: self._least_divergent(histogram, form))(flat)
+        limit = largest * (bins_kept.reshape(low.shape).astype(jnp.float32) / self.bins)
         return cover(jnp.maximum(low, -limit), jnp.minimum(high, limit), spec)
 
     def _least_divergent(self, counts: jax.Array, form: QType) -> jax.Array:
         """Returns how many bins of one histogram to keep; all of them if no fewer are better."""
         fewest = min(max((form.levels + 1) // 2, self.bins // 16), self.bins)
-        candidates = np.append(np.arange(fewest, self.bins, self.stride), self.bins).astype(
-            np.int32
-        )
-        divergences = lax.map(
-            lambda i: self._divergence(counts, i, form), jnp.asarray(candidates[::-1].copy())
-        )
-        divergences = jnp.where(
-            jnp.isnan(divergences), jnp.full_like(divergences, jnp.inf), divergences
-        )
-        return jnp.asarray(candidates[::-1].copy())[jnp.argmin(divergences)]
+        candidates = np.append(np.arange(fewest, self.bins, self.stride), self.bins)
+        candidates = jnp.asarray(candidates[::-1].astype(np.int32))
+        divergences = lax.map(lambda i: self._divergence(counts, i, form), candidates)
+        worst = jnp.full_like(divergences, jnp.inf)
+        divergences = jnp.where(jnp.isnan(divergences), worst, divergences)
+        return candidates[jnp.argmin(divergences)]
 
     def _divergence(self, counts: jax.Array, bins_kept: jax.Array, form: QType) -> jax.Array:
         """Returns the divergence for the first `bins_kept` bins."""
@@ -576,21 +550,20 @@ class Ceil(AbsMax):
     has them, and the scale of `absmax` for all others.
     """
 
-    def affine(self, stats: AbsMaxStats, spec: Affinity) -> Affine:
+    def scale_of(self, largest: jax.Array, spec: Affinity) -> Affine:
         """Returns the least scale at which the largest magnitude is in range."""
-        return poisoned(_up(stats.largest, spec), stats.nans)
-
-    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
-        """Returns the scale for one array in one pass; the largest magnitude of a NaN is NaN."""
-        largest = spec.granularity.groups(x.shape).largest_magnitude(x).astype(jnp.float32)
-        return _up(largest, spec)
+        affine, form = super().scale_of(largest, spec), format_of(spec.qtype)
+        if not isinstance(form, Block) or form.scale_qtype != E8M0:
+            return affine
+        clips = largest > affine.scale.astype(jnp.float32) * jnp.float32(form.high)
+        return super().scale_of(jnp.where(clips, 2 * largest, largest), spec)
 
     def __str__(self) -> str:
         return "ceil"
 
 
 @dataclasses.dataclass(frozen=True)
-class FourOverSix(FromHistogram):
+class FourOverSix(FromPoints):
     """Maps the largest magnitude to 6 or to 4, whichever has the smaller squared error. For blocks
     of 4-bit floats whose scales are not powers of two, such as nvfp4.
 
@@ -598,37 +571,18 @@ class FourOverSix(FromHistogram):
       ValueError: on use, if the format is another one.
     """
 
-    def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
-        """Returns the scale of least expected error under the histogram."""
-        return poisoned(_either(points_in(stats), spec), stats.nans)
-
-    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
-        """Returns the scale of least error for `x` itself."""
-        return poisoned(_either(points_of(x, spec), spec), look_at(x, spec).nans)
+    def search(self, points: Points, spec: Affinity) -> Affine:
+        """Returns the scale of least error for weighted values."""
+        form = format_of(spec.qtype)
+        is_block = isinstance(form, Block) and form.scale_qtype != E8M0
+        if not is_block or form.elements.high != 6:
+            problem = f"{form.name} has other elements or scales than formats like nvfp4."
+            fix = "use another calibrator for it, such as jqx.calibrators.mse."
+            raise fail("calibrators.four_over_six", problem, fix=fix)
+        return searched(points, spec, np.array([1.5], np.float32), jnp.square)
 
     def __str__(self) -> str:
         return "four_over_six"
-
-
-def _up(largest: jax.Array, spec: Affinity) -> Affine:
-    affine, form = cover(-largest, largest, spec), format_of(spec.qtype)
-    if not isinstance(form, Block) or form.scale_qtype != E8M0:
-        return affine
-    clips = largest > affine.scale.astype(jnp.float32) * jnp.float32(form.high)
-    wide = jnp.where(clips, 2 * largest, largest)
-    return cover(-wide, wide, spec)
-
-
-def _either(points: Points, spec: Affinity) -> Affine:
-    form = format_of(spec.qtype)
-    fits = isinstance(form, Block) and form.scale_qtype != E8M0 and form.elements.high == 6
-    if not fits:
-        raise fail(
-            "calibrators.four_over_six",
-            f"{form.name} has other elements or scales than formats like nvfp4.",
-            fix="use another calibrator for it, such as jqx.calibrators.mse.",
-        )
-    return searched(points, spec, np.array([1.5], np.float32), jnp.square)
 
 
 ceil: Ceil = Ceil()

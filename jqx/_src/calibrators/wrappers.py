@@ -11,18 +11,18 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .. import compat
-from ..checks import as_dtype, check_instance, check_integer, shown
-from ..errors import fail
+from ..checks import as_dtype, check_instance, shown
+from ..errors import fail, some
+from ..fields import check_fields, instance, number, whole
 from ..numerics.blocks import Block
 from ..numerics.lookup import format_of
 from .calibrator import (
+    MAX_COUNT,
     Affine,
     Affinity,
     Around,
     Calibrator,
     added_counts,
-    check_count,
-    check_number,
     cover,
     look_at,
     nothing_seen,
@@ -35,7 +35,7 @@ from .ranges import Fixed, absmax
 # Scales rounded to 16 bits, as files of other libraries store them.
 
 
-_KINDS = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+_FIX = "pass one of jqx.calibrators, such as absmax."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +65,12 @@ class Rounded(Around):
     dtype: DTypeLike = jnp.float16
 
     def __post_init__(self) -> None:
-        fix = "pass one of jqx.calibrators, such as absmax."
         name = "calibrators.Rounded"
-        check_instance(name, "calibrator", self.calibrator, Calibrator, fix=fix)
+        check_fields(name, self, _FIX, calibrator=instance(Calibrator))
         object.__setattr__(self, "dtype", as_dtype(name, "dtype", self.dtype))
-        if self.dtype not in _KINDS:
-            raise fail(
-                name,
-                f"`dtype` ({self.dtype}) is neither float16 nor bfloat16.",
-                fix="pass jnp.float16, which GPTQ, AWQ and GGUF use.",
-            )
+        if self.dtype not in (jnp.float16, jnp.bfloat16):
+            problem = f"`dtype` ({self.dtype}) is neither float16 nor bfloat16."
+            raise fail(name, problem, fix="pass jnp.float16, which GPTQ, AWQ and GGUF use.")
 
     def __str__(self) -> str:
         return f"{self.calibrator} in {jnp.dtype(self.dtype).name}"
@@ -90,11 +86,8 @@ class Rounded(Around):
     def _rounded(self, affine: Affine, spec: Affinity) -> Affine:
         form = format_of(spec.qtype)
         if isinstance(form, Block):
-            raise fail(
-                "calibrators.Rounded",
-                f"{form.name} has its own format of scales.",
-                fix="use the inner calibrator itself.",
-            )
+            problem = f"{form.name} has its own format of scales."
+            raise fail("calibrators.Rounded", problem, fix="use the inner calibrator itself.")
         return affine._replace(scale=_nearest(affine.scale, jnp.dtype(self.dtype)))
 
 
@@ -154,16 +147,11 @@ class AcrossDevices(Around):
 
     def __post_init__(self) -> None:
         name = "calibrators.AcrossDevices"
-        fix = "pass one of jqx.calibrators, such as absmax."
-        check_instance(name, "calibrator", self.calibrator, Calibrator, fix=fix)
-        if not (bool(self._names) and all(isinstance(x, str) for x in self._names)):
-            raise fail(
-                name,
-                "`axis_name` names no mesh axis.",
-                given=f"axis_name == {self.axis_name!r}",
-                fix='pass a string, such as "model", or a tuple of strings.',
-                error=TypeError,
-            )
+        check_fields(name, self, _FIX, calibrator=instance(Calibrator))
+        if not self._names or not all(isinstance(x, str) for x in self._names):
+            problem = f"`axis_name` names no mesh axis: {shown(self.axis_name)}."
+            fix = 'pass a string, such as "model", or a tuple of strings.'
+            raise fail(name, problem, fix=fix, error=TypeError)
 
     def __str__(self) -> str:
         return f"{self.calibrator} across {' and '.join(self._names)}"
@@ -180,8 +168,7 @@ class AcrossDevices(Around):
         if manual and not {*self._names} <= {*around.axis_names}:
             raise fail(
                 "calibrators.AcrossDevices",
-                "the mesh of the enclosing shard_map has no such axis.",
-                given=f"axis_name == {self.axis_name!r}",
+                f"the mesh of the enclosing shard_map has no axis {self.axis_name!r}.",
                 fix=f"pass one of {', '.join(map(repr, around.axis_names))}.",
             )
         names = tuple(name for name in self._names if name in manual)
@@ -243,16 +230,9 @@ class Delayed(Calibrator):
     margin: int = 0
 
     def __post_init__(self) -> None:
-        name = "calibrators.Delayed"
-        object.__setattr__(self, "length", check_count(name, "length", self.length, 1))
-        object.__setattr__(self, "margin", check_integer(name, "margin", self.margin))
-        if not -126 <= self.margin <= 127:
-            raise fail(
-                name,
-                "`margin` is out of range.",
-                given=f"margin == {shown(self.margin)}",
-                fix="pass an integer from -126 to 127: 2**margin is a float32.",
-            )
+        # 2**margin is a normal float32.
+        margin = whole(-126, 127)
+        check_fields("calibrators.Delayed", self, length=whole(1, MAX_COUNT), margin=margin)
 
     def empty(self, shape: Sequence[int]) -> DelayedStats:
         """Returns a history of zeros."""
@@ -307,22 +287,9 @@ def advance(stats: Any) -> Any:
       Array([3., 8.], dtype=float32)
     """
     if isinstance(stats, Mapping):
-        return {key: _advanced(v) if _has_history(v) else v for key, v in stats.items()}
-    check_instance(
-        "calibrators.advance",
-        "stats",
-        stats,
-        DelayedStats,
-        fix="pass what `observe` of a Delayed returns, or a dict of such statistics.",
-    )
-    return _advanced(stats)
-
-
-def _has_history(stats: Any) -> bool:
-    return isinstance(stats, DelayedStats)
-
-
-def _advanced(stats: DelayedStats) -> DelayedStats:
+        return {k: advance(v) if isinstance(v, DelayedStats) else v for k, v in stats.items()}
+    fix = "pass what `observe` of a Delayed returns, or a dict of such statistics."
+    check_instance("calibrators.advance", "stats", stats, DelayedStats, fix=fix)
     axis = stats.observed.ndim  # scan stacks statistics: the axis of steps comes after its axes
     history = jnp.roll(stats.history, 1, axis)
     newest = jax.lax.broadcasted_iota(jnp.int32, history.shape, axis) == 0
@@ -369,21 +336,19 @@ def moving_average(old: Any, new: Any, decay: float) -> Any:
       >>> float(jqx.calibrators.moving_average(old, new, 0.75).largest[0])
       7.0
     """
-    decay = check_number(
-        "calibrators.moving_average", "decay", decay, lambda v: 0 < v < 1, "above 0 and below 1"
-    )
+    name, rule = "calibrators.moving_average", number(0, 1, above=True)
+    if not rule.is_kind(decay) or not rule.holds(decay) or decay == 1:
+        problem = f"`decay` is not a number above 0 and below 1: {shown(decay)}."
+        error = ValueError if rule.is_kind(decay) else TypeError
+        raise fail(name, problem, fix="pass for example 0.9.", error=error)
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         if set(old) != set(new):
-            raise fail(
-                "calibrators.moving_average",
-                "`old` and `new` do not have the same entries.",
-                given=f"entries that differ: "
-                f"{', '.join(sorted(map(str, set(old) ^ set(new)))[:4])}",
-                fix="calibrate both with the same plan.",
-                error=TypeError,
-            )
-        return {k: _mixed(old[k], new[k], decay) for k in old if not _is_a_sum(k, old[k])}
-    return _mixed(old, new, decay)
+            names = some(sorted(map(str, set(old) ^ set(new))))
+            problem = f"`old` and `new` do not have the same entries: {names}."
+            raise fail(name, problem, fix="calibrate both with the same plan.", error=TypeError)
+        keys = [k for k in old if not _is_a_sum(k, old[k])]
+        return {k: _mixed(old[k], new[k], float(decay)) for k in keys}
+    return _mixed(old, new, float(decay))
 
 
 def _is_a_sum(key: Any, stats: Any) -> bool:
@@ -393,53 +358,34 @@ def _is_a_sum(key: Any, stats: Any) -> bool:
 
 
 def _mixed(old: Any, new: Any, decay: float) -> Any:
-    _check_alike(old, new)
-    fields = {
-        name: saturating_add(getattr(old, name), getattr(new, name))
-        if name in _COUNTS
-        else _mix(getattr(old, name), getattr(new, name), old.observed, new.observed, decay)
-        for name in old._fields
-    }
-    return type(old)(**fields)
-
-
-def _mix(
-    old: jax.Array, new: jax.Array, seen_before: jax.Array, seen_now: jax.Array, decay: float
-) -> jax.Array:
-    mixed = old * decay + new * (1 - decay)
-    # Stacked statistics, as scan makes them, have a count for each entry of their first axes.
-    old_count, new_count = (
-        n.reshape(n.shape + (1,) * (old.ndim - n.ndim)) for n in (seen_before, seen_now)
-    )
-    return jnp.where(old_count == 0, new, jnp.where(new_count == 0, old, mixed))
-
-
-def _check_alike(old: Any, new: Any) -> None:
-    fields = getattr(old, "_fields", ())
-    if not (type(old) is type(new) and set(_COUNTS) <= set(fields)):
-        raise fail(
-            "calibrators.moving_average",
-            "`old` and `new` are not statistics of one calibrator.",
-            given=f"objects of type {type(old).__name__} and {type(new).__name__}",
-            fix="pass what `observe` or `jqx.calibrate` returns.",
-            error=TypeError,
-        )
-    for name in fields:
+    """Returns the average of two statistics of one calibrator."""
+    function, kind = "calibrators.moving_average", type(old).__name__
+    if type(old) is not type(new) or not set(_COUNTS) <= set(getattr(old, "_fields", ())):
+        problem = f"`old` and `new` are not statistics of one calibrator: {kind}, "
+        problem += f"{type(new).__name__}."
+        fix = "pass what `observe` or `jqx.calibrate` returns."
+        raise fail(function, problem, fix=fix, error=TypeError)
+    mixed = {}
+    for name in old._fields:
         a, b = getattr(old, name), getattr(new, name)
         if name not in _COUNTS and not jnp.issubdtype(a.dtype, jnp.floating):
-            raise fail(
-                "calibrators.moving_average",
-                f"{type(old).__name__}.{name} is of {a.dtype.name}, which has no average.",
-                fix="merge them with the calibrator; only statistics of floats have averages.",
-                error=TypeError,
-            )
+            problem = f"{kind}.{name} is of {a.dtype.name}, which has no average."
+            fix = "merge them with the calibrator; only statistics of floats have averages."
+            raise fail(function, problem, fix=fix, error=TypeError)
         if a.shape != b.shape:
-            raise fail(
-                "calibrators.moving_average",
-                "`old` and `new` do not have the same shapes.",
-                given=f"{name}.shape == {a.shape} and {b.shape}",
-                fix="observe both with the same granularity.",
-            )
+            problem = f"`old` and `new` have different shapes of {name}: {a.shape} and {b.shape}."
+            raise fail(function, problem, fix="observe both with the same granularity.")
+        if name in _COUNTS:
+            mixed[name] = saturating_add(a, b)
+            continue
+        # Stacked statistics, as scan makes them, have a count for each entry of their first axes.
+        old_count, new_count = (
+            stats.observed.reshape(stats.observed.shape + (1,) * (a.ndim - stats.observed.ndim))
+            for stats in (old, new)
+        )
+        average = a * decay + b * (1 - decay)
+        mixed[name] = jnp.where(old_count == 0, b, jnp.where(new_count == 0, a, average))
+    return type(old)(**mixed)
 
 
 # Statistics of some elements of an array.
@@ -452,8 +398,7 @@ def observe_where(calibrator: Calibrator, x: jax.Array, spec: Affinity, mask: ja
     neutral = jnp.zeros_like(x) if _is(calibrator, Delayed) else jnp.full_like(x, jnp.nan)
     stats: Any = calibrator.observe(jnp.where(mask, x, neutral), spec)
     nans = spec.granularity.groups(x.shape).count(jnp.isnan(x) & mask)
-    some = jnp.any(mask).astype(jnp.int32)
-    observed = stats.observed * some
+    observed = stats.observed * jnp.any(mask).astype(jnp.int32)
     replace: Any = dataclasses.replace if dataclasses.is_dataclass(stats) else type(stats)._replace
     return replace(stats, nans=nans, observed=observed)
 

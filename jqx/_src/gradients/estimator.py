@@ -75,21 +75,16 @@ def check_estimator(function: str, gradient: Any, *, uniform: bool = True) -> No
     """
     rule = callable(getattr(gradient, "bwd", None))
     surrogate = callable(getattr(gradient, "surrogate", None))
-    if not ((rule or surrogate) and not isinstance(gradient, type) and _is_hashable(gradient)):
-        raise fail(
-            function,
-            "`gradient` is not a gradient estimator.",
-            given=f"an object of type {type(gradient).__name__}",
-            fix="pass a value of jqx.gradients, such as jqx.gradients.ste, or a hashable value "
-            "with a method bwd(x, low, high, levels, cotangent).",
-            error=TypeError,
-        )
+    is_value = isinstance(gradient, Hashable) and not isinstance(gradient, type)
+    if not is_value or not (rule or surrogate):
+        kind = f"an object of type {type(gradient).__name__}"
+        problem = f"`gradient` is not a gradient estimator, but {kind}."
+        fix = "pass a value of jqx.gradients, such as jqx.gradients.ste, or a hashable value with "
+        fix += "a method bwd(x, low, high, levels, cotangent)."
+        raise fail(function, problem, fix=fix, error=TypeError)
     if not uniform and (surrogate or getattr(gradient, "uniform_only", False)):
-        raise fail(
-            function,
-            f"the gradient estimator {gradient} is only for evenly spaced levels.",
-            fix="pass gradient=jqx.gradients.ste, or an integer format.",
-        )
+        problem = f"the gradient estimator {gradient} is only for evenly spaced levels."
+        raise fail(function, problem, fix="pass jqx.gradients.ste, or an integer format.")
 
 
 @functools.lru_cache
@@ -100,25 +95,12 @@ def draws(gradient: Gradient) -> bool:
 
 def check_key(function: str, gradient: Gradient, key: Any) -> None:
     """Checks that a random key is given if and only if the estimator draws random numbers."""
-    needed = draws(gradient)
-    if needed == (key is not None):  # nearly always true: skips formatting the message below
-        return
-    raise fail(
-        function,
-        "the gradient estimator draws random numbers, but no key is given."
-        if needed
-        else "`key` is not used: the gradient estimator draws no random numbers.",
-        given=f"gradient {gradient}, key {'not given' if key is None else 'given'}",
-        fix="pass key=jax.random.key(0), a new one for each step." if needed else "drop key.",
-    )
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+    if draws(gradient) and key is None:
+        problem = f"the gradient estimator {gradient} draws random numbers, but no key is given."
+        raise fail(function, problem, fix="pass key=jax.random.key(0), a new one for each step.")
+    if key is not None and not draws(gradient):
+        problem = f"`key` is not used: the gradient estimator {gradient} draws no random numbers."
+        raise fail(function, problem, fix="drop key.")
 
 
 # Whether an estimator has a gradient for the limits of a range, and so for a scale.
@@ -153,7 +135,7 @@ def moves_limits(gradient: Gradient) -> MovesLimits:
             ends = pull(cotangent)
         else:
             ends = gradient.bwd(x, low, high, _LEVELS, cotangent)[1:]
-        return jnp.stack([jnp.any(each != 0, axis=1) for each in ends]).any(axis=0)
+        return jnp.stack([jnp.any(end != 0, axis=1) for end in ends]).any(axis=0)
 
     inside = np.linspace(-1, 1, 41, dtype=np.float32)
     outside = inside + np.sign(inside + np.float32(0.01))
@@ -231,6 +213,6 @@ def with_rule(
     function = jax.custom_vjp(f)
     function.defvjp(
         lambda operands, others: (value(operands, others), (operands, others)),
-        lambda kept, cotangent: (rule(kept[0], kept[1], cotangent), None),
+        lambda primals, cotangent: (rule(*primals, cotangent), None),
     )
     return function

@@ -1,17 +1,17 @@
 """The gradient estimators of jqx, each with its formula and its source."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import as_like, as_real, check_instance, check_integer, normalize_axes
+from ..checks import as_like, as_real, check_integer, normalize_axes
 from ..errors import fail
-from ..fields import added
+from ..fields import added, check_fields, flag, nothing, number, whole
 from ..numerics.exact import compute_dtype, divide
 from .estimator import grid, rounding_error
 
@@ -143,30 +143,12 @@ class LearnedStep:
     uniform_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_instance(
-            type(self).__name__,
-            "gradient_scale",
-            self.gradient_scale,
-            bool,
-            fix="pass gradient_scale=True or gradient_scale=False.",
-        )
-        if self.elements is None:
-            return
-        number = check_integer(type(self).__name__, "elements", self.elements)
-        object.__setattr__(self, "elements", number)
-        if not self.elements >= 1:
-            raise fail(
-                type(self).__name__,
-                "`elements` must be 1 or more.",
-                given=f"elements == {self.elements}",
-                fix="pass the number of elements of the whole batch that share a scale, or None.",
-            )
-        if not self.gradient_scale:
-            raise fail(
-                type(self).__name__,
-                "`elements` has no effect with gradient_scale=False.",
-                fix="leave out elements, or gradient_scale=False.",
-            )
+        name, elements = type(self).__name__, whole(1, 2**63) | nothing()
+        fix = "pass the number of elements of the whole batch that share a scale, or None."
+        check_fields(name, self, fix, gradient_scale=flag(), elements=elements)
+        if self.elements is not None and not self.gradient_scale:
+            problem = f"`elements` ({self.elements}) has no effect with gradient_scale=False."
+            raise fail(name, problem, fix="leave out elements, or gradient_scale=False.")
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
@@ -332,14 +314,7 @@ class ElementwiseGradientScaling:
 
     def __post_init__(self) -> None:
         fix = "pass a small number, such as delta=1e-3."
-        check_instance(type(self).__name__, "delta", self.delta, (int, float), fix=fix)
-        if not 0 <= self.delta < math.inf:
-            raise fail(
-                type(self).__name__,
-                "`delta` is not a finite number of 0 or more.",
-                given=f"delta == {self.delta}",
-                fix=fix,
-            )
+        check_fields(type(self).__name__, self, fix, delta=number())
 
     def bwd(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
@@ -397,10 +372,9 @@ def stochastic_round(
       >>> jax.vmap(jqx.gradients.stochastic_round, (None, 0))(0.3, keys).mean().round(1)
       Array(0.3, dtype=float32)
     """
-    x = as_real("gradients.stochastic_round", "x", x)
-    shared = normalize_axes(
-        "gradients.stochastic_round", shared_axes, x.ndim, argument="shared_axes"
-    )
+    name = "gradients.stochastic_round"
+    x = as_real(name, "x", x)
+    shared = normalize_axes(name, shared_axes, x.ndim, argument="shared_axes")
     wide = x.astype(compute_dtype(x.dtype))
     # Exact for every finite float; x - floor(x) and x + u would round.
     toward_zero = jnp.trunc(wide)
@@ -424,21 +398,32 @@ class StochasticRounding:
     needs_key: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        axes = self.shared_axes
-        axes = tuple(axes) if isinstance(axes, Sequence) else (axes,)
-        checked = tuple(check_integer(type(self).__name__, "shared_axes", axis) for axis in axes)
-        object.__setattr__(self, "shared_axes", checked)
+        axes = self.shared_axes if isinstance(self.shared_axes, Sequence) else (self.shared_axes,)
+        axes = tuple(check_integer(type(self).__name__, "shared_axes", axis) for axis in axes)
+        object.__setattr__(self, "shared_axes", axes)
 
     def surrogate(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
     ) -> jax.Array:
         """Returns `x` clamped, and rounded in steps of the quantizer; a NaN gets no gradient."""
         assert key is not None
-        clamped = clamp(x, low, high)
-        c, low, high = jax.lax.stop_gradient((clamped, low, high))
-        origin, step = grid(low, high, levels)
-        k = stochastic_round(divide(c - origin, step), key, shared_axes=self.shared_axes)
-        return straight_through(jnp.clip(origin + k * step, low, high), clamped)
+        round_steps = partial(stochastic_round, key=key, shared_axes=self.shared_axes)
+        return _in_steps(round_steps, x, low, high, levels)
+
+
+def _in_steps(
+    round_steps: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    levels: int,
+) -> jax.Array:
+    """Returns `x` clamped and rounded in steps of the quantizer, with the gradient of `clamp`."""
+    clamped = clamp(x, low, high)
+    c, low, high = jax.lax.stop_gradient((clamped, low, high))
+    origin, step = grid(low, high, levels)
+    rounded = round_steps(divide(c - origin, step))
+    return straight_through(jnp.clip(origin + rounded * step, low, high), clamped)
 
 
 stochastic: StochasticRounding = StochasticRounding()
@@ -542,24 +527,14 @@ class Parq:
 
     def __post_init__(self) -> None:
         fix = "pass a number that falls from 1 to 0 in training, such as inverse_slope=0.5."
-        check_instance("gradients.parq", "inverse_slope", self.inverse_slope, (int, float), fix=fix)
-        if not 0 <= self.inverse_slope <= 1:
-            raise fail(
-                "gradients.parq",
-                "`inverse_slope` is not between 0 and 1.",
-                given=f"inverse_slope == {self.inverse_slope}",
-                fix=fix,
-            )
+        check_fields("gradients.parq", self, fix, inverse_slope=number(0, 1))
 
     def surrogate(
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
     ) -> jax.Array:
         """Returns `x` clamped and moved toward its level; a NaN gets no gradient."""
-        clamped = clamp(x, low, high)
-        c, low, high = jax.lax.stop_gradient((clamped, low, high))
-        origin, step = grid(low, high, levels)
-        moved = proximal_round(divide(c - origin, step), self.inverse_slope)
-        return straight_through(jnp.clip(origin + moved * step, low, high), clamped)
+        round_steps = partial(proximal_round, inverse_slope=self.inverse_slope)
+        return _in_steps(round_steps, x, low, high, levels)
 
 
 def parq(inverse_slope: float) -> Parq:

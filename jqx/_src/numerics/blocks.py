@@ -22,8 +22,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..checks import check_instance, check_integer, shown
+from ..checks import check_instance
 from ..errors import fail
+from ..fields import check_fields, number, whole
 from .exact import RoundMode, exponent_of
 from .lookup import E8M0, as_qtype, format_of
 from .minifloats import float6_e2m3fn, float6_e3m2fn
@@ -67,34 +68,21 @@ class Block(QType):
     def __post_init__(self) -> None:
         function = "numerics.Block"
         object.__setattr__(self, "element", as_qtype(function, "element", self.element, "Block"))
-        object.__setattr__(self, "size", check_integer(function, "size", self.size))
+        check_fields(function, self, "pass for example 32.", size=whole(1, 2**31 - 1))
         check_instance(function, "label", self.label, str, fix="pass a name, such as 'mine'.")
-        check_instance(function, "unit", self.unit, (int, float), fix="pass a number, such as 1.0.")
+        fix = "pass a number from 2**-64 to 2**64, such as 1.0."
+        check_fields(function, self, fix, unit=number(2.0**-64, 2.0**64))
         scale = as_qtype(function, "scale_qtype", self.scale_qtype, "Scale")
         object.__setattr__(self, "scale_qtype", scale)
-        if not (not isinstance(scale, QType) and jnp.issubdtype(scale, jnp.floating)):
-            raise fail(
-                function,
-                "`scale_qtype` is not a float format with a JAX dtype.",
-                given=f"scale_qtype == {format_of(scale).name}",
-                fix="pass a float dtype, such as jnp.float8_e8m0fnu or jnp.float8_e4m3fn.",
-                error=TypeError,
-            )
+        if isinstance(scale, QType) or not jnp.issubdtype(scale, jnp.floating):
+            name = format_of(scale).name
+            problem = f"`scale_qtype` ({name}) is not a float format with a JAX dtype."
+            fix = "pass a float dtype, such as jnp.float8_e8m0fnu or jnp.float8_e4m3fn."
+            raise fail(function, problem, fix=fix, error=TypeError)
         if isinstance(self.element, Block):
-            raise fail(
-                function,
-                f"`element` is the block format {format_of(self.element).name}.",
-                fix="pass the element format of that block format.",
-                error=TypeError,
-            )
-        fits = 2.0**-64 <= self.unit <= 2.0**64 and not isinstance(self.unit, bool)
-        if not (1 <= self.size < 2**31 and fits):
-            raise fail(
-                function,
-                "the block format is not valid.",
-                given=f"size == {shown(self.size)}, unit == {shown(self.unit)}",
-                fix="pass a size of 1 or more, and a unit from 2**-64 to 2**64.",
-            )
+            problem = f"`element` is the block format {self.element.name}."
+            fix = "pass the element format of that block format."
+            raise fail(function, problem, fix=fix, error=TypeError)
 
     @property
     def elements(self) -> QType:
@@ -138,8 +126,8 @@ class Block(QType):
         """Returns the scale of a block: by the OCP rule in E8M0, else `largest / high`."""
         if self.two_level:
             return super().scale_of(largest)
-        own = math.frexp(self.elements.high)[1] + math.frexp(self.unit)[1] - 2
-        exponent = exponent_of(largest) - own
+        largest_exponent = math.frexp(self.elements.high)[1] + math.frexp(self.unit)[1] - 2
+        exponent = exponent_of(largest) - largest_exponent
         code = jnp.where(jnp.isnan(largest), 255, jnp.clip(exponent + 127, 0, 254))
         return lax.bitcast_convert_type(code.astype(jnp.uint8), E8M0)
 

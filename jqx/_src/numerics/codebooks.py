@@ -51,38 +51,24 @@ class Codebook(QType):
     label: str = "codebook"
 
     def __post_init__(self) -> None:
-        check_instance(
-            "numerics.Codebook", "label", self.label, str, fix="pass a name, such as 'mine'."
-        )
-        check_instance(
-            "numerics.Codebook",
-            "entries",
-            self.entries,
-            Iterable,
-            fix="pass a tuple of numbers.",
-        )
+        name = "numerics.Codebook"
+        check_instance(name, "label", self.label, str, fix="pass a name, such as 'mine'.")
+        check_instance(name, "entries", self.entries, Iterable, fix="pass a tuple of numbers.")
         numbers: tuple[Any, ...] = (None,)  # an array without axes cannot be iterated over
         if getattr(self.entries, "shape", None) != ():
             numbers = tuple(self.entries)
-        kinds = sorted({type(entry).__name__ for entry in numbers})
         if not all(isinstance(entry, (int, float, np.integer, np.floating)) for entry in numbers):
-            raise fail(
-                "numerics.Codebook",
-                "`entries` must hold numbers.",
-                given=f"a sequence of {', '.join(kinds)}",
-                fix="pass a tuple of floats.",
-                error=TypeError,
-            )
+            kinds = sorted({type(entry).__name__ for entry in numbers})
+            problem = f"`entries` must hold numbers, not {', '.join(kinds)}."
+            raise fail(name, problem, fix="pass a tuple of floats.", error=TypeError)
         with np.errstate(over="ignore"):
             entries = tuple(float(np.float32(min(max(e, -1e39), 1e39))) for e in numbers)
         increasing = all(a < b for a, b in itertools.pairwise(entries))
         if not (2 <= len(entries) <= 256 and increasing and all(map(math.isfinite, entries))):
-            raise fail(
-                "numerics.Codebook",
-                "`entries` is not a table of increasing numbers.",
-                given=f"{len(entries)} entries" + ("" if increasing else " that do not increase"),
-                fix="pass 2 to 256 finite numbers, sorted and without duplicates.",
-            )
+            problem = f"`entries` is not a table of increasing numbers: {len(entries)} entries"
+            problem += "." if increasing else " that do not increase."
+            fix = "pass 2 to 256 finite numbers, sorted and without duplicates."
+            raise fail(name, problem, fix=fix)
         object.__setattr__(self, "entries", entries)
 
     @property
@@ -142,9 +128,8 @@ def _count_below(y: jax.Array, thresholds: tuple[np.floating, ...]) -> jax.Array
         step = 2 ** (levels - level - 1)
         choices = [jnp.asarray(t) for t in table[step - 1 :: 2 * step]]
         for bit in reversed(bits):
-            choices = [
-                jnp.where(bit, b, a) for a, b in zip(choices[::2], choices[1::2], strict=True)
-            ]
+            pairs = zip(choices[::2], choices[1::2], strict=True)
+            choices = [jnp.where(bit, b, a) for a, b in pairs]
         bits.append(y > choices[0])
         code = code + jnp.where(bits[-1], step, 0)
     return code.astype(jnp.uint8)
@@ -160,9 +145,8 @@ def _cuts(entries: tuple[float, ...], mode: RoundMode, dtype: str) -> tuple[np.f
         cut, goes_up = _cut(code, low, high, mode)
         # XLA flushes subnormals: the largest number below zero is a normal one.
         below_zero = cut == 0 and goes_up
-        thresholds.append(
-            -np.finfo(kind).tiny if below_zero else _largest_below(cut, goes_up, kind)
-        )
+        largest = -np.finfo(kind).tiny if below_zero else _largest_below(cut, goes_up, kind)
+        thresholds.append(largest)
     return tuple(thresholds)
 
 

@@ -152,17 +152,13 @@ def as_qtype(function: str, argument: str, qtype: Any, role: str) -> jnp.dtype |
     if isinstance(qtype, str):
         qtype = _named(function, argument, qtype)
     if isinstance(qtype, QType):
-        same = qtype.storage.name in DTYPES and format_of(qtype.storage) == qtype
-        return qtype.storage if same else qtype
+        is_dtype = qtype.storage.name in DTYPES and format_of(qtype.storage) == qtype
+        return qtype.storage if is_dtype else qtype
     dtype = as_dtype(function, argument, qtype)
     if dtype.name not in DTYPES:
-        raise fail(
-            function,
-            f"{role} element type ({dtype.name}) must be a quantized type.",
-            given=f"{argument} is {dtype.name}",
-            fix=f"pass a jqx.numerics.QType, or one of {', '.join(DTYPES)}.",
-            error=TypeError,
-        )
+        problem = f"{role} element type ({dtype.name}) must be a quantized type."
+        fix = f"pass as {argument} a jqx.numerics.QType, or one of {', '.join(DTYPES)}."
+        raise fail(function, problem, fix=fix, error=TypeError)
     return dtype
 
 
@@ -186,8 +182,7 @@ def _named(function: str, argument: str, name: str) -> jnp.dtype | QType:
     close = difflib.get_close_matches(name, formats, n=1)
     raise fail(
         function,
-        f"`{argument}` is not a dtype or the name of a format.",
-        given=f"{argument} = {shown(name)}",
+        f"`{argument}` is not a dtype or the name of a format: {shown(name)}.",
         expected=f"a dtype, a jqx.numerics.QType, or one of {', '.join(formats)}",
         fix=f"pass {close[0]!r}." if close and ":" not in name else fix,
         error=TypeError,

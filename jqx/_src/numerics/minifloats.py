@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import check_instance, check_integer
+from ..checks import shown
 from ..errors import fail
+from ..fields import check_fields, flag, instance, nothing, whole
 from .exact import RoundMode, round_to_integer, step_of
 from .qtype import QType
 
@@ -76,37 +77,33 @@ class Minifloat(QType):
 
     def __post_init__(self) -> None:
         function = "numerics.Minifloat"
-        check_instance(
-            function, "specials", self.specials, Specials, fix="pass jqx.numerics.Specials.NAN."
+        check_fields(
+            function,
+            self,
+            "pass for example Minifloat(4, 3, jqx.numerics.Specials.NAN).",
+            exponent_bits=whole(1, 7),
+            mantissa_bits=whole(0, 6),
+            specials=instance(Specials),
+            bias=whole(-(2**31), 2**31) | nothing(),
+            saturate=flag(),
         )
-        check_instance(function, "saturate", self.saturate, bool, fix="pass saturate=True.")
-        for field in ("exponent_bits", "mantissa_bits"):
-            object.__setattr__(self, field, check_integer(function, field, getattr(self, field)))
         e, m = self.exponent_bits, self.mantissa_bits
         ieee, fn = (self.specials is s for s in (Specials.INFINITY_AND_NAN, Specials.NAN))
-        if not (1 <= e <= 7 and 0 <= m <= 7 - e and (m > 0 or not ieee) and (e + m > 1 or not fn)):
-            raise fail(
-                function,
-                "the widths do not make a valid format of at most 8 bits with the sign.",
-                given=f"exponent_bits == {e}, mantissa_bits == {m}, {self.specials}",
-                fix="choose 1 to 7 exponent bits; infinity and NaN need a mantissa bit.",
-            )
+        if e + m > 7 or (m == 0 and ieee) or (e + m == 1 and fn):
+            problem = f"{e} exponent bits, {m} mantissa bits and {self.specials} are no valid "
+            problem += "format of at most 8 bits with the sign."
+            fix = "choose 1 to 7 exponent bits; infinity and NaN need a mantissa bit."
+            raise fail(function, problem, fix=fix)
         if self.bias is None:
             object.__setattr__(self, "bias", self._usual_bias)
-        object.__setattr__(self, "bias", check_integer(function, "bias", self.bias))
         smallest_bias = 1 - m  # the steps of the smallest numbers must not exceed 1
         if not smallest_bias <= self.bias <= 100:
-            raise fail(
-                function,
-                f"bias == {self.bias} takes numbers out of the normal float32 range.",
-                fix=f"choose a bias in [{smallest_bias}, 100]; the scale takes the power of two.",
-            )
+            problem = f"bias == {shown(self.bias)} takes numbers out of the normal float32 range."
+            fix = f"choose a bias in [{smallest_bias}, 100]; the scale takes the power of two."
+            raise fail(function, problem, fix=fix)
         if not self.saturate and self.specials is Specials.NONE:
-            raise fail(
-                function,
-                "a format without infinity and NaN must saturate.",
-                fix="pass saturate=True, or other specials.",
-            )
+            problem = "a format without infinity and NaN must saturate."
+            raise fail(function, problem, fix="pass saturate=True, or other specials.")
 
     @property
     def name(self) -> str:
@@ -196,10 +193,8 @@ class Minifloat(QType):
         even = ((size >> shift) & 1) + ((1 << (shift - 1)) - 1 - ((126 + least_exponent) << 23))
         normal = lax.shift_right_logical(size + even, jnp.int32(shift))
         magic = np.float32(2.0 ** (least_exponent - m + 23))
-        sum_bits = lax.bitcast_convert_type(
-            lax.bitcast_convert_type(size, jnp.float32) + magic, jnp.int32
-        )
-        subnormal = sum_bits - int(magic.view(np.int32))
+        rounded = lax.bitcast_convert_type(size, jnp.float32) + magic
+        subnormal = lax.bitcast_convert_type(rounded, jnp.int32) - int(magic.view(np.int32))
         infinite = self.specials is Specials.INFINITY_AND_NAN and not self.saturate
         code = jnp.where(size < (127 + least_exponent) << 23, subnormal, normal)
         code = jnp.minimum(code, self._largest + infinite)
@@ -243,15 +238,11 @@ class Minifloat(QType):
         size = code & ((1 << top) - 1)
         sign = (code & (1 << top)) << (31 - top)
         moved = size << (23 - m)
-        one = np.float32(
-            2.0**least_exponent
-        )  # a subnormal number is 2**least * 1.mantissa - 2**least
+        # A subnormal number is 2**least * 1.mantissa - 2**least.
+        one = np.float32(2.0**least_exponent)
         tiny = lax.bitcast_convert_type(moved + ((127 + least_exponent) << 23), jnp.float32) - one
-        value = jnp.where(
-            size < 1 << m,
-            lax.bitcast_convert_type(tiny, jnp.int32),
-            moved + ((127 - self.bias) << 23),
-        )
+        normal = moved + ((127 - self.bias) << 23)
+        value = jnp.where(size < 1 << m, lax.bitcast_convert_type(tiny, jnp.int32), normal)
         if self.specials is Specials.INFINITY_AND_NAN:
             value = jnp.where(size > self._largest, _INFINITY, value)
             value = jnp.where(size > self._largest + 1, _NAN, value)

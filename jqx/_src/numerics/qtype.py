@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..checks import check_instance, check_integer
+from ..checks import check_integer, shown
 from ..errors import fail
+from ..fields import check_fields, flag
 from .exact import RoundMode, divide, round_to_integer, saturating_float_sum, saturating_sum
 
 
@@ -160,24 +161,15 @@ class Integer(QType):
     narrow: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", check_integer("numerics.Integer", "bits", self.bits))
-        for field in ("signed", "narrow"):
-            value = getattr(self, field)
-            check_instance(
-                "numerics.Integer", field, value, bool, fix=f"pass {field}=True or {field}=False."
-            )
+        name = "numerics.Integer"
+        object.__setattr__(self, "bits", check_integer(name, "bits", self.bits))
+        check_fields(name, self, signed=flag(), narrow=flag())
         if not 2 <= self.bits <= 8 and self.bits not in _NATIVE:
-            raise fail(
-                "numerics.Integer",
-                f"bits == {self.bits} is not supported.",
-                fix="pass 2 to 8, 16 or 32; for one bit, use jqx.numerics.binary.",
-            )
+            fix = "pass 2 to 8, 16 or 32; for one bit, use jqx.numerics.binary."
+            raise fail(name, f"bits == {shown(self.bits)} is not supported.", fix=fix)
         if not self.signed and self.narrow:
-            raise fail(
-                "numerics.Integer",
-                "an unsigned format has no negative code to exclude.",
-                fix="drop narrow, or pass signed=True.",
-            )
+            problem = "an unsigned format has no negative code to exclude."
+            raise fail(name, problem, fix="drop narrow, or pass signed=True.")
 
     @property
     def name(self) -> str:

@@ -67,22 +67,16 @@ class Numerics:
     small_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        name = "numerics.Numerics"
         for field in dataclasses.fields(self):
-            kind = type(field.default)
+            kind, fix = type(field.default), f"pass for example {field.name}={field.default}."
             check_instance(
-                "numerics.Numerics",
-                field.name,
-                getattr(self, field.name),
-                kind,
-                fix=f"pass for example {field.name}={field.default}.",
+                "numerics.Numerics", field.name, getattr(self, field.name), kind, fix=fix
             )
         if not (0 <= self.min_scale < math.inf and 0 < self.small_scale < math.inf):
-            raise fail(
-                "numerics.Numerics",
-                "scales must be positive and finite.",
-                given=f"min_scale == {self.min_scale}, small_scale == {self.small_scale}",
-                fix="pass the smallest scale of the runtime, or leave them at 0.0 and 1.0.",
-            )
+            problem = f"scales must be positive and finite: {self.min_scale}, {self.small_scale}."
+            fix = "pass the smallest scale of the runtime, or leave them at 0.0 and 1.0."
+            raise fail(name, problem, fix=fix)
 
     def __str__(self) -> str:
         return next((name for name, runtime in _NAMES.items() if runtime == self), repr(self))

@@ -1,7 +1,6 @@
 """OpenVINO FakeQuantize-1, with a gradient."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,74 +95,50 @@ def fake_quantize(
       Array([ 0. ,  2.5,  5. , 10. ], dtype=float32)
     """
     x = as_real("fake_quantize", "x", x)
-    _check_levels(levels)
+    if check_integer("fake_quantize", "levels", levels) < 2:
+        problem = f"`levels` must be 2 or more, but is {levels}."
+        fix = "pass the number of levels, such as levels=256."
+        raise fail("fake_quantize", problem, fix=fix)
     check_estimator("fake_quantize", gradient)
     check_key("fake_quantize", gradient, key)
     if auto_broadcast not in _BROADCASTS:
-        raise fail(
-            "fake_quantize",
-            f"{auto_broadcast!r} is not a member of AutoBroadcastType.",
-            fix=f'pass one of {", ".join(_BROADCASTS)}; "numpy" unless the model says otherwise.',
-        )
+        problem = f"{auto_broadcast!r} is not a member of AutoBroadcastType."
+        fix = f'pass one of {", ".join(_BROADCASTS)}; "numpy" unless the model says otherwise.'
+        raise fail("fake_quantize", problem, fix=fix)
     if auto_broadcast != "pdpd" and axis != -1:
-        raise fail(
-            "fake_quantize",
-            f"`axis` ({axis!r}) has no meaning with auto_broadcast={auto_broadcast!r}.",
-            fix='drop axis, or pass auto_broadcast="pdpd".',
-        )
+        problem = f"`axis` ({axis!r}) has no meaning with auto_broadcast={auto_broadcast!r}."
+        raise fail("fake_quantize", problem, fix='drop axis, or pass auto_broadcast="pdpd".')
     limits = []
     for name, limit in zip(_LIMITS, (input_low, input_high, output_low, output_high), strict=True):
         limit = as_like("fake_quantize", name, limit, x.dtype)
         check_dtype("fake_quantize", name, limit, x.dtype, of="input")
-        limits.append(
-            limit.reshape(_aligned_shape(name, limit.shape, x.shape, auto_broadcast, axis))
-        )
+        shape = _aligned_shape(name, limit.shape, x.shape, auto_broadcast, axis)
+        limits.append(limit.reshape(shape))
     return _evaluate(x, *limits, key, levels=int(levels), gradient=gradient)
-
-
-def _check_levels(levels: Any) -> None:
-    check_integer("fake_quantize", "levels", levels)
-    if levels < 2:
-        raise fail(
-            "fake_quantize",
-            f"`levels` must be 2 or more, but is {levels}.",
-            fix="pass the number of levels, such as levels=256.",
-        )
 
 
 def _aligned_shape(
     name: str, limit: tuple[int, ...], shape: tuple[int, ...], auto_broadcast: str, axis: int
 ) -> tuple[int, ...]:
     """Returns the shape of a limit at the rank of `x`, or raises if it does not fit `x`."""
-
-    def unfit(expected: str) -> Exception:
-        return fail(
+    start, aligned = len(shape) - len(limit), limit
+    is_axis = isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis >= -1
+    if auto_broadcast == "pdpd" and is_axis and start >= 0:
+        start = start if axis == -1 else int(axis)
+        while aligned and aligned[-1] == 1:
+            aligned = aligned[:-1]
+    padded = (1,) * start + aligned + (1,) * (len(shape) - start - len(aligned))
+    fits = len(limit) <= len(shape) == len(padded) and is_axis
+    fits = fits and all(m in (1, n) for m, n in zip(padded, shape, strict=True))
+    if not fits or (auto_broadcast == "none" and limit != shape):
+        facts = f"{name}.shape == {limit}, x.shape == {shape}, "
+        raise fail(
             "fake_quantize",
             f"Argument shapes are inconsistent. `{name}` does not broadcast to `x`.",
-            given=f"{name}.shape == {limit}, x.shape == {shape}, "
-            f"auto_broadcast == {auto_broadcast!r}, axis == {axis!r}",
-            expected=expected,
-            fix=f"reshape {name}, or choose another auto_broadcast.",
+            given=f"{facts}auto_broadcast == {auto_broadcast!r}, axis == {axis!r}",
+            fix=f"reshape {name} so that each dim is 1 or that of x, or pass another "
+            "auto_broadcast or axis (-1 or more).",
         )
-
-    if auto_broadcast == "none":
-        if limit != shape:
-            raise unfit(f"{name}.shape == {shape}")
-        return limit
-    start = len(shape) - len(limit)
-    if start < 0:
-        raise unfit(f"{name} of rank {len(shape)} or less")
-    if auto_broadcast == "pdpd":
-        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)) or axis < -1:
-            raise unfit("an axis of -1 (align right) or more")
-        start = start if axis == -1 else int(axis)
-        while limit and limit[-1] == 1:
-            limit = limit[:-1]
-    padded = (1,) * start + limit + (1,) * (len(shape) - start - len(limit))
-    if len(padded) != len(shape) or any(
-        m not in (1, n) for m, n in zip(padded, shape, strict=True)
-    ):
-        raise unfit("each dim of the limit equal to 1 or to the dim of x that it is aligned with")
     return padded
 
 
@@ -210,8 +185,7 @@ def _cotangents(levels, gradient, operands, _, cotangent):
 
     `c` is `x` clamped to the input range by the quantizer that the estimator differentiates.
     """
-    dtypes = [v.dtype for v in operands]
-    wide = compute_dtype(dtypes[0])
+    wide = compute_dtype(operands[0].dtype)
     x, il, ih, ol, oh = (v.astype(wide) for v in operands)
     cotangent = cotangent.astype(wide)
     zero = jnp.zeros_like(cotangent)
@@ -219,10 +193,9 @@ def _cotangents(levels, gradient, operands, _, cotangent):
     below, above = x <= low, x > high
     span = ih - il
     flat = span == 0
-    ratio = jnp.where(
-        flat, jnp.zeros_like(span), (oh - ol) / jnp.where(flat, jnp.ones_like(span), span)
-    )
-    u = (x - il) / jnp.where(flat, jnp.ones_like(span), span)
+    span = jnp.where(flat, jnp.ones_like(span), span)
+    ratio = jnp.where(flat, jnp.zeros_like(span), (oh - ol) / span)
+    u = (x - il) / span
     u = jnp.where(below, zero, jnp.where(above, jnp.ones_like(u), u))
     # An inverted range does not clamp: outside of it the output is the constant of the other end.
     inverted = ih < il
@@ -231,11 +204,5 @@ def _cotangents(levels, gradient, operands, _, cotangent):
     d_il = jnp.where(inverted, dhigh, dlow) + (u - jnp.ones_like(u)) * dc
     d_ih = jnp.where(inverted, dlow, dhigh) - u * dc
     d_ol, d_oh = (jnp.ones_like(u) - u) * cotangent, u * cotangent
-    gradients = (
-        dx,
-        sum_to_shape(d_il, il.shape),
-        sum_to_shape(d_ih, ih.shape),
-        sum_to_shape(d_ol, ol.shape),
-        sum_to_shape(d_oh, oh.shape),
-    )
-    return tuple(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True))
+    gradients = zip((dx, d_il, d_ih, d_ol, d_oh), operands, strict=True)
+    return tuple(sum_to_shape(g, v.shape).astype(v.dtype) for g, v in gradients)

@@ -1,5 +1,6 @@
 """The operations of oneDNN Graph: Quantize, Dequantize and their dynamic forms."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_array, as_dtype, called, check_integer, name_of, normalize_axes, require
+from ..checks import as_array, as_dtype, called, check_integer, name_of, normalize_axes
 from ..errors import fail
 from ..numerics.exact import RoundMode, divide, multiply, narrow, widen
 from ..numerics.lookup import format_of
@@ -118,11 +119,8 @@ def onednn_quantize(
     qtype = as_dtype(function, "qtype", qtype)
     check_type(function, "qtype", qtype, ("int8", "uint8", *FLOAT8))
     if zps is not None and qtype.name in FLOAT8:
-        raise fail(
-            function,
-            f"`zps` must be absent for float8 ({qtype.name}).",
-            fix="drop zps, or quantize to an integer type.",
-        )
+        problem = f"`zps` must be absent for float8 ({qtype.name})."
+        raise fail(function, problem, fix="drop zps, or quantize to an integer type.")
     operands = operands_of(
         function, x, *attributes(function, scales, zps), ("float32",), ("int32",), granularity, axis
     )
@@ -228,19 +226,14 @@ def dynamic_dequantize(
     """
     function = "onednn.dynamic_dequantize"
     q = typed(function, "q", q, ("int8", "uint8", "int4", "uint4"))
-    floats, integers = (
-        ("float32", "float16", "bfloat16"),
-        ("int8", "uint8", "int32", "int4", "uint4"),
-    )
+    floats = ("float32", "float16", "bfloat16")
+    integers = ("int8", "uint8", "int32", "int4", "uint4")
     if granularity == "per_group":
         scales, zps = group_operands(function, q, scales, zps, floats, integers, group_shape)
         return _dequantize(q, scales, zps)
     if group_shape is not None:
-        raise fail(
-            function,
-            f"`group_shape` has no meaning for granularity={granularity!r}, without groups.",
-            fix='drop group_shape, or pass granularity="per_group".',
-        )
+        problem = f"`group_shape` has no meaning for granularity={granularity!r}, without groups."
+        raise fail(function, problem, fix='drop group_shape, or pass granularity="per_group".')
     scales, zps = operands_of(
         function, q, scales, zps, floats, integers, granularity, axis, per_group=True
     )
@@ -260,12 +253,9 @@ def _dequantize(q, scales, zps):
 
 def check_type(function: str, argument: str, dtype: Any, allowed: tuple[str, ...]) -> None:
     if name_of(dtype) not in allowed:
-        raise fail(
-            function,
-            f"`{argument}` has an element type that is not supported: {name_of(dtype)}.",
-            fix=f"convert {argument} to one of {', '.join(allowed)}.",
-            error=TypeError,
-        )
+        problem = f"`{argument}` has an element type that is not supported: {name_of(dtype)}."
+        fix = f"convert {argument} to one of {', '.join(allowed)}."
+        raise fail(function, problem, fix=fix, error=TypeError)
 
 
 def typed(function: str, argument: str, x: ArrayLike, allowed: tuple[str, ...]) -> jax.Array:
@@ -276,20 +266,15 @@ def typed(function: str, argument: str, x: ArrayLike, allowed: tuple[str, ...]) 
 
 def attributes(function: str, scales: Any, zps: Any) -> tuple[jax.Array, jax.Array | None]:
     """Checks the attributes of an op with fixed parameters, and returns them as arrays."""
-    if zps is not None:
-        integers = np.asarray(zps)
-        info = np.iinfo(np.int32)
-        if not (
-            integers.dtype.kind in "iu"
-            and bool(np.all((integers >= info.min) & (integers <= info.max)))
-        ):
-            raise fail(
-                function,
-                "`zps` must hold 32-bit integers.",
-                given=f"zps of dtype {integers.dtype}",
-                fix="round them, or pass None for zero.",
-            )
-    return jnp.asarray(scales, jnp.float32), None if zps is None else jnp.asarray(zps, jnp.int32)
+    scales = jnp.asarray(scales, jnp.float32)
+    if zps is None:
+        return scales, None
+    integers, info = np.asarray(zps), np.iinfo(np.int32)
+    is_integer = integers.dtype.kind in "iu"
+    if not is_integer or not np.all((integers >= info.min) & (integers <= info.max)):
+        problem = f"`zps` must hold 32-bit integers, not others of {integers.dtype}."
+        raise fail(function, problem, fix="round them, or pass None for zero.")
+    return scales, jnp.asarray(zps, jnp.int32)
 
 
 def operands_of(
@@ -304,32 +289,22 @@ def operands_of(
     per_group: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks 1-D scales and zero points and lines them up with `x`."""
-    operands = _typed_pair(function, scales, zps, floats, integers)
-    granularities = (
-        ("per_tensor", "per_channel", "per_group") if per_group else ("per_tensor", "per_channel")
-    )
-    if granularity not in granularities:
-        raise fail(
-            function,
-            f"`granularity` {granularity!r} is unknown.",
-            fix=f"pass one of {', '.join(granularities)}; oneDNN calls the attribute qtype.",
-        )
+    names = ("per_tensor", "per_channel", *(("per_group",) if per_group else ()))
+    if granularity not in names:
+        fix = f"pass one of {', '.join(names)}; oneDNN calls the attribute qtype."
+        raise fail(function, f"`granularity` {granularity!r} is unknown.", fix=fix)
     shape = [1] * x.ndim
     if granularity == "per_channel":
         axis = check_integer(function, "axis", axis)
         (axis,) = normalize_axes(function, axis, x.ndim, argument="axis")
         shape[axis] = x.shape[axis]
-    length = 1 if granularity == "per_tensor" else shape[axis]
-    _check_shapes(
-        function,
-        operands,
-        (length,),
-        "be 1-D with one element per " + ("tensor" if granularity == "per_tensor" else "channel"),
-        f"x.shape == {x.shape}, granularity == {granularity!r}, axis == {axis}",
-        "choose another granularity or axis",
-    )
-    lined_up = {name: operand.reshape(shape) for name, operand in operands.items()}
-    return lined_up["scales"], lined_up.get("zps")
+    rule = f"be 1-D with one element per {granularity.removeprefix('per_')}"
+    facts = f"x.shape == {x.shape}, axis == {axis}"
+    expected = (math.prod(shape),), rule, facts
+    scales = _parameter(function, "scales", scales, floats, *expected).reshape(shape)
+    if zps is None:
+        return scales, None
+    return scales, _parameter(function, "zps", zps, integers, *expected).reshape(shape)
 
 
 def group_operands(
@@ -343,66 +318,41 @@ def group_operands(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Checks scales and zero points of groups and repeats each over its group."""
     group = tuple(group_shape) if isinstance(group_shape, Sequence) else ()
-    if not (
-        len(group) == q.ndim
-        and all(
-            isinstance(g, (int, np.integer)) and not isinstance(g, bool) and g >= 1 for g in group
-        )
-        and all(n % g == 0 for n, g in zip(q.shape, group, strict=True))
+    if len(group) != q.ndim or not all(
+        isinstance(g, (int, np.integer)) and not isinstance(g, bool) and g >= 1 and n % g == 0
+        for n, g in zip(q.shape, group, strict=True)
     ):
-        raise fail(
-            function,
-            "`group_shape` does not divide the shape of `q`.",
-            given=f"group_shape == {group_shape!r}, q.shape == {q.shape}",
-            fix="pass one size per axis: (1, 32) for blocks of 32 along the last of two axes.",
-        )
-    expected = tuple(n // g for n, g in zip(q.shape, group, strict=True))
-    operands = _typed_pair(function, scales, zps, floats, integers)
-    _check_shapes(
-        function,
-        operands,
-        expected,
-        "hold one element per group",
-        f"q.shape == {q.shape}, group_shape == {group}",
-        "choose another group_shape",
-    )
-    for dim, size in enumerate(group):
-        operands = {name: jnp.repeat(array, size, axis=dim) for name, array in operands.items()}
-    return operands["scales"], operands.get("zps")
-
-
-def _typed_pair(
-    function: str,
-    scales: ArrayLike,
-    zps: ArrayLike | None,
-    floats: tuple[str, ...],
-    integers: tuple[str, ...],
-) -> dict[str, jax.Array]:
-    """Returns the parameters that are given, by name, after checking their element types."""
-    operands = {"scales": typed(function, "scales", scales, floats)}
+        problem = "`group_shape` does not divide the shape of `q`."
+        facts = f"group_shape == {group_shape!r}, q.shape == {q.shape}"
+        fix = "pass one size per axis: (1, 32) for blocks of 32 along the last of two axes."
+        raise fail(function, problem, given=facts, fix=fix)
+    shape = tuple(n // g for n, g in zip(q.shape, group, strict=True))
+    facts = f"q.shape == {q.shape}, group_shape == {group}"
+    expected = shape, "hold one element per group", facts
+    scales = _parameter(function, "scales", scales, floats, *expected)
     if zps is not None:
-        operands["zps"] = typed(function, "zps", zps, integers)
-    return operands
+        zps = _parameter(function, "zps", zps, integers, *expected)
+    for axis, size in enumerate(group):
+        scales = jnp.repeat(scales, size, axis=axis)
+        zps = None if zps is None else jnp.repeat(zps, size, axis=axis)
+    return scales, zps
 
 
-def _check_shapes(
+def _parameter(
     function: str,
-    operands: dict[str, jax.Array],
-    expected: tuple[int, ...],
+    name: str,
+    x: ArrayLike,
+    allowed: tuple[str, ...],
+    shape: tuple[int, ...],
     rule: str,
-    given: str,
-    fix: str,
-) -> None:
-    """Checks that every parameter has the expected shape, which `rule` describes in words."""
-    for name, operand in operands.items():
-        require(
-            "assert_shape",
-            operand,
-            expected,
-            error=ValueError,
-            function=function,
-            problem=f"`{name}` must {rule}.",
-            given=f"{name}.shape == {operand.shape}, {given}",
-            expected=f"{name}.shape == {expected}",
-            fix=f"reshape {name}, or {fix}.",
-        )
+    facts: str,
+) -> jax.Array:
+    """Returns scales or zero points as an array, after checking its element type and its shape,
+    which `rule` describes in words.
+    """
+    x = typed(function, name, x, allowed)
+    if x.shape != shape:
+        facts = f"{name}.shape == {x.shape}, {facts}"
+        fix = f"pass {name}.shape == {shape}, or choose another granularity."
+        raise fail(function, f"`{name}` must {rule}.", given=facts, fix=fix)
+    return x

@@ -17,7 +17,6 @@ from ..checks import (
     check_instance,
     check_real,
     normalize_axes,
-    require,
 )
 from ..errors import fail
 from ..gradients.estimator import Gradient, check_estimator, check_key
@@ -63,13 +62,8 @@ def round(x: ArrayLike, mode: RoundMode) -> jax.Array:
 def check_round_mode(function: str, mode: Any, argument: str = "round_mode") -> None:
     """Checks that `mode` is a `RoundMode`."""
     names = ", ".join(mode.name for mode in RoundMode)
-    check_instance(
-        function,
-        argument,
-        mode,
-        RoundMode,
-        fix=f"pass jqx.RoundMode.NEAREST_TOWARD_EVEN or another of {names}.",
-    )
+    fix = f"pass jqx.RoundMode.NEAREST_TOWARD_EVEN or another of {names}."
+    check_instance(function, argument, mode, RoundMode, fix=fix)
 
 
 @called(
@@ -270,11 +264,8 @@ def as_element_type(
     """Returns a format whose scale the caller passes: any format except block formats."""
     form = as_qtype(function, argument, qtype, role)
     if isinstance(form, Block):
-        raise fail(
-            function,
-            f"the block format {form.name} includes its own scales.",
-            fix=f"use jqx.QTensor.quantize, or the format of the elements, {form.elements.name}.",
-        )
+        fix = f"use jqx.QTensor.quantize, or the format of the elements, {form.elements.name}."
+        raise fail(function, f"the block format {form.name} includes its own scales.", fix=fix)
     return form
 
 
@@ -291,66 +282,26 @@ def _parameters(
     if zero_point is not None:
         form = format_of(qtype)
         check_zero_point(function, form)
-        _check_python_zero_point(function, zero_point, form)
+        # A Python integer has no dtype, and would wrap around.
+        if isinstance(zero_point, (bool, int, float)) and (
+            type(zero_point) is not int or not form.low <= zero_point <= form.high
+        ):
+            problem = f"`zero_point` is not a code of {form.name}: zero_point == {zero_point!r}."
+            raise fail(function, problem, fix=f"pass an integer in [{form.low}, {form.high}].")
         zero_point = as_like(function, "zero_point", zero_point, form.storage)
         check_dtype(function, "zero_point", zero_point, form.storage, of=quantized)
     axes = normalize_axes(function, axes, x.ndim)
     projected = tuple(x.shape[axis] for axis in axes)
-    shapes = f"scale.shape == {scale.shape}, x.shape == {x.shape}, axes == {axes}"
-    expected = f"scale.shape == {projected}, the shape of x projected onto axes"
-    fix = "pass one scale per index of the quantization axes, or name other axes."
-    if zero_point is not None:
-        require(
-            "assert_equal_shape",
-            (scale, zero_point),
-            error=ValueError,
-            function=function,
-            problem=f"Scale shape {scale.shape} and zero point shape {zero_point.shape} "
-            "must match.",
-            given=f"zero_point.shape == {zero_point.shape}, {shapes}",
-            expected=expected,
-            fix="pass one zero point per scale, or None for zero everywhere.",
-        )
-    require(
-        "assert_rank",
-        scale,
-        len(axes),
-        error=ValueError,
-        function=function,
-        problem=f"Scale / zero point rank ({scale.ndim}) does not match the number of "
-        f"quantization axes ({len(axes)}).",
-        given=shapes,
-        expected=expected,
-        fix=fix,
-    )
-    require(
-        "assert_shape",
-        scale,
-        projected,
-        error=ValueError,
-        function=function,
-        problem=f"Scale / zero point shape {scale.shape} must match input shape {x.shape} at the "
-        f"quantization axes {axes}.",
-        given=shapes,
-        expected=expected,
-        fix=fix,
-    )
-    scale = expand_to_axes(scale, axes, x.ndim)
-    return scale, None if zero_point is None else expand_to_axes(zero_point, axes, x.ndim)
-
-
-def _check_python_zero_point(function: str, zero_point: ArrayLike, form: QType) -> None:
-    """Checks the value of a Python integer, which has no dtype, so that it cannot wrap around."""
-    if not isinstance(zero_point, (bool, int, float)):
-        return
-    if not (
-        isinstance(zero_point, int)
-        and not isinstance(zero_point, bool)
-        and form.low <= zero_point <= form.high
-    ):
+    if zero_point is not None and zero_point.shape != scale.shape:
+        shapes = f"Scale shape {scale.shape} and zero point shape {zero_point.shape}"
+        fix = "pass one zero point per scale, or None for zero everywhere."
+        raise fail(function, f"{shapes} must match.", fix=fix)
+    if scale.shape != projected:
+        problem = f"Scale / zero point shape {scale.shape} must match input shape {x.shape}"
         raise fail(
             function,
-            f"`zero_point` is not a code of {form.name}.",
-            given=f"zero_point == {zero_point!r}",
-            fix=f"pass an integer in [{form.low}, {form.high}].",
+            f"{problem} at the quantization axes {axes}.",
+            fix=f"pass scale.shape == {projected}, one for each index, or name other axes.",
         )
+    scale = expand_to_axes(scale, axes, x.ndim)
+    return scale, None if zero_point is None else expand_to_axes(zero_point, axes, x.ndim)

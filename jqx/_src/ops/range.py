@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_like, as_real, called, check_dtype, require
+from ..checks import as_like, as_real, called, check_dtype
 from ..errors import fail
 from ..numerics.blocks import Block
 from ..numerics.exact import compute_dtype, divide, narrow, round_to_integer, saturating_sum
@@ -65,16 +65,10 @@ def affine_from_range(
     low = as_real(function, "low", as_like(function, "low", low, jnp.float32))
     high = as_like(function, "high", high, low.dtype)
     check_dtype(function, "high", high, low.dtype, of="`low`")
-    require(
-        "assert_equal_shape",
-        (low, high),
-        error=ValueError,
-        function=function,
-        problem="`low` and `high` must have the same shape.",
-        given=f"low.shape == {low.shape}, high.shape == {high.shape}",
-        expected="equal shapes",
-        fix="broadcast one to the other first.",
-    )
+    if low.shape != high.shape:
+        problem = "`low` and `high` must have the same shape."
+        facts = f"low.shape == {low.shape}, high.shape == {high.shape}"
+        raise fail(function, problem, given=facts, fix="broadcast one to the other first.")
     check_symmetric(function, qtype, symmetric)
     dtype, wide = low.dtype, compute_dtype(low.dtype)
     low, high = low.astype(wide), high.astype(wide)
@@ -125,11 +119,9 @@ def check_symmetric(function: str, qtype: DTypeLike | QType, symmetric: bool) ->
     """Checks that a format can be symmetric about zero, or can have a zero point."""
     form = format_of(qtype)
     if not form.signed and symmetric and isinstance(form, Integer):
-        raise fail(
-            function,
-            f"an unsigned format ({form.name}) cannot be symmetric about zero.",
-            fix=f"pass a signed qtype such as {form.name.removeprefix('u')}, or symmetric=False.",
-        )
+        problem = f"an unsigned format ({form.name}) cannot be symmetric about zero."
+        fix = f"pass a signed qtype such as {form.name.removeprefix('u')}, or symmetric=False."
+        raise fail(function, problem, fix=fix)
     if not symmetric:
         check_zero_point(function, form)
 
@@ -137,11 +129,8 @@ def check_symmetric(function: str, qtype: DTypeLike | QType, symmetric: bool) ->
 def check_zero_point(function: str, form: QType) -> None:
     """Checks that a format has zero points."""
     if not isinstance(form, Integer):
-        raise fail(
-            function,
-            f"{form.name} has no zero point.",
-            fix="drop the zero point (pass symmetric=True), or choose an integer qtype.",
-        )
+        fix = "drop the zero point (pass symmetric=True), or choose an integer qtype."
+        raise fail(function, f"{form.name} has no zero point.", fix=fix)
 
 
 def _usable(scale: jax.Array, dtype: jnp.dtype, numerics: Numerics) -> jax.Array:

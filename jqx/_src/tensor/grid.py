@@ -40,22 +40,16 @@ def groups_of(
     if isinstance(form, Block):
         tail = getattr(spec.granularity, "tail", False)
         if groups.per_scale not in (form.size, 0) and not (tail and groups.per_scale < form.size):
-            raise fail(
-                function,
-                f"{form.name} has blocks of {form.size} elements.",
-                given=f"granularity {spec.granularity}: {groups.per_scale} elements of {shape} a "
-                f"block",
-                fix=f"pass per_group({form.size}), or per_block with size 1 for every other axis.",
-            )
+            problem = f"{form.name} has blocks of {form.size} elements."
+            facts = f"granularity {spec.granularity}: blocks of {groups.per_scale} for {shape}"
+            fix = f"pass per_group({form.size}), or per_block with size 1 for every other axis."
+            raise fail(function, problem, given=facts, fix=fix)
     if affine is None or affine.scale.shape == groups.scale_shape:
         return groups
     if not broadcasts(affine.scale.shape, shape):
-        raise fail(
-            function,
-            "`affine.scale` does not fit `x`.",
-            given=f"affine.scale.shape == {affine.scale.shape}, x.shape == {shape}",
-            fix=f"pass shape {groups.scale_shape}, the scale shape of spec.",
-        )
+        problem = f"`affine.scale` does not fit `x`: shape {affine.scale.shape} for {shape}."
+        fix = f"pass shape {groups.scale_shape}, the scale shape of spec."
+        raise fail(function, problem, fix=fix)
     return Groups.of_scale(shape, affine.scale.shape)
 
 
@@ -107,7 +101,7 @@ def grid_of(function: str, x: jax.Array, spec: QSpec, affine: Affine | None) -> 
     scale, zero_point = affine or fit(x, spec)
     if zero_point is not None:
         check_zero_point(function, zero_point, scale)
-    scale, inner = _kept_scale(function, scale, spec)
+    scale, inner = _in_scale_format(function, scale, spec)
     return Grid(scale, inner, zero_point, groups)
 
 
@@ -174,7 +168,7 @@ def _is_covered(spec: QSpec, affine: Affine | None) -> bool:
     )
 
 
-def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.Array | None]:
+def _in_scale_format(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.Array | None]:
     """Returns a scale in the scale format of a block format; unchanged for other formats."""
     form = format_of(spec.qtype)
     if hasattr(scale, "qtype"):  # a QTensor
@@ -183,12 +177,9 @@ def _kept_scale(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array, jax.
         return scale, None
     if not form.two_level:
         if scale.dtype != E8M0:
-            raise fail(
-                function,
-                f"the scales of {form.name} are powers of two, not {scale.dtype.name}.",
-                fix="convert it with scale.astype(jnp.float8_e8m0fnu), if they are powers of two.",
-                error=TypeError,
-            )
+            problem = f"the scales of {form.name} are powers of two, not {scale.dtype.name}."
+            fix = "convert it with scale.astype(jnp.float8_e8m0fnu), if they are powers of two."
+            raise fail(function, problem, fix=fix, error=TypeError)
         return scale, None
     # A block whose scale is NaN must not make the scales of all other blocks NaN.
     finite = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)
@@ -249,6 +240,4 @@ def dequantized(q: Any) -> jax.Array:
         real = narrow(real + groups.split_scale(offset.astype(wide)), q.dtype)
     real = groups.join(real)
     axis = None if q.order is None else permuted_axis(q.order)
-    if q.order is None or axis is None:
-        return real
-    return taken(real, inverse_of(q.order), axis)
+    return real if axis is None else taken(real, inverse_of(q.order), axis)

@@ -1,6 +1,7 @@
 """The memory layout of the codes of a QTensor: packed, swapped, as int8 or uint4, for a kernel."""
 
 import dataclasses
+import math
 from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -12,7 +13,7 @@ from jax import lax
 
 from ..checks import check_real, shown
 from ..errors import fail
-from ..fields import added
+from ..fields import added, whole
 from ..numerics.blocks import Block
 from ..numerics.exact import is_signed
 from ..numerics.lookup import E8M0, format_of
@@ -24,6 +25,7 @@ from ..numerics.packing import (
     unpack_neighbours,
 )
 from ..numerics.qtype import Integer, QType
+from ..ops.range import check_zero_point as check_has_zero_point
 
 # The order of a QTensor with a permuted axis: which axis that is, and which views it forbids.
 
@@ -38,24 +40,15 @@ def permuted_axis(order: Any) -> int | None:
 
 def check_order(q: Any) -> None:
     """Checks the dtype and the shape of `order`."""
-    order, shape = q.order, tuple(q.order.shape)
-    fits = len(shape) == len(q.shape) and all(
-        m in (1, n) for m, n in zip(shape, q.shape, strict=True)
-    )
-    if fits and order.dtype == jnp.int32:
-        return
-    error = ValueError if order.dtype == jnp.int32 else TypeError
-    raise fail(
-        "QTensor",
-        "`order` does not fit `values`.",
-        given=f"order {order.dtype.name}{list(shape)}, shape {q.shape}",
-        fix="pass int32 of the rank of values, with size 1 along axes that share the order.",
-        error=error,
-    )
+    is_int32, shape = q.order.dtype == jnp.int32, tuple(q.order.shape)
+    if not is_int32 or not broadcasts(shape, q.shape):
+        problem = f"`order` does not fit `values`: {q.order.dtype.name}{list(shape)} for {q.shape}."
+        fix = "pass int32 of the rank of values, with size 1 along axes that share the order."
+        raise fail("QTensor", problem, fix=fix, error=ValueError if is_int32 else TypeError)
 
 
 def inverse_of(order: jax.Array) -> jax.Array:
-    """Returns the place of each element of the real array in the values."""
+    """Returns the index in `values` of each element of the real array."""
     axis = permuted_axis(order)
     assert axis is not None
     return jnp.argsort(order, axis=axis).astype(jnp.int32)
@@ -72,13 +65,12 @@ def taken(x: jax.Array, indices: jax.Array, axis: int) -> jax.Array:
 
 def check_whole(function: str, q: Any, parts: Sequence[Any]) -> None:
     """Checks that an index takes the permuted axis whole."""
-    if q.order is None:
-        return
-    axis = permuted_axis(q.order)
-    assert axis is not None
-    axes = [part for part in parts if part is not None and part is not Ellipsis]
-    if not (isinstance(axes[axis], slice) and axes[axis] == slice(None)):
-        refuse(function, q, "an index that takes it whole")
+    if q.order is not None:
+        axis = permuted_axis(q.order)
+        assert axis is not None
+        part = [part for part in parts if part is not None and part is not Ellipsis][axis]
+        if not isinstance(part, slice) or part != slice(None):
+            refuse(function, q, "an index that takes it whole")
 
 
 def check_kept(function: str, q: Any, axis: int) -> None:
@@ -97,14 +89,10 @@ def check_same_axis(function: str, q: Any, order: Any, axis: int) -> None:
 
 def refuse(function: str, q: Any, expected: str) -> NoReturn:
     """Raises, because a view or a contraction would need the permuted axis in order."""
-    raise fail(
-        function,
-        f"axis {permuted_axis(q.order)} of the array is permuted, and cannot be cut, joined or "
-        "reshaped.",
-        given=repr(q),
-        expected=expected,
-        fix="apply it to q.dequantize(), or before the array is quantized.",
-    )
+    axis = permuted_axis(q.order)
+    problem = f"axis {axis} of the array is permuted, and cannot be cut, joined or reshaped."
+    fix = f"use {expected}, or q.dequantize(); or do it before the array is quantized."
+    raise fail(function, problem, given=repr(q), fix=fix)
 
 
 T = TypeVar("T", bound=Any)
@@ -257,19 +245,13 @@ def _flipped(codes: jax.Array, dtype: Any) -> jax.Array:
 
 def packed_axis(function: str, form: QType, axis: int, rank: int) -> int:
     """Returns the axis to pack along, counted from the first, after checking that it exists."""
-    if not form.bits < 8:
-        raise fail(
-            function, f"codes of {form.name} already fill their bytes.", fix="leave it unpacked."
-        )
-    if not (isinstance(axis, (int, np.integer)) and -rank <= axis < rank):
-        raise fail(
-            function,
-            "the axis to pack along does not exist.",
-            given=f"axis {axis!r} for rank {rank}",
-            fix=f"pass an axis of [{-rank}, {rank - 1}]."
-            if rank
-            else "pack an array of one axis or more.",
-        )
+    if form.bits >= 8:
+        problem = f"codes of {form.name} already fill their bytes."
+        raise fail(function, problem, fix="leave it unpacked.")
+    if not isinstance(axis, (int, np.integer)) or not -rank <= axis < rank:
+        problem = f"the axis to pack along does not exist: axis {axis!r} for rank {rank}."
+        fix = f"pass an axis of [{-rank}, {rank - 1}]." if rank else "pack an array with axes."
+        raise fail(function, problem, fix=fix)
     return int(axis) % rank
 
 
@@ -282,24 +264,16 @@ def check_view(function: str, q: Any, is_whole: bool) -> None:
     """Checks that a view does not change the axes that the layout of a QTensor affects."""
     depth = depth_of(q)
     if not is_whole and depth:
-        raise fail(
-            function,
-            f"the codes are {q.layout}.",
-            given=repr(q),
-            fix=f"call q.unpack() first, or leave axes {list(range(-depth, 0))} whole.",
-        )
+        fix = f"call q.unpack() first, or leave axes {list(range(-depth, 0))} whole."
+        raise fail(function, f"the codes are {q.layout}.", given=repr(q), fix=fix)
 
 
 def pack(q: T, axis: int) -> T:
     """Packs a QTensor in the default layout; see `QTensor.pack`."""
     form = format_of(q.qtype)
     if q.layout is not None:
-        raise fail(
-            "QTensor.pack",
-            f"the codes are {q.layout}.",
-            given=repr(q),
-            fix="call q.unpack() first.",
-        )
+        problem = f"the codes are {q.layout}."
+        raise fail("QTensor.pack", problem, given=repr(q), fix="call q.unpack() first.")
     axis = packed_axis("QTensor.pack", form, axis, q.ndim)
     packing = Packing(axis - q.ndim, q.shape[axis])
     return dataclasses.replace(q, values=_packed(q, axis), layout=Layout(packing))
@@ -429,23 +403,14 @@ def _swap_last(x: jax.Array) -> jax.Array:
 
 
 def check_leaves(q: Any) -> None:
-    form = format_of(q.qtype)
+    """Checks that the leaves are arrays, of the right dtypes."""
     for name in ("values", "scale", "zero_point", "offset", "order"):
         leaf = getattr(q, name)
-        if not (hasattr(leaf, "shape") or (leaf is None and name not in ("values", "scale"))):
-            raise fail(
-                "QTensor",
-                f"`{name}` is not an array.",
-                given=f"an object of type {type(leaf).__name__}",
-                fix=f"pass jnp.asarray({name}).",
-                error=TypeError,
-            )
-    if q.zero_point is not None and not isinstance(form, Integer):
-        raise fail(
-            "QTensor",
-            f"{form.name} has no zero point.",
-            fix="drop the zero point, or pass an integer qtype.",
-        )
+        if not hasattr(leaf, "shape") and (leaf is not None or name in ("values", "scale")):
+            problem = f"`{name}` is not an array, but an object of type {type(leaf).__name__}."
+            raise fail("QTensor", problem, fix=f"pass jnp.asarray({name}).", error=TypeError)
+    if q.zero_point is not None:
+        check_has_zero_point("QTensor", format_of(q.qtype))
     check_dtypes("QTensor", q)
 
 
@@ -459,66 +424,45 @@ def check_dtypes(function: str, q: Any, where: str = "") -> None:
     """Checks that the leaves have the dtypes of codes and scales, wherever a QTensor is used: a map
     over the leaves of a tree may have changed them. A leaf without a dtype passes.
     """
-    if hasattr(q.scale, "qtype"):
-        check_dtypes(function, q.scale, where)
-    elif getattr(q.scale, "dtype", E8M0) != E8M0:
-        check_real(function, f"`scale` element type{where}", q.scale.dtype)
-    if hasattr(q.offset, "qtype"):
-        check_dtypes(function, q.offset, where)
-    elif hasattr(q.offset, "dtype"):
-        check_real(function, f"`offset` element type{where}", q.offset.dtype)
+    for part in ("scale", "offset"):
+        leaf = getattr(q, part)
+        if hasattr(leaf, "qtype"):
+            check_dtypes(function, leaf, where)
+        elif hasattr(leaf, "dtype") and (part == "offset" or leaf.dtype != E8M0):
+            check_real(function, f"`{part}` element type{where}", leaf.dtype)
     name = wrong_codes(q)
     if name is not None:
-        form, dtype = format_of(q.qtype), getattr(q, name).dtype
-        expected = _dtypes(q)[name]
-        raise fail(
-            function,
-            f"`{name}`{where} does not hold codes of `qtype`.",
-            given=f"{name}.dtype == {dtype.name}",
-            expected=f"{name}.dtype == {expected.name}, the codes of {form.name}",
-            fix=f"convert {name}, or pass the qtype of its codes.{_CHANGED}",
-            error=TypeError,
-        )
+        form = format_of(q.qtype)
+        dtype = values_dtype(q.layout, form) if name == "values" else form.storage
+        problem = f"`{name}`{where} does not hold codes of `qtype`: {name}.dtype == "
+        problem += f"{getattr(q, name).dtype.name}, not {dtype.name}, the codes of {form.name}."
+        fix = f"convert {name}, or pass the qtype of its codes.{_CHANGED}"
+        raise fail(function, problem, fix=fix, error=TypeError)
 
 
 def wrong_codes(q: Any) -> str | None:
     """Returns the name of a leaf whose dtype is not that of codes; `None` if there is none."""
-    dtypes = {name: getattr(getattr(q, name), "dtype", None) for name in _CODES}
-    if dtypes["values"] is None and dtypes["zero_point"] is None:
-        return None
-    expected = _dtypes(q)
-    return next(
-        (n for n, dtype in dtypes.items() if dtype is not None and dtype != expected[n]), None
-    )
+    values, zero_point = (getattr(leaf, "dtype", None) for leaf in (q.values, q.zero_point))
+    form = format_of(q.qtype) if values is not None or zero_point is not None else None
+    if values is not None and values != values_dtype(q.layout, form):
+        return "values"
+    return "zero_point" if zero_point is not None and zero_point != form.storage else None
 
 
-_CODES = ("values", "zero_point")
-
-
-def _dtypes(q: Any) -> dict[str, Any]:
-    """Returns the dtypes of the leaves that hold codes."""
-    form = format_of(q.qtype)
-    return {"values": values_dtype(q.layout, form), "zero_point": form.storage}
+_SIZE = whole(1, math.inf)
 
 
 def check_blocks(blocks: Any) -> None:
     """Checks that `blocks` is a tuple of triples of positive integers."""
-    if not (isinstance(blocks, tuple) and all(map(_is_block, blocks))):
-        raise fail(
-            "QTensor",
-            "`blocks` does not describe block sizes.",
-            given=f"blocks == {shown(blocks)}",
-            fix="leave it out, or pass (length, number of blocks, size), as in ((100, 4, 32),).",
-        )
-
-
-def _is_block(block: Any) -> bool:
-    return (
+    if not isinstance(blocks, tuple) or not all(
         isinstance(block, tuple)
         and len(block) == 3
-        and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in block)
-        and min(block) > 0
-    )
+        and all(_SIZE.is_kind(n) and _SIZE.holds(n) for n in block)
+        for block in blocks
+    ):
+        problem = f"`blocks` does not describe block sizes: {shown(blocks)}."
+        fix = "leave it out, or pass (length, number of blocks, size), as in ((100, 4, 32),)."
+        raise fail("QTensor", problem, fix=fix)
 
 
 def check_layout(q: Any) -> None:
@@ -530,40 +474,31 @@ def check_layout(q: Any) -> None:
         isinstance(layout, Layout)
         and isinstance(layout.packing, Packing | None)
         and all(type(number) is int for number in layout.packing or ())
-        and isinstance(layout.swapped, bool)
-        and isinstance(layout.int8, bool)
-        and isinstance(layout.uint4, bool)
+        and all(isinstance(x, bool) for x in (layout.swapped, layout.int8, layout.uint4))
         and layout.kernel in ("", *KERNELS)
     ):
-        raise fail(
-            "QTensor",
-            "`layout` is not a layout.",
-            given=f"layout == {layout!r}"
-            if isinstance(q.layout, Layout)
-            else f"an object of type {type(layout).__name__}",
-            fix="leave it out, or pass a Layout; QTensor.pack and QTensor.pack_for set it.",
-            error=TypeError,
-        )
+        text = repr(layout) if isinstance(layout, Layout) else type(layout).__name__
+        fix = "leave it out, or pass a Layout; QTensor.pack and QTensor.pack_for set it."
+        raise fail("QTensor", f"`layout` is not a layout: {text}.", fix=fix, error=TypeError)
     packed = layout.packing is not None
-    if not (
-        packed + layout.int8 + layout.uint4 <= 1
-        and (form.bits < 8 or not packed)
-        and (has_int8_layout(form) or not layout.int8)
-        and (has_uint4_layout(form) or not layout.uint4)
+    if (
+        packed + layout.int8 + layout.uint4 > 1
+        or (packed and form.bits >= 8)
+        or (layout.int8 and not has_int8_layout(form))
+        or (layout.uint4 and not has_uint4_layout(form))
     ):
         raise fail(
             "QTensor",
-            f"codes of {form.name} cannot have this layout.",
-            given=f"layout == {layout!r}",
+            f"codes of {form.name} cannot have this layout: {layout!r}.",
             fix="pack formats of less than 8 bits; int8 is for integers of up to 8 bits other than "
             "int8, and uint4 for other codes of up to 4 bits.",
         )
 
 
 def check_shapes(q: Any) -> None:
-    form = format_of(q.qtype)
+    """Checks that the shapes of the leaves fit each other."""
     if q.layout is not None:
-        _check_layout_shape(q, q.layout, form.bits)
+        _check_layout_shape(q, q.layout)
     shape, scale = q.shape, q.scale.shape
     block_counts = {(n, m) for n, m, size in q.blocks if size > 0 and m == -(-n // size)}
     fits = len(scale) == len(shape) and all(
@@ -571,13 +506,10 @@ def check_shapes(q: Any) -> None:
         for n, m in zip(shape, scale, strict=True)
     )
     if not fits:
-        raise fail(
-            "QTensor",
-            "`scale` does not fit `values`.",
-            given=f"scale.shape == {scale}, values.shape == {shape}"
-            + (f", blocks == {q.blocks}" if q.blocks else ""),
-            fix="pass for each axis 1, the size of values, or a number of blocks that divides it.",
-        )
+        blocks = f", blocks == {q.blocks}" if q.blocks else ""
+        facts = f"scale.shape == {scale}, values.shape == {shape}{blocks}"
+        fix = "pass for each axis 1, the size of values, or a number of blocks that divides it."
+        raise fail("QTensor", "`scale` does not fit `values`.", given=facts, fix=fix)
     for name in ("zero_point", "offset"):
         if getattr(q, name) is not None:
             check_zero_point("QTensor", getattr(q, name), q.scale, name)
@@ -585,28 +517,21 @@ def check_shapes(q: Any) -> None:
         check_order(q)
 
 
-def _check_layout_shape(q: Any, layout: Layout, bits: int) -> None:
-    shape = q.values.shape
-    description = f"values.shape == {shape}, layout == {layout!r}"
+def _check_layout_shape(q: Any, layout: Layout) -> None:
+    """Checks that `values` have the axes that their layout changes."""
+    shape, problem, fix = q.values.shape, "", ""
     if len(shape) < 2 and layout.swapped:
-        raise fail(
-            "QTensor",
-            "`values` do not have two axes to be swapped.",
-            given=description,
-            fix="map tensors with a layout over leading axes only, or call q.unpack() first.",
-        )
-    if layout.packing is None:
-        return
-    axis, stored = layout.packing.axis, layout.stored_axis
-    count = packed_length(layout.packing.length, bits)
-    if not -len(shape) <= axis < 0 or shape[stored] != count:
-        raise fail(
-            "QTensor",
-            "`values` do not have the packed shape.",
-            given=description,
-            expected=f"{count} bytes along axis {stored}",
-            fix="make packed tensors with QTensor.pack.",
-        )
+        problem = "`values` do not have two axes to be swapped."
+        fix = "map tensors with a layout over leading axes only, or call q.unpack() first."
+    elif layout.packing is not None:
+        axis, stored = layout.packing.axis, layout.stored_axis
+        count = packed_length(layout.packing.length, format_of(q.qtype).bits)
+        if not -len(shape) <= axis < 0 or shape[stored] != count:
+            problem = f"`values` do not have the packed shape: {count} bytes along axis {stored}."
+            fix = "make packed tensors with QTensor.pack."
+    if problem:
+        facts = f"values.shape == {shape}, layout == {layout!r}"
+        raise fail("QTensor", problem, given=facts, fix=fix)
 
 
 def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
@@ -618,14 +543,10 @@ def check_zero_point(
     function: str, zero_point: jax.Array, scale: Any, name: str = "zero_point"
 ) -> None:
     """Checks that a zero point, or an offset, broadcasts to its scale."""
-    shape, full = zero_point.shape, scale.shape
-    if not broadcasts(shape, full):
-        raise fail(
-            function,
-            f"`{name}` does not fit `scale`.",
-            given=f"{name}.shape == {shape}, scale.shape == {full}",
-            fix=f"reshape {name}: scale's size along the axes they share, 1 elsewhere.",
-        )
+    if not broadcasts(zero_point.shape, scale.shape):
+        facts = f"{name}.shape == {zero_point.shape}, scale.shape == {scale.shape}"
+        fix = f"reshape {name}: scale's size along the axes they share, 1 elsewhere."
+        raise fail(function, f"`{name}` does not fit `scale`.", given=facts, fix=fix)
 
 
 def refuse_as_array(function: str, problem: str, x: Any, fix: str) -> NoReturn:
@@ -670,12 +591,10 @@ def _check_order(function: str, q: Any, name: str) -> None:
         return
     indices = np.sort(np.moveaxis(np.asarray(q.order), axis, -1), axis=-1)
     if not np.array_equal(indices, np.broadcast_to(np.arange(q.shape[axis]), indices.shape)):
-        raise fail(
-            function,
-            f"the tensor {name!r} is not a permutation of 0 to {q.shape[axis] - 1}.",
-            given=f"numbers from {int(indices.min())} to {int(indices.max())}",
-            fix="quantize the array again: its order is damaged.",
-        )
+        problem = f"the tensor {name!r} is not a permutation of 0 to {q.shape[axis] - 1}."
+        facts = f"numbers from {int(indices.min())} to {int(indices.max())}"
+        fix = "quantize the array again: its order is damaged."
+        raise fail(function, problem, given=facts, fix=fix)
 
 
 def _integers(q: Any, form: Any) -> Any:
@@ -689,16 +608,14 @@ def _integers(q: Any, form: Any) -> Any:
 
 
 def _check_range(function: str, name: str, codes: Any, form: Any) -> None:
+    """Checks that codes are in the range of their format."""
     low, high = form.code_range
     info = jnp.iinfo(codes.dtype)
     if codes.size == 0 or (low <= int(info.min) and int(info.max) <= high):
         return
-    codes = np.asarray(codes)
-    smallest, largest = int(codes.min()), int(codes.max())
-    if not (low <= smallest and largest <= high):
-        raise fail(
-            function,
-            f"the tensor {name!r} holds numbers that are not codes of {form.name}.",
-            given=f"numbers from {smallest} to {largest}, where codes are from {low} to {high}",
-            fix="quantize the array again: its codes are damaged, or of another format.",
-        )
+    smallest, largest = int(np.min(codes)), int(np.max(codes))
+    if smallest < low or largest > high:
+        problem = f"the tensor {name!r} holds numbers that are not codes of {form.name}."
+        facts = f"numbers from {smallest} to {largest}, where codes are from {low} to {high}"
+        fix = "quantize the array again: its codes are damaged, or of another format."
+        raise fail(function, problem, given=facts, fix=fix)

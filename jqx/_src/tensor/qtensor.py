@@ -130,12 +130,6 @@ _ALONE = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
 """Operators without a reflected form."""
 
 
-def check_affine(affine: Any) -> None:
-    """Checks the argument `affine` of `QTensor.quantize`."""
-    if affine is not None:
-        check_instance("QTensor.quantize", "affine", affine, tuple, fix=_AFFINE)
-
-
 class Named(type):
     """The class of QTensor. The errors of `jax.numpy` for an argument that is no array show its
     `repr`, so it says what to write.
@@ -173,22 +167,17 @@ class NoArray(metaclass=Named):
             close = difflib.get_close_matches(name, [*attributes, "values", "scale"], n=1)
             fix = f"write q.dequantize().{name}." if hasattr(jax.Array, name) else None
             fix = _INSTEAD.get(name, fix) or (f"did you mean q.{close[0]}?" if close else None)
+            fix = fix or "take the attribute of q.dequantize()."
             raise fail(
-                "QTensor",
-                f"a QTensor has no attribute {name!r}.",
-                given=f"q.{name}",
-                expected="codes q.values, q.scale, q.zero_point; views such as q.T, q.reshape, "
-                "q[...]; q.dequantize()",
-                fix=fix or "take the attribute of q.dequantize().",
-                error=AttributeError,
+                "QTensor", f"a QTensor has no attribute {name!r}.", fix=fix, error=AttributeError
             )
 
 
 def _refusing(operation: str, fix: str) -> Any:
-    def refuse(self: Any, *others: Any) -> Any:
+    def operator(self: Any, *others: Any) -> Any:
         refuse_as_array("QTensor", f"a QTensor has no {operation}.", self, fix)
 
-    return refuse
+    return operator
 
 
 for _kind, (_operators, _remedy) in _OPERATORS.items():
@@ -266,31 +255,11 @@ def _leaf(leaf: Any) -> str:
 # QTensors of zeros, such as an empty cache.
 
 
-def zeros(
-    cls: Any,
-    shape: Sequence[int],
-    spec: QSpec | str,
-    dtype: DTypeLike,
-    affine: Affine | None,
-    target: str | None,
-) -> Any:
-    """Returns a QTensor of zeros; see `QTensor.zeros`."""
-    name = "QTensor.zeros"
-    check_instance(name, "shape", shape, (tuple, list), fix="pass for example (2, 128, 64).")
-    if isinstance(spec, str):
-        spec = needed_spec(name, "spec", spec, "state").resolve(len(shape), range(len(shape) - 1))
-    check_instance(name, "spec", spec, QSpec, fix='pass for example jqx.QSpec("int8"), or "int8".')
-    dtype = as_dtype(name, "dtype", dtype)
-    check_real(name, "`dtype`", dtype)
-    q = _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
-    return q if target is None else cache_for(name, q, target)
-
-
-# Jitted, so that no array of floats is created.
 @partial(jax.jit, static_argnames=("cls", "shape", "spec", "dtype"))
 def _zeros(
     affine: Affine | None, *, cls: Any, shape: tuple[int, ...], spec: QSpec, dtype: jnp.dtype
 ) -> Any:
+    """Returns a QTensor of zeros; jitted, so that no array of floats is created."""
     form, entries = format_of(spec.qtype), groups_of("QTensor.zeros", spec, shape).scale_shape
     if affine is None and isinstance(form, Block) and form.two_level:
         codes = jnp.ones(entries, form.scale_qtype)
@@ -372,7 +341,7 @@ class QTensor(NoArray):
         object.__setattr__(self, "qtype", qtype)
         object.__setattr__(self, "dtype", as_dtype("QTensor", "dtype", self.dtype))
         check_blocks(self.blocks)
-        check_real("QTensor", "Real element type", self.dtype)
+        check_real("QTensor", "`dtype` of the real array", self.dtype)
         check_layout(self)
         if self.layout == Layout():
             object.__setattr__(self, "layout", None)
@@ -416,7 +385,8 @@ class QTensor(NoArray):
         """
         x = as_real("QTensor.quantize", "x", x)
         spec = needed_spec("QTensor.quantize", "spec", spec, "array")
-        check_affine(affine)
+        if affine is not None:
+            check_instance("QTensor.quantize", "affine", affine, tuple, fix=_AFFINE)
         form = format_of(spec.qtype)
         axis = None if pack is None else packed_axis("QTensor.quantize", form, pack, x.ndim)
         return quantized(x, affine, cls=cls, spec=spec, axis=axis)
@@ -454,7 +424,17 @@ class QTensor(NoArray):
           >>> jqx.QTensor.zeros((128, 64), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
           QTensor(int8[128, 64] per_axis(0), scale float32[128, 1], dtype=float32, 8,704 bytes)
         """
-        return zeros(cls, shape, spec, dtype, affine, target)
+        name = "QTensor.zeros"
+        check_instance(name, "shape", shape, (tuple, list), fix="pass for example (2, 128, 64).")
+        if isinstance(spec, str):
+            rank = len(shape)
+            spec = needed_spec(name, "spec", spec, "state").resolve(rank, range(rank - 1))
+        fix = 'pass for example jqx.QSpec("int8"), or "int8".'
+        check_instance(name, "spec", spec, QSpec, fix=fix)
+        dtype = as_dtype(name, "dtype", dtype)
+        check_real(name, "`dtype`", dtype)
+        q = _zeros(affine, cls=cls, shape=tuple(map(int, shape)), spec=spec, dtype=dtype)
+        return q if target is None else cache_for(name, q, target)
 
     @called("QTensor.dequantize", "convert first, for example q.astype(jnp.float32).dequantize().")
     def dequantize(self) -> jax.Array:
@@ -540,9 +520,8 @@ class QTensor(NoArray):
         """
         if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)):
             axes = tuple(axes[0]) if axes[0] is not None else ()
-        given = [normalize_axes("QTensor.transpose", axis, self.ndim)[0] for axis in axes]
-        order = tuple(given) or tuple(reversed(range(self.ndim)))
-        return layout.transpose(self, order)
+        order = [normalize_axes("QTensor.transpose", axis, self.ndim)[0] for axis in axes]
+        return layout.transpose(self, tuple(order or reversed(range(self.ndim))))
 
     def reshape(self, *shape: Any) -> "QTensor":
         """Reshapes, as `jax.Array.reshape` does, if the scale can follow.

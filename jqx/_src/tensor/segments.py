@@ -14,7 +14,7 @@ import numpy as np
 from jax import export, lax
 
 from ..checks import called, normalize_axes, shown
-from ..errors import fail
+from ..errors import fail, some
 from ..heap import give_back
 from .layout import refuse_as_array
 from .qtensor import QTensor, flatten, rebuilt
@@ -91,19 +91,15 @@ class Lazy:
         """Creates and returns it. Before a large one, freed memory is returned to the system."""
         if self.nbytes >= _LARGE:
             give_back()
-        found = self.make()
-        spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
-        kinds = [[_shape_and_dtype(x) for x in jax.tree.leaves(tree)] for tree in (spec, self.spec)]
-        same = jax.tree.structure(found) == jax.tree.structure(self.spec)
-        if not (same and kinds[0] == kinds[1]):
-            raise fail(
-                "interop.Lazy",
-                "the result of `make` does not match `spec`.",
-                given=shown(spec),
-                expected=shown(self.spec),
-                fix="derive `spec` from `make`, such as with jax.eval_shape.",
-            )
-        return found
+        tree = self.make()
+        spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        specs = (spec, self.spec)
+        kinds = [[(*x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(s)] for s in specs]
+        if jax.tree.structure(tree) != jax.tree.structure(self.spec) or kinds[0] != kinds[1]:
+            problem = "the result of `make` does not match `spec`."
+            fix = f"derive `spec` from `make` with jax.eval_shape; it is {shown(self.spec)}."
+            raise fail("interop.Lazy", problem, given=shown(spec), fix=fix)
+        return tree
 
     def then(self, f: Callable[[Any], Any], key: str | None) -> "Lazy":
         """Returns a Lazy that applies a function to this one when it is read.
@@ -123,22 +119,13 @@ class Lazy:
         return f"Lazy({self.spec!r})"
 
 
-def _shape_and_dtype(x: Any) -> tuple[Any, ...]:
-    return (*x.shape, np.dtype(x.dtype).name)
-
-
 def check_read(function: str, named: Iterable[tuple[str | None, Any]]) -> None:
     """Raises if one of some leaves, each with its path, is Lazy."""
     for path, leaf in named:
         if isinstance(leaf, Lazy):
-            leaf_name = "a leaf" if path is None else f"the leaf {path!r}"
-            raise fail(
-                function,
-                f"{leaf_name} has not been read yet.",
-                given=f"{leaf!r}"[:200],
-                fix="read them: jax.tree.map(lambda x: x.read(), params).",
-                error=TypeError,
-            )
+            problem = f"{'a leaf' if path is None else f'the leaf {path!r}'} has not been read yet."
+            fix = "read them: jax.tree.map(lambda x: x.read(), params)."
+            raise fail(function, problem, given=f"{leaf!r}"[:200], fix=fix, error=TypeError)
 
 
 def of_kinds(f: Callable[[Any], Any], x: Any) -> Any:
@@ -203,16 +190,20 @@ class Segments:
 
     def __init__(self, parts: Sequence[QTensor | jax.Array], axis: int = 0) -> None:
         parts = tuple(parts)
-        _check_parts(parts)
+        if not parts:
+            raise fail("Segments", "there are no parts.", fix="pass QTensors or arrays, in order.")
+        for part in parts:
+            if not (hasattr(part, "shape") and hasattr(part, "dtype") and len(part.shape) > 0):
+                kind = type(part).__name__
+                problem = f"a part ({kind}) is neither a QTensor nor an array of one axis or more."
+                fix = "pass for example jqx.Segments([q, w[4:]])."
+                raise fail("Segments", problem, fix=fix, error=TypeError)
         (axis,) = normalize_axes("Segments", axis, parts[0].ndim, argument="axis")
-        kinds = {(*_without(part.shape, axis), jnp.dtype(part.dtype).name) for part in parts}
-        if len(kinds) != 1:
-            raise fail(
-                "Segments",
-                f"the parts differ in dtype, or in shape along other axes than {axis}.",
-                given=", ".join(_kind(part) for part in parts[:4]),
-                fix="pass parts of one array.",
-            )
+        kinds = [(jnp.dtype(part.dtype).name, list(part.shape)) for part in parts]
+        if len({(name, *shape[:axis], None, *shape[axis + 1 :]) for name, shape in kinds}) != 1:
+            problem = f"the parts differ in dtype, or in shape along other axes than {axis}."
+            facts = some(f"{name}{shape}" for name, shape in kinds)
+            raise fail("Segments", problem, given=facts, fix="pass parts of one array.")
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "axis", axis)
 
@@ -270,32 +261,6 @@ class Segments:
         return f"Segments({array}: {', '.join(shown)}, {self.nbytes:,} bytes)"
 
 
-def _check_parts(parts: tuple[Any, ...]) -> None:
-    if not parts:
-        raise fail(
-            "Segments", "there are no parts.", fix="pass one QTensor or array, or more, in order."
-        )
-    for part in parts:
-        if not isinstance(part, QTensor) and not (
-            hasattr(part, "shape") and hasattr(part, "dtype") and len(part.shape) > 0
-        ):
-            raise fail(
-                "Segments",
-                "a part is neither a QTensor nor an array of one axis or more.",
-                given=f"an object of type {type(part).__name__}",
-                fix="pass for example jqx.Segments([q, w[4:]]).",
-                error=TypeError,
-            )
-
-
-def _without(shape: Sequence[int], axis: int) -> tuple[Any, ...]:
-    return (*shape[:axis], None, *shape[axis + 1 :])
-
-
-def _kind(part: Any) -> str:
-    return f"{jnp.dtype(part.dtype).name}{list(part.shape)}"
-
-
 def _form(part: Any) -> str:
     if not isinstance(part, QTensor):
         return jnp.dtype(part.dtype).name
@@ -303,10 +268,6 @@ def _form(part: Any) -> str:
     name, _, shape_and_scale = text.partition("[")
     groups = shape_and_scale.partition("] ")[2].partition(", scale")[0]
     return f"{name} {groups}" if groups else name
-
-
-def _flatten(segments: Segments) -> tuple[tuple[Any, ...], int]:
-    return segments.parts, segments.axis
 
 
 def _flatten_with_keys(segments: Segments) -> tuple[tuple[Any, ...], int]:
@@ -326,7 +287,7 @@ jax.tree_util.register_pytree_with_keys(
     Segments,
     _flatten_with_keys,
     lambda axis, parts: unchecked_segments(tuple(parts), axis),
-    _flatten,
+    lambda segments: (segments.parts, segments.axis),
 )
 export.register_pytree_node_serialization(
     Segments,
@@ -386,8 +347,9 @@ class OneOf(QTensor):
         return self._with_stack(super().stored)
 
     def _with_stack(self, q: QTensor) -> QTensor:
-        same = q.values is self.values
-        return _one_of(self.all_values, self.step, *flatten(q)) if same else alone(q)
+        if q.values is not self.values:
+            return alone(q)
+        return _one_of(self.all_values, self.step, *flatten(q))
 
 
 def alone(x: Any) -> Any:

@@ -19,7 +19,7 @@ import math
 import re
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import numpy as np
 from jax import export
@@ -140,22 +140,23 @@ def to_json(function: str, value: Any, kind: Any = Any, values: Values = NONE) -
     if name is not None:
         return {"value": name}
     if type(value) is tuple:
-        kinds = _kinds_of_items(kind, len(value))
-        return [
-            to_json(function, item, kind, values) for item, kind in zip(value, kinds, strict=True)
-        ]
+        items = zip(value, _kinds_of_items(kind, len(value)), strict=True)
+        return [to_json(function, item, kind, values) for item, kind in items]
     cls = type(value)
-    if isinstance(value, enum.Enum) and cls is _settled(kind):
+    is_annotated = cls is _single_kind(kind)
+    if isinstance(value, enum.Enum) and is_annotated:
         return value.name
-    if cls is not _settled(kind) and cls not in _NAMES:
-        _refuse_object(function, value)
+    if not is_annotated and cls not in _NAMES:
+        problem = f"an object of type {cls.__name__} is neither of a class of jqx nor among "
+        fix = 'give it a name: values={"mine": object}, here and when you read it.'
+        raise fail(function, f"{problem}`values`.", fix=fix)
     defaults = unwritten(cls)
     fields = {
         name: to_json(function, getattr(value, name), kind, values)
         for name, kind in _fields(cls).items()
         if name not in defaults or getattr(value, name) != defaults[name]
     }
-    return fields if cls is _settled(kind) else {_NAMES[cls]: fields}
+    return fields if is_annotated else {_NAMES[cls]: fields}
 
 
 def from_json(function: str, data: Any, kind: Any, values: Values, where: str) -> Any:
@@ -174,72 +175,63 @@ def from_json(function: str, data: Any, kind: Any, values: Values, where: str) -
     """
     value = _value(function, data, kind, values, where)
     if not _fits(value, kind):
-        raise fail(
-            function,
-            f"{where} has the wrong type.",
-            given=f"a {type(value).__name__}" if isinstance(data, (dict, list)) else repr(data),
-            expected=_words(kind),
-            fix="restore the file; its fields are those that to_dict returns.",
-        )
+        name = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+        problem = f"{where} has the wrong type: it is not {name}."
+        facts = f"a {type(value).__name__}" if isinstance(data, (dict, list)) else repr(data)
+        fix = "restore the file; its fields are those that to_dict returns."
+        raise fail(function, problem, given=facts, fix=fix)
     return value
 
 
 def _value(function: str, data: Any, kind: Any, values: Values, where: str) -> Any:
-    settled = _settled(kind)
+    cls = _single_kind(kind)
     if isinstance(data, list):
         kinds = _kinds_of_items(kind, len(data))
         return tuple(
             from_json(function, item, kind, values, f"{where}[{i}]")
             for i, (item, kind) in enumerate(zip(data, kinds, strict=True))
         )
-    if isinstance(data, str) and isinstance(settled, enum.EnumMeta):
-        _check_name(function, "member", data, settled.__members__, where)
-        return settled[data]
+    if isinstance(data, str) and isinstance(cls, enum.EnumMeta):
+        _check_name(function, "member", data, cls.__members__, where)
+        return cls[data]
     if not isinstance(data, dict):
         return data
     name, content = next(iter(data.items())) if len(data) == 1 else ("", data)
     if name == "number" and content in ("inf", "-inf", "nan"):
         return float(content)
     if name == "value":
-        _check_value(function, content, values, where)
-        return values[str(content)]
-    cls = _class_of(name)
-    if cls is not None:
-        return record_from_json(function, content, cls, values, where)
-    if _is_record(settled):
-        return record_from_json(function, data, settled, values, where)
-    _refuse_name(function, "value", name or "(none)", CLASSES, where)
-
-
-def _class_of(name: str) -> type | None:
-    """Returns the class that files of any version call `name`."""
-    old = _VERSION_1.fullmatch(name)
-    if old is not None:
-        name = _RENAMED.get(old[1], old[1])
-    return CLASSES.get(name)
+        if not isinstance(content, str) or content not in values:
+            names = ", ".join(map(repr, values)) or "(none)"
+            problem = f"the object {content!r} at {where} is not among `values`: {names}."
+            fix = f"pass values={{{content!r}: object}}: only objects of jqx itself are stored."
+            raise fail(function, problem, fix=fix)
+        return values[content]
+    version_1 = _VERSION_1.fullmatch(name)
+    if version_1 is not None:
+        name = _RENAMED.get(version_1[1], version_1[1])
+    if name in CLASSES:
+        return record_from_json(function, content, CLASSES[name], values, where)
+    is_class = isinstance(cls, type)
+    if is_class and (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")):
+        return record_from_json(function, data, cls, values, where)
+    _check_name(function, "value", name or "(none)", CLASSES, where)
 
 
 def record_from_json(function: str, data: Any, cls: type, values: Values, where: str) -> Any:
     """Returns an instance of a class from its fields as JSON."""
     kinds = _fields(cls)
     if not isinstance(data, dict):
-        raise fail(
-            function,
-            f"{where} has no fields.",
-            given=f"a {type(data).__name__}",
-            fix=f"restore the file: {where} is an object with {', '.join(kinds) or 'no fields'}.",
-        )
+        problem = f"{where} has no fields: it is a {type(data).__name__}."
+        fix = f"restore the file: {where} is an object with {', '.join(kinds) or 'no fields'}."
+        raise fail(function, problem, fix=fix)
     for name in data:
         _check_name(function, "field", name, kinds, where)
     missing = [name for name in kinds if name not in data and name not in unwritten(cls)]
     if missing:
-        raise fail(
-            function,
-            f"{where} does not have the field {missing[0] if missing else ''!r}.",
-            given=f"the fields {', '.join(data) or '(none)'}",
-            expected=f"the fields {', '.join(kinds)}",
-            fix="restore the file, or write it again with this version of jqx.",
-        )
+        problem = f"{where} does not have the field {missing[0]!r}."
+        facts = f"the fields {', '.join(data) or '(none)'}"
+        fix = "restore the file, or write it again with this version of jqx."
+        raise fail(function, problem, given=facts, fix=fix)
     fields = {
         name: from_json(function, data[name], kind, values, f"{where}.{name}")
         for name, kind in kinds.items()
@@ -254,37 +246,25 @@ def record_from_json(function: str, data: Any, cls: type, values: Values, where:
 
 def check_values(function: str, values: Any) -> None:
     """Checks that `values` is a dict of objects by name."""
-    if not (isinstance(values, Mapping) and all(isinstance(name, str) for name in values)):
-        raise fail(
-            function,
-            "`values` is not a dict of objects by name.",
-            given=f"an object of type {type(values).__name__}",
-            fix='pass for example values={"mine": object}.',
-            error=TypeError,
-        )
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        problem = f"`values` is not a dict of objects by name, but a {type(values).__name__}."
+        fix = 'pass for example values={"mine": object}.'
+        raise fail(function, problem, fix=fix, error=TypeError)
 
 
 def check_version(function: str, data: Any) -> dict[str, Any]:
     """Returns the fields of data that has a version number, after checking that number."""
     version = data.get("version") if isinstance(data, Mapping) else None
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise fail(
-            function,
-            "the version is unknown.",
-            given=f"version {version!r}" if isinstance(data, Mapping) else type(data).__name__,
-            expected=f"an object with version 1 to {VERSION}",
-            fix="read it with the version of jqx that wrote it, or write it again with this one.",
-        )
+        facts = f"version {version!r}" if isinstance(data, Mapping) else type(data).__name__
+        expected = f"an object with version 1 to {VERSION}"
+        fix = "read it with the version of jqx that wrote it, or write it again with this one."
+        raise fail(function, "the version is unknown.", given=facts, expected=expected, fix=fix)
     return {name: value for name, value in data.items() if name != "version"}
 
 
 def _is_same(named: Any, value: Any) -> bool:
     return named is value or (type(named) is type(value) and bool(named == value))
-
-
-def _is_record(kind: Any) -> bool:
-    """Whether an annotation is a class with fields."""
-    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
 
 
 def _fields(cls: type) -> dict[str, Any]:
@@ -298,7 +278,7 @@ def _options(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def _settled(kind: Any) -> Any:
+def _single_kind(kind: Any) -> Any:
     """Returns the only class that an annotation allows apart from None, or the annotation."""
     options = [option for option in _options(kind) if option is not types.NoneType]
     return options[0] if len(options) == 1 else kind
@@ -306,7 +286,8 @@ def _settled(kind: Any) -> Any:
 
 def _kinds_of_items(kind: Any, count: int) -> tuple[Any, ...]:
     """Returns the annotations of the items of a tuple."""
-    args = get_args(_settled(kind)) if get_origin(_settled(kind)) is tuple else (Any, ...)
+    kind = _single_kind(kind)
+    args = get_args(kind) if get_origin(kind) is tuple else (Any, ...)
     return (args[0],) * count if args[-1] is ... else args if len(args) == count else (Any,) * count
 
 
@@ -328,41 +309,12 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _words(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-
-
 def _check_name(function: str, kind: str, name: str, names: Any, where: str) -> None:
     if name not in names:
-        _refuse_name(function, kind, name, names, where)
-
-
-def _refuse_name(function: str, kind: str, name: str, names: Any, where: str) -> NoReturn:
-    raise fail(
-        function,
-        f"the {kind} {name!r} at {where} is unknown.",
-        expected=f"one of {', '.join(names)}" if names else "none",
-        fix="restore the file, or read it with the version of jqx that wrote it.",
-    )
-
-
-def _check_value(function: str, name: Any, values: Values, where: str) -> None:
-    if not (isinstance(name, str) and name in values):
-        raise fail(
-            function,
-            f"the object {name!r} at {where} is not among `values`.",
-            given=f"values with the names {', '.join(map(repr, values)) or '(none)'}",
-            fix=f"pass values={{{name!r}: object}}: only objects of jqx itself are stored.",
-        )
-
-
-def _refuse_object(function: str, value: Any) -> NoReturn:
-    kind = type(value).__name__
-    raise fail(
-        function,
-        f"an object of type {kind} is neither of a class of jqx nor among `values`.",
-        fix='give it a name: values={"mine": object}, here and when you read it.',
-    )
+        problem = f"the {kind} {name!r} at {where} is unknown."
+        expected = f"one of {', '.join(names)}" if names else "none"
+        fix = "restore the file, or read it with the version of jqx that wrote it."
+        raise fail(function, problem, expected=expected, fix=fix)
 
 
 # Serialization of QTensors by `jax.export`: their static fields as JSON.
@@ -415,12 +367,10 @@ def _write(fields: Any) -> bytes:
     static = _Static(*fields)
     form = format_of(static.qtype)
     if values_dtype(static.layout, form).name in _UNSUPPORTED:
-        raise fail(
-            "QTensor",
-            f"jax.export cannot serialize {form.name} values.",
-            fix="pass q.pack() when the function is exported and when it is called; zero points "
-            "stay unpacked, and need another format, such as numerics.uint3.",
-        )
+        problem = f"jax.export cannot serialize {form.name} values."
+        fix = "pass q.pack() when the function is exported and when it is called; zero points stay "
+        fix += "unpacked, and need another format, such as numerics.uint3."
+        raise fail("QTensor", problem, fix=fix)
     return json.dumps(fields_to_json("QTensor", static)).encode()
 
 

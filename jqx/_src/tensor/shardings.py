@@ -50,44 +50,30 @@ def partition_specs(
             continue
         size, block = q.shape[axis] // n, q.groups.sizes[axis]
         if packing is not None and packing.axis % q.ndim == axis:
-            raise fail(
-                function,
-                f"axis {axis}{where} is partitioned, but codes are packed along it.",
-                given=f"{spec} of {q!r}",
-                fix="pack it along another axis, or unpack() it first.",
-            )
+            problem = f"axis {axis}{where} is partitioned, but codes are packed along it."
+            fix = "pack it along another axis, or unpack() it first."
+            raise fail(function, problem, given=f"{spec} of {q!r}", fix=fix)
         if q.scale.shape[axis] != 1 and size % block != 0:
-            raise fail(
-                function,
-                f"axis {axis}{where} is partitioned within blocks that share a scale.",
-                given=f"{spec} of {q!r}: {size} elements per device, blocks of {block}",
-                fix=f"use whole blocks on each device: {_counts(q.shape[axis] // block)} parts.",
-            )
+            problem = f"axis {axis}{where} is partitioned within blocks that share a scale."
+            facts = f"{spec} of {q!r}: {size} elements per device, blocks of {block}"
+            fix = f"use whole blocks on each device: {_counts(q.shape[axis] // block)} parts."
+            raise fail(function, problem, given=facts, fix=fix)
 
     def of_parameter(parameter: Any) -> Any:
-        parameter_spec = PartitionSpec(
-            *(entry if parameter.shape[axis] > 1 else None for axis, entry in enumerate(entries))
-        )
-        nested = hasattr(parameter, "qtype")
-        return (
-            partition_specs(function, parameter, parameter_spec, sizes, place)
-            if nested
-            else parameter_spec
-        )
+        pairs = zip(entries, parameter.shape, strict=True)
+        parameter_spec = PartitionSpec(*(entry if n > 1 else None for entry, n in pairs))
+        if not hasattr(parameter, "qtype"):
+            return parameter_spec
+        return partition_specs(function, parameter, parameter_spec, sizes, place)
 
     swapped = q.layout is not None and q.layout.swapped
     stored = PartitionSpec(*entries[:-2], *reversed(entries[-2:])) if swapped else spec
     axis = None if q.order is None else permuted_axis(q.order)
     if axis is not None and _count(entries[axis], sizes) != 1:
-        raise fail(
-            function,
-            f"axis {axis}{where} is partitioned, but it is permuted.",
-            given=f"{spec} of {q!r}",
-            fix="partition another axis.",
-        )
-    parameters = [
-        of_parameter(x) for x in (q.scale, q.zero_point, q.offset, q.order) if x is not None
-    ]
+        problem = f"axis {axis}{where} is partitioned, but it is permuted."
+        raise fail(function, problem, given=f"{spec} of {q!r}", fix="partition another axis.")
+    leaves = (q.scale, q.zero_point, q.offset, q.order)
+    parameters = [of_parameter(leaf) for leaf in leaves if leaf is not None]
     return jax.tree.unflatten(jax.tree.structure(q), jax.tree.leaves([stored, *parameters]))
 
 
@@ -96,22 +82,17 @@ def check_parts(
 ) -> None:
     """Checks that an array has the axes that are partitioned, and that its parts are equal."""
     where = f" of {place!r}" if place else ""
-    if not len(spec) <= x.ndim:
-        raise fail(
-            function,
-            f"the partition{where} has more axes than the array.",
-            given=f"{spec} of shape {list(x.shape)}",
-            fix=f"pass {x.ndim} entries or fewer, None where an axis is not partitioned.",
-        )
+    if len(spec) > x.ndim:
+        problem = f"the partition{where} has more axes than the array: {spec}, {list(x.shape)}."
+        fix = f"pass {x.ndim} entries or fewer, None where an axis is not partitioned."
+        raise fail(function, problem, fix=fix)
     for axis, (entry, size) in enumerate(zip(spec, x.shape, strict=False)):
         n = _count(entry, sizes)
         if size % n != 0:
-            raise fail(
-                function,
-                f"axis {axis}{where} does not divide into parts.",
-                given=f"{spec} of shape {list(x.shape)}: {n} parts",
-                fix=f"use {_counts(size)} parts, or partition another axis.",
-            )
+            problem = f"axis {axis}{where} does not divide into parts."
+            facts = f"{spec} of shape {list(x.shape)}: {n} parts"
+            fix = f"use {_counts(size)} parts, or partition another axis."
+            raise fail(function, problem, given=facts, fix=fix)
 
 
 def _counts(size: int) -> str:
@@ -174,7 +155,7 @@ def put(function: str, leaf: Any, sharding: Sharding, place: str = "") -> Any:
     arrays = jax.tree.leaves(leaf)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         return jax.tree.map(
-            lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), leaf, shardings
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), leaf, shardings
         )
     if all(map(compat.is_concrete, arrays)):
         return jax.tree.map(_placed, leaf, shardings)
@@ -290,22 +271,18 @@ def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
       ((4, 3), (3, 4), True)
     """
     check_target("pack_for", target, contracted)
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)
-    if not any(_is_quantized(leaf) for _, leaf in flat):
-        raise fail(
-            "pack_for",
-            f"the tree of {len(flat)} leaves has no QTensor to lay out.",
-            fix="pass what jqx.quantize_params returns.",
-        )
+    flat, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, QTensor)
+    )
+    if not any(isinstance(leaf, QTensor) for _, leaf in flat):
+        problem = f"the tree of {len(flat)} leaves has no QTensor to lay out."
+        raise fail("pack_for", problem, fix="pass what jqx.quantize_params returns.")
     leaves = []
     for path, leaf in flat:
-        if _is_quantized(leaf):
-            place = f" at {keystr(path, simple=True, separator='/')!r}" if path else ""
-            laid_out = lay_out_for("pack_for", leaf, target, contracted, place)
-            leaf = kept("pack_for", leaf, laid_out, keystr(path, simple=True, separator="/"))
+        if isinstance(leaf, QTensor):
+            name = keystr(path, simple=True, separator="/")
+            where = f" at {name!r}" if path else ""
+            laid_out = lay_out_for("pack_for", leaf, target, contracted, where)
+            leaf = kept("pack_for", leaf, laid_out, name)
         leaves.append(leaf)
     return jax.tree.unflatten(structure, leaves)
-
-
-def _is_quantized(x: Any) -> bool:
-    return isinstance(x, QTensor)

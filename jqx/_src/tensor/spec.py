@@ -25,8 +25,8 @@ from ..calibrators.ranges import absmax, minmax
 from ..calibrators.searches import ceil, entropy, four_over_six, hqq, mse, percentile
 from ..calibrators.wrappers import delayed
 from ..checks import called, check_instance, normalize_axes, shown, shown_as
-from ..errors import fail, message
-from ..fields import added
+from ..errors import fail
+from ..fields import added, check_fields, flag
 from ..gradients.estimator import Gradient, check_estimator
 from ..gradients.estimators import ste
 from ..numerics.blocks import Block
@@ -111,32 +111,30 @@ class QSpec:
             check_round_mode("QSpec", self.round_mode)
         check_estimator("QSpec", self.gradient, uniform=form.uniform)
         _check_granularity(self.granularity)
-        for field, kind, module, example in (
-            ("calibrator", Calibrator, "jqx.calibrators", "absmax"),
-            ("numerics", Numerics, "jqx.numerics", "onnx"),
+        for field, kind, example in (
+            ("calibrator", Calibrator, "calibrators.absmax"),
+            ("numerics", Numerics, "numerics.onnx"),
         ):
             value = getattr(self, field)
             if not isinstance(value, kind):
-                fix = f"pass {_of_module(module, value, kind, example)}."
+                fix = f"pass {_public_value(value, kind, example)}."
                 check_instance("QSpec", field, value, kind, fix=fix)
         if not isinstance(form, Integer) and self.numerics != ngraph:
-            raise fail(
-                "QSpec",
-                f"`numerics` ({self.numerics}) is only for integer formats, not {form.name}.",
-                fix="drop numerics, or pass an integer qtype.",
-            )
-        for field in ("symmetric", "dynamic"):
-            check_instance(
-                "QSpec",
-                field,
-                getattr(self, field),
-                bool,
-                fix=f"pass {field}=True or {field}=False.",
-            )
+            problem = f"`numerics` ({self.numerics}) is only for integer formats, not {form.name}."
+            raise fail("QSpec", problem, fix="drop numerics, or pass an integer qtype.")
+        check_fields("QSpec", self, symmetric=flag(), dynamic=flag())
         check_symmetric("QSpec", qtype, self.symmetric)
         if isinstance(form, Block):
             _check_blocks(form, self.granularity)
-        _check_stacked(form, self.stacked)
+        axes = self.stacked if isinstance(self.stacked, tuple) else (None,)
+        if not all(type(axis) is int for axis in axes):
+            problem = f"`stacked` does not name axes: {self.stacked!r}."
+            fix = "pass a tuple of integers, such as stacked=(0,)."
+            raise fail("QSpec", problem, fix=fix, error=TypeError)
+        if self.stacked and not is_two_level(form):
+            problem = f"{form.name} has no second scale, so `stacked` has no effect."
+            fix = "drop stacked; the granularity sets which axes have their own scale."
+            raise fail("QSpec", problem, fix=fix)
 
     @property
     def rounding(self) -> RoundMode:
@@ -183,18 +181,15 @@ def _check_granularity(granularity: Any) -> None:
     """Checks that it is a granularity; the error suggests the one that a name or function means."""
     if callable(getattr(granularity, "groups", None)) and not isinstance(granularity, type):
         return
-    name = getattr(granularity, "__name__", granularity)
-    suggestion = (
-        _BY_NAME.get(re.sub(r"per_?|[^a-z]", "", name.lower())) if isinstance(name, str) else ""
-    )
+    name, suggestion = getattr(granularity, "__name__", granularity), None
+    if isinstance(name, str):
+        suggestion = _BY_NAME.get(re.sub(r"per_?|[^a-z]", "", name.lower()))
     if type(granularity) is int:
         suggestion = f"jqx.per_group({granularity})"
+    facts = shown_as("granularity", granularity)
+    fix = f"pass {suggestion or 'a granularity, for example jqx.per_channel()'}."
     raise fail(
-        "QSpec",
-        "`granularity` is not a granularity.",
-        given=shown_as("granularity", granularity),
-        fix=f"pass {suggestion or 'a granularity, for example jqx.per_channel()'}.",
-        error=TypeError,
+        "QSpec", "`granularity` is not a granularity.", given=facts, fix=fix, error=TypeError
     )
 
 
@@ -206,43 +201,23 @@ _BY_NAME = {
     "group": "jqx.per_group(32), with the size of a group",
     "block": "jqx.per_block({0: 32}), with the sizes of a block",
 }
-"""What is meant by the name of a granularity."""
+"""Granularities by the names that users give them."""
 
 
-def _of_module(module: str, value: Any, kind: type, example: str) -> str:
-    """Returns the value of a public module with that name, or an example."""
+def _public_value(value: Any, kind: type, example: str) -> str:
+    """Returns the public value with a name, or an example in its module."""
+    module = f"jqx.{example.partition('.')[0]}"
     public = vars(importlib.import_module(module))
-    named = isinstance(value, str) and isinstance(public.get(value), kind)
-    return f"{module}.{value}" if named else f"for example {module}.{example}"
-
-
-def _check_stacked(form: QType, stacked: Sequence[int]) -> None:
-    if not (isinstance(stacked, tuple) and all(type(axis) is int for axis in stacked)):
-        raise fail(
-            "QSpec",
-            "`stacked` does not name axes.",
-            given=f"stacked == {stacked!r}",
-            fix="pass a tuple of integers, such as stacked=(0,).",
-            error=TypeError,
-        )
-    if stacked and not is_two_level(form):
-        raise fail(
-            "QSpec",
-            f"{form.name} has no second scale, so `stacked` has no effect.",
-            fix="drop stacked; the granularity sets which axes have their own scale.",
-        )
+    is_name = isinstance(value, str) and isinstance(public.get(value), kind)
+    return f"{module}.{value}" if is_name else f"for example jqx.{example}"
 
 
 def _check_blocks(form: Block, granularity: Granularity) -> None:
     """Checks the block size, as far as it is known without an array."""
     has_other_size = isinstance(granularity, PerGroup) and granularity.size != form.size
-    if not (not has_other_size and not is_without_blocks(granularity)):
-        raise fail(
-            "QSpec",
-            f"{form.name} has blocks of {form.size} elements.",
-            given=f"granularity {granularity}",
-            fix=f"leave granularity out, or pass per_group({form.size}).",
-        )
+    if has_other_size or is_without_blocks(granularity):
+        problem = f"{form.name} has blocks of {form.size} elements, not {granularity}."
+        raise fail("QSpec", problem, fix=f"leave granularity out, or pass per_group({form.size}).")
 
 
 # Schemes: a `QSpec` as a string, `int4:group=32:asymmetric`, for rules and the command line.
@@ -318,17 +293,17 @@ def parse_scheme(text: str, role: Role = "weight", function: str = "scheme") -> 
       True
     """
     name, *options = text.split(":")
-    options_by_name = _given(function, text, options)
+    options_by_name = _options_of(function, text, options)
     if name == FLOAT:
         if options_by_name:
-            raise _wrong(function, "`float` has no options.", text, "float")
+            raise _wrong(function, "`float` has no options.", text)
         return Scheme(None)
     formats = formats_by_name()
     if name not in formats:
         raise _unknown(function, name, formats)
     if "dynamic" in options_by_name and role != "activation":
-        expected = "no `dynamic` here: the values do not change from call to call"
-        raise _wrong(function, "`dynamic` is for activations.", text, expected)
+        problem = "`dynamic` is for activations: other values do not change from call to call."
+        raise _wrong(function, problem, text)
     spec = QSpec(
         formats[name],
         _granularity(function, text, formats[name], options_by_name, role),
@@ -352,20 +327,14 @@ def as_spec(function: str, argument: str, value: Any, role: Role = "weight") -> 
     if value is None or isinstance(value, QSpec):
         return value
     if not isinstance(value, str):
-        raise fail(
-            function,
-            f"`{argument}` is neither a QSpec nor a scheme.",
-            given=f"{argument} == {shown(value)}"
-            if isinstance(value, (bool, int, float, Mapping))
-            else f"an object of type {type(value).__name__}",
-            expected='a jqx.QSpec, a scheme such as "int4:group=32", or None for float',
-            fix=_fix(value, role),
-            error=TypeError,
-        )
+        problem = f'`{argument}` is neither a QSpec nor a scheme such as "int4:group=32".'
+        is_short = isinstance(value, (bool, int, float, Mapping))
+        facts = f"{argument} == {shown(value)}" if is_short else type(value).__name__
+        raise fail(function, problem, given=facts, fix=_fix(value, role), error=TypeError)
     spec, contract = parse_scheme(value, role, function)
     if contract is not None:
-        expected = "no `contract`: the contraction defines the axes that it sums over"
-        raise _wrong(function, "`contract` is only for tensors in files.", value, expected)
+        problem = "`contract` is only for tensors in files: a contraction defines its own axes."
+        raise _wrong(function, problem, value)
     return spec
 
 
@@ -374,13 +343,9 @@ def needed_spec(function: str, argument: str, value: Any, role: Role) -> QSpec:
     spec = as_spec(function, argument, value, role)
     if spec is not None:
         return spec
-    error = TypeError if value is None else ValueError
-    raise fail(
-        function,
-        f"`{argument}` is {value}, but a format is needed.",
-        fix='pass for example "int8", or leave the array as it is.',
-        error=error,
-    )
+    problem = f"`{argument}` is {value}, but a format is needed."
+    fix = 'pass for example "int8", or leave the array as it is.'
+    raise fail(function, problem, fix=fix, error=TypeError if value is None else ValueError)
 
 
 _ONE_FOR: dict[Role, str] = {
@@ -409,25 +374,21 @@ def _fix(value: Any, role: Role) -> str:
     return f'{advice}, or jqx.QSpec("{name}", ...).'
 
 
-def _given(function: str, text: str, options: list[str]) -> dict[str, str]:
+def _options_of(function: str, text: str, options: list[str]) -> dict[str, str]:
     """Returns the options of a scheme, each with its value."""
-    valued: dict[str, str] = {}
+    values: dict[str, str] = {}
     for option in options:
         key, _, value = option.partition("=")
         is_option = key in _OPTIONS and (key in _VALUED) == ("=" in option) == bool(value)
-        if key in valued or not is_option:
-            raise _wrong(
-                function,
-                f"the option {option!r} is unknown, lacks a value, or is given twice.",
-                text,
-                ", ".join(f"{key}=..." if key in _VALUED else key for key in _OPTIONS),
-                _mend_option(key, value, valued),
-            )
-        valued[key] = value
-    return valued
+        if key in values or not is_option:
+            problem = f"the option {option!r} is unknown, lacks a value, or is given twice."
+            expected = ", ".join(f"{key}=..." if key in _VALUED else key for key in _OPTIONS)
+            raise _wrong(function, problem, text, expected, _fixed_option(key, value, values))
+        values[key] = value
+    return values
 
 
-def _mend_option(key: str, value: str, options: Mapping[str, str]) -> str | None:
+def _fixed_option(key: str, value: str, options: Mapping[str, str]) -> str | None:
     """Returns how to write an option that does not exist as it is written."""
     if key in options:
         return f"give {key} once."
@@ -445,17 +406,17 @@ def _granularity(
     function: str, text: str, qtype: jnp.dtype | QType, options: dict[str, str], role: Role
 ) -> Any:
     """Returns the granularity; `None` leaves it to `QSpec`."""
-    said = [name for name in (*_SIZES, *_GRANULARITIES) if name in options]
-    if len(said) > 1:
-        expected = f"one of {', '.join((*_SIZES, *_GRANULARITIES))}"
-        raise _wrong(function, "the scheme gives two granularities.", text, expected)
-    if said and said[0] in _SIZES:
-        return per_group(_integer(function, text, options[said[0]]), tail=True)
-    if said == ["token"] and role == "weight":
-        expected = "channel: one scale for each index of the axes that the product keeps"
-        raise _wrong(function, "`token` is for activations.", text, expected)
-    if said:
-        return _GRANULARITIES[said[0]]()
+    names = [name for name in (*_SIZES, *_GRANULARITIES) if name in options]
+    if len(names) > 1:
+        problem = f"the scheme gives two granularities, {' and '.join(names)}."
+        raise _wrong(function, problem, text)
+    if names and names[0] in _SIZES:
+        return per_group(_integer(function, text, options[names[0]]), tail=True)
+    if names == ["token"] and role == "weight":
+        problem = "`token` is for activations; a weight has one scale per channel."
+        raise _wrong(function, problem, text)
+    if names:
+        return _GRANULARITIES[names[0]]()
     form = format_of(qtype)
     if isinstance(form, Block):
         return per_group(form.size, tail=True)
@@ -480,18 +441,17 @@ def _calibrator(function: str, text: str, options: dict[str, str]) -> Calibrator
 
 def _integer(function: str, text: str, number: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,9}", number):
-        expected = "such as group=32 or contract=0,1"
-        raise _wrong(function, f"{number!r} is not an integer.", text, expected)
+        problem = f"{number!r} is not an integer, as in group=32 or contract=0,1."
+        raise _wrong(function, problem, text)
     return int(number)
 
 
-def _unknown(function: str, name: str, names: Mapping[str, Any]) -> ValueError:
+def _unknown(function: str, name: str, names: Mapping[str, Any]) -> Exception:
     close = difflib.get_close_matches(name, names, n=1)
     fix = f"write {close[0]!r}." if close else 'write for example "int8", or "int4:group=32".'
-    fix = preset_instead(name) or fix
     expected = f"float, or one of {', '.join(names)}"
-    text = message(function, "the format is unknown.", given=repr(name), expected=expected, fix=fix)
-    return ValueError(text)
+    problem = f"the format is unknown: {name!r}."
+    return fail(function, problem, expected=expected, fix=preset_instead(name) or fix)
 
 
 def preset_instead(name: str) -> str | None:
@@ -513,10 +473,9 @@ def preset_instead(name: str) -> str | None:
 
 
 def _wrong(
-    function: str, problem: str, given: str, expected: str, fix: str | None = None
-) -> ValueError:
-    fix = (
-        fix
-        or 'write a format and its options, such as "int8:tensor" or "int4:group=32:asymmetric".'
-    )
-    return ValueError(message(function, problem, given=given, expected=expected, fix=fix))
+    function: str, problem: str, text: str, expected: str = "", fix: str | None = None
+) -> Exception:
+    """Returns the error for a scheme, `text`."""
+    example = 'such as "int8:tensor" or "int4:group=32:asymmetric".'
+    fix = fix or f"write a format and its options, {example}"
+    return fail(function, problem, given=text, expected=expected, fix=fix)

@@ -144,22 +144,15 @@ TARGETS = {
 
 def check_target(function: str, target: Any, contracted: Any) -> None:
     """Checks the arguments of `pack_for` apart from the tensors."""
-    if not (isinstance(target, str) and target in TARGETS):
-        raise fail(
-            function,
-            "`target` is unknown.",
-            given=shown_as("target", target),
-            fix=f"pass one of {', '.join(map(repr, TARGETS))}, such as jax.default_backend().",
-        )
-    if contracted is not None and not (
-        isinstance(contracted, (int, np.integer)) and contracted in (-2, -1)
-    ):
-        raise fail(
-            function,
-            "`contracted` is neither of the last two axes.",
-            given=shown_as("contracted", contracted),
-            fix="leave it out if the scale determines it, or pass -2 or -1; x @ w contracts -2.",
-        )
+    if not isinstance(target, str) or target not in TARGETS:
+        facts = shown_as("target", target)
+        fix = f"pass one of {', '.join(map(repr, TARGETS))}, such as jax.default_backend()."
+        raise fail(function, "`target` is unknown.", given=facts, fix=fix)
+    is_integer = isinstance(contracted, (int, np.integer))
+    if contracted is not None and not (is_integer and contracted in (-2, -1)):
+        problem = "`contracted` is neither of the last two axes."
+        fix = "leave it out if the scale determines it, or pass -2 or -1; x @ w contracts -2."
+        raise fail(function, problem, given=shown_as("contracted", contracted), fix=fix)
 
 
 def lay_out_for(
@@ -179,11 +172,10 @@ def lay_out_for(
     if q.ndim < 2:
         return q
     axis, platform = _contracted_axis(function, q, contracted, place, default), TARGETS[target]
-    for_kernel = None
     if axis is not None and kernels:
         for_kernel = layout_for_kernel(q, axis, platform, target)
-    if for_kernel is not None:
-        return lay_out(q, for_kernel)
+        if for_kernel is not None:
+            return lay_out(q, for_kernel)
     int8 = platform == "cpu" and has_int8_layout(format_of(q.qtype))
     if axis is None:
         return lay_out(q, Layout(int8=int8))
@@ -199,15 +191,11 @@ def cache_for(function: str, q: T, target: str) -> T:
     platform, form = TARGETS[target], format_of(q.qtype)
     if platform == "cpu":
         return q
-    names = [name_of(dtype) for dtype in CACHES]
     are_numbers = isinstance(form, Integer) or form.storage in FLOAT8
-    if not (q.layout is None and are_numbers and form.storage in CACHES):
-        raise fail(
-            function,
-            f"no kernel reads a cache of {form.name}.",
-            given=f"target == {target!r} for {q!r}",
-            fix=f"use {', '.join(names)} in the default layout, or leave out `target`.",
-        )
+    if q.layout is not None or not are_numbers or form.storage not in CACHES:
+        facts, names = f"target == {target!r} for {q!r}", ", ".join(map(name_of, CACHES))
+        fix = f"use {names} in the default layout, or leave out `target`."
+        raise fail(function, f"no kernel reads a cache of {form.name}.", given=facts, fix=fix)
     return lay_out(q, Layout(kernel=platform))
 
 
@@ -220,26 +208,18 @@ def _contracted_axis(
     """
     scaled_axes = [axis for axis in (-2, -1) if q.groups.sizes[axis] == 1 < q.shape[axis]]
     blocked = [axis for axis in (-2, -1) if _is_blocked(q, axis)]
+    axis, reason = None, "each index of both axes has its own scale"
     if len(scaled_axes) == 1:
-        axis_of_scale, reason = (
-            -3 - scaled_axes[0],
-            f"axis {scaled_axes[0]} has a scale for each index",
-        )
+        axis, reason = -3 - scaled_axes[0], f"axis {scaled_axes[0]} has a scale for each index"
     elif len(blocked) == 1:
-        axis_of_scale, reason = blocked[0], f"axis {blocked[0]} has its scales in blocks"
-    elif scaled_axes:
-        axis_of_scale, reason = None, "each index of both axes has its own scale"
-    else:
+        axis, reason = blocked[0], f"axis {blocked[0]} has its scales in blocks"
+    elif not scaled_axes:
         return default if contracted is None else int(contracted)
-    if contracted is not None and contracted != axis_of_scale:
-        raise fail(
-            function,
-            "`contracted` contradicts the scale.",
-            given=f"contracted == {contracted} for {q!r}{place}",
-            expected=f"contracted == {axis_of_scale}: {reason}",
-            fix="leave `contracted` out.",
-        )
-    return axis_of_scale
+    if contracted is not None and contracted != axis:
+        facts = f"contracted == {contracted} for {q!r}{place}"
+        fix = f"leave `contracted` out, which gives contracted == {axis}: {reason}."
+        raise fail(function, "`contracted` contradicts the scale.", given=facts, fix=fix)
+    return axis
 
 
 def _is_blocked(q: Any, axis: int) -> bool:

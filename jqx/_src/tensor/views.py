@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import compat
 from ..calibrators.granularity import Groups
-from ..checks import as_signed, check_instance, is_at_least, normalize_axes
+from ..checks import as_signed, check_instance, is_at_least, normalize_axes, shown
 from ..errors import fail
 from ..numerics.exact import bit_width
 from ..numerics.lookup import format_of
@@ -33,6 +33,8 @@ from .layout import (
     swap_axes,
 )
 
+_GETITEM = "QTensor.__getitem__"
+
 
 def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     """Returns an index with its ellipsis expanded: for each axis an int, a slice or an int32 array,
@@ -44,27 +46,25 @@ def normal_index(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     dots = [i for i, part in enumerate(parts) if part is Ellipsis]
     free_axes = len(shape) - sum(widths)
     if free_axes < 0 or len(dots) > 1:
-        raise fail(
-            "QTensor.__getitem__",
-            "the index does not fit.",
-            given=f"{sum(widths)} indices and {len(dots)} ellipses for shape {tuple(shape)}",
-            fix=f"pass at most {len(shape)} indices and one ellipsis.",
-            error=IndexError,
-        )
+        problem = "the index does not fit."
+        facts = f"{sum(widths)} indices and {len(dots)} ellipses for shape {tuple(shape)}"
+        fix = f"pass at most {len(shape)} indices and one ellipsis."
+        raise fail(_GETITEM, problem, given=facts, fix=fix, error=IndexError)
     dots_index = dots[0] if dots else len(parts)
     fill = [slice(None)] * free_axes or ([Ellipsis] if dots else [])
     spelt, axis = [], 0
     for part in [*parts[:dots_index], *fill, *parts[dots_index + 1 :]]:
         if _is_mask(part):
             axes = zip(part.shape, shape[axis : axis + part.ndim], strict=True)
-            _check_axis_index(all(m in (0, n) for m, n in axes), part, axis, shape)
+            if not all(m in (0, n) for m, n in axes):
+                raise _out_of_range(f"a mask of shape {part.shape}", axis, shape)
             spelt += [indices.astype(np.int32) for indices in np.nonzero(part)]
             axis += part.ndim
             continue
-        if isinstance(part, int):
-            _check_axis_index(-shape[axis] <= part < shape[axis], part, axis, shape)
-        elif hasattr(part, "size") and part.size:
-            _check_axis_index(is_at_least(shape[axis], 1), "of an array", axis, shape)
+        if isinstance(part, int) and not -shape[axis] <= part < shape[axis]:
+            raise _out_of_range(f"the index {part}", axis, shape)
+        if getattr(part, "size", 0) and not is_at_least(shape[axis], 1):
+            raise _out_of_range("the index of an array", axis, shape)
         spelt.append(_in_int32(part, shape[axis]) if hasattr(part, "dtype") else part)
         axis += not (part is None or part is Ellipsis)
     return tuple(spelt)
@@ -77,7 +77,14 @@ def _part(part: Any) -> Any:
     if part is None or part is Ellipsis:
         return part
     if isinstance(part, slice):
-        _check_slice(part)
+        try:
+            part.indices(0)
+        except (TypeError, ValueError) as error:
+            ends = ", ".join(map(shown, (part.start, part.stop, part.step)))
+            problem = f"a slice has an invalid start, stop or step: {ends}."
+            fix = "pass known integers or None; for a start that is traced, use jqx.dynamic_slice."
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise fail(_GETITEM, problem, fix=fix, error=kind) from None
         return part
     if isinstance(part, (int, np.integer)) and not isinstance(part, bool):
         return int(part)
@@ -88,14 +95,10 @@ def _part(part: Any) -> Any:
         return int(array) if plain else array
     if jnp.issubdtype(dtype, jnp.bool_) and array.ndim and compat.is_concrete(array):
         return np.asarray(array)
-    raise fail(
-        "QTensor.__getitem__",
-        "the index has an unsupported type.",
-        given=f"an index of type {type(part).__name__} and dtype {dtype}",
-        expected="integers, slices, None, ..., integer arrays, and masks with known values",
-        fix="index q.values and q.scale yourself, or q.dequantize()[index].",
-        error=TypeError,
-    )
+    problem = "the index is not an integer, slice, None, ..., integer array, or known mask."
+    facts = f"an index of type {type(part).__name__} and dtype {dtype}"
+    fix = "index q.values and q.scale yourself, or q.dequantize()[index]."
+    raise fail(_GETITEM, problem, given=facts, fix=fix, error=TypeError)
 
 
 def _in_int32(indices: Any, n: Any) -> Any:
@@ -119,38 +122,14 @@ def _as_array(part: list[Any]) -> Any:
     return array if array.size else array.astype(np.int32)
 
 
-def _check_slice(part: slice) -> None:
-    try:
-        part.indices(0)
-    except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise fail(
-            "QTensor.__getitem__",
-            "a slice has an invalid start, stop or step.",
-            given=", ".join(type(end).__name__ for end in (part.start, part.stop, part.step))
-            if kind is TypeError
-            else "a step of 0",
-            fix="pass known integers or None; for a start that is traced, use jqx.dynamic_slice.",
-            error=kind,
-        ) from None
-
-
 def _is_mask(part: Any) -> bool:
     return isinstance(part, np.ndarray) and part.dtype == bool
 
 
-def _check_axis_index(holds: bool, part: Any, axis: int, shape: Sequence[int]) -> None:
-    if holds:
-        return
-    n = shape[axis]
-    problem = f"a mask of shape {part.shape}" if _is_mask(part) else f"the index {part}"
-    raise fail(
-        "QTensor.__getitem__",
-        f"{problem} is out of range for axis {axis}.",
-        given=f"shape {tuple(shape)}",
-        fix=f"pass an index in [{-n}, {n - 1}], or a mask of the shape of its axes.",
-        error=IndexError,
-    )
+def _out_of_range(part: str, axis: int, shape: Sequence[int]) -> Exception:
+    n, problem = shape[axis], f"{part} is out of range for axis {axis} of shape {tuple(shape)}."
+    fix = f"pass an index in [{-n}, {n - 1}], or a mask of the shape of its axes."
+    return fail(_GETITEM, problem, fix=fix, error=IndexError)
 
 
 def cut_axes(parts: Sequence[Any], groups: Groups) -> dict[int, slice]:
@@ -158,9 +137,8 @@ def cut_axes(parts: Sequence[Any], groups: Groups) -> dict[int, slice]:
     order, and the slices.
     """
     cut = {}
-    for axis, part in enumerate(
-        part for part in parts if part is not None and part is not Ellipsis
-    ):
+    of_axes = (part for part in parts if part is not None and part is not Ellipsis)
+    for axis, part in enumerate(of_axes):
         if isinstance(part, slice) and groups.is_blocked(axis):
             start, stop, step = part.indices(groups.shape[axis])
             if start % groups.sizes[axis] or step != 1 or stop <= start:
@@ -291,12 +269,10 @@ def reshaped(groups: Groups, new: Sequence[int]) -> tuple[Groups, Groups]:
             for i, size in zip(sources, old_sizes, strict=True):
                 finer[i] = size
         else:
-            raise fail(
-                "QTensor.reshape",
-                f"the scale cannot follow: only some of axes {sources}, now {targets}, have one.",
-                given=f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}",
-                fix="reshape before quantizing, or quantize with a coarser granularity.",
-            )
+            problem = f"the scale cannot follow: only some of axes {sources}, now {targets}, have "
+            facts = f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}"
+            fix = "reshape before quantizing, or quantize with a coarser granularity."
+            raise fail("QTensor.reshape", f"{problem}one.", given=facts, fix=fix)
         for j, size in zip(targets, spread, strict=True):
             new_sizes[j] = size
     return Groups(old, tuple(finer)), Groups(tuple(new), tuple(new_sizes))
@@ -433,13 +409,10 @@ def split(q: T, indices_or_sections: int | Sequence[int], axis: int) -> list[T]:
     n = q.shape[axis]
     if isinstance(indices_or_sections, (int, np.integer)):
         sections = int(indices_or_sections)
-        if not (sections > 0 and n % sections == 0):
-            raise fail(
-                "QTensor.split",
-                "the axis cannot be split into equal parts.",
-                given=f"{sections} sections of axis {axis} of shape {q.shape}",
-                fix=f"pass a number that divides {n}, or a list of the places to split at.",
-            )
+        if sections < 1 or n % sections != 0:
+            problem = f"axis {axis} of shape {q.shape} has no {sections} sections: not equal parts."
+            fix = f"pass a number that divides {n}, or a list of the indices to split at."
+            raise fail("QTensor.split", problem, fix=fix)
         ends = [n // sections * i for i in range(1, sections)]
     else:
         ends = [int(i) for i in indices_or_sections]
@@ -450,10 +423,10 @@ def split(q: T, indices_or_sections: int | Sequence[int], axis: int) -> list[T]:
 def refine(q: T, axis: int, size: int = 1) -> T:
     """Returns the same array in smaller blocks along an axis; `size` divides the block size."""
     n, sizes = q.shape[axis], list(q.groups.sizes)
-    places = np.arange(0, n, size, dtype=np.int32) // max(sizes[axis], 1)
+    block_ids = np.arange(0, n, size, dtype=np.int32) // max(sizes[axis], 1)
     sizes[axis] = size
     blocks = Groups(q.shape, tuple(sizes)).blocks
-    finer = q.map_parameters(lambda leaf: repeated(leaf, axis, places))
+    finer = q.map_parameters(lambda leaf: repeated(leaf, axis, block_ids))
     return dataclasses.replace(finer, blocks=blocks)
 
 
@@ -464,14 +437,14 @@ def sliceable(q: T, axis: int) -> T:
     n = q.shape[axis]
     q = refine(q, axis) if q.scale.shape[axis] != n else q
 
-    def each(leaf: Any) -> Any:
+    def with_axis(leaf: Any) -> Any:
         leaf = repeated(leaf, axis, np.zeros(n, np.int32)) if leaf.shape[axis] != n else leaf
         return sliceable(leaf, axis) if hasattr(leaf, "qtype") else leaf
 
     if q.order is not None and axis >= permuted_axis(q.order) % q.ndim:
         refuse("scan", q, "steps over an axis before it")
-    order = None if q.order is None else each(q.order)
-    return dataclasses.replace(q.map_parameters(each), order=order)
+    order = None if q.order is None else with_axis(q.order)
+    return dataclasses.replace(q.map_parameters(with_axis), order=order)
 
 
 def reshape(q: T, shape: tuple[int, ...]) -> T:
@@ -543,13 +516,15 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
         return head
     order = _joined_orders(function, tensors, axis)
     tensors, block = _in_step(_alike_elsewhere(_with_scales_alike(tensors), axis), axis)
-    values = _joined([q.values for q in tensors], axis)
+    values, scales = _joined([q.values for q in tensors], axis), [q.scale for q in tensors]
     sizes = list(tensors[0].groups.sizes)
     sizes[axis] = block
     return dataclasses.replace(
         head,
         values=values,
-        scale=_joined_scales(function, [q.scale for q in tensors], axis),
+        scale=concatenate(function, scales, axis)
+        if hasattr(scales[0], "qtype")
+        else jnp.concatenate(scales, axis),
         zero_point=_joined_zero_points(tensors, axis),
         offset=_joined_offsets(function, tensors, axis),
         order=order,
@@ -558,35 +533,19 @@ def concatenate(function: str, tensors: Sequence[T], axis: int) -> T:
 
 
 def _check_joinable(function: str, tensors: Sequence[Any], axis: int) -> int:
-    """Checks that tensors can be joined along an axis, and returns it, counted from the front."""
-    if not len(tensors) > 0:
+    """Checks that tensors have one format and layout, and returns the axis from the front."""
+    if not tensors:
         raise fail(function, "there is nothing to join.", fix="pass a list of one QTensor or more.")
     head = tensors[0]
     for q in tensors:
-        _check_alike(function, q, head)
-    (axis,) = normalize_axes(function, axis, head.ndim, argument="axis")
-    return axis
-
-
-def _check_alike(function: str, q: Any, head: Any) -> None:
-    """Checks that a tensor has the format and the layout of another."""
-    check_instance(function, "tensors", q, type(head), fix="pass a list of QTensors.")
-    if (q.qtype, q.dtype) != (head.qtype, head.dtype):
-        raise fail(
-            function,
-            "the tensors have different formats.",
-            given=f"{head!r} and {q!r}",
-            fix="dequantize them, or quantize them to the same format.",
-            error=TypeError,
-        )
-    if q.layout != head.layout:
-        raise fail(
-            function,
-            "the tensors have different layouts.",
-            given=f"{head!r} and {q!r}",
-            fix="call q.unpack() on each of them first.",
-            error=TypeError,
-        )
+        check_instance(function, "tensors", q, type(head), fix="pass a list of QTensors.")
+        has_format = (q.qtype, q.dtype) == (head.qtype, head.dtype)
+        if not has_format or q.layout != head.layout:
+            problem = f"the tensors have different {'layouts' if has_format else 'formats'}."
+            fix = "call q.unpack() on each of them first, or quantize them to one format."
+            facts = f"{head!r} and {q!r}"
+            raise fail(function, problem, given=facts, fix=fix, error=TypeError)
+    return normalize_axes(function, axis, head.ndim, argument="axis")[0]
 
 
 def _in_step(tensors: list[T], axis: int) -> tuple[list[T], int]:
@@ -638,18 +597,13 @@ def _with_scales_alike(tensors: Sequence[T]) -> list[T]:
     ]
 
 
-def _joined_scales(function: str, scales: Sequence[Any], axis: int) -> Any:
-    """Joins scales, arrays or QTensors."""
-    if hasattr(scales[0], "qtype"):
-        return concatenate(function, scales, axis)
-    return jnp.concatenate(scales, axis)
-
-
 def _joined_zero_points(tensors: Sequence[Any], axis: int) -> jax.Array | None:
     """Joins zero points. If only some tensors have them, the others get zeros."""
     if all(q.zero_point is None for q in tensors):
         return None
-    return _joined([_zero_point_of(q) for q in tensors], axis)
+    zero = jnp.zeros((1,) * tensors[0].ndim, format_of(tensors[0].qtype).storage)
+    pairs = [(zero if q.zero_point is None else q.zero_point, q.scale.shape) for q in tensors]
+    return _joined([jnp.broadcast_to(x, shape) for x, shape in pairs], axis)
 
 
 def _joined_offsets(function: str, tensors: Sequence[Any], axis: int) -> Any:
@@ -658,20 +612,15 @@ def _joined_offsets(function: str, tensors: Sequence[Any], axis: int) -> Any:
     if all(offset is None for offset in offsets):
         return None
     if all(hasattr(offset, "qtype") for offset in offsets):
-        whole = [_as_many(q.offset, q.scale.shape) for q in tensors]
+        expanded = [_as_many(q.offset, q.scale.shape) for q in tensors]
         with contextlib.suppress(TypeError):
-            return concatenate(function, whole, axis)
-    real_offsets = [q.real_offset() for q in tensors]
-    dtype = jnp.result_type(*[offset for offset in real_offsets if offset is not None])
-    return jnp.concatenate(
-        [
-            jnp.zeros(q.scale.shape, dtype)
-            if offset is None
-            else jnp.broadcast_to(offset.astype(dtype), q.scale.shape)
-            for q, offset in zip(tensors, real_offsets, strict=True)
-        ],
-        axis,
-    )
+            return concatenate(function, expanded, axis)
+    offsets = [q.real_offset() for q in tensors]
+    dtype = jnp.result_type(*[offset for offset in offsets if offset is not None])
+    zero = jnp.zeros((1,) * tensors[0].ndim, dtype)
+    pairs = zip(offsets, tensors, strict=True)
+    real = [(zero if x is None else x.astype(dtype), q.scale.shape) for x, q in pairs]
+    return jnp.concatenate([jnp.broadcast_to(x, shape) for x, shape in real], axis)
 
 
 def _joined_orders(function: str, tensors: Sequence[Any], axis: int) -> jax.Array | None:
@@ -689,9 +638,3 @@ def _joined_orders(function: str, tensors: Sequence[Any], axis: int) -> jax.Arra
     if not alike:
         refuse(function, head, "arrays that are stacked along an axis before it, all permuted")
     return jnp.concatenate([q.order for q in tensors], axis)
-
-
-def _zero_point_of(q: Any) -> jax.Array:
-    if q.zero_point is None:
-        return jnp.zeros(q.scale.shape, format_of(q.qtype).storage)
-    return jnp.broadcast_to(q.zero_point, q.scale.shape)
