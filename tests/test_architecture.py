@@ -149,7 +149,7 @@ def test_third_parties_are_the_core_dependencies(path):
     more = {"flax"} if layer_of(path) in ("linen", "nnx") else set()
     more |= {"scipy"} if layer_of(path) == "algorithms" else set()
     more |= {"matplotlib"} if path.name in ("canvas.py", "plots.py") else set()
-    yield from sorted(roots - {"jax", "numpy"} - more - set(sys.stdlib_module_names))
+    yield from sorted(roots - {"jax", "chex", "numpy"} - more - set(sys.stdlib_module_names))
 
 
 @in_every_file
@@ -342,7 +342,7 @@ def test_names_that_are_imported_late_are_those_that_type_checkers_read():
     assert set(PUBLIC["jqx"].split()) <= set(done.stdout.split())
 
 
-HEAVY = "flax scipy tqdm matplotlib orbax jax.experimental.pallas jax.experimental.topologies"
+HEAVY = "flax chex scipy tqdm matplotlib orbax jax.experimental.pallas jax.experimental.topologies"
 LATE = """
     jqx.algorithms jqx.diagnostics jqx.extend jqx.interop jqx.parallel jqx.linen jqx.nnx
     jqx._src.algorithms jqx._src.diagnostics jqx._src.interop jqx._src.command_line

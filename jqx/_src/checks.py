@@ -1,8 +1,9 @@
-"""Checks of the types, dtypes and axes of public arguments."""
+"""Checks of the types, shapes, dtypes and axes of public arguments, by chex where it has them."""
 
 import contextlib
 import difflib
 import functools
+import importlib
 import inspect
 import re
 import types
@@ -18,6 +19,17 @@ from jax.typing import ArrayLike, DTypeLike
 from .errors import fail
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def holds(assertion: str, *args: Any) -> bool:
+    """Whether an assertion of chex holds. It is given by name, so that chex is imported by the
+    first check and `import jqx` stays fast.
+    """
+    try:
+        getattr(importlib.import_module("chex"), assertion)(*args)
+    except AssertionError:
+        return False
+    return True
 
 
 def check_instance(
@@ -184,7 +196,7 @@ def check_flags(function: str, **flags: Any) -> None:
 
 def check_dtype(function: str, argument: str, x: jax.Array, dtype: Any, *, of: str) -> None:
     """Checks that `x` has exactly `dtype`, which is the dtype of `of`."""
-    if x.dtype != dtype:
+    if not holds("assert_type", x, dtype):
         name, own = name_of(dtype), x.dtype.name
         raise fail(
             function,

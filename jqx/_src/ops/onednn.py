@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_array, as_dtype, called, check_integer, name_of, normalize_axes
+from ..checks import as_array, as_dtype, called, check_integer, holds, name_of, normalize_axes
 from ..errors import fail
 from ..numerics.exact import RoundMode, divide, multiply, narrow, widen
 from ..numerics.lookup import format_of
@@ -351,7 +351,7 @@ def _parameter(
     which `rule` describes in words.
     """
     x = typed(function, name, x, allowed)
-    if x.shape != shape:
+    if not holds("assert_shape", x, shape):
         facts = f"{name}.shape == {x.shape}, {facts}"
         fix = f"pass {name}.shape == {shape}, or choose another granularity."
         raise fail(function, f"`{name}` must {rule}.", given=facts, fix=fix)

@@ -16,6 +16,7 @@ from ..checks import (
     check_dtype,
     check_instance,
     check_real,
+    holds,
     normalize_axes,
 )
 from ..errors import fail
@@ -292,11 +293,11 @@ def _parameters(
         check_dtype(function, "zero_point", zero_point, form.storage, of=quantized)
     axes = normalize_axes(function, axes, x.ndim)
     projected = tuple(x.shape[axis] for axis in axes)
-    if zero_point is not None and zero_point.shape != scale.shape:
+    if zero_point is not None and not holds("assert_equal_shape", [scale, zero_point]):
         shapes = f"Scale shape {scale.shape} and zero point shape {zero_point.shape}"
         fix = "pass one zero point per scale, or None for zero everywhere."
         raise fail(function, f"{shapes} must match.", fix=fix)
-    if scale.shape != projected:
+    if not holds("assert_shape", scale, projected):
         problem = f"Scale / zero point shape {scale.shape} must match input shape {x.shape}"
         raise fail(
             function,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_like, as_real, called, check_dtype
+from ..checks import as_like, as_real, called, check_dtype, holds
 from ..errors import fail
 from ..numerics.blocks import Block
 from ..numerics.exact import compute_dtype, divide, narrow, round_to_integer, saturating_sum
@@ -65,7 +65,7 @@ def affine_from_range(
     low = as_real(function, "low", as_like(function, "low", low, jnp.float32))
     high = as_like(function, "high", high, low.dtype)
     check_dtype(function, "high", high, low.dtype, of="`low`")
-    if low.shape != high.shape:
+    if not holds("assert_equal_shape", [low, high]):
         problem = "`low` and `high` must have the same shape."
         facts = f"low.shape == {low.shape}, high.shape == {high.shape}"
         raise fail(function, problem, given=facts, fix="broadcast one to the other first.")
