@@ -344,12 +344,12 @@ def test_other_fields_that_are_no_such_thing(change, facts):
 @pytest.mark.parametrize(
     "change, facts",
     [
-        ({"zero_point": 128}, ("zero_point == 128", "[-128, 127]")),
-        ({"qtype": jnp.uint8, "zero_point": -1}, ("zero_point == -1", "[0, 255]")),
-        ({"bias": 2**31}, (f"bias == {2**31}", f"[{LOWEST}, {LARGEST}]")),
-        ({"low": -129}, ("low == -129, high == 127", "-128 <= low <= high <= 127")),
-        ({"high": 128}, ("low == -128, high == 128",)),
-        ({"low": 5, "high": 4}, ("low == 5, high == 4",)),
+        ({"zero_point": 128}, ("`zero_point` == 128", "[-128, 127]")),
+        ({"qtype": jnp.uint8, "zero_point": -1}, ("`zero_point` == -1", "[0, 255]")),
+        ({"bias": 2**31}, (f"`bias` == {2**31}", f"[{LOWEST}, {LARGEST}]")),
+        ({"low": -129}, ("`low` == -129 and `high` == 127", "from -128 to 127")),
+        ({"high": 128}, ("`low` == -128 and `high` == 128",)),
+        ({"low": 5, "high": 4}, ("`low` == 5 and `high` == 4",)),
     ],
 )
 def test_a_number_out_of_range_is_a_value_error(change, facts):
@@ -361,7 +361,7 @@ def test_a_shift_out_of_range_is_refused_where_it_has_values():
     for shift in (-32, 31):
         values = on_device(np.array([0, 3, shift], np.int32))
         build = functools.partial(Requantization, **fields(shift=values))
-        assert_refused(build, (), ValueError, "tflite.Requantization", str(shift), "-31 to 30")
+        assert_refused(build, (), ValueError, "tflite.Requantization", str(shift), "[-31, 30]")
     for shift in (-31, 30):
         Requantization(**fields(shift=jnp.full((3,), shift, jnp.int32)))
     jax.jit(lambda s: Requantization(**fields(shift=s)).shift)(jnp.full((3,), 40, jnp.int32))
@@ -380,7 +380,7 @@ def test_an_array_that_does_not_fit_the_accumulators_is_named(field):
         wide = {**arrays, field: jnp.broadcast_to(jnp.ravel(arrays[field])[0], shape)}
         f = functools.partial(requantize, requantization=Requantization(**wide, qtype=jnp.int8))
         x = jnp.zeros((4, 3), jnp.int32)
-        facts = (f"`{field}` does not fit", f"{field}.shape == {shape}", "(4, 3)")
+        facts = (f"`{field}` of shape {shape} does not fit", "(4, 3)")
         assert_refused(f, (x,), ValueError, "tflite.requantize", *facts)
 
 

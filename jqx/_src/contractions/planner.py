@@ -138,8 +138,8 @@ class Product:
     @property
     def are_float8(self) -> bool:
         """Whether both operands are QTensors of 8-bit floats, without blocks, and large."""
-        both = _is_float8(self.lhs) and _is_float8(self.rhs)
-        return both and self.block is None and self.is_large
+        are_codes = _is_float8(self.lhs) and _is_float8(self.rhs)
+        return are_codes and self.block is None and self.is_large
 
     @property
     def is_large(self) -> bool:
@@ -180,9 +180,9 @@ class Product:
         block, q, dimensions = self.block, self.rhs, self.dimensions
         if block is None:
             return False
-        first = dimensions.rhs_contracting == (0,) and not dimensions.rhs_batch
-        whole = q.shape[0] % block.size == 0
-        return first and whole and not is_at_least(self.rows * SHARE, block.size + 1)
+        is_first_axis = dimensions.rhs_contracting == (0,) and not dimensions.rhs_batch
+        has_no_tail = q.shape[0] % block.size == 0
+        return is_first_axis and has_no_tail and not is_at_least(self.rows * SHARE, block.size + 1)
 
 
 def _is_float8(q: Any) -> bool:
@@ -297,7 +297,7 @@ def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how:
             x_zero,
             w,
             w_zero,
-            *(_of_columns(each, len(x)) for each in (multiplier, shift, bias, zero)),
+            *(_of_columns(parameter, len(x)) for parameter in (multiplier, shift, bias, zero)),
             low=output.low,
             high=output.high,
             is_single=output.rounding is FixedPointRounding.SINGLE,

@@ -46,9 +46,15 @@ def product_cpu(
         beyond the groups are 0.
     """
     options = {"low": np.float32(low), "high": np.float32(high)}
-    given = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
-    given = *given, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step), _sizes(sizes, x)
-    return _called("product", given, (0, 2, 3), 6, options, dtype)
+    operands = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
+    operands = (
+        *operands,
+        _or_none(w_scale),
+        _or_none(w_zero, jnp.int32),
+        _step(step),
+        _sizes(sizes, x),
+    )
+    return _called("product", operands, (0, 2, 3), 6, options, dtype)
 
 
 def requantized_product_cpu(
@@ -86,9 +92,9 @@ def requantized_product_cpu(
       step: as in `product_cpu`.
     """
     options = {"low": np.int32(low), "high": np.int32(high), "is_single": is_single}
-    parameters = (_or_none(each, jnp.int32) for each in (multiplier, shift, bias, zero))
-    given = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters
-    return _called("requantized_product", (*given, _step(step)), (0, 2), 8, options, dtype)
+    parameters = (_or_none(parameter, jnp.int32) for parameter in (multiplier, shift, bias, zero))
+    operands = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters
+    return _called("requantized_product", (*operands, _step(step)), (0, 2), 8, options, dtype)
 
 
 def float_product_cpu(
@@ -123,9 +129,17 @@ def float_product_cpu(
       sizes: as in `product_cpu`, with scales [G, groups, N].
     """
     options = {"bits": np.int32(bits), "is_signed": is_signed, "digits": np.int32(digits)}
-    given = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes, x)
+    operands = (
+        x,
+        w,
+        _or_none(x_scale),
+        scale,
+        _or_none(zero, jnp.int8),
+        _step(step),
+        _sizes(sizes, x),
+    )
     multiplies = "bf16" if x.dtype == jnp.bfloat16 else "s8"
-    return _called("float_product", given, (0, 2), 5, options, jnp.float32, multiplies)
+    return _called("float_product", operands, (0, 2), 5, options, jnp.float32, multiplies)
 
 
 def decoded_product_cpu(
@@ -148,8 +162,10 @@ def decoded_product_cpu(
       step: as in `product_cpu`.
       sizes: as in `product_cpu`, with scales [G, groups, N].
     """
-    given = x, w, scale, _step(step), _sizes(sizes, x)
-    return _called("decoded_product", given, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32")
+    operands = x, w, scale, _step(step), _sizes(sizes, x)
+    return _called(
+        "decoded_product", operands, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32"
+    )
 
 
 def _or_none(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -169,7 +185,7 @@ def _sizes(sizes: jax.Array | None, x: jax.Array) -> jax.Array:
 
 def _called(
     name: str,
-    given: Sequence[jax.Array],
+    operands: Sequence[jax.Array],
     rows: tuple[int, ...],
     step: int,
     options: dict[str, Any],
@@ -178,7 +194,7 @@ def _called(
 ) -> jax.Array:
     return _product_over_batches(
         name, rows, step, tuple(options.items()), jnp.dtype(dtype), multiplies
-    )(*given)
+    )(*operands)
 
 
 @functools.cache
@@ -196,54 +212,58 @@ def _product_over_batches(
     """
 
     @custom_vmap
-    def call(*given: jax.Array) -> jax.Array:
-        (batch, m, _), n = given[0].shape, given[1].shape[1]
+    def call(*operands: jax.Array) -> jax.Array:
+        (batch, m, _), n = operands[0].shape, operands[1].shape[1]
         with jax.named_scope(f"multiplies_{multiplies}"):  # shown by jqx.lowering
             result = jax.ShapeDtypeStruct((batch, m, n), dtype)
-            return package_cpu.call(name, result, *given, **dict(options))
+            return package_cpu.call(name, result, *operands, **dict(options))
 
     @call.def_vmap
-    def _(size: int, batched: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
         mapped = list(batched)
-        if any(x.size for x in given[step + 1 :]):
-            return one_by_one(call, mapped, given), True
-        if not any(mapped[i] for i in range(len(given)) if i not in rows):
-            with_more, m = list(given), given[0].shape[-2]
+        if any(x.size for x in operands[step + 1 :]):
+            return one_by_one(call, mapped, operands), True
+        if not any(mapped[i] for i in range(len(operands)) if i not in rows):
+            with_more, m = list(operands), operands[0].shape[-2]
             for i in rows:
-                x = given[i]
+                x = operands[i]
                 with_more[i] = _into_rows(size, m, x) if mapped[i] else _for_rows(size, x, i == 0)
             y = call(*with_more)
             y = y.reshape(y.shape[0], size, -1, y.shape[-1])
             return jnp.moveaxis(y, 1, 0), True
-        every = list(given)
-        if given[step].size:  # a slice of a stack: a larger batch cannot have a stack
-            at = jnp.broadcast_to(given[step], (size, 1))[:, 0]
-            stack = given[1] if mapped[1] else jnp.broadcast_to(given[1], (size, *given[1].shape))
-            every[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, at)
-            every[step], mapped[1], mapped[step] = _step(None), True, False
-        for i, x in enumerate(every):
+        full_batch = list(operands)
+        if operands[step].size:  # a slice of a stack: a larger batch cannot have a stack
+            indices = jnp.broadcast_to(operands[step], (size, 1))[:, 0]
+            stack = (
+                operands[1]
+                if mapped[1]
+                else jnp.broadcast_to(operands[1], (size, *operands[1].shape))
+            )
+            full_batch[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, indices)
+            full_batch[step], mapped[1], mapped[step] = _step(None), True, False
+        for i, x in enumerate(full_batch):
             if x.size:
                 x = x if mapped[i] else jnp.broadcast_to(x, (size, *x.shape))
-                every[i] = x.reshape(-1, *x.shape[2:])
+                full_batch[i] = x.reshape(-1, *x.shape[2:])
             else:
-                every[i] = x.reshape(0)
-        y = call(*every)
+                full_batch[i] = x.reshape(0)
+        y = call(*full_batch)
         return y.reshape(size, -1, *y.shape[1:]), True
 
     return call
 
 
 def one_by_one(
-    f: Callable[..., jax.Array], mapped: Sequence[bool], given: Sequence[jax.Array]
+    f: Callable[..., jax.Array], mapped: Sequence[bool], operands: Sequence[jax.Array]
 ) -> jax.Array:
     """Returns the results of a function for each of the mapped operands, and the others."""
 
     def call(some: tuple[jax.Array, ...]) -> jax.Array:
-        each = iter(some)
-        pairs = zip(given, mapped, strict=True)
-        return f(*(next(each) if is_mapped else x for x, is_mapped in pairs))
+        items = iter(some)
+        pairs = zip(operands, mapped, strict=True)
+        return f(*(next(items) if is_mapped else x for x, is_mapped in pairs))
 
-    pairs = zip(given, mapped, strict=True)
+    pairs = zip(operands, mapped, strict=True)
     return lax.map(call, tuple(x for x, is_mapped in pairs if is_mapped))
 
 
@@ -327,26 +347,26 @@ def _convolution_over_batches(
 
     @custom_vmap
     def call(x: jax.Array, w: jax.Array, *parameters: jax.Array) -> jax.Array:
-        places = [
-            max(0, (n + sum(pair) - (taps - 1) * apart - 1) // stride + 1)
-            for n, taps, pair, apart, stride in zip(
+        output_sizes = [
+            max(0, (n + sum(pair) - (taps - 1) * step - 1) // stride + 1)
+            for n, taps, pair, step, stride in zip(
                 x.shape[1:3], w.shape[:2], padding, dilation, strides, strict=True
             )
         ]
         with jax.named_scope("multiplies_s8"):  # shown by jqx.lowering
-            result = jax.ShapeDtypeStruct((x.shape[0], *places, w.shape[3]), dtype)
+            result = jax.ShapeDtypeStruct((x.shape[0], *output_sizes, w.shape[3]), dtype)
             return package_cpu.call("convolution", result, x, w, *parameters, **options)
 
     @call.def_vmap
-    def _(size: int, batched: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
         if batched[1] or any(batched[4:]):
-            return one_by_one(call, batched, given), True
-        x, w, scale, zero, *of_kernel = given
+            return one_by_one(call, batched, operands), True
+        x, w, scale, zero, *of_kernel = operands
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
         batch = x.shape[1]
         scale, zero = (
-            _of_more(size, batch, p, own)
-            for p, own in zip((scale, zero), batched[2:4], strict=True)
+            _of_more(size, batch, p, is_mapped)
+            for p, is_mapped in zip((scale, zero), batched[2:4], strict=True)
         )
         y = call(x.reshape(-1, *x.shape[2:]), w, scale, zero, *of_kernel)
         return y.reshape(size, batch, *y.shape[1:]), True

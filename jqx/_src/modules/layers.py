@@ -69,9 +69,9 @@ def with_cache(
         cache = cache.append(key, value)
         write(cache)
         # Token i of this call attends to the tokens of the cache up to itself.
-        last = cache.length - key.shape[1] + jnp.arange(key.shape[1], dtype=jnp.int32)
+        last_tokens = cache.length - key.shape[1] + jnp.arange(key.shape[1], dtype=jnp.int32)
         tokens = jnp.arange(cache.capacity, dtype=jnp.int32)
-        causal = (tokens[None] <= last[:, None])[None, None]
+        causal = (tokens[None] <= last_tokens[:, None])[None, None]
         mask = causal if mask is None else jnp.logical_and(jnp.asarray(mask).astype(bool), causal)
         keys, values = cache.keys.astype(key.dtype), cache.values.astype(value.dtype)
         return attention(query, keys, values, mask=mask, **kwargs)
@@ -172,12 +172,14 @@ def check_same_parameters(
     a part that takes codes.
     """
     for path in {**params, **quantized}:
-        shape, other = (jnp.shape(x[path]) if path in x else None for x in (params, quantized))
-        if shape != other:
+        shape, quantized_shape = (
+            jnp.shape(x[path]) if path in x else None for x in (params, quantized)
+        )
+        if shape != quantized_shape:
             raise fail(
                 function,
                 "`quantized` does not have the parameters of the module.",
-                given=f"{path!r} of shape {other}, and {shape} in the module",
+                given=f"{path!r} of shape {quantized_shape}, and {shape} in the module",
                 fix="quantize the module with Flax's layers in place of those with adapters.",
             )
     outside = [

@@ -412,8 +412,8 @@ def nest(entries: Mapping[str, Any]) -> dict[str, Any]:
     leaves = []
     for key, value in entries.items():
         path, colon, operand = key.partition(":")
-        *scopes, last = path.split("/")
-        leaves.append(([*scopes, last + colon + operand], value))
+        *scopes, leaf_name = path.split("/")
+        leaves.append(([*scopes, leaf_name + colon + operand], value))
     return nested(leaves)
 
 

@@ -183,11 +183,13 @@ def _check_runs_now(function: str, name: str, leaf: Any) -> None:
         )
 
 
-def _check_attributes(caller: str, name: str, graphdef: Any, before: Any, after: Any) -> None:
+def _check_attributes(
+    caller: str, name: str, graphdef: Any, old_graph: Any, new_graph: Any
+) -> None:
     """Checks that a method has changed only variables."""
-    if nnx.graphdef(after) == graphdef:
+    if nnx.graphdef(new_graph) == graphdef:
         return
-    old, new = _attributes(before), _attributes(after)
+    old, new = _attributes(old_graph), _attributes(new_graph)
     absent = object()
     changed = [x for x in {**old, **new} if old.get(x, absent) != new.get(x, absent)]
     if changed:
