@@ -390,7 +390,7 @@ def decode_attention(
         each channel, or a single one. With other scales, such as those of blocks along both axes,
         keys are dequantized first. `heads` is a multiple of `kv_heads`; each of these serves
         `heads / kv_heads` consecutive heads of `q`. The keys include the token of `q`.
-      values: floats or a QTensor [batch, length, kv_heads, value_width], likewise.
+      values: floats or a QTensor [batch, length, kv_heads, value_width].
       lengths: number of tokens of each sequence, integers [batch]; later tokens are ignored.
       window: how many of the last tokens are attended to; `None` means all.
       scale: factor of the products of queries and keys; `None` means `1 / sqrt(width)`.
@@ -429,7 +429,8 @@ def decode_attention(
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     kernel = kernel_of(keys) if kernel_of(keys) == kernel_of(values) else ""
     k, v = cached(name, "keys", keys, wide), cached(name, "values", values, wide)
-    lengths = _checked(q, k.codes, v.codes, as_integers(name, "lengths", lengths))
+    lengths = as_integers(name, "lengths", lengths)
+    _check_shapes(q, k.codes, v.codes, lengths)
     scale = _scale_of(scale, q.shape[2])
     if window is not None:
         window = int(check_integer(name, "window", window))
@@ -470,33 +471,21 @@ def attention_named(name: str) -> Callable[..., jax.Array] | None:
     return _CALLS.get(name)
 
 
-def _checked(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Checks that all shapes fit, and returns the lengths."""
-    name = "decode_attention"
+def _check_shapes(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> None:
     fits = q.ndim == 3 and keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3]
     fits = fits and (q.shape[0], q.shape[2]) == (keys.shape[0], keys.shape[3])
     if not fits or keys.shape[2] == 0 or q.shape[1] % keys.shape[2]:
         raise fail(
-            name,
+            "decode_attention",
             "`q`, `keys` and `values` do not fit each other.",
             given=f"shapes {q.shape}, {keys.shape} and {values.shape}",
             fix="pass [batch, heads, width], [batch, length, kv_heads, width] and [batch, length, "
             "kv_heads, value_width], heads a multiple of kv_heads.",
         )
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise fail(
-            name,
-            f"`lengths` are not integers, but {lengths.dtype.name}.",
-            fix="pass the number of tokens of each sequence.",
-            error=TypeError,
-        )
     if lengths.shape != q.shape[:1]:
-        raise fail(
-            name,
-            f"`lengths` of shape {lengths.shape} do not fit the batch of {q.shape[0]}.",
-            fix="pass one length for each sequence: jnp.full(batch, length).",
-        )
-    return lengths
+        problem = f"`lengths` of shape {lengths.shape} do not fit the batch of {q.shape[0]}."
+        fix = "pass one length for each sequence: jnp.full(batch, length)."
+        raise fail("decode_attention", problem, fix=fix)
 
 
 def _scale_of(scale: Any, width: int) -> float:

@@ -223,7 +223,7 @@ class KVCache:
 
         Args:
           keys: [batch, tokens, heads, width], floating point. No tokens leave the cache as it is.
-          values: likewise.
+          values: of the shape of `keys`, floating point.
 
         Raises:
           TypeError: keys or values are not floats.
@@ -314,7 +314,7 @@ class KVCache:
 
     @property
     def values(self) -> jax.Array:
-        """The values in float, likewise."""
+        """The values in float, [batch, capacity, heads, width]; 0 after the last token."""
         if self.format == "fp8":
             return self._read(self.value_codes.real(self.tail.dtype))
         x = self.value_codes.values(_BITS[self.format], min(self.tail.shape[-1], _GROUP))

@@ -93,13 +93,9 @@ def _clamped(function: str, start: Any, n: int, size: int) -> Any:
     if isinstance(start, (int, np.integer)) and not isinstance(start, bool):
         return min(max(int(start) + n if start < 0 else int(start), 0), n - size)
     start = as_integers(function, "start_indices", start)
-    if start.shape or not jnp.issubdtype(start.dtype, jnp.integer):
-        raise fail(
-            function,
-            f"a start is not an integer, but of shape {start.shape} and dtype {start.dtype.name}.",
-            fix="pass a tuple of integers or of integer scalars.",
-            error=TypeError,
-        )
+    if start.shape:
+        problem = f"a start is not one integer, but has the shape {start.shape}."
+        raise fail(function, problem, fix="pass a tuple of integers.", error=TypeError)
     if size == n:
         return 0
     start = as_signed(start, n)

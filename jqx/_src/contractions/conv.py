@@ -33,7 +33,7 @@ from .blocks import (
     with_own_second_scales,
 )
 from .dimensions import OperandAxes
-from .exact import as_int8, digits_of, is_byte, is_integer, longest
+from .exact import Operands, as_int8, digits_of, longest
 from .formulation import CPU, ELSEWHERE, PLATFORMS, formulation
 from .kernels import derived_as
 from .plain import count_of, is_exact_in, numbers_of
@@ -57,7 +57,7 @@ class Window(NamedTuple):
       strides: one for each spatial axis.
       padding: (low, high) for each spatial axis.
       lhs_dilation: one for each spatial axis.
-      rhs_dilation: likewise.
+      rhs_dilation: one for each spatial axis.
       axes: the dimension numbers of the operands and the result.
       groups: feature groups.
       batch_groups: batch groups.
@@ -615,33 +615,21 @@ MOST_TAPS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolution:
+class Convolution(Operands):
     """An image and a kernel; at least one is a QTensor.
 
     Attributes:
       lhs: the image, an array or a QTensor.
-      rhs: the kernel, likewise.
+      rhs: the kernel, an array or a QTensor.
       how: the window.
     """
 
-    lhs: Any
-    rhs: Any
     how: Window
 
     @property
     def is_beside_floats(self) -> bool:
         """Whether the kernel is a QTensor and the image an array."""
         return isinstance(self.rhs, QTensor) and not isinstance(self.lhs, QTensor)
-
-    @property
-    def are_integers(self) -> bool:
-        """Whether both operands are QTensors of integers."""
-        return is_integer(self.lhs) and is_integer(self.rhs)
-
-    @property
-    def are_bytes(self) -> bool:
-        """Whether both operands are QTensors of integers of 8 bits or fewer."""
-        return is_byte(self.lhs) and is_byte(self.rhs)
 
     @property
     def is_shifted(self) -> bool:

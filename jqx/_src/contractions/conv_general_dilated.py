@@ -193,7 +193,7 @@ def conv_general_dilated(
         return as_asked(NAME, y, output)
     check_ranks(left, right)
     _check_lengths(left.ndim - 2, lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation)
-    window, result = _checked(left, right, arguments)
+    window, result = _window_and_result(left, right, arguments)
     for name, x in (("lhs", left), ("rhs", right)):
         if not isinstance(x, QTensor):
             as_real(NAME, name, x)
@@ -267,7 +267,7 @@ def _check_lengths(axes: int, **arguments: Sequence[Any] | None) -> None:
             )
 
 
-def _checked(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, Any]:
+def _window_and_result(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, Any]:
     """Returns the window, and a ShapeDtypeStruct with the shape of the result. Unless shapes and
     arguments are clearly right, lax checks them as they were given.
     """

@@ -128,7 +128,7 @@ def dot_general(
     check_operand("dot_general", "lhs", left, dimensions.lhs_contracting, hint)
     check_operand("dot_general", "rhs", right, dimensions.rhs_contracting, hint)
     dtype = result_dtype("dot_general", left, right, preferred_element_type)
-    check_sizes(left, right, dimensions)
+    shape_of_result(left, right, dimensions)  # raises if shapes do not fit
     if isinstance(output, Requantization):
         summed = dimensions.lhs_contracting, dimensions.rhs_contracting
         products = dimensions.contracted_size(left)
@@ -165,7 +165,7 @@ def contract(
     computation, or `dtype` if a kernel rounds to it.
     """
     if is_empty(left) or is_empty(right):  # all sums, if any, are empty
-        return jnp.zeros(check_sizes(left, right, dimensions))
+        return jnp.zeros(shape_of_result(left, right, dimensions))
     left, right = in_order(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         # An offset of the smaller operand, the activation, is not worth separate sums.
@@ -260,7 +260,7 @@ def is_empty(x: Any) -> bool:
     return any(isinstance(n, int) and n == 0 for n in x.shape)
 
 
-def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:
+def shape_of_result(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:
     """Returns the shape of the result; `lax.dot_general` raises if shapes do not fit."""
     if dimensions.fits(left.shape, right.shape):
         return dimensions.result_shape(left.shape, right.shape)

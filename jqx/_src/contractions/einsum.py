@@ -369,11 +369,7 @@ def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence
             len(pair) == 2 and pair[0] != pair[1] and all(i in range(n) for i in pair)
             for pair, n in zip(pairs, counts, strict=True)
         ):
-            raise fail(
-                "einsum",
-                f"`optimize` is not an order for {len(terms)} operands: {optimize!r}.",
-                fix="pass the first result of jax.numpy.einsum_path, or leave optimize out.",
-            )
+            raise _bad_order(optimize, len(terms))
         return pairs
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
@@ -384,11 +380,13 @@ def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence
     try:
         return _path(labels, shapes, tuple(number[label] for label in output), optimize)
     except (KeyError, TypeError):
-        raise fail(
-            "einsum",
-            f"`optimize` is not an order of contraction: {optimize!r}.",
-            fix="pass a name that jax.numpy.einsum_path accepts, such as 'greedy'.",
-        ) from None
+        raise _bad_order(optimize, len(terms)) from None
+
+
+def _bad_order(optimize: Any, count: int) -> Exception:
+    problem = f"`optimize` is not an order of contraction of {count} operands: {optimize!r}."
+    fix = "pass the first result of jax.numpy.einsum_path, or a name that it accepts."
+    return fail("einsum", problem, fix=fix)
 
 
 @functools.cache

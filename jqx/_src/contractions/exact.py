@@ -38,6 +38,24 @@ def is_byte(x: Any) -> bool:
     return is_integer(x) and format_of(x.qtype).bits <= 8
 
 
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Two operands of a contraction, as the planner sees them: arrays or QTensors."""
+
+    lhs: Any
+    rhs: Any
+
+    @property
+    def are_integers(self) -> bool:
+        """Whether both operands are QTensors of integers."""
+        return is_integer(self.lhs) and is_integer(self.rhs)
+
+    @property
+    def are_bytes(self) -> bool:
+        """Whether both operands are QTensors of integers of 8 bits or fewer."""
+        return is_byte(self.lhs) and is_byte(self.rhs)
+
+
 def largest(q: QTensor) -> int:
     """Returns the largest magnitude of a code minus its zero point."""
     form = format_of(q.qtype)
@@ -210,12 +228,11 @@ def rows_product(
     y = _multiply(tall, rhs, dimensions)
     of_left = _sums_of_rows(rows, row_axis, dimensions) if left else None
     of_right = None
-    if right:
-        of_right = (
-            _between(y, row_axis, m, m + 1)
-            if ones_below
-            else _sums_of_columns(rows, rhs, row_axis, dimensions)
-        )
+    if ones_below:
+        of_right = _between(y, row_axis, m, m + 1)
+    elif right:
+        of_ones = _multiply(_constant(rows, row_axis, 2, 1), rhs, dimensions)
+        of_right = _between(of_ones, row_axis, 0, 1)
     return Products(_between(y, row_axis, 0, m), of_left, of_right)
 
 
@@ -226,15 +243,6 @@ def _constant(rows: jax.Array, row_axis: int, count: int, value: int) -> jax.Arr
 
 def _between(y: jax.Array, axis: int, start: int, stop: int) -> jax.Array:
     return y[(slice(None),) * axis + (slice(start, stop),)]
-
-
-def _sums_of_columns(
-    rows: jax.Array, rhs: jax.Array, row_axis: int, dimensions: Dimensions
-) -> jax.Array:
-    """Returns the sums of the right operand, of shape (*batch, 1, *columns), as a product with
-    ones.
-    """
-    return _between(_multiply(_constant(rows, row_axis, 2, 1), rhs, dimensions), row_axis, 0, 1)
 
 
 def _sums_of_rows(rows: jax.Array, row_axis: int, dimensions: Dimensions) -> jax.Array:
@@ -263,19 +271,12 @@ def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Ar
         zero_column = jnp.zeros((*rhs.shape[:row_axis], 1, *rhs.shape[row_axis + 1 :]), jnp.int8)
         rhs = jnp.concatenate([rhs, zero_column], axis=row_axis)
         batch_axes, contracted_axes = tuple(range(row_axis)), contracting
-    if _has_few_rows(rows, rhs, contracted_axes, batch_axes):
+    is_short = not is_at_least(rows.shape[0], 17)
+    if contracted_axes == (0,) and not batch_axes and is_short and rhs.shape[0] % PARTS == 0:
         return _in_parts(rows, rhs)
     numbers = ((contracting, contracted_axes), (tuple(range(row_axis)), batch_axes))
     y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
     return y[..., :1].reshape(*y.shape[:-1], *columns) if padded else y
-
-
-def _has_few_rows(
-    rows: jax.Array, rhs: jax.Array, contracted: tuple[int, ...], batch: tuple[int, ...]
-) -> bool:
-    """Whether there are few rows, and a matrix contracted along a first axis that can be split."""
-    is_short = not is_at_least(rows.shape[0], 17)
-    return contracted == (0,) and not batch and is_short and rhs.shape[0] % PARTS == 0
 
 
 def _in_parts(rows: jax.Array, rhs: jax.Array) -> jax.Array:

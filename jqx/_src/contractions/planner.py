@@ -24,6 +24,7 @@ from .blocks import Block, HowTo
 from .dimensions import Dimensions
 from .exact import (
     ACCUMULATOR,
+    Operands,
     accumulator,
     accumulator_shaped,
     check_splittable,
@@ -32,7 +33,6 @@ from .exact import (
     integer_digits,
     integer_shaped,
     is_byte,
-    is_integer,
     largest,
     needs_shape,
 )
@@ -87,7 +87,7 @@ SHARE = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Product(Operands):
     """Two operands to contract; the right one is a QTensor.
 
     Attributes:
@@ -96,8 +96,6 @@ class Product:
       how: which axes are contracted, and which scales are in blocks.
     """
 
-    lhs: Any
-    rhs: QTensor
     how: HowTo
 
     @property
@@ -124,16 +122,6 @@ class Product:
     def is_beside_floats(self) -> bool:
         """Whether the left operand is an array."""
         return not isinstance(self.lhs, QTensor)
-
-    @property
-    def are_integers(self) -> bool:
-        """Whether both operands are QTensors of integers."""
-        return is_integer(self.lhs) and is_integer(self.rhs)
-
-    @property
-    def are_bytes(self) -> bool:
-        """Whether both operands are QTensors of integers of 8 bits or fewer."""
-        return is_byte(self.lhs) and is_byte(self.rhs)
 
     @property
     def are_float8(self) -> bool:

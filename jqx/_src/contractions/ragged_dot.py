@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_count, as_integers, called, name_of
+from ..checks import as_count, as_integers, called
 from ..compat_kernels import alone_or_in_parts
 from ..errors import fail
 from ..kernels.products_cpu import product_cpu
@@ -171,7 +171,7 @@ class Groups(NamedTuple):
 
     Attributes:
       lhs: an array or a QTensor, shape (m, k).
-      rhs: likewise, shape (g, k, n).
+      rhs: an array or a QTensor, shape (g, k, n).
       how: the static arguments of the product.
     """
 
@@ -481,10 +481,3 @@ def _check_shapes(lhs: Any, rhs: Any, sizes: jax.Array) -> None:
     if problem:
         shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {sizes.shape}"
         raise fail("ragged_dot", f"{problem}: {shapes}.", fix=fix)
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise fail(
-            "ragged_dot",
-            f"`group_sizes` are not integers, but {name_of(sizes.dtype)}.",
-            fix="convert them: group_sizes.astype(jnp.int32).",
-            error=TypeError,
-        )

@@ -248,13 +248,8 @@ class Requantization:
             )
         dtype = as_dtype(name, "dtype", self.dtype)
         check_real(name, "Real element type", dtype)
-        check_instance(
-            name,
-            "rounding",
-            self.rounding,
-            FixedPointRounding,
-            fix="pass for example jqx.tflite.FixedPointRounding.SINGLE.",
-        )
+        fix = "pass for example jqx.tflite.FixedPointRounding.SINGLE."
+        check_instance(name, "rounding", self.rounding, FixedPointRounding, fix=fix)
         zero, bias = self.zero_point, self.bias
         fields = {
             "multiplier": _integers("multiplier", self.multiplier, _INT32),
@@ -376,15 +371,10 @@ def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTenso
       >>> jqx.tflite.requantize(jnp.array([-8, 0, 24, 100_000]), r).values
       Array([  2,   3,   5, 127], dtype=int8)
     """
-    x = as_array("tflite.requantize", "accumulator", accumulator)
-    check_dtype("tflite.requantize", "accumulator", x, jnp.int32, of="the multiplier's")
-    check_instance(
-        "tflite.requantize",
-        "requantization",
-        requantization,
-        Requantization,
-        fix="create one with jqx.tflite.Requantization.of(...).",
-    )
+    name, fix = "tflite.requantize", "create one with jqx.tflite.Requantization.of(...)."
+    x = as_array(name, "accumulator", accumulator)
+    check_dtype(name, "accumulator", x, jnp.int32, of="the multiplier's")
+    check_instance(name, "requantization", requantization, Requantization, fix=fix)
     return as_result(requantized(x, requantization), requantization)
 
 
@@ -414,14 +404,8 @@ def requantize_float(y: jax.Array, output: Any, function: str = "dot_general") -
     """
     spec, affine = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not isinstance(spec, str):
-        check_instance(
-            function,
-            "output",
-            spec,
-            QSpec,
-            fix='pass a QSpec or a scheme such as "int8", one of them and an Affine, or '
-            "jqx.tflite.Requantization.of(...).",
-        )
+        fix = 'pass a QSpec or a scheme such as "int8", or one of them and an Affine.'
+        check_instance(function, "output", spec, QSpec, fix=fix)
     return QTensor.quantize(y, needed_spec(function, "output", spec, "array"), affine)
 
 
@@ -529,6 +513,9 @@ def check_requantized(
             fix="quantize both to integers of 8 bits or fewer, or pass a QSpec as output.",
             error=TypeError,
         )
+    if dtype is not None:
+        problem = f"`preferred_element_type` == {dtype} has no effect on a requantized result."
+        raise fail(function, problem, fix="leave it out; Requantization has the real dtype.")
     shared = all(shares_scale(q, axes) for q, axes in zip((lhs, rhs), summed, strict=True))
     most_products = longest(lhs, rhs)
     if not shared or is_at_least(products, most_products + 1):
@@ -538,10 +525,4 @@ def check_requantized(
             given=f"scales {lhs.scale.shape} and {rhs.scale.shape}, {products} products; "
             f"{most_products} fit",
             fix="quantize without blocks along summed axes, or pass a QSpec as output.",
-        )
-    if dtype is not None:
-        raise fail(
-            function,
-            f"`preferred_element_type` == {dtype} has no effect on a requantized result.",
-            fix="leave it out; Requantization has the dtype of the real result.",
         )

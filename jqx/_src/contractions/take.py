@@ -11,7 +11,7 @@ from jax import export
 from jax.typing import ArrayLike
 
 from ..calibrators.granularity import Groups
-from ..checks import as_integers, as_signed, called, name_of, normalize_axes
+from ..checks import as_integers, as_signed, called, normalize_axes
 from ..errors import fail
 from ..tensor.layout import check_kept
 from ..tensor.qtensor import QTensor
@@ -73,7 +73,9 @@ def take(
         (axis,) = normalize_axes("take", axis, q.ndim, argument="axis")
     n = q.size if axis is None else q.shape[axis]
     indices = as_integers("take", "indices", _wrapped(indices, n) if mode == "wrap" else indices)
-    _check_indices(indices, n, q)
+    if n == 0 and indices.size != 0:
+        problem = f"there is nothing to take from an axis of length 0, in shape {q.shape}."
+        raise fail("take", problem, fix="take from another axis.", error=IndexError)
     positions, inside = _places(indices, n, mode)
     rows = _elements(q, positions) if axis is None else _rows(q, positions, axis)
     if inside is None:
@@ -161,21 +163,4 @@ def _check_mode(mode: str | None, fill_value: float | None) -> None:
     if fill_value is not None and mode not in (None, "fill"):
         raise fail(
             "take", f"`fill_value` has no effect with mode={mode!r}.", fix="drop one of the two."
-        )
-
-
-def _check_indices(indices: jax.Array, n: int, q: QTensor) -> None:
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise fail(
-            "take",
-            f"`indices` are not integers, but {name_of(indices.dtype)}.",
-            fix="convert them: indices.astype(jnp.int32).",
-            error=TypeError,
-        )
-    if n == 0 and indices.size != 0:
-        raise fail(
-            "take",
-            f"there is nothing to take from an axis of length 0, in shape {q.shape}.",
-            fix="take from another axis, or pass no indices.",
-            error=IndexError,
         )

@@ -32,7 +32,14 @@ from .quantized import ATTRIBUTES, Quantized
 from .state import STATE, QParam, State, become
 
 
-class Linear(Quantized, nnx.Linear):
+class _Layer(Quantized):
+    """Base of the layers of Flax, whose calls run quantized."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._q_evaluate("__call__", *args, **kwargs)
+
+
+class Linear(_Layer, nnx.Linear):
     """`flax.nnx.Linear`, quantized.
 
     The arguments are those of Flax, plus the keyword arguments `policy`, `mode`, `backward` and
@@ -50,11 +57,8 @@ class Linear(Quantized, nnx.Linear):
       (1, 2)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class LinearGeneral(Quantized, nnx.LinearGeneral):
+class LinearGeneral(_Layer, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral`, quantized; see `Linear`.
 
     Example:
@@ -66,11 +70,8 @@ class LinearGeneral(Quantized, nnx.LinearGeneral):
       (1, 2, 3)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class Einsum(Quantized, nnx.Einsum):
+class Einsum(_Layer, nnx.Einsum):
     """`flax.nnx.Einsum`, quantized; see `Linear`.
 
     Example:
@@ -82,11 +83,8 @@ class Einsum(Quantized, nnx.Einsum):
       (1, 2, 3)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class Conv(Quantized, nnx.Conv):
+class Conv(_Layer, nnx.Conv):
     """`flax.nnx.Conv`, quantized; see `Linear`.
 
     Example:
@@ -98,11 +96,8 @@ class Conv(Quantized, nnx.Conv):
       (1, 5, 5, 3)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class ConvTranspose(Quantized, nnx.ConvTranspose):
+class ConvTranspose(_Layer, nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose`, quantized; see `Linear`.
 
     Example:
@@ -114,11 +109,8 @@ class ConvTranspose(Quantized, nnx.ConvTranspose):
       (1, 10, 10, 3)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class Embed(Quantized, nnx.Embed):
+class Embed(_Layer, nnx.Embed):
     """`flax.nnx.Embed`, quantized; see `Linear`. `attend` uses the same codes as the lookup.
     Presets quantize the lookup only with `tables=`; otherwise it stays in float.
 
@@ -130,9 +122,6 @@ class Embed(Quantized, nnx.Embed):
       >>> layer.attend(layer(jnp.array([1, 2]))).shape
       (2, 5)
     """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
     def attend(self, *args: Any, **kwargs: Any) -> Any:
         """Multiplies by the transposed table."""
@@ -185,7 +174,7 @@ class CachedAttention(nnx.MultiHeadAttention):
             self.attention_fn = attention
 
 
-class MultiHeadAttention(Quantized, CachedAttention):
+class MultiHeadAttention(_Layer, CachedAttention):
     """`flax.nnx.MultiHeadAttention`, quantized; see `Linear`.
 
     The four projections are at `query/kernel`, `key/kernel`, `value/kernel` and `out/kernel`;
@@ -215,9 +204,6 @@ class MultiHeadAttention(Quantized, CachedAttention):
       >>> layer.kv_cache.get_value()
       KVCache(int4, 1 of 64 tokens, 12,292 bytes)
     """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class Contraction(State):

@@ -86,7 +86,13 @@ def pure_call(
         with as_float(_wrappers(inner)):
             out = run(inner, *inner_args, **inner_kwargs)
         out = nodes_to_paths(caller, name, out, copy)
-        _check_attributes(caller, name, graphdef, graph, copy)
+        changed = [] if nnx.graphdef(copy) == graphdef else _changed_attributes(graph, copy)
+        if changed:
+            raise fail(
+                caller,
+                f"`{name}` sets attributes that are not variables: {some(changed)}.",
+                fix="call it before jqx.nnx.quantize, or use model.set_attributes.",
+            )
 
         def is_written(path: Path, variable: Any) -> bool:
             if isinstance(variable, QParam) or (constant and is_coded(path, variable)):
@@ -183,21 +189,11 @@ def _check_runs_now(function: str, name: str, leaf: Any) -> None:
         )
 
 
-def _check_attributes(
-    caller: str, name: str, graphdef: Any, old_graph: Any, new_graph: Any
-) -> None:
-    """Checks that a method has changed only variables."""
-    if nnx.graphdef(new_graph) == graphdef:
-        return
+def _changed_attributes(old_graph: Any, new_graph: Any) -> list[str]:
+    """Returns the paths of attributes without data that differ between two graphs."""
     old, new = _attributes(old_graph), _attributes(new_graph)
     absent = object()
-    changed = [x for x in {**old, **new} if old.get(x, absent) != new.get(x, absent)]
-    if changed:
-        raise fail(
-            caller,
-            f"`{name}` sets attributes that are not variables: {some(changed)}.",
-            fix="call it on the float model, before jqx.nnx.quantize; or use model.set_attributes.",
-        )
+    return [path for path in {**old, **new} if old.get(path, absent) != new.get(path, absent)]
 
 
 def _attributes(graph: Any) -> dict[str, Any]:

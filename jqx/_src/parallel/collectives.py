@@ -386,7 +386,7 @@ class Collective(abc.ABC):
         return lax.axis_index(self.axis_name)
 
     @property
-    def checked_axes(self) -> frozenset[str]:
+    def tracked_axes(self) -> frozenset[str]:
         """The axes of the mesh along which JAX tracks which arrays vary. Empty with
         `check_vma=False` and in a vmap.
         """
@@ -420,12 +420,12 @@ class AllReduce(Collective):
         return joined(totals), joined(error)
 
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
-        if self.checked_axes:
-            return compat.vary(cotangent, self.checked_axes)
+        if self.tracked_axes:
+            return compat.vary(cotangent, self.tracked_axes)
         return perform(dataclasses.replace(self, **self.transposed), cotangent, None, key)
 
     def _gather(self, leaf: jax.Array) -> jax.Array:
-        to = "invarying" if self.checked_axes else "varying"
+        to = "invarying" if self.tracked_axes else "varying"
         return lax.all_gather(leaf, self.axis_name, tiled=True, to=to)
 
 
@@ -514,7 +514,7 @@ def perform(
     collective: Collective, x: jax.Array, error: jax.Array | None, key: jax.Array | None
 ) -> Any:
     """Returns the result of a collective; with `error`, the pair of it and the new error."""
-    operands = compat.vary(compat.vary_alike(x, error, key), collective.checked_axes)
+    operands = compat.vary(compat.vary_alike(x, error, key), collective.tracked_axes)
     return _perform(collective, *operands)
 
 
