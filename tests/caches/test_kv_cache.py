@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused():
     jax.jit(lambda x: empty("fp8", scales=(x, 2)).keys)(on_device([0.5], jnp.float32))
     cases = (
         (lambda: empty("int3"), ValueError, "unknown"),
-        (lambda: empty("int4", length=0), ValueError, "`length` is not positive"),
+        (lambda: empty("int4", length=0), ValueError, "`length` == 0 is not positive"),
         (lambda: empty("int4", heads=2.5), TypeError, "`heads`"),
         (lambda: empty("int4", width=24), ValueError, "multiple of the group size"),
         (lambda: empty("int4", dtype=jnp.int8), TypeError, "`dtype`"),

@@ -70,11 +70,8 @@ def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
         return Cached(as_real(function, argument, x))
     check_dtypes(function, x, f" of `{argument}`")
     if x.offset is not None or x.order is not None:
-        raise fail(
-            function,
-            f"`{argument}` have a float offset or a permuted axis: {x!r}.",
-            fix=f"pass {argument}.dequantize().",
-        )
+        problem = f"`{argument}` have a float offset or a permuted axis: {x!r}."
+        raise fail(function, problem, fix=f"pass {argument}.dequantize().")
     form = format_of(x.qtype)
     is_number = isinstance(form, Integer) or jnp.issubdtype(x.values.dtype, jnp.floating)
     is_number = is_number and not isinstance(form, Block)
@@ -435,11 +432,8 @@ def decode_attention(
     if window is not None:
         window = int(check_integer(name, "window", window))
         if window < 1:
-            raise fail(
-                name,
-                f"`window` == {window} is not positive.",
-                fix="pass how many of the last tokens are attended to.",
-            )
+            fix = "pass how many of the last tokens are attended to."
+            raise fail(name, f"`window` == {window} is not positive.", fix=fix)
     if 0 in k.codes.shape or 0 in v.codes.shape:
         return jnp.zeros((*q.shape[:2], v.codes.shape[3]), q.dtype)
     kernel = kernel if is_taken(kernel, k, v) else ""
@@ -491,10 +485,7 @@ def _check_shapes(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax
 def _scale_of(scale: Any, width: int) -> float:
     kinds = (int, float, np.integer, np.floating, type(None))
     if not isinstance(scale, kinds) or isinstance(scale, bool):
-        raise fail(
-            "decode_attention",
-            f"`scale` is not a number: {shown(scale)}.",
-            fix="multiply q by the array, and pass scale=1.",
-            error=TypeError,
-        )
+        problem = f"`scale` is not a number: {shown(scale)}."
+        fix = "multiply q by the array, and pass scale=1."
+        raise fail("decode_attention", problem, fix=fix, error=TypeError)
     return max(width, 1) ** -0.5 if scale is None else float(scale)

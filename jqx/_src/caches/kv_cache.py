@@ -183,11 +183,8 @@ class KVCache:
         sizes = {"batch": batch, "length": length, "heads": heads, "width": width}
         for field, value in sizes.items():
             if check_integer(name, field, value) < 1:
-                raise fail(
-                    name,
-                    f"`{field}` == {value} is not positive.",
-                    fix="pass the sizes of the keys.",
-                )
+                fix = "pass the sizes of the keys."
+                raise fail(name, f"`{field}` == {value} is not positive.", fix=fix)
         check_format(name, "format", format)
         dtype = as_dtype(name, "dtype", dtype)
         check_real(name, "`dtype`", dtype)
@@ -198,11 +195,8 @@ class KVCache:
             none = jnp.zeros((2, batch, 0, heads, width), dtype)
             return cls(keys, values, none, none, count, format, length)
         if scales is not None:
-            raise fail(
-                name,
-                f"the format {format!r} does not use `scales`, but those of its groups.",
-                fix="leave scales out.",
-            )
+            problem = f"the format {format!r} does not use `scales`, but those of its groups."
+            raise fail(name, problem, fix="leave scales out.")
         bits, group_size = _BITS[format], min(width, _GROUP)
         if width % group_size or group_size * bits % 8:
             raise fail(
@@ -237,11 +231,9 @@ class KVCache:
             shape = x.shape
             fits = len(shape) == 4 and (shape[0], *shape[2:]) == (batch, heads, width)
             if not fits or shape != keys.shape:
-                raise fail(
-                    name,
-                    f"`{field}` of shape {shape} does not fit the cache, or the other one.",
-                    fix=f"pass new tokens alone, [{batch}, tokens, {heads}, {width}].",
-                )
+                problem = f"`{field}` of shape {shape} does not fit the cache, or the other one."
+                fix = f"pass new tokens alone, [{batch}, tokens, {heads}, {width}]."
+                raise fail(name, problem, fix=fix)
         count = keys.shape[1]
         if compat.is_concrete(self.length) and int(self.length) + count > self.capacity:
             raise fail(
@@ -404,11 +396,8 @@ class KVCache:
 def check_format(function: str, argument: str, format: Any) -> None:
     """Checks the name of a cache format."""
     if not isinstance(format, str) or format not in _FORMATS:
-        raise fail(
-            function,
-            f"`{argument}` is unknown: {shown(format)}.",
-            fix=f"pass one of {', '.join(map(repr, _FORMATS))}.",
-        )
+        fix = f"pass one of {', '.join(map(repr, _FORMATS))}."
+        raise fail(function, f"`{argument}` is unknown: {shown(format)}.", fix=fix)
 
 
 @jax.tree_util.register_dataclass
@@ -423,11 +412,9 @@ class _Scaled:
     def empty(cls, name: str, shape: tuple[int, ...], scale: Any) -> "_Scaled":
         head_scale = jnp.asarray(scale, jnp.float32)
         if head_scale.shape not in ((), (1,), (shape[2],)):
-            raise fail(
-                name,
-                f"`scales` do not fit the heads: a scale of shape {head_scale.shape}.",
-                fix=f"pass a number, or one scale for each head: an array of shape ({shape[2]},).",
-            )
+            problem = f"`scales` do not fit the heads: a scale of shape {head_scale.shape}."
+            fix = f"pass a number, or one scale for each head: an array of shape ({shape[2]},)."
+            raise fail(name, problem, fix=fix)
         numbers = np.asarray(head_scale) if compat.is_concrete(head_scale) else np.ones(1)
         if not ((numbers > 0) & np.isfinite(numbers)).all():
             raise fail(

@@ -60,12 +60,9 @@ def window_of(function: str, q: QTensor, starts: Any, sizes: Sequence[int]) -> W
     ]
     depth = 0 if q.layout is None else q.layout.depth
     if sizes[q.ndim - depth :] != q.shape[q.ndim - depth :]:
-        raise fail(
-            function,
-            f"the slice cuts an axis along which the codes are {q.layout}.",
-            given=f"sizes {sizes} for {q!r}",
-            fix="call q.unpack() first.",
-        )
+        problem = f"the slice cuts an axis along which the codes are {q.layout}."
+        fix = "call q.unpack() first."
+        raise fail(function, problem, given=f"sizes {sizes} for {q!r}", fix=fix)
     return Window(tuple(clamped), sizes)
 
 
@@ -291,12 +288,9 @@ def dynamic_update_slice(
     function = "dynamic_update_slice"
     if not isinstance(operand, QTensor):
         if isinstance(update, QTensor):
-            raise fail(
-                function,
-                f"a QTensor cannot be written to an array: update {update!r}.",
-                fix="pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec).",
-                error=TypeError,
-            )
+            problem = f"a QTensor cannot be written to an array: update {update!r}."
+            fix = "pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec)."
+            raise fail(function, problem, fix=fix, error=TypeError)
         return lax.dynamic_update_slice(jnp.asarray(operand), jnp.asarray(update), start_indices)
     check_bare(function, operand, update)
     update = update if isinstance(update, QTensor) else as_real(function, "update", update)
@@ -409,12 +403,9 @@ def _check_format(q: QTensor, update: QTensor) -> None:
         return x.qtype, x.dtype, x.scale.dtype, getattr(x.scale, "qtype", None)
 
     if kinds(q) != kinds(update):
-        raise fail(
-            "dynamic_update_slice",
-            f"`operand` and `update` have different formats: {q!r} and {update!r}.",
-            fix="quantize update to the format of operand, or pass update.dequantize().",
-            error=TypeError,
-        )
+        problem = f"`operand` and `update` have different formats: {q!r} and {update!r}."
+        fix = "quantize update to the format of operand, or pass update.dequantize()."
+        raise fail("dynamic_update_slice", problem, fix=fix, error=TypeError)
 
 
 def check_zero_points(q: QTensor, new: Any, old: Any) -> None:
@@ -422,11 +413,9 @@ def check_zero_points(q: QTensor, new: Any, old: Any) -> None:
     if new is not None and (
         old is None or any(m not in (1, n) for m, n in zip(new.shape, old.shape, strict=True))
     ):
-        raise fail(
-            "dynamic_update_slice",
-            f"`operand` has no place for the zero points of shape {new.shape}: {q!r}.",
-            fix="start from jqx.QTensor.zeros(shape, spec) with the spec of update.",
-        )
+        problem = f"`operand` has no place for the zero points of shape {new.shape}: {q!r}."
+        fix = "start from jqx.QTensor.zeros(shape, spec) with the spec of update."
+        raise fail("dynamic_update_slice", problem, fix=fix)
 
 
 def _written(q: QTensor, update: QTensor, window: Window) -> QTensor:

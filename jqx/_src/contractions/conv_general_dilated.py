@@ -260,11 +260,8 @@ def _as_dot(left: Any, right: QTensor, window: Window, dtype: Any) -> jax.Array:
 def _check_lengths(axes: int, **arguments: Sequence[Any] | None) -> None:
     for argument, entries in arguments.items():
         if entries is not None and len(entries) != axes:
-            raise fail(
-                NAME,
-                f"`{argument}` has {len(entries)} entries, for {axes} spatial axes.",
-                fix="pass one entry for each spatial axis.",
-            )
+            problem = f"`{argument}` has {len(entries)} entries, for {axes} spatial axes."
+            raise fail(NAME, problem, fix="pass one entry for each spatial axis.")
 
 
 def _window_and_result(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, Any]:

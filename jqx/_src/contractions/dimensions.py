@@ -59,12 +59,9 @@ class Dimensions:
         def normal(axes: Sequence[int], rank: int) -> tuple[int, ...]:
             for axis in axes:
                 if axis not in range(-rank, rank):
-                    raise fail(
-                        "dot_general",
-                        f"axis {axis} of `dimension_numbers` is out of range for rank {rank}.",
-                        fix="name axes that the operands have.",
-                        error=TypeError,
-                    )
+                    problem = f"axis {axis} of `dimension_numbers` is out of range for rank {rank}."
+                    fix = "name axes that the operands have."
+                    raise fail("dot_general", problem, fix=fix, error=TypeError)
             return tuple(int(axis) % rank for axis in axes)
 
         return cls(
@@ -290,9 +287,5 @@ def check_bare(function: str, *operands: Any, context: str = "") -> None:
     """Checks that operands have neither an offset nor a permuted axis."""
     for q in operands:
         if isinstance(q, QTensor) and not (q.offset is None and q.order is None):
-            raise fail(
-                function,
-                f"an operand has a float offset, or a permuted axis{context}.",
-                given=repr(q),
-                fix="pass q.dequantize().",
-            )
+            problem = f"an operand has a float offset, or a permuted axis{context}."
+            raise fail(function, problem, given=repr(q), fix="pass q.dequantize().")

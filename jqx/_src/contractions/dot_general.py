@@ -351,22 +351,18 @@ def matmul(
         return jnp.matmul(left, right, **options)
     options["output"] = output
     if not left.ndim or not right.ndim:
-        raise fail(
-            "matmul",
-            f"an operand has no axis to contract: shapes {left.shape} and {right.shape}.",
-            fix="give it an axis, or multiply by the scalar before quantizing.",
-        )
+        problem = f"an operand has no axis to contract: shapes {left.shape} and {right.shape}."
+        fix = "give it an axis, or multiply by the scalar before quantizing."
+        raise fail("matmul", problem, fix=fix)
     if right.ndim <= 2:
         return dot_general(left, right, (((left.ndim - 1,), (0,)), ((), ())), **options)
     if left.ndim > 1:
         try:
             batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         except ValueError:
-            raise fail(
-                "matmul",
-                f"the leading axes of shapes {left.shape} and {right.shape} do not broadcast.",
-                fix="reshape an operand, or contract with jqx.dot_general.",
-            ) from None
+            problem = f"the leading axes of shapes {left.shape} and {right.shape} do not broadcast."
+            fix = "reshape an operand, or contract with jqx.dot_general."
+            raise fail("matmul", problem, fix=fix) from None
         left, right = _broadcast_leading(left, batch), _broadcast_leading(right, batch)
     axes = tuple(range(right.ndim - 2)) if left.ndim > 1 else ()
     numbers = (((left.ndim - 1,), (right.ndim - 2,)), (axes, axes))

@@ -73,24 +73,17 @@ def _items(subscripts: str, term: str) -> tuple[Any, ...]:
     items = (*lead, *([...] if dots else []), *trail)
     for item in items:
         if item is not ... and not item.isalnum():
-            raise fail(
-                "einsum",
-                f"{item!r} in {subscripts!r} is not a label.",
-                fix="name each axis by a letter, as in 'bij,jk->bik'; '...' once in a term.",
-            )
+            fix = "name each axis by a letter, as in 'bij,jk->bik'; '...' once in a term."
+            raise fail("einsum", f"{item!r} in {subscripts!r} is not a label.", fix=fix)
     return items
 
 
 def _read_list(term: Any) -> tuple[Any, ...]:
     hashable = isinstance(term, Sequence) and all(isinstance(item, Hashable) for item in term)
     if not hashable or sum(item is ... for item in term) > 1:
-        raise fail(
-            "einsum",
-            f"an operand is not followed by its labels, but of type {type(term).__name__}.",
-            fix="write einsum('ij,jk', x, y), or einsum(x, [0, 1], y, [1, 2]) with one `...` at "
-            "most.",
-            error=ValueError if hashable else TypeError,
-        )
+        problem = f"an operand is not followed by its labels, but of type {type(term).__name__}."
+        fix = "write einsum('ij,jk', x, y), or einsum(x, [0, 1], y, [1, 2]) with one `...` at most."
+        raise fail("einsum", problem, fix=fix, error=ValueError if hashable else TypeError)
     return tuple(term)
 
 
@@ -118,11 +111,9 @@ def labels_of(
     for label in output:
         if label not in count or output.count(label) > 1:
             why = " twice" if label in count else ", which no operand has"
-            raise fail(
-                "einsum",
-                f"the result of '{subscripts}' cannot have the label {_show([label])!r}{why}.",
-                fix="give every axis of the result a different label of the operands.",
-            )
+            problem = f"the result of '{subscripts}' cannot have the label {_show([label])!r}{why}."
+            fix = "give every axis of the result a different label of the operands."
+            raise fail("einsum", problem, fix=fix)
     return terms, output
 
 

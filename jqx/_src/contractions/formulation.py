@@ -210,25 +210,19 @@ def _check(mine: Any) -> None:
     fix = "pass jqx.contractions.Formulation(name, reason, platforms, applies, compute)."
     check_instance("extend.using", "formulation", mine, Formulation, fix=fix)
     if mine.op not in OPS:
-        raise fail(
-            "extend.using",
-            f"the operation of a formulation is unknown: {mine.op!r}.",
-            fix=f"pass as op one of {', '.join(map(repr, sorted(OPS)))}.",
-        )
+        problem = f"the operation of a formulation is unknown: {mine.op!r}."
+        fix = f"pass as op one of {', '.join(map(repr, sorted(OPS)))}."
+        raise fail("extend.using", problem, fix=fix)
     platforms = mine.platforms
     if not isinstance(platforms, tuple) or not platforms or {*platforms} - {*PLATFORMS}:
-        raise fail(
-            "extend.using",
-            f"`platforms` of a formulation are not known: {platforms!r}.",
-            fix=f"pass a tuple of some of {', '.join(map(repr, PLATFORMS))}.",
-        )
+        problem = f"`platforms` of a formulation are not known: {platforms!r}."
+        fix = f"pass a tuple of some of {', '.join(map(repr, PLATFORMS))}."
+        raise fail("extend.using", problem, fix=fix)
     name = mine.name
     if not isinstance(name, str) or not name.isidentifier() or name in FORMULATIONS:
-        raise fail(
-            "extend.using",
-            f"the name of a formulation is not valid, or is taken: {name!r}.",
-            fix="pass a Python name that no formulation of jqx has.",
-        )
+        problem = f"the name of a formulation is not valid, or is taken: {name!r}."
+        fix = "pass a Python name that no formulation of jqx has."
+        raise fail("extend.using", problem, fix=fix)
 
 
 class Planner:

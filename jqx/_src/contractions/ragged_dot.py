@@ -442,12 +442,9 @@ def ragged_dot(
              [0., 0.]], dtype=float32)
     """
     if group_offset is not None:
-        raise fail(
-            "ragged_dot",
-            "`group_offset` is not supported.",
-            fix="pass only the matrices, sizes and rows of the groups to compute.",
-            error=NotImplementedError,
-        )
+        problem = "`group_offset` is not supported."
+        fix = "pass only the matrices, sizes and rows of the groups to compute."
+        raise fail("ragged_dot", problem, fix=fix, error=NotImplementedError)
     left, right = as_operand(lhs), as_operand(rhs)
     sizes = as_integers("ragged_dot", "group_sizes", group_sizes)
     if not isinstance(left, QTensor) and not isinstance(right, QTensor):

@@ -93,19 +93,14 @@ def factor_of(function: str, scales: dict[str, jax.Array]) -> np.ndarray:
     shapes = ", ".join(f"{name}.shape == {scale.shape}" for name, scale in scales.items())
     is_finite = all(np.isfinite(scale).all() for scale in (lhs, rhs, output))
     if not is_finite or (output == 0).any():
-        raise fail(
-            function,
-            f"a scale is not finite, or `output_scale` is zero: {shapes}.",
-            fix="look for NaN and infinities in the data that the scales were calibrated on.",
-        )
+        problem = f"a scale is not finite, or `output_scale` is zero: {shapes}."
+        fix = "look for NaN and infinities in the data that the scales were calibrated on."
+        raise fail(function, problem, fix=fix)
     try:
         factor = np.asarray(lhs * rhs / output)
     except ValueError:
-        raise fail(
-            function,
-            f"the scales do not broadcast: {shapes}.",
-            fix="line them up with the result: its size along their own axes, 1 elsewhere.",
-        ) from None
+        fix = "line them up with the result: its size along their own axes, 1 elsewhere."
+        raise fail(function, f"the scales do not broadcast: {shapes}.", fix=fix) from None
     largest = np.max(np.abs(factor), initial=0)
     if not np.isfinite(largest) or quantize_multiplier(largest)[1] > LARGEST_SHIFT:
         raise fail(
@@ -414,11 +409,9 @@ def _integers(field: str, x: Any, form: Integer) -> jax.Array:
     if isinstance(x, (bool, int, float)):
         value = check_integer("tflite.Requantization", field, x)
         if not form.low <= value <= form.high:
-            raise fail(
-                "tflite.Requantization",
-                f"`{field}` == {value} is out of the range of {form.name}.",
-                fix=f"pass an integer in [{form.low}, {form.high}].",
-            )
+            problem = f"`{field}` == {value} is out of the range of {form.name}."
+            fix = f"pass an integer in [{form.low}, {form.high}]."
+            raise fail("tflite.Requantization", problem, fix=fix)
     array = as_like("tflite.Requantization", field, x, form.storage)
     role = "output" if field == "zero_point" else "accumulator"
     check_dtype("tflite.Requantization", field, array, form.storage, of=role)
@@ -445,11 +438,9 @@ def _lined_up(field: str, x: jax.Array | None, shape: tuple[int, ...]) -> Any:
         return None
     missing = len(shape) - x.ndim
     if missing < 0 or any(m not in (1, n) for m, n in zip(x.shape, shape[missing:], strict=True)):
-        raise fail(
-            "tflite.requantize",
-            f"`{field}` of shape {x.shape} does not fit the accumulators of shape {shape}.",
-            fix="reshape it: the size of the result along the axes that it has, 1 elsewhere.",
-        )
+        problem = f"`{field}` of shape {x.shape} does not fit the accumulators of shape {shape}."
+        fix = "reshape it: the size of the result along the axes that it has, 1 elsewhere."
+        raise fail("tflite.requantize", problem, fix=fix)
     return jnp.reshape(x, (1,) * missing + x.shape)
 
 

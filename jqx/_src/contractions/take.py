@@ -155,11 +155,8 @@ def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, ja
 
 def _check_mode(mode: str | None, fill_value: float | None) -> None:
     if mode not in MODES:
-        raise fail(
-            "take",
-            f"`mode` is unknown: {mode!r}.",
-            fix=f"pass one of {', '.join(map(repr, MODES))}.",
-        )
+        fix = f"pass one of {', '.join(map(repr, MODES))}."
+        raise fail("take", f"`mode` is unknown: {mode!r}.", fix=fix)
     if fill_value is not None and mode not in (None, "fill"):
         raise fail(
             "take", f"`fill_value` has no effect with mode={mode!r}.", fix="drop one of the two."

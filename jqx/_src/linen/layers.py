@@ -338,11 +338,9 @@ def merge_lora(variables: Mapping[str, Any], *, alpha: float = 1.0) -> dict[str,
       {'params': {'bias': (2,), 'kernel': (4, 2)}}
     """
     if not variables.get(LORA):
-        raise fail(
-            "linen.merge_lora",
-            f"there are no adapters: the collections are {', '.join(variables)}.",
-            fix="pass all variables of a module with LoRADense layers.",
-        )
+        problem = f"there are no adapters: the collections are {', '.join(variables)}."
+        fix = "pass all variables of a module with LoRADense layers."
+        raise fail("linen.merge_lora", problem, fix=fix)
     merged = {name: unfreeze(tree) for name, tree in variables.items() if name != LORA}
     params, codes = merged.get("params", {}), merged.get(QPARAMS, {})
     merged["params"] = _merge(params, codes, unfreeze(variables[LORA]), alpha)

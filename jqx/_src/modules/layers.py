@@ -33,11 +33,9 @@ def check_cache(function: str, cache: Any) -> None:
 def empty_cache(function: str, format: str, shape: tuple[int, ...], dtype: DTypeLike) -> KVCache:
     """Returns an empty cache for keys and values of a shape."""
     if len(shape) != 4:
-        raise fail(
-            function,
-            f"a KVCache has one sequence axis, and keys have the shape {tuple(shape)}.",
-            fix="merge the leading axes of the inputs, or jax.vmap the layer.",
-        )
+        problem = f"a KVCache has one sequence axis, and keys have the shape {tuple(shape)}."
+        fix = "merge the leading axes of the inputs, or jax.vmap the layer."
+        raise fail(function, problem, fix=fix)
     batch, length, heads, width = shape
     return KVCache.empty(
         batch=batch, length=length, heads=heads, width=width, format=format, dtype=dtype
@@ -61,11 +59,9 @@ def with_cache(
         fix = "make it with KVCache.empty, or leave it to the layer."
         check_instance(function, "the cache", cache, KVCache, fix=fix)
         if cache.format != format:
-            raise fail(
-                function,
-                f"the cache has the format {cache.format!r}, and the layer {format!r}.",
-                fix="initialize the cache again, or make the layer with the format of the cache.",
-            )
+            problem = f"the cache has the format {cache.format!r}, and the layer {format!r}."
+            fix = "initialize the cache again, or make the layer with the format of the cache."
+            raise fail(function, problem, fix=fix)
         cache = cache.append(key, value)
         write(cache)
         # Token i of this call attends to the tokens of the cache up to itself.
@@ -136,11 +132,8 @@ def initial_adapters(
         such product or one that does not fit.
     """
     if not layers:
-        raise fail(
-            function,
-            "the module has no layer with adapters.",
-            fix="make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear.",
-        )
+        fix = "make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear."
+        raise fail(function, "the module has no layer with adapters.", fix=fix)
     products = _products(function, plan, maps)
     if missing := sorted(set(layers) - set(products)):
         raise fail(

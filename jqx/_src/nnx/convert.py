@@ -284,11 +284,9 @@ def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variabl
     name = part.weight_name
     weights = [((name,), vars(owner)[name]) for owner in _owners(model, part)]
     if not weights:
-        raise fail(
-            "nnx.convert",
-            f"an injected {type(part).__name__} is not in a layer with a weight {name!r}.",
-            fix="pass the name of the layer's variable as weight_name= to the contraction.",
-        )
+        problem = f"an injected {type(part).__name__} is not in a layer with a weight {name!r}."
+        fix = "pass the name of the layer's variable as weight_name= to the contraction."
+        raise fail("nnx.convert", problem, fix=fix)
     return weights
 
 

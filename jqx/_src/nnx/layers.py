@@ -161,11 +161,9 @@ class CachedAttention(nnx.MultiHeadAttention):
             return super().__call__(*args, decode=decode, is_causal=is_causal, **kwargs)
         name, cache, attention = type(self).__name__, self.kv_cache, self.attention_fn
         if cache is None:
-            raise fail(
-                name,
-                f"the cache is not initialized, with decode=True and cache={self.cache!r}.",
-                fix="call layer.init_cache((batch, length, features)) first, of the whole length.",
-            )
+            problem = f"the cache is not initialized, with decode=True and cache={self.cache!r}."
+            fix = "call layer.init_cache((batch, length, features)) first, of the whole length."
+            raise fail(name, problem, fix=fix)
         read, write = cache.get_value, cache.set_value
         self.attention_fn = with_cache(name, attention, self.cache, read, write)
         try:  # attention over a cache is causal

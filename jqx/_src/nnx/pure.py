@@ -88,11 +88,9 @@ def pure_call(
         out = nodes_to_paths(caller, name, out, copy)
         changed = [] if nnx.graphdef(copy) == graphdef else _changed_attributes(graph, copy)
         if changed:
-            raise fail(
-                caller,
-                f"`{name}` sets attributes that are not variables: {some(changed)}.",
-                fix="call it before jqx.nnx.quantize, or use model.set_attributes.",
-            )
+            problem = f"`{name}` sets attributes that are not variables: {some(changed)}."
+            fix = "call it before jqx.nnx.quantize, or use model.set_attributes."
+            raise fail(caller, problem, fix=fix)
 
         def is_written(path: Path, variable: Any) -> bool:
             if isinstance(variable, QParam) or (constant and is_coded(path, variable)):
@@ -182,11 +180,9 @@ def _check_runs_now(function: str, name: str, leaf: Any) -> None:
         with contextlib.suppress(ValueError):  # an empty cell
             parts.append(cell.cell_contents)
     if isinstance(leaf, LATER) or any(map(is_node, jax.tree.leaves(parts, is_leaf=is_node))):
-        raise fail(
-            function,
-            f"`{name}` returns a lazy value, a {type(leaf).__name__}, which is not traced.",
-            fix="compute in a method that returns arrays, or return the module itself.",
-        )
+        problem = f"`{name}` returns a lazy value, a {type(leaf).__name__}, which is not traced."
+        fix = "compute in a method that returns arrays, or return the module itself."
+        raise fail(function, problem, fix=fix)
 
 
 def _changed_attributes(old_graph: Any, new_graph: Any) -> list[str]:

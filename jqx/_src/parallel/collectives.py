@@ -551,21 +551,14 @@ def _operand(function: str, x: ArrayLike, axis_name: Any) -> tuple[jax.Array, in
     """Returns the array to send and the number of devices, after checking both."""
     x = as_real(function, "x", x)
     if x.dtype == jnp.float64:
-        raise fail(
-            function,
-            "float64 is not supported: sums are computed in float32.",
-            fix="convert it: x.astype(jnp.float32).",
-            error=TypeError,
-        )
+        problem = "float64 is not supported: sums are computed in float32."
+        raise fail(function, problem, fix="convert it: x.astype(jnp.float32).", error=TypeError)
     try:
         return x, lax.axis_size(axis_name)
     except (NameError, TypeError, ValueError):
-        raise fail(
-            function,
-            f"`axis_name` is not an axis of the surrounding mesh: {shown(axis_name)}.",
-            fix="call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...).",
-            error=NameError,
-        ) from None
+        problem = f"`axis_name` is not an axis of the surrounding mesh: {shown(axis_name)}."
+        fix = "call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)."
+        raise fail(function, problem, fix=fix, error=NameError) from None
 
 
 def _send(
@@ -584,11 +577,8 @@ def _send(
     if error is not None:
         error = as_array(function, "error", error)
         if error.shape != x.shape:
-            raise fail(
-                function,
-                f"`error` has the shape {error.shape}, and x {x.shape}.",
-                fix="start with jnp.zeros(x.shape, jnp.float32), and pass what each call returns.",
-            )
+            fix = "start with jnp.zeros(x.shape, jnp.float32), and pass what each call returns."
+            raise fail(function, f"`error` has the shape {error.shape}, and x {x.shape}.", fix=fix)
         check_dtype(function, "error", error, jnp.float32, of="its")
     return perform(collective, x, error, key)
 
@@ -605,11 +595,9 @@ def _front_axis(function: str, argument: str, axis: Any, rank: int) -> int:
 def _check_parts(function: str, argument: str, length: int, count: int, tiled: bool) -> None:
     """Checks that an axis can be split into one part for each device."""
     if length % count if tiled else length != count:
-        raise fail(
-            function,
-            f"axis `{argument}` of {length} elements does not fit {count} devices.",
-            fix="pad the array along it." if tiled else "pass tiled=True, or reshape the array.",
-        )
+        problem = f"axis `{argument}` of {length} elements does not fit {count} devices."
+        fix = "pad the array along it." if tiled else "pass tiled=True, or reshape the array."
+        raise fail(function, problem, fix=fix)
 
 
 def _check_pairs(function: str, perm: Any, count: int) -> None:
