@@ -162,10 +162,8 @@ def _attention(
         before are masked.
         """
         begin = jnp.minimum(tile_start, length - size)
-        positions = (begin + jnp.arange(size, dtype=jnp.int32))[None]
-        counts = (jnp.maximum(starts, tile_start)[:, None] <= positions) & (
-            positions < stops[:, None]
-        )
+        tokens = (begin + jnp.arange(size, dtype=jnp.int32))[None]
+        counts = (jnp.maximum(starts, tile_start)[:, None] <= tokens) & (tokens < stops[:, None])
         tile = functools.partial(_tile, begin=begin, size=size)
         has_begun = (starts < jnp.minimum(tile_start + size, stops))[:, None, None, None]
 

@@ -377,17 +377,15 @@ def _matched(q: QTensor, update: QTensor, window: Window) -> QTensor:
         )
     target = groups_in(q.groups, window)
     for axis, (n, b) in enumerate(zip(target.shape, target.sizes, strict=True)):
-        group_size = update.groups.sizes[axis]
-        if group_size != b and not (
-            b > 0 and group_size > b and (group_size % b == 0 or group_size == n)
-        ):
+        size = update.groups.sizes[axis]
+        if size != b and not (b > 0 and size > b and (size % b == 0 or size == n)):
             raise fail(
                 "dynamic_update_slice",
                 f"`operand` has fewer scales than `update` along axis {axis}.",
                 given=f"update {update!r} for operand {q!r}, one scale for {b} elements",
                 fix="quantize update with the granularity of operand, or pass the array itself.",
             )
-        update = update if group_size == b else refine(update, axis, b)
+        update = update if size == b else refine(update, axis, b)
     zero_point: Any = update.zero_point
     if q.zero_point is not None and zero_point is None:
         zero_point = jnp.zeros(update.scale.shape, q.zero_point.dtype)
@@ -528,10 +526,8 @@ def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any
 
 def _reshaped(q: QTensor, rank: int) -> Affine:
     """Returns the single scale of a tensor for an array of another rank."""
-    shape, scale = (1,) * rank, q.real_scale()
-    return Affine(
-        scale.reshape(shape), None if q.zero_point is None else q.zero_point.reshape(shape)
-    )
+    parameters = (q.real_scale(), q.zero_point)
+    return Affine(*(None if x is None else x.reshape((1,) * rank) for x in parameters))
 
 
 def _in_bytes(x: jax.Array, indices: jax.Array, updates: jax.Array, options: Any) -> jax.Array:
@@ -604,44 +600,33 @@ def select(which: jax.Array, *cases: QTensor | jax.Array) -> QTensor | None:
     cases with the same scale; elements of an array are quantized with that scale. Otherwise they
     are quantized together with a new scale, as are elements that come from an array only.
     """
-    template = next(case for case in cases if isinstance(case, QTensor))
+    base = next(case for case in cases if isinstance(case, QTensor))
     tensors = {i: case for i, case in enumerate(cases) if isinstance(case, QTensor)}
-    if not all(is_like(template, case) for case in tensors.values()):
+    if not all(is_like(base, case) for case in tensors.values()):
         return None
     if which.ndim == 0:
-        quantized_cases = [
-            x if isinstance(x, QTensor) else quantized_like(template, x) for x in cases
-        ]
-        return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *quantized_cases)
-    if (
-        isinstance(template.scale, QTensor)
-        or template.offset is not None
-        or template.order is not None
-    ):
+        filled = [x if isinstance(x, QTensor) else quantized_like(base, x) for x in cases]
+        return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *filled)
+    if isinstance(base.scale, QTensor) or base.offset is not None or base.order is not None:
         return None
-    real = [x.dequantize() if isinstance(x, QTensor) else x.astype(template.dtype) for x in cases]
+    real = [x.dequantize() if isinstance(x, QTensor) else x.astype(base.dtype) for x in cases]
     selected = lax.select_n(which, *real)
-    groups, case_index = template.groups, which.astype(jnp.int32)
-    requantized = quantized_like(template, selected)
-    lowest, highest = (
-        groups.reduce(jnp.min, case_index, len(cases)),
-        groups.reduce(jnp.max, case_index, 0),
-    )
+    groups, index = base.groups, which.astype(jnp.int32)
+    fresh = quantized_like(base, selected)
+    lowest, highest = groups.reduce(jnp.min, index, len(cases)), groups.reduce(jnp.max, index, 0)
     several = lowest != highest
-    grid = (requantized.scale, requantized.zero_point)
-    grid = _where(
-        several & _all([_same(x, template) for x in tensors.values()]), _grid(template), grid
-    )
+    grid = (fresh.scale, fresh.zero_point)
+    grid = _where(several & _all([_same(x, base) for x in tensors.values()]), _grid(base), grid)
     for i, case in tensors.items():
         grid = _where(~several & (lowest == i), _grid(case), grid)
-    new = QTensor.quantize(selected, spec_like(template, groups), Affine(*grid))
-    values, shape = new.values, groups.split(case_index).shape
+    new = QTensor.quantize(selected, spec_like(base, groups), Affine(*grid))
+    values, shape = new.values, groups.split(index).shape
     for i, case in tensors.items():
         keeps_codes = groups.split_scale(_same(case, new))
-        taken = groups.join(jnp.broadcast_to(keeps_codes, shape)) & (case_index == i)
+        taken = groups.join(jnp.broadcast_to(keeps_codes, shape)) & (index == i)
         values = jnp.where(taken, case.unpack().values, values)
     new = dataclasses.replace(new, values=values)
-    return dataclasses.replace(new, values=values_as(new, template), layout=template.layout)
+    return dataclasses.replace(new, values=values_as(new, base), layout=base.layout)
 
 
 def _grid(q: QTensor) -> tuple[Any, Any]:

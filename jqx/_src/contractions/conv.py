@@ -135,13 +135,11 @@ class Window(NamedTuple):
         if not grouped or outputs % max(groups) or batch % self.batch_groups:
             return None
         sizes = []
-        for n, tap, stride, (low, high), hole, dilation in zip(
-            pixels, taps, *per_axis, strict=True
-        ):
+        for n, tap, stride, (low, high), hole, gap in zip(pixels, taps, *per_axis, strict=True):
             span = _dilated(n, hole) + low + high
             if span < 0:
                 return None
-            sizes.append(max(0, (span - _dilated(tap, dilation)) // stride + 1))
+            sizes.append(max(0, (span - _dilated(tap, gap)) // stride + 1))
         shape = [0] * len(lhs)
         for axis, n in zip(self.axes.out_spec, (batch // groups[1], outputs, *sizes), strict=True):
             shape[axis] = n

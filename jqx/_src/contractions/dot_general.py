@@ -454,10 +454,8 @@ def rows_product(
     if is_row := math.prod(m) == 1:
         left = jnp.concatenate([left, jnp.zeros_like(left)], batch)
     axes = tuple(range(batch))
-    contracted = (batch + 1,)
-    y = lax.dot_general(
-        left, right, ((contracted, contracted), (axes, axes)), preferred_element_type=dtype
-    )
+    inner = (batch + 1,)
+    y = lax.dot_general(left, right, ((inner, inner), (axes, axes)), preferred_element_type=dtype)
     y = lax.slice_in_dim(y, 0, 1, axis=batch) if is_row else y
     return _transposed(y.reshape(*ahead, *m, *n), order)
 

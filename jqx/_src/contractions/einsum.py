@@ -326,24 +326,22 @@ def _without_ones(term: _Term, sizes: dict[Any, int], output: Labels) -> _Term:
 def _sum_of_own(term: _Term, needed: Labels, how: _How) -> _Term:
     """Sums over the labels that neither another term nor the result has."""
     x, labels = term
-    own_labels = tuple(label for label in labels if label not in needed)
-    if not own_labels:
+    summed = tuple(label for label in labels if label not in needed)
+    if not summed:
         return term
-    axes = term.axes(own_labels)
-    remaining = tuple(label for label in labels if label not in own_labels)
+    axes = term.axes(summed)
+    remaining = tuple(label for label in labels if label not in summed)
     if not isinstance(x, QTensor):
         wide = common_dtype(x.dtype, how.dtype)
         return _Term(jnp.sum(x, axis=axes, dtype=wide).astype(how.dtype), remaining)
     if can_leave_sum(x.groups, axes):
         codes = jnp.ones([x.shape[axis] for axis in axes], jnp.int8)
-        unit_scale = jnp.ones((1,) * len(own_labels), jnp.float32)
+        unit_scale = jnp.ones((1,) * len(summed), jnp.float32)
         all_ones = QTensor(codes, unit_scale, qtype=jnp.int8, dtype=x.dtype)
-        return _contract(_Term(all_ones, own_labels), term, remaining, how)
+        return _contract(_Term(all_ones, summed), term, remaining, how)
     # Floats take the scale: ones for every label along which it varies.
     over = [
-        label
-        for label, m in zip(labels, x.scale.shape, strict=True)
-        if m > 1 or label in own_labels
+        label for label, m in zip(labels, x.scale.shape, strict=True) if m > 1 or label in summed
     ]
     all_ones = jnp.ones([term.size(label) for label in over], x.dtype)
     return _contract(_Term(all_ones, tuple(over)), term, remaining, how)
@@ -464,15 +462,12 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
 def _block_by_block(x: _Term, q: _Term, labels: Labels, block: Any, how: _How) -> jax.Array:
     """Contracts one block of a QTensor after another, without copies of the array in memory."""
     (axis,) = q.axes([block])
-    block_labels, result_labels = (
-        tuple(label for label in term_labels if label != block)
-        for term_labels in (q.labels, labels)
+    inner, outer = (
+        tuple(label for label in names if label != block) for names in (q.labels, labels)
     )
 
     def one(i: jax.Array) -> jax.Array:
-        return _contract_folded(
-            x, _Term(item_along(q.x, axis, i), block_labels), result_labels, how
-        )
+        return _contract_folded(x, _Term(item_along(q.x, axis, i), inner), outer, how)
 
     y = lax.map(one, jnp.arange(q.size(block), dtype=jnp.int32))
     return jnp.moveaxis(y, 0, labels.index(block))
@@ -492,11 +487,9 @@ def _in_blocks(x: _Term, q: _Term) -> tuple[_Term, dict[Any, Labels]]:
         if label in x.labels:
             q = q._replace(x=refine(q.x, axis))
             continue
-        block_size = math.gcd(n, size)  # of a shorter last block too
-        blocked = q.x if block_size == size else refine(q.x, axis, block_size)
-        blocked = blocked.unpack().reshape(
-            *q.x.shape[:axis], n // block_size, block_size, *q.x.shape[axis + 1 :]
-        )
+        run = math.gcd(n, size)  # of a shorter last block too
+        blocked = q.x if run == size else refine(q.x, axis, run)
+        blocked = blocked.unpack().reshape(*q.x.shape[:axis], n // run, run, *q.x.shape[axis + 1 :])
         split[label] = ("block of", label), label
         q = _Term(blocked, (*q.labels[:axis], *split[label], *q.labels[axis + 1 :]))
     return q, split

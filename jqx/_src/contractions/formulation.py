@@ -60,11 +60,8 @@ def _of_scale(scale: Any, tangent: Any) -> Any:
         return None
     if not isinstance(scale, QTensor):
         return tangent
-    leaf_tangents = [_instantiated(x) for x in leaves]
-    _, real_tangent = jax.jvp(
-        lambda s: s.dequantize(), (scale,), (structure.unflatten(leaf_tangents),)
-    )
-    return real_tangent
+    leaves = [_instantiated(x) for x in leaves]
+    return jax.jvp(lambda s: s.dequantize(), (scale,), (structure.unflatten(leaves),))[1]
 
 
 def _instantiated(tangent: Any) -> Any:

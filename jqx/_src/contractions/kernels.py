@@ -91,10 +91,8 @@ def over_matrices(
     return y.reshape(*batch, *free, q.shape[-1])
 
 
-def in_stack(
-    kernel: Callable[..., jax.Array], q: QTensor, operand_index: int
-) -> Callable[..., jax.Array]:
-    """Returns a kernel of matrices that reads the codes, its operand `operand_index`, from the
+def in_stack(kernel: Callable[..., jax.Array], q: QTensor, index: int) -> Callable[..., jax.Array]:
+    """Returns a kernel of matrices that reads the codes, its operand `index`, from the
     stack of a weight, if the weight is a slice of a stack.
     """
     codes, step = found(q)
@@ -102,9 +100,7 @@ def in_stack(
         return kernel
 
     def run(*operands: jax.Array | None, **options: Any) -> jax.Array:
-        return kernel(
-            *operands[:operand_index], codes, *operands[operand_index + 1 :], step=step, **options
-        )
+        return kernel(*operands[:index], codes, *operands[index + 1 :], step=step, **options)
 
     return run
 
@@ -141,33 +137,33 @@ class Parameters(NamedTuple):
     Attributes:
       scale: [..., G, N], floats or the exponents of powers of two.
       zero: zero points of the same shape, or `None`.
-      result_factor: a factor of the result, [..., 1, 1] or [..., 1, N], or `None`.
+      factor: a factor of the result, [..., 1, 1] or [..., 1, N], or `None`.
     """
 
     scale: jax.Array
     zero: jax.Array | None
-    result_factor: jax.Array | None
+    factor: jax.Array | None
 
 
 def dtype_of(how: HowTo, parameters: Parameters) -> Any:
     """Returns the dtype that a kernel writes: that of the result, if no factor follows."""
-    return how.dtype if how.dtype is not None and parameters.result_factor is None else jnp.float32
+    return how.dtype if how.dtype is not None and parameters.factor is None else jnp.float32
 
 
 def parameters_of(q: QTensor, dtype: Any) -> Parameters:
     """Returns the parameters of a weight [..., K, N] for a product with rows of a dtype."""
-    scale, result_factor = _scale_of(q)
+    scale, factor = _scale_of(q)
     unit = getattr(format_of(q.qtype), "unit", 1.0)
     if unit != 1.0:
-        base = jnp.ones((1,) * q.ndim, jnp.float32) if result_factor is None else result_factor
-        result_factor = base * jnp.float32(unit)
+        base = jnp.ones((1,) * q.ndim, jnp.float32) if factor is None else factor
+        factor = base * jnp.float32(unit)
     if dtype == jnp.float16:
-        scale, result_factor = _near_one(q, scale, result_factor)
+        scale, factor = _near_one(q, scale, factor)
     scale = jnp.broadcast_to(scale, (*scale.shape[:-1], q.shape[-1]))
     zero = q.zero_point
     if zero is not None:
         zero = jnp.broadcast_to(zero, (*zero.shape[:-2], *scale.shape[-2:]))
-    return Parameters(scale, zero, result_factor)
+    return Parameters(scale, zero, factor)
 
 
 def _scale_of(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
@@ -182,7 +178,7 @@ def _scale_of(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _near_one(
-    q: QTensor, scale: jax.Array, result_factor: jax.Array | None
+    q: QTensor, scale: jax.Array, factor: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns scales for which float16 represents all weights of a column, and the remaining power
     of two, a factor of the result.
@@ -191,7 +187,7 @@ def _near_one(
     largest = jnp.max(jnp.abs(lax.stop_gradient(real)), axis=-2, keepdims=True)
     highest = max(abs(form.low), abs(form.high)) * (1 if q.zero_point is None else 2)
     power = power_below(largest * jnp.float32(highest))
-    return real / power, power if result_factor is None else result_factor * power
+    return real / power, power if factor is None else factor * power
 
 
 DECODING = (
@@ -246,7 +242,7 @@ def _weights(x: jax.Array, q: QTensor, how: HowTo, kernel: Callable[..., jax.Arr
         dtype=dtype_of(how, parameters),
     )
     weight = [q.values, parameters.scale, parameters.zero]
-    return over_matrices(run, how.dimensions, [x], weight, parameters.result_factor)
+    return over_matrices(run, how.dimensions, [x], weight, parameters.factor)
 
 
 def as_activation(q: QTensor, weight: QTensor, wide: Any) -> jax.Array:
@@ -404,4 +400,4 @@ def products(
     parameters = parameters_of(q, jnp.float32)
     run = functools.partial(kernel, form=form, dtype=dtype_of(how, parameters))
     rows, weight = [x, x_scale.astype(jnp.float32)], [q.values, parameters.scale, parameters.zero]
-    return over_matrices(run, how.dimensions, rows, weight, parameters.result_factor)
+    return over_matrices(run, how.dimensions, rows, weight, parameters.factor)

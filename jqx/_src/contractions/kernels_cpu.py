@@ -181,12 +181,10 @@ def quantizing(
 ) -> jax.Array:
     """Returns the product of floats, quantized to a format with their scale, and a weight."""
     rows = rows_of(x.astype(jnp.float32), how)
-    row_scale = _parameter(scale.astype(jnp.float32), x, how)
+    factor = _parameter(scale.astype(jnp.float32), x, how)
     weight, step = right_of(as_int8(q), how, *stack)
     options = {"low": float(form.low), "high": float(form.high), "step": step}
-    return as_output(
-        product_cpu(rows, row_scale, None, *weight, **options, dtype=jnp.float32), x, how
-    )
+    return as_output(product_cpu(rows, factor, None, *weight, **options, dtype=jnp.float32), x, how)
 
 
 def in_groups(parameter: jax.Array, q: QTensor) -> jax.Array:
@@ -313,10 +311,8 @@ def _are_in_groups(case: Any) -> bool:
     axis = how.dimensions.lhs_contracting[0]
     is_whole = x.groups.sizes[axis] == x.shape[axis]
     is_plain = x.zero_point is None and bool(format_of(x.qtype).signed)
-    has_float_scale = x.scale.dtype in (E8M0, jnp.float32)
-    return (
-        is_whole and is_plain and has_float_scale and common_dtype(x.dtype, q.dtype) == jnp.float32
-    )
+    is_scaled = x.scale.dtype in (E8M0, jnp.float32)
+    return is_whole and is_plain and is_scaled and common_dtype(x.dtype, q.dtype) == jnp.float32
 
 
 @formulation(

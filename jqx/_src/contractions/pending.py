@@ -71,9 +71,7 @@ def dot_general_pending(
     preferred_element_type: DTypeLike,
 ) -> jax.Array:
     """Returns `jqx.dot_general` of a `Pending` array and a QTensor, in either order."""
-    ranks = [
-        (operand.x if isinstance(operand, Pending) else operand).ndim for operand in (lhs, rhs)
-    ]
+    ranks = [(y.x if isinstance(y, Pending) else y).ndim for y in (lhs, rhs)]
     dimensions = Dimensions.of(dimension_numbers, *ranks)
     if isinstance(lhs, Pending):
         y = _product(lhs, rhs, dimensions, precision, preferred_element_type)
@@ -153,9 +151,9 @@ REASON = (
 def _quantizes_on(platform: str) -> Callable[[Rows], bool]:
     def applies(case: Rows) -> bool:
         how, spec = case.how
-        has_few_rows = platform == "tpu" or how.dimensions.rows(case.lhs) <= FEW
+        short = platform == "tpu" or how.dimensions.rows(case.lhs) <= FEW
         has_codes = has_codes_of_kernels(spec)
-        return has_few_rows and has_codes and multiplies_codes(platform, case.codes, case.rhs, how)
+        return short and has_codes and multiplies_codes(platform, case.codes, case.rhs, how)
 
     return applies
 
@@ -173,10 +171,8 @@ def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, args: RowA
 
 def _is_for_package(case: Rows) -> bool:
     how, spec = case.how
-    has_few_rows = how.dimensions.rows(case.lhs) <= FEW
-    return (
-        has_few_rows and has_codes_of_kernels(spec) and multiplies_bytes(case.codes, case.rhs, how)
-    )
+    short = how.dimensions.rows(case.lhs) <= FEW
+    return short and has_codes_of_kernels(spec) and multiplies_bytes(case.codes, case.rhs, how)
 
 
 @formulation(
@@ -218,11 +214,7 @@ PENDING = Planner(
 
 
 def _by_kernel(
-    x: jax.Array,
-    scale: jax.Array,
-    q: QTensor,
-    args: RowArgs,
-    kernel: Callable[..., jax.Array],
+    x: jax.Array, scale: jax.Array, q: QTensor, args: RowArgs, kernel: Callable[..., jax.Array]
 ) -> jax.Array:
     def run(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
         return products(x, scale, q, args.how, format_of(args.spec.qtype), kernel)
@@ -265,13 +257,9 @@ def _first(rows: QTensor, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
 
 def _quantizes_rows_on(platform: str) -> Callable[[Rows], bool]:
     def applies(case: Rows) -> bool:
-        has_few_rows = platform == "tpu" or case.lhs.shape[0] <= FEW
+        short = platform == "tpu" or case.lhs.shape[0] <= FEW
         case_of_codes = Groups(case.codes, case.rhs, case.how.how)
-        return (
-            has_few_rows
-            and has_codes_of_kernels(case.how.spec)
-            and has_kernel(case_of_codes, platform)
-        )
+        return short and has_codes_of_kernels(case.how.spec) and has_kernel(case_of_codes, platform)
 
     return applies
 

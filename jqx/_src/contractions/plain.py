@@ -475,16 +475,14 @@ def _together(rows: int, count: int) -> int:
     )
 
 
-def _block_diagonal(rows: jax.Array, count: int, size: int, blocks_per_run: int) -> jax.Array:
+def _block_diagonal(rows: jax.Array, count: int, size: int, blocks: int) -> jax.Array:
     """Returns, for each run of blocks, rows that are zero outside of their block:
     `[run, block * rows, elements of the run]`.
     """
-    parts = rows.reshape(-1, count // blocks_per_run, 1, blocks_per_run, size)
-    identity = jnp.eye(blocks_per_run, dtype=jnp.int8)[None, None, :, :, None]
+    parts = rows.reshape(-1, count // blocks, 1, blocks, size)
+    identity = jnp.eye(blocks, dtype=jnp.int8)[None, None, :, :, None]
     diagonal = (parts * identity).transpose(1, 2, 0, 3, 4)
-    return diagonal.reshape(
-        count // blocks_per_run, blocks_per_run * rows.shape[0], blocks_per_run * size
-    )
+    return diagonal.reshape(count // blocks, blocks * rows.shape[0], blocks * size)
 
 
 def _flat(parameter: jax.Array, columns: tuple[int, ...]) -> jax.Array:

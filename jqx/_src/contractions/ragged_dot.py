@@ -364,15 +364,11 @@ def _products(
 
     group = tiles.group.astype(jnp.int32)
     number = jnp.where(tiles.is_row[:, 0], group, ~group)
-    result = how.dtype if weight.result_factor is None else jnp.float32
+    result = how.dtype if weight.factor is None else jnp.float32
     parameters = of_all(weight.scale), of_all(weight.zero)
     y = kernel(*rows, codes, *parameters, number, step=step, dtype=result)
-    if weight.result_factor is not None:
-        factor = (
-            weight.result_factor
-            if weight.result_factor.shape[0] == 1
-            else weight.result_factor[group]
-        )
+    if weight.factor is not None:
+        factor = weight.factor if weight.factor.shape[0] == 1 else weight.factor[group]
         y = (y.reshape(len(group), -1, rhs.shape[2]) * factor).reshape(y.shape)
     return tiles.result(y).astype(how.dtype)
 

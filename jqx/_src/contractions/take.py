@@ -86,23 +86,21 @@ def take(
     return jnp.where(inside.reshape((1,) * lead + indices.shape + (1,) * trail), rows, fill)
 
 
-def take_along(q: Any, positions: jax.Array, axis: int) -> Any:
+def take_along(q: Any, index: jax.Array, axis: int) -> Any:
     """Takes places, a vector of indices in range, along an axis of an array or QTensor whose codes
     are not packed along it.
     """
     if not isinstance(q, QTensor):
-        return jnp.take(q, positions, axis=axis, mode="clip")
+        return jnp.take(q, index, axis=axis, mode="clip")
     swapped = q.layout is not None and q.layout.swapped and axis >= q.ndim - 2
     stored_axis = 2 * q.ndim - 3 - axis if swapped else axis
     groups, order = q.groups, q.order
     if order is not None:
         check_kept("take", q, axis)
-        order = order if order.shape[axis] == 1 else take_along(order, positions, axis)
-    taken = q.map_parameters(lambda leaf: take_entries(leaf, positions, axis, groups))
+        order = order if order.shape[axis] == 1 else take_along(order, index, axis)
+    taken = q.map_parameters(lambda leaf: take_entries(leaf, index, axis, groups))
     # `blocks` stays valid for other axes; along this axis, entries are shared or per element.
-    return dataclasses.replace(
-        taken, values=take_along(q.values, positions, stored_axis), order=order
-    )
+    return dataclasses.replace(taken, values=take_along(q.values, index, stored_axis), order=order)
 
 
 def take_entries(parameter: Any, positions: jax.Array, axis: int, groups: Groups) -> Any:

@@ -180,17 +180,15 @@ def _kernel(
     parts: tuple[int, int],
 ) -> None:
     *of_token, result, most_result, total_result = references
-    parameters = iter(of_token)
-    key_scale, key_zero, value_scale, value_zero = (
-        next(parameters) if x else None for x in present
-    )
+    arrays = iter(of_token)
+    key_scale, key_zero, value_scale, value_zero = (next(arrays) if x else None for x in present)
     space, load = pl(), triton().load
     start, stop = starts[0], stops[0]
     begin = lax.div(start, tiles.tokens) * tiles.tokens
     steps = lax.div(stop - begin + tiles.tokens - 1, tiles.tokens)
     steps_per_part = lax.div(steps + tiles.parts - 1, tiles.parts)
-    first_step = space.program_id(2) * steps_per_part
-    end_step = jnp.minimum(first_step + steps_per_part, steps)
+    low = space.program_id(2) * steps_per_part
+    high = jnp.minimum(low + steps_per_part, steps)
     rows = [q[i] for i in range(parts[0])]
 
     def add(step: Any, carry: Any) -> Any:
@@ -239,9 +237,7 @@ def _kernel(
         jnp.zeros(shape[:1], jnp.float32),
         jnp.zeros(shape, jnp.float32),
     )
-    most_result[...], total_result[...], result[...] = lax.fori_loop(
-        first_step, end_step, add, carry
-    )
+    most_result[...], total_result[...], result[...] = lax.fori_loop(low, high, add, carry)
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -248,10 +248,8 @@ def _kernel(
     b, step = space.program_id(0), space.program_id(2)
     start, stop = starts[b], stops[b]
     tile_start = (lax.div(start, tiles.tokens) + step) * tiles.tokens
-    parameters = iter(of_token)
-    key_scale, key_zero, value_scale, value_zero = (
-        next(parameters) if x else None for x in present
-    )
+    arrays = iter(of_token)
+    key_scale, key_zero, value_scale, value_zero = (next(arrays) if x else None for x in present)
 
     @space.when(step == 0)
     def _() -> None:

@@ -46,15 +46,9 @@ def product_cpu(
         beyond the groups are 0.
     """
     options = {"low": np.float32(low), "high": np.float32(high)}
-    operands = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
-    operands = (
-        *operands,
-        _or_none(w_scale),
-        _or_none(w_zero, jnp.int32),
-        _step(step),
-        _sizes(sizes, x),
-    )
-    return _called("product", operands, (0, 2, 3), 6, options, dtype)
+    args = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
+    args = *args, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step), _sizes(sizes, x)
+    return _called("product", args, (0, 2, 3), 6, options, dtype)
 
 
 def requantized_product_cpu(
@@ -93,8 +87,8 @@ def requantized_product_cpu(
     """
     options = {"low": np.int32(low), "high": np.int32(high), "is_single": is_single}
     parameters = (_or_none(parameter, jnp.int32) for parameter in (multiplier, shift, bias, zero))
-    operands = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters
-    return _called("requantized_product", (*operands, _step(step)), (0, 2), 8, options, dtype)
+    args = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters
+    return _called("requantized_product", (*args, _step(step)), (0, 2), 8, options, dtype)
 
 
 def float_product_cpu(
@@ -129,17 +123,9 @@ def float_product_cpu(
       sizes: as in `product_cpu`, with scales [G, groups, N].
     """
     options = {"bits": np.int32(bits), "is_signed": is_signed, "digits": np.int32(digits)}
-    operands = (
-        x,
-        w,
-        _or_none(x_scale),
-        scale,
-        _or_none(zero, jnp.int8),
-        _step(step),
-        _sizes(sizes, x),
-    )
+    args = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes, x)
     multiplies = "bf16" if x.dtype == jnp.bfloat16 else "s8"
-    return _called("float_product", operands, (0, 2), 5, options, jnp.float32, multiplies)
+    return _called("float_product", args, (0, 2), 5, options, jnp.float32, multiplies)
 
 
 def decoded_product_cpu(
@@ -162,10 +148,8 @@ def decoded_product_cpu(
       step: as in `product_cpu`.
       sizes: as in `product_cpu`, with scales [G, groups, N].
     """
-    operands = x, w, scale, _step(step), _sizes(sizes, x)
-    return _called(
-        "decoded_product", operands, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32"
-    )
+    args = x, w, scale, _step(step), _sizes(sizes, x)
+    return _called("decoded_product", args, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32")
 
 
 def _or_none(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -185,7 +169,7 @@ def _sizes(sizes: jax.Array | None, x: jax.Array) -> jax.Array:
 
 def _called(
     name: str,
-    operands: Sequence[jax.Array],
+    args: Sequence[jax.Array],
     rows: tuple[int, ...],
     step: int,
     options: dict[str, Any],
@@ -194,7 +178,7 @@ def _called(
 ) -> jax.Array:
     return _product_over_batches(
         name, rows, step, tuple(options.items()), jnp.dtype(dtype), multiplies
-    )(*operands)
+    )(*args)
 
 
 @functools.cache
@@ -212,42 +196,38 @@ def _product_over_batches(
     """
 
     @custom_vmap
-    def call(*operands: jax.Array) -> jax.Array:
-        (batch, m, _), n = operands[0].shape, operands[1].shape[1]
+    def call(*args: jax.Array) -> jax.Array:
+        (batch, m, _), n = args[0].shape, args[1].shape[1]
         with jax.named_scope(f"multiplies_{multiplies}"):  # shown by jqx.lowering
             result = jax.ShapeDtypeStruct((batch, m, n), dtype)
-            return package_cpu.call(name, result, *operands, **dict(options))
+            return package_cpu.call(name, result, *args, **dict(options))
 
     @call.def_vmap
-    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+    def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple[jax.Array, bool]:
         mapped = list(batched)
-        if any(x.size for x in operands[step + 1 :]):
-            return one_by_one(call, mapped, operands), True
-        if not any(mapped[i] for i in range(len(operands)) if i not in rows):
-            with_more, m = list(operands), operands[0].shape[-2]
+        if any(x.size for x in args[step + 1 :]):
+            return one_by_one(call, mapped, args), True
+        if not any(mapped[i] for i in range(len(args)) if i not in rows):
+            with_more, m = list(args), args[0].shape[-2]
             for i in rows:
-                x = operands[i]
+                x = args[i]
                 with_more[i] = _into_rows(size, m, x) if mapped[i] else _for_rows(size, x, i == 0)
             y = call(*with_more)
             y = y.reshape(y.shape[0], size, -1, y.shape[-1])
             return jnp.moveaxis(y, 1, 0), True
-        full_batch = list(operands)
-        if operands[step].size:  # a slice of a stack: a larger batch cannot have a stack
-            indices = jnp.broadcast_to(operands[step], (size, 1))[:, 0]
-            stack = (
-                operands[1]
-                if mapped[1]
-                else jnp.broadcast_to(operands[1], (size, *operands[1].shape))
-            )
-            full_batch[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, indices)
-            full_batch[step], mapped[1], mapped[step] = _step(None), True, False
-        for i, x in enumerate(full_batch):
+        larger = list(args)
+        if args[step].size:  # a slice of a stack: a larger batch cannot have a stack
+            index = jnp.broadcast_to(args[step], (size, 1))[:, 0]
+            stack = args[1] if mapped[1] else jnp.broadcast_to(args[1], (size, *args[1].shape))
+            larger[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, index)
+            larger[step], mapped[1], mapped[step] = _step(None), True, False
+        for i, x in enumerate(larger):
             if x.size:
                 x = x if mapped[i] else jnp.broadcast_to(x, (size, *x.shape))
-                full_batch[i] = x.reshape(-1, *x.shape[2:])
+                larger[i] = x.reshape(-1, *x.shape[2:])
             else:
-                full_batch[i] = x.reshape(0)
-        y = call(*full_batch)
+                larger[i] = x.reshape(0)
+        y = call(*larger)
         return y.reshape(size, -1, *y.shape[1:]), True
 
     return call

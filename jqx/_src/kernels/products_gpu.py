@@ -191,20 +191,18 @@ def _program(
     i, j, part = map(space.program_id, range(3))
     steps = -(-k // tiles.k)
     steps_per_part = -(-steps // tiles.parts)
-    first_step = part * steps_per_part
-    end_step = jnp.minimum(first_step + steps_per_part, steps)
+    begin = part * steps_per_part
+    end = jnp.minimum(begin + steps_per_part, steps)
     matrix = ()
     if group is not None:
         number = triton().load(group.at[i])
         matrix = (jnp.where(number < 0, ~number, number),)
-        end_step = jnp.where(number < 0, first_step, end_step)
+        end = jnp.where(number < 0, begin, end)
     stack_index = () if which is None else (triton().load(which.at[i]),)
     is_row = (i * tiles.m + jnp.arange(tiles.m) < m)[:, None]
     is_column = (j * tiles.n + jnp.arange(tiles.n) < n)[None, :]
     is_even = k % tiles.k == 0 and n % tiles.n == 0
-    return Program(
-        matrix, (*stack_index, *matrix), first_step, end_step, is_row, is_column, is_even
-    )
+    return Program(matrix, (*stack_index, *matrix), begin, end, is_row, is_column, is_even)
 
 
 def read(reference: Any, index: Any, inside: jax.Array | None) -> jax.Array:
@@ -250,9 +248,9 @@ def products_gpu(
     """
     (m, k), n, groups = x.shape, codes.shape[-1], scale.shape[-2]
     size = k // groups
-    rows_per_matrix = m if group is None else m // group.shape[0]
+    group_rows = m if group is None else m // group.shape[0]
     narrow = codes.dtype in (jnp.int4, jnp.uint4)
-    tiles = tiles_of(rows_per_matrix, k, n, size, narrow, within=True, all_rows=m)
+    tiles = tiles_of(group_rows, k, n, size, narrow, within=True, all_rows=m)
     scale = scale if scale.dtype != E8M0 else lax.bitcast_convert_type(scale, jnp.uint8)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     integers, qtype = isinstance(form, Integer), multiplied(form)
@@ -277,12 +275,10 @@ def products_gpu(
     y = y if x_scale.shape[1] > 1 else y * x_scale
     if groups > 1:
         return y.astype(dtype)
-    column_scale = scales(scale)
+    factor = scales(scale)
     if group is not None:
-        column_scale = jnp.repeat(
-            column_scale[jnp.where(group < 0, ~group, group), 0], rows_per_matrix, axis=0
-        )
-    return (y * column_scale).astype(dtype)
+        factor = jnp.repeat(factor[jnp.where(group < 0, ~group, group), 0], group_rows, axis=0)
+    return (y * factor).astype(dtype)
 
 
 def _products_kernel(
@@ -377,8 +373,8 @@ def weights_gpu(
       [M, N].
     """
     (m, k), n, size = x.shape, codes.shape[-1], x.shape[1] // scale.shape[-2]
-    rows_per_matrix = m if group is None else m // group.shape[0]
-    tiles = tiles_of(rows_per_matrix, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), all_rows=m)
+    group_rows = m if group is None else m // group.shape[0]
+    tiles = tiles_of(group_rows, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), all_rows=m)
     scale = scale if scale.dtype != E8M0 else lax.bitcast_convert_type(scale, jnp.uint8)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     kernel = functools.partial(
@@ -413,18 +409,16 @@ def _weights_kernel(
 
     def of_rows(parameter: Any, start: Any) -> jax.Array:
         """Returns the parameters of a tile of codes: repeated for each group, or one row."""
-        first_group = lax.div(start, size)
+        begin = lax.div(start, size)
         if size == k or size % tiles.k == 0:
             inside = None if is_even else is_column
-            return scales(read(parameter, (*matrix, ds(first_group, 1), slice(None)), inside))
+            return scales(read(parameter, (*matrix, ds(begin, 1), slice(None)), inside))
         if tiles.k % size == 0:
             count = tiles.k // size
-            is_group = (first_group + jnp.arange(count) < k // size)[:, None]
+            is_group = (begin + jnp.arange(count) < k // size)[:, None]
             inside = None if is_even else is_group & is_column
-            group_scales = scales(
-                read(parameter, (*matrix, ds(first_group, count), slice(None)), inside)
-            )
-            spread = jnp.broadcast_to(group_scales[:, None, :], (count, size, tiles.n))
+            values = scales(read(parameter, (*matrix, ds(begin, count), slice(None)), inside))
+            spread = jnp.broadcast_to(values[:, None, :], (count, size, tiles.n))
             return spread.reshape(tiles.k, tiles.n)
         group = lax.div(start + jnp.arange(tiles.k), size)[:, None]
         all_columns = jnp.arange(tiles.n)[None, :]

@@ -88,13 +88,13 @@ def tiles_of(
     parameters: Sequence[Any],
     bytes_of_x: int,
     rows_per_matrix: int | None = None,
-    stores_codes: bool = False,
+    stores: bool = False,
 ) -> Tiles:
     """Returns the tiles of a product with scales for groups of `size` along the contracted axis.
 
     `parameters` are the dtypes of scales and zero points [K / size, N]. `rows_per_matrix` is the
     number of rows for each of several matrices, which are read whole along the contracted axis.
-    `stores_codes` means that codes of rows are stored, one byte each.
+    `stores` means that codes of rows are stored, one byte each.
     """
     if rows_per_matrix is not None:
         wide = max(LANES, min(2 * WIDE, WHOLE // k // LANES * LANES))
@@ -115,9 +115,7 @@ def tiles_of(
     wide = n if n <= WIDE else WIDE
     groups = deep // size if moves else k // size
     stay = k % deep == 0
-    of_row = (
-        2 * (k if stay else deep) * bytes_of_x + 16 * wide + (k if stores_codes and stay else 0)
-    )
+    of_row = 2 * (k if stay else deep) * bytes_of_x + 16 * wide + (k if stores and stay else 0)
     row_limit = max(16, BUDGET // of_row // 16 * 16)
     return Tiles(_even(m, row_limit), deep, wide, _chunk(deep, size), groups, moves, stay)
 
@@ -299,7 +297,7 @@ def products_tpu(
     rows = None if group is None else m // group.shape[0]
     dtypes, width, qtype = [p.dtype for p in parameters], x.dtype.itemsize, multiplied(form)
     quantizes = x.dtype != qtype
-    tiles = tiles_of(m, k, n, size, dtypes, width, rows, stores_codes=quantizes)
+    tiles = tiles_of(m, k, n, size, dtypes, width, rows, stores=quantizes)
     keeps = quantizes and group is None and tiles.stay and n > tiles.n
     if not tiles.moves and groups > 1:  # rows of float32 can be read at any index
         parameters = [scales(p) for p in parameters]
