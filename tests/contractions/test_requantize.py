@@ -13,8 +13,8 @@ import jqx
 from jqx._src.contractions.requantize import (
     FixedPointRounding,
     Requantization,
+    as_asked,
     requantize,
-    requantize_float,
 )
 from jqx.calibrators import Affine
 from jqx.numerics import Integer, format_of
@@ -282,7 +282,7 @@ def test_accumulators_of_no_axes_and_of_no_elements():
     assert requantized(jnp.zeros((0, 3), jnp.int32), r).shape == (0, 3)
 
 
-def test_requantize_float_is_quantize():
+def test_a_float_result_is_quantized_by_its_spec():
     y = np.random.default_rng(7).normal(size=(4, 6)).astype(np.float32)
     spec = jqx.QSpec(jnp.uint8, jqx.per_axis(1), symmetric=False)
     affine = Affine(jnp.full((1, 6), 0.03, jnp.float32), jnp.full((1, 6), 90, jnp.uint8))
@@ -290,12 +290,12 @@ def test_requantize_float_is_quantize():
         (spec, jqx.QTensor.quantize(y, spec)),
         ((spec, affine), jqx.QTensor.quantize(y, spec, affine)),
     ):
-        result = requantize_float(y, output)
+        result = as_asked("dot_general", y, output)
         assert jax.tree.structure(result) == jax.tree.structure(expected)
         jax.tree.map(np.testing.assert_array_equal, result, expected)
-    for wrong in (affine, (spec, affine, spec), jnp.int8, None):
+    for wrong in (affine, (spec, affine, spec), jnp.int8):
         with pytest.raises(TypeError, match=r"jqx.dot_general: `output` is not a QSpec"):
-            requantize_float(y, wrong)
+            as_asked("dot_general", y, wrong)
 
 
 def fields(**changes):

@@ -190,7 +190,7 @@ def item_at(x: jax.Array, i: Any) -> jax.Array:
 
 def _tied(x: jax.Array, step: Any) -> tuple[jax.Array, Any]:
     """Ties codes to the step of a loop; otherwise XLA on CPU would convert all of them before the
-    loop (see `_xla_cpu`).
+    loop (see `xla_cpu`).
     """
     narrow = x.dtype.itemsize == 1 and x.dtype not in (jnp.int8, jnp.uint8)
     return lax.optimization_barrier((x, jnp.asarray(step))) if narrow else (x, step)

@@ -521,7 +521,7 @@ def _under_window(lhs: QTensor, rhs: QTensor, window: Window) -> tuple[jax.Array
 
 
 def _int8_conv(codes: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
-    # XLA on CPU would fold padding into the window: see `_xla_cpu`.
+    # XLA on CPU would fold padding into the window: see `xla_cpu`.
     codes, kernel = lax.optimization_barrier((codes, kernel))
 
     def as_floats(codes: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -548,7 +548,7 @@ def _window_sums(codes: jax.Array, rhs: QTensor, window: Window) -> jax.Array:
 
 def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
     """Returns the sums of the codes of each output feature, lined up with the result. They are the
-    convolution of an image of ones (see `_xla_cpu`).
+    convolution of an image of ones (see `xla_cpu`).
     """
     unit_steps = (1,) * len(window.strides)
     shape = [0] * rhs.ndim

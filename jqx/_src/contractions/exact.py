@@ -248,7 +248,7 @@ def _between(y: jax.Array, axis: int, start: int, stop: int) -> jax.Array:
 def _sums_of_rows(rows: jax.Array, row_axis: int, dimensions: Dimensions) -> jax.Array:
     """Returns the sums of rows, of shape (*batch, rows, 1...), as a product with ones.
 
-    XLA on CPU would store the operand of a sum (see `_xla_cpu`). The rows are the right operand,
+    XLA on CPU would store the operand of a sum (see `xla_cpu`). The rows are the right operand,
     because sums in a row are later read twice as fast as sums in a column.
     """
     axes, leads = tuple(range(row_axis + 1, rows.ndim)), tuple(range(row_axis))

@@ -180,7 +180,7 @@ def using(*formulations: Formulation) -> Iterator[None]:
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> from jqx.contractions import Formulation, using
+      >>> from jqx.extend import Formulation, using
       >>> def by_hand(x, q, how):
       ...     return jnp.dot(x, q.dequantize())
       >>> mine = Formulation(
@@ -204,7 +204,7 @@ def using(*formulations: Formulation) -> Iterator[None]:
 
 
 def _check(mine: Any) -> None:
-    fix = "pass jqx.contractions.Formulation(name, reason, platforms, applies, compute)."
+    fix = "pass jqx.extend.Formulation(name, reason, platforms, applies, compute)."
     check_instance("extend.using", "formulation", mine, Formulation, fix=fix)
     if mine.op not in OPS:
         problem = f"the operation of a formulation is unknown: {mine.op!r}."

@@ -254,8 +254,7 @@ def as_output(y: jax.Array, x: Any, how: HowTo) -> jax.Array:
     return y.reshape(*(x.shape[axis] for axis in kept_axes), y.shape[-1])
 
 
-# Formulations by kernels of the package jqx-cpu for weights that are packed, in groups, or codes
-# of floats: see `kernels_cpu.py`.
+# Weights that are packed, in groups, or codes of floats.
 
 
 MOST = 16

@@ -389,19 +389,20 @@ def as_result(codes: jax.Array, r: Requantization) -> QTensor:
 
 
 def lined_up(r: Requantization, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns the arrays, reshaped to the rank of the accumulators."""
-    return tuple(_lined_up(name, getattr(r, name), shape) for name in _LEAVES)
-
-
-def requantize_float(y: jax.Array, output: Any, function: str = "dot_general") -> QTensor:
-    """Quantizes a float result by `output`: by a spec or scheme whose calibrator finds the scale,
-    or by one with a given scale and zero point. Errors name `function`.
-    """
-    spec, affine = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
-    if not isinstance(spec, str):
-        fix = 'pass a QSpec or a scheme such as "int8", or one of them and an Affine.'
-        check_instance(function, "output", spec, QSpec, fix=fix)
-    return QTensor.quantize(y, needed_spec(function, "output", spec, "array"), affine)
+    """Returns the arrays with the rank of the accumulators, axes of size 1 in front."""
+    arrays = []
+    for field in _LEAVES:
+        x = getattr(r, field)
+        if x is not None:
+            missing = len(shape) - x.ndim
+            sizes = zip(x.shape, shape[max(missing, 0) :], strict=False)
+            if missing < 0 or any(m not in (1, n) for m, n in sizes):
+                problem = f"`{field}` of shape {x.shape} does not fit the accumulators of {shape}."
+                fix = "reshape it: the size of the result along the axes that it has, 1 elsewhere."
+                raise fail("tflite.requantize", problem, fix=fix)
+            x = jnp.reshape(x, (1,) * missing + x.shape)
+        arrays.append(x)
+    return tuple(arrays)
 
 
 def _integers(field: str, x: Any, form: Integer) -> jax.Array:
@@ -430,18 +431,6 @@ def _check_shift(shift: jax.Array) -> None:
             f"{LARGEST_SHIFT}].",
             fix="compute it with jqx.tflite.Requantization.of(...).",
         )
-
-
-def _lined_up(field: str, x: jax.Array | None, shape: tuple[int, ...]) -> Any:
-    """Returns `x` with the rank of the accumulators, axes of size 1 in front."""
-    if x is None:
-        return None
-    missing = len(shape) - x.ndim
-    if missing < 0 or any(m not in (1, n) for m, n in zip(x.shape, shape[missing:], strict=True)):
-        problem = f"`{field}` of shape {x.shape} does not fit the accumulators of shape {shape}."
-        fix = "reshape it: the size of the result along the axes that it has, 1 elsewhere."
-        raise fail("tflite.requantize", problem, fix=fix)
-    return jnp.reshape(x, (1,) * missing + x.shape)
 
 
 _LEAVES = ("multiplier", "shift", "scale", "zero_point", "bias")
@@ -480,8 +469,16 @@ integer factors.
 
 
 def as_asked(function: str, y: jax.Array, output: Any) -> Any:
-    """Returns a float result as it is, or quantized by `output`."""
-    return y if output is None else requantize_float(y, output, function)
+    """Returns a float result as it is, or quantized by `output`: a spec or scheme whose calibrator
+    finds the scale, or one of these with a given scale and zero point. Errors name `function`.
+    """
+    if output is None:
+        return y
+    spec, affine = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
+    if not isinstance(spec, str):
+        fix = 'pass a QSpec or a scheme such as "int8", or one of them and an Affine.'
+        check_instance(function, "output", spec, QSpec, fix=fix)
+    return QTensor.quantize(y, needed_spec(function, "output", spec, "array"), affine)
 
 
 def check_requantized(

@@ -112,7 +112,13 @@ class QuantizedFunction:
         elif mode is Mode.CONVERT:
             plan = self.plan(params)
             scales = self._given_scales(plan, mode)
-            self._check_converted(params, plan)
+            paths = set() if self.converts is None else _paths(plan)
+            leaves = _by_path(params)
+            floats = [path for path, x in leaves.items() if path in paths and not is_whole(x)]
+            if floats:
+                where = f"floats for {some(map(self._full_path, floats))}, in {Mode.CONVERT}"
+                fix = f"call {self.converts} first, and use its result; or use Mode.SIMULATE."
+                raise fail(self.caller, "weights are not converted.", given=where, fix=fix)
             params = _dequantize_others(params, plan)
             transform = convert(self.function, plan, scales)
         else:
@@ -249,20 +255,6 @@ class QuantizedFunction:
                 fix="call the module in Mode.CALIBRATE on typical inputs first, keeping the "
                 'statistics; or, if no site has any, pass scales="dynamic": scales from the values '
                 "of the call.",
-            )
-
-    def _check_converted(self, params: Any, plan: Plan) -> None:
-        """Checks that the weights of a plan are codes."""
-        paths = set() if self.converts is None else _paths(plan)
-        leaves = _by_path(params)
-        floats = [path for path, x in leaves.items() if path in paths and not is_whole(x)]
-        if floats:
-            raise fail(
-                self.caller,
-                "weights are not converted.",
-                given=f"floats for {some(map(self._full_path, floats))}, in {Mode.CONVERT}",
-                fix=f"call {self.converts} first, and use its result; to quantize floats in each "
-                "call, use Mode.SIMULATE.",
             )
 
     def _full_path(self, path: str) -> str:
