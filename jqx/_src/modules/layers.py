@@ -136,19 +136,13 @@ def initial_adapters(
         raise fail(function, "the module has no layer with adapters.", fix=fix)
     products = _products(function, plan, maps)
     if missing := sorted(set(layers) - set(products)):
-        raise fail(
-            function,
-            f"layers with adapters have no compensation: {some(map(repr, missing))}.",
-            fix="quantize their kernels with jqx.algorithms.loftq or eora and a policy that covers "
-            "them; or use layers without adapters there.",
-        )
+        problem = f"layers with adapters have no compensation: {some(map(repr, missing))}."
+        fix = "quantize their kernels with jqx.algorithms.loftq or eora, or use other layers there."
+        raise fail(function, problem, fix=fix)
     if unused := sorted(set(products) - set(layers)):
-        raise fail(
-            function,
-            "weights with a compensation are not in a layer with adapters: "
-            f"{some(map(repr, unused))}.",
-            fix="make those layers of LoRADense or LoRALinear, or leave them out of the policy.",
-        )
+        problem = f"compensated weights are in no layer with adapters: {some(map(repr, unused))}."
+        fix = "make those layers of LoRADense or LoRALinear, or leave them out of the policy."
+        raise fail(function, problem, fix=fix)
     return {path: _scaled(function, path, products[path], layers[path]) for path in layers}
 
 
@@ -169,23 +163,20 @@ def check_same_parameters(
             jnp.shape(x[path]) if path in x else None for x in (params, quantized)
         )
         if shape != quantized_shape:
-            raise fail(
-                function,
-                "`quantized` does not have the parameters of the module.",
-                given=f"{path!r} of shape {quantized_shape}, and {shape} in the module",
-                fix="quantize the module with Flax's layers in place of those with adapters.",
-            )
+            problem = "`quantized` does not have the parameters of the module."
+            facts = f"{path!r} of shape {quantized_shape}, and {shape} in the module"
+            fix = "quantize the module with Flax's layers in place of those with adapters."
+            raise fail(function, problem, given=facts, fix=fix)
     outside = [
         path
         for path, x in quantized.items()
         if is_whole(x) and not any(f"{path}/".startswith(part and f"{part}/") for part in parts)
     ]
     if outside:
-        raise fail(
-            function,
-            f"quantized weights are not in a layer that takes codes: {some(map(repr, outside))}.",
-            fix="use layers of jqx.linen or jqx.nnx, or leave them out of the policy of ptq.",
-        )
+        paths = some(map(repr, outside))
+        problem = f"quantized weights are not in a layer that takes codes: {paths}."
+        fix = "use layers of jqx.linen or jqx.nnx, or leave them out of the policy of ptq."
+        raise fail(function, problem, fix=fix)
 
 
 def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
@@ -199,12 +190,10 @@ def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
     for key, values in as_maps(function, maps).items():
         value = values[0] if len(values) == 1 else None
         if not isinstance(value, LowRank) or key not in kernels:
-            raise fail(
-                function,
-                f"an adapter cannot hold {', '.join(type(x).__name__ for x in values)} at {key!r}.",
-                expected="one LowRank, at the result of a product with a parameter `kernel`",
-                fix="quantize with loftq or eora alone, or after algorithms without maps.",
-            )
+            maps_there = ", ".join(type(x).__name__ for x in values)
+            problem = f"an adapter holds one LowRank of a `kernel`, not {maps_there} at {key!r}."
+            fix = "quantize with loftq or eora alone, or after algorithms without maps."
+            raise fail(function, problem, fix=fix)
         products[kernels[key]] = value
     return products
 
@@ -215,27 +204,22 @@ def _scaled(
     """Returns both matrices of a product, each with half of the inverse of `alpha / rank`."""
     a, b = jnp.asarray(product.a), jnp.asarray(product.b)
     rank, full_rank = a.shape[-1], min(a.shape[-2], b.shape[-1])
+    padded_shapes = (*a.shape[:-1], layer.rank), (*b.shape[:-2], layer.rank, b.shape[-1])
+    problem = fix = ""
     if rank != layer.rank and not rank == full_rank < layer.rank:
-        raise fail(
-            function,
-            f"the adapters of {path!r} have another rank than its compensation.",
-            given=f"rank {layer.rank}, and a product of rank {rank}",
-            fix=f"make the layer with rank={rank}, or the algorithm with rank={layer.rank}.",
-        )
+        problem = f"have another rank, {layer.rank}, than its product of rank {rank}"
+        fix = f"make the layer with rank={rank}, or the algorithm with rank={layer.rank}."
+    elif padded_shapes != (layer.a, layer.b):
+        problem = f"of shapes {layer.a} and {layer.b} do not fit its compensation {padded_shapes}"
+        fix = "quantize this module with Dense or Linear in place of layers with adapters."
+    elif not layer.alpha:
+        problem = "add nothing: alpha == 0"
+        fix = "make the layer with alpha=1."
+    if problem:
+        raise fail(function, f"the adapters of {path!r} {problem}.", fix=fix)
     unpadded = [(0, 0)] * (a.ndim - 1)
     a = jnp.pad(a, [*unpadded, (0, layer.rank - rank)])
     b = jnp.pad(b, [*unpadded[:-1], (0, layer.rank - rank), (0, 0)])
-    if (a.shape, b.shape) != (layer.a, layer.b):
-        raise fail(
-            function,
-            f"the compensation of {path!r} does not fit its adapters.",
-            given=f"matrices {a.shape} and {b.shape}, for {layer.a} and {layer.b}",
-            fix="pass the result of quantizing this module with Dense or Linear in place of layers "
-            "with adapters.",
-        )
-    if not layer.alpha:
-        problem = f"the adapters of {path!r} add nothing: alpha == 0."
-        raise fail(function, problem, fix="make the layer with alpha=1.")
     root = (layer.rank / abs(layer.alpha)) ** 0.5
     sign = 1 if layer.alpha > 0 else -1
     return (a * root).astype(layer.dtype), (b * (sign * root)).astype(layer.dtype)

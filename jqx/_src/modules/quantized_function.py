@@ -180,12 +180,11 @@ class QuantizedFunction:
     def observe(self, params: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the result in float, and all statistics merged with those of this call."""
         if self.scales:
-            raise fail(
-                self.caller,
-                "statistics have no use in Mode.CALIBRATE: the scales of activations are fixed.",
-                given=f"scales for {some(self.scales)}",
-                fix="calibrate before scales are fixed, learned or converted; or drop them.",
+            problem = (
+                "statistics have no use in Mode.CALIBRATE: the scales of activations are fixed."
             )
+            fix = "calibrate before scales are fixed, learned or converted; or drop them."
+            raise fail(self.caller, problem, given=f"scales for {some(self.scales)}", fix=fix)
         plan = self.plan(params)
         out, stats = calibrate(self.function, plan)(params, *self.args, **self.kwargs)
         if earlier := {key: self.stats[key] for key in stats if key in self.stats}:
@@ -317,12 +316,10 @@ def check_mode(function: str, mode: Any) -> None:
 def check_scales(function: str, scales: Any) -> None:
     """Checks an argument `scales`."""
     if not isinstance(scales, str) or scales not in ("calibrated", "dynamic"):
-        raise fail(
-            function,
-            f"`scales` is unknown: {scales!r}.",
-            fix="leave it out if static activations are calibrated; pass 'dynamic' to compute "
-            "their scales from the values of the call.",
+        fix = (
+            "leave it out, or pass 'dynamic' to compute static scales from the values of the call."
         )
+        raise fail(function, f"`scales` is unknown: {scales!r}.", fix=fix)
 
 
 def check_learnable(learned: Mapping[str, Affine]) -> None:
@@ -333,12 +330,9 @@ def check_learnable(learned: Mapping[str, Affine]) -> None:
         if zero_point is not None or isinstance(scale, QTensor) or scale.dtype.itemsize == 1
     ]
     if fixed:
-        raise fail(
-            "learn_scales",
-            "an integer zero point, or a scale in a special format, has no gradient.",
-            given=f"zero points or formatted scales at {some(fixed)}",
-            fix="pass symmetric=True in their specs and no block format, or use fix_scales.",
-        )
+        problem = "an integer zero point, or a scale in a special format, has no gradient."
+        fix = "pass symmetric=True in their specs and no block format, or use fix_scales."
+        raise fail("learn_scales", problem, given=f"such scales at {some(fixed)}", fix=fix)
 
 
 def warn_of_scales_without_gradient(plan: Plan) -> None:
