@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: empty("int3"), ValueError, "unknown"),
         (lambda: empty("int4", length=0), ValueError, "`length` == 0 is not positive"),
         (lambda: empty("int4", heads=2.5), TypeError, "`heads`"),
-        (lambda: empty("int4", width=24), ValueError, "multiple of the group size"),
+        (lambda: empty("int4", width=24), ValueError, "no multiple of the group size"),
         (lambda: empty("int4", dtype=jnp.int8), TypeError, "`dtype`"),
         (lambda: empty("int4", scales=(1, 1)), ValueError, "does not use"),
         (lambda: empty("fp8", scales=(jnp.ones(2), 1)), ValueError, "do not fit the heads"),

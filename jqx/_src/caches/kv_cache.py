@@ -199,12 +199,8 @@ class KVCache:
             raise fail(name, problem, fix="leave scales out.")
         bits, group_size = _BITS[format], min(width, _GROUP)
         if width % group_size or group_size * bits % 8:
-            raise fail(
-                name,
-                f"`width` == {width} is not a multiple of the group size, {_GROUP}, or below it of "
-                f"{8 // bits}.",
-                fix="pad the heads with zeros, or use format='fp8'.",
-            )
+            problem = f"`width` == {width} is no multiple of the group size, or its codes of bytes."
+            raise fail(name, problem, fix="pad the heads with zeros, or use format='fp8'.")
         groups = -(-length // _GROUP)
         keys = Groups.zeros((batch, groups, heads, width, _GROUP), bits)
         values = Groups.zeros((batch, groups, _GROUP, heads, width // group_size, group_size), bits)
@@ -236,12 +232,8 @@ class KVCache:
                 raise fail(name, problem, fix=fix)
         count = keys.shape[1]
         if compat.is_concrete(self.length) and int(self.length) + count > self.capacity:
-            raise fail(
-                name,
-                f"the cache is full: {int(self.length)} tokens and {count} new ones, of "
-                f"{self.capacity}.",
-                fix="make a longer cache: KVCache.empty(length=...).",
-            )
+            problem = f"the cache is full: {int(self.length)} + {count} tokens, of {self.capacity}."
+            raise fail(name, problem, fix="make a longer cache: KVCache.empty(length=...).")
         if count == 0:
             return self
         new = jnp.stack([x.astype(self.tail.dtype) for x in (keys, values)])
@@ -348,12 +340,9 @@ class KVCache:
         shape = queries.shape
         batch, _, heads, width = self.tail.shape[1:]
         if len(shape) != 4 or (shape[0], shape[3]) != (batch, width) or shape[2] % heads:
-            raise fail(
-                "KVCache.attend",
-                f"`queries` of shape {shape} do not fit the cache.",
-                fix=f"pass those of the last tokens, [{batch}, tokens, a multiple of {heads}, "
-                f"{width}].",
-            )
+            problem = f"`queries` of shape {shape} do not fit the cache."
+            fix = f"pass the last tokens, [{batch}, tokens, a multiple of {heads}, {width}]."
+            raise fail("KVCache.attend", problem, fix=fix)
         positions = self.length - shape[1] + jnp.arange(shape[1], dtype=jnp.int32)
         is_seen = jnp.arange(self.capacity, dtype=jnp.int32)[None] <= positions[:, None]
         rows = queries.astype(jnp.float32)
@@ -417,12 +406,9 @@ class _Scaled:
             raise fail(name, problem, fix=fix)
         numbers = np.asarray(head_scale) if compat.is_concrete(head_scale) else np.ones(1)
         if not ((numbers > 0) & np.isfinite(numbers)).all():
-            raise fail(
-                name,
-                f"`scales` are not finite numbers above 0: {shown(numbers.reshape(-1).tolist())}.",
-                fix="take them from calibration, or leave them out: a checkpoint with other scales "
-                "is damaged.",
-            )
+            problem = f"`scales` are not finite numbers above 0: {shown(numbers.tolist())}."
+            fix = "take them from calibration, or leave them out: such a checkpoint is damaged."
+            raise fail(name, problem, fix=fix)
         head_scale = jnp.broadcast_to(head_scale, (shape[2],)).reshape(1, 1, -1, 1)
         return cls(jnp.zeros(shape, jnp.float8_e4m3fn), head_scale)
 

@@ -82,7 +82,7 @@ def in_slices(
         return compute(lhs, rhs)
     n = rhs.shape[cut.axis]
     left = _slices_of_array(lhs, dimensions.partner(cut.axis), cut, n)
-    right = _slices_of_tensor(with_own_second_scales(rhs, cut.axis), cut)
+    right = _slices_of_tensor(rhs, cut)
     # Checkpointed, so that the backward pass does not store the slices.
     slice_at = jax.checkpoint(lambda i: compute(left.part(i), right.part(i)))
     tail = compute(left.tail(), right.tail()) if cut.full < n else None

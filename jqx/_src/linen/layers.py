@@ -21,12 +21,13 @@ from ..modules.layers import (
     check_cache,
     check_same_parameters,
     empty_cache,
+    function_of_weight,
     initial_adapters,
     merge_low_rank,
     promote_operands,
     with_cache,
 )
-from ..modules.quantized_function import QuantizedFunction, nest, split, without
+from ..modules.quantized_function import nest, split, without
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
 from ..transforms.trace import is_array
@@ -200,21 +201,9 @@ class _Contraction(State, kw_only=True):
     ) -> jax.Array:
         if self.is_initializing():
             return contraction(lhs, rhs, *args, **kwargs)
-        name = self.weight_name
-
-        def function(params: Any, lhs: Any) -> jax.Array:
-            return contraction(lhs, params[name], *args, **kwargs)
-
         _, learned = split(self.variables.get("params", {}))
-        call = QuantizedFunction(
-            function=function,
-            policy=self.policy,
-            args=(lhs,),
-            kwargs={},
-            caller=type(self).__name__,
-            **self._q_known(learned),
-        )
-        return self._q_run(call, {name: rhs}, INJECTED)
+        call = function_of_weight(self, contraction, lhs, args, kwargs, self._q_known(learned))
+        return self._q_run(call, {self.weight_name: rhs}, INJECTED)
 
 
 class DotGeneral(_Contraction):

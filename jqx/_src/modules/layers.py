@@ -19,6 +19,7 @@ from ..transforms.channel_map import LowRank
 from ..transforms.map_channels import Maps, as_maps
 from ..transforms.paths import is_whole
 from ..transforms.plan import Plan
+from .quantized_function import QuantizedFunction
 
 Attention = Callable[..., Any]
 """`attention(query, key, value, mask=mask, ...)`, as in Flax."""
@@ -73,6 +74,21 @@ def with_cache(
         return attention(query, keys, values, mask=mask, **kwargs)
 
     return attend
+
+
+def function_of_weight(
+    module: Any, contraction: Any, lhs: Any, args: Any, kwargs: Any, known: Mapping[str, Any]
+) -> QuantizedFunction:
+    """Returns a contraction of an activation as a function of the weight `module.weight_name`.
+    `known` are the statistics and scales of the module.
+    """
+    name = module.weight_name
+
+    def function(params: Any, lhs: Any) -> jax.Array:
+        return contraction(lhs, params[name], *args, **kwargs)
+
+    caller = type(module).__name__
+    return QuantizedFunction(function, module.policy, (lhs,), {}, caller=caller, **known)
 
 
 def promote_operands(

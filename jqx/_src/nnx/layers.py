@@ -18,12 +18,13 @@ from ..modules.layers import (
     check_cache,
     check_same_parameters,
     empty_cache,
+    function_of_weight,
     initial_adapters,
     merge_low_rank,
     promote_operands,
     with_cache,
 )
-from ..modules.quantized_function import Mode, QuantizedFunction, Scales, nest
+from ..modules.quantized_function import Mode, Scales, nest
 from ..policy import Policy
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
@@ -233,20 +234,8 @@ class Contraction(State):
     def _q_contract(
         self, contraction: Any, lhs: Any, rhs: Any, args: Any, kwargs: Any
     ) -> jax.Array:
-        name = self.weight_name
-
-        def function(params: Any, lhs: Any) -> jax.Array:
-            return contraction(lhs, params[name], *args, **kwargs)
-
-        call = QuantizedFunction(
-            function=function,
-            policy=self.policy,
-            args=(lhs,),
-            kwargs={},
-            caller=type(self).__name__,
-            **self._q_known(),
-        )
-        return self._q_run(call, {name: rhs})
+        call = function_of_weight(self, contraction, lhs, args, kwargs, self._q_known())
+        return self._q_run(call, {self.weight_name: rhs})
 
 
 class DotGeneral(Contraction):
