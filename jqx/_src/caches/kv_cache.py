@@ -232,7 +232,7 @@ class KVCache:
                 raise fail(name, problem, fix=fix)
         count = keys.shape[1]
         if compat.is_concrete(self.length) and int(self.length) + count > self.capacity:
-            problem = f"the cache is full: {int(self.length)} + {count} tokens, of {self.capacity}."
+            problem = f"the cache is full: {int(self.length)} and {count} new, of {self.capacity}."
             raise fail(name, problem, fix="make a longer cache: KVCache.empty(length=...).")
         if count == 0:
             return self

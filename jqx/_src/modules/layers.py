@@ -77,10 +77,10 @@ def with_cache(
 
 
 def function_of_weight(
-    module: Any, contraction: Any, lhs: Any, args: Any, kwargs: Any, known: Mapping[str, Any]
+    module: Any, contraction: Any, lhs: Any, args: Any, kwargs: Any, facts: Mapping[str, Any]
 ) -> QuantizedFunction:
     """Returns a contraction of an activation as a function of the weight `module.weight_name`.
-    `known` are the statistics and scales of the module.
+    `facts` are the statistics and scales of the module.
     """
     name = module.weight_name
 
@@ -88,7 +88,7 @@ def function_of_weight(
         return contraction(lhs, params[name], *args, **kwargs)
 
     caller = type(module).__name__
-    return QuantizedFunction(function, module.policy, (lhs,), {}, caller=caller, **known)
+    return QuantizedFunction(function, module.policy, (lhs,), {}, caller=caller, **facts)
 
 
 def promote_operands(

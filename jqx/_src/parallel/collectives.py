@@ -609,12 +609,11 @@ def _check_pairs(function: str, perm: Any, count: int) -> None:
         is_unique = len(set(devices)) == len(devices)
         is_pairs &= is_unique and all(type(i) is int and 0 <= i < count for i in devices)
     if not is_pairs:
-        raise fail(
-            function,
-            f"`perm` is not a list of pairs (source, destination): {shown(perm)}.",
-            expected=f"integers in [0, {count}), each source and each destination once",
-            fix=f"pass for example [(i, (i + 1) % {count}) for i in range({count})].",
+        problem = f"`perm` is not a list of pairs (source, destination): {shown(perm)}."
+        fix = (
+            f"pass for example [(i, (i + 1) % {count}) for i in range({count})], each device once."
         )
+        raise fail(function, problem, fix=fix)
 
 
 def _wires(
@@ -628,13 +627,9 @@ def _wires(
     check_flags(function, hadamard=hadamard)
     is_key = jnp.issubdtype(getattr(key, "dtype", jnp.float32), jax.dtypes.prng_key)
     if key is not None and (not is_key or key.shape != ()):
-        raise fail(
-            function,
-            "`key` is not one random key.",
-            given=f"keys of shape {key.shape}" if is_key else f"key == {shown(key)}",
-            fix="pass key=jax.random.key(0), a new one for each step.",
-            error=TypeError,
-        )
+        keys = f"keys of shape {key.shape}" if is_key else shown(key)
+        fix = "pass key=jax.random.key(0), a new one for each step."
+        raise fail(function, f"`key` is not one random key: {keys}.", fix=fix, error=TypeError)
     wire = back = _wire(function, "spec", spec, hadamard, key is not None)
     if backward is not None:
         back = _wire(function, "backward", backward, hadamard, key is not None)
