@@ -60,16 +60,11 @@ def _of_scale(scale: Any, tangent: Any) -> Any:
         return None
     if not isinstance(scale, QTensor):
         return tangent
-    leaves = [_instantiated(x) for x in leaves]
+    for i, x in enumerate(leaves):
+        if _is_zero(x):
+            zeros = np.zeros if x.aval.dtype == jax.dtypes.float0 else jnp.zeros
+            leaves[i] = zeros(x.aval.shape, x.aval.dtype)
     return jax.jvp(lambda s: s.dequantize(), (scale,), (structure.unflatten(leaves),))[1]
-
-
-def _instantiated(tangent: Any) -> Any:
-    if not _is_zero(tangent):
-        return tangent
-    aval = tangent.aval
-    zeros = np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(aval.shape, aval.dtype)
 
 
 def _is_zero(tangent: Any) -> bool:

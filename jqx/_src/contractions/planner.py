@@ -280,12 +280,19 @@ def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how:
         shape = how.dimensions.result_shape(lhs.shape, rhs.shape)
         assert output.low is not None and output.high is not None  # every Requantization has them
         multiplier, shift, _, zero, bias = lined_up(output, shape)
+
+        def of_columns(parameter: jax.Array | None) -> Any:  # as [B, N or 1]
+            if parameter is None:
+                return None
+            row = parameter.astype(jnp.int32).reshape(1, -1)
+            return jnp.broadcast_to(row, (len(x), row.size))
+
         y = requantized_product_cpu(
             x,
             x_zero,
             w,
             w_zero,
-            *(_of_columns(parameter, len(x)) for parameter in (multiplier, shift, bias, zero)),
+            *map(of_columns, (multiplier, shift, bias, zero)),
             low=output.low,
             high=output.high,
             is_single=output.rounding is FixedPointRounding.SINGLE,
@@ -298,13 +305,6 @@ def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how:
         return requantized(plain_sums(lhs, rhs, how), output)
 
     return by_kernel(kernel, plain, *constant(lhs, output, rhs))
-
-
-def _of_columns(x: jax.Array | None, batch: int) -> Any:
-    """Returns a parameter of columns as [B, N or 1]."""
-    if x is None:
-        return None
-    return jnp.broadcast_to(x.astype(jnp.int32).reshape(1, -1), (batch, x.size))
 
 
 @formulation(
