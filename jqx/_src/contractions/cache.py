@@ -526,8 +526,8 @@ def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any
 
 def _reshaped(q: QTensor, rank: int) -> Affine:
     """Returns the single scale of a tensor for an array of another rank."""
-    parameters = (q.real_scale(), q.zero_point)
-    return Affine(*(None if x is None else x.reshape((1,) * rank) for x in parameters))
+    shape, zero = (1,) * rank, q.zero_point
+    return Affine(q.real_scale().reshape(shape), None if zero is None else zero.reshape(shape))
 
 
 def _in_bytes(x: jax.Array, indices: jax.Array, updates: jax.Array, options: Any) -> jax.Array:

@@ -175,8 +175,8 @@ def contract(
             right = right.dequantize()
     shifted = any(isinstance(x, QTensor) and x.offset is not None for x in (left, right))
     dtype = None if shifted else dtype
-    codes = [x.bare if isinstance(x, QTensor) else x for x in (left, right)]
-    y = _contract_bare(*codes, dimensions, precision, dtype)
+    bare_left, bare_right = (x.bare if isinstance(x, QTensor) else x for x in (left, right))
+    y = _contract_bare(bare_left, bare_right, dimensions, precision, dtype)
     if isinstance(right, QTensor) and right.offset is not None:
         return y + of_offset(left, right, dimensions).astype(y.dtype)
     if isinstance(left, QTensor) and left.offset is not None:
