@@ -221,7 +221,7 @@ MISTAKES = {
     ),
     "a wrong axis of a product": (
         lambda: X @ jqx.QTensor.quantize(P["w"], jqx.QSpec("int8", jqx.per_axis(0))),
-        "or quantize with jqx.per_axis(1)",
+        "quantize with jqx.per_axis(1)",
     ),
     "parameters forgotten": (lambda: CONVERTED(X), "quantized.function(quantized.params, x)"),
     "ptq under jit": (

@@ -141,8 +141,8 @@ def as_array(function: str, argument: str, x: Any) -> jax.Array:
 
 
 def as_integers(function: str, argument: str, x: Any) -> jax.Array:
-    """Returns integers as an array. Where JAX would wrap 64-bit integers of NumPy to 32 bits, those
-    that do not fit become the nearest number that does.
+    """Returns integers as an array, after checking that they are. Where JAX would wrap 64-bit
+    integers of NumPy to 32 bits, those that do not fit become the nearest number that does.
     """
     if not isinstance(x, jax.Array):
         with contextlib.suppress(Exception):  # objects that NumPy cannot read are refused below
@@ -151,7 +151,11 @@ def as_integers(function: str, argument: str, x: Any) -> jax.Array:
             if jnp.issubdtype(kind, jnp.integer) and kind != host.dtype:
                 low, high = np.iinfo(kind).min, np.iinfo(kind).max
                 x = np.clip(host, max(low, np.iinfo(host.dtype).min), high).astype(kind)
-    return as_array(function, argument, x)
+    x = as_array(function, argument, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        problem = f"`{argument}` are not integers, but {name_of(x.dtype)}."
+        raise fail(function, problem, fix="convert them: x.astype(jnp.int32).", error=TypeError)
+    return x
 
 
 def as_signed(indices: jax.Array, n: Any) -> jax.Array:

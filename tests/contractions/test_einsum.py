@@ -523,16 +523,16 @@ def test_the_gradient_is_that_of_the_dequantized_contraction(subscripts):
 Q = tensor(np.ones((3, 4)), "int8")
 X = on_device(np.ones((4, 5)), np.float32)
 MALFORMED = {
-    "two arrows": ("ij,jk->i->k", "two arrows"),
+    "two arrows": ("ij,jk->i->k", "several arrows"),
     "half an arrow": ("ij,jk-ik", "'-'"),
     "two dots": ("..ij,jk", "'.'"),
     "two ellipses": ("...i...,jk", "'.'"),
     "punctuation": ("i;j,jk", "';'"),
-    "a term too many": ("ij,jk,k", "2 operands", "3 operands"),
-    "a term too few": ("ij", "2 operands", "1 operands"),
+    "a term too many": ("ij,jk,k", "2 operands", "'ij,jk,k'"),
+    "a term too few": ("ij", "2 operands", "'ij'"),
     "a label too many": ("ijk,kl", "operand 0", "rank 2", "'ijk'"),
     "a label too few": ("ij,j", "operand 1", "rank 2", "'j'"),
-    "too many beside an ellipsis": ("...ijk,kl", "operand 0", "rank 3 or more"),
+    "too many beside an ellipsis": ("...ijk,kl", "operand 0", "rank 2"),
     "a result of nothing": ("ij,jk->iz", "'z'", "no operand"),
     "a result twice": ("ij,jk->ii", "'i'", "twice"),
     "a term as result": ("ij,jk->i,k", "','"),
@@ -567,7 +567,7 @@ def test_malformed_lists_of_labels_are_refused():
         (([[0], [1]],), TypeError, "list"),
         (([..., ..., 1],), ValueError, "`...`"),
         ((["a", 1],), TypeError, "'int', 'str'"),
-        (([0, 1], [0, 2]), ValueError, "no operand has it"),
+        (([0, 1], [0, 2]), ValueError, "no operand has"),
     ]:
         with pytest.raises(error, match=r"^jqx\.einsum: ") as refusal:
             einsum(Q, *args)

@@ -13,8 +13,8 @@ import jqx
 from jqx._src.contractions.requantize import (
     FixedPointRounding,
     Requantization,
+    as_asked,
     requantize,
-    requantize_float,
 )
 from jqx.calibrators import Affine
 from jqx.numerics import Integer, format_of
@@ -282,7 +282,7 @@ def test_accumulators_of_no_axes_and_of_no_elements():
     assert requantized(jnp.zeros((0, 3), jnp.int32), r).shape == (0, 3)
 
 
-def test_requantize_float_is_quantize():
+def test_a_float_result_is_quantized_by_its_spec():
     y = np.random.default_rng(7).normal(size=(4, 6)).astype(np.float32)
     spec = jqx.QSpec(jnp.uint8, jqx.per_axis(1), symmetric=False)
     affine = Affine(jnp.full((1, 6), 0.03, jnp.float32), jnp.full((1, 6), 90, jnp.uint8))
@@ -290,12 +290,12 @@ def test_requantize_float_is_quantize():
         (spec, jqx.QTensor.quantize(y, spec)),
         ((spec, affine), jqx.QTensor.quantize(y, spec, affine)),
     ):
-        result = requantize_float(y, output)
+        result = as_asked("dot_general", y, output)
         assert jax.tree.structure(result) == jax.tree.structure(expected)
         jax.tree.map(np.testing.assert_array_equal, result, expected)
-    for wrong in (affine, (spec, affine, spec), jnp.int8, None):
+    for wrong in (affine, (spec, affine, spec), jnp.int8):
         with pytest.raises(TypeError, match=r"jqx.dot_general: `output` is not a QSpec"):
-            requantize_float(y, wrong)
+            as_asked("dot_general", y, wrong)
 
 
 def fields(**changes):
@@ -344,12 +344,12 @@ def test_other_fields_that_are_no_such_thing(change, facts):
 @pytest.mark.parametrize(
     "change, facts",
     [
-        ({"zero_point": 128}, ("zero_point == 128", "[-128, 127]")),
-        ({"qtype": jnp.uint8, "zero_point": -1}, ("zero_point == -1", "[0, 255]")),
-        ({"bias": 2**31}, (f"bias == {2**31}", f"[{LOWEST}, {LARGEST}]")),
-        ({"low": -129}, ("low == -129, high == 127", "-128 <= low <= high <= 127")),
-        ({"high": 128}, ("low == -128, high == 128",)),
-        ({"low": 5, "high": 4}, ("low == 5, high == 4",)),
+        ({"zero_point": 128}, ("`zero_point` == 128", "[-128, 127]")),
+        ({"qtype": jnp.uint8, "zero_point": -1}, ("`zero_point` == -1", "[0, 255]")),
+        ({"bias": 2**31}, (f"`bias` == {2**31}", f"[{LOWEST}, {LARGEST}]")),
+        ({"low": -129}, ("`low` == -129 and `high` == 127", "from -128 to 127")),
+        ({"high": 128}, ("`low` == -128 and `high` == 128",)),
+        ({"low": 5, "high": 4}, ("`low` == 5 and `high` == 4",)),
     ],
 )
 def test_a_number_out_of_range_is_a_value_error(change, facts):
@@ -361,7 +361,7 @@ def test_a_shift_out_of_range_is_refused_where_it_has_values():
     for shift in (-32, 31):
         values = on_device(np.array([0, 3, shift], np.int32))
         build = functools.partial(Requantization, **fields(shift=values))
-        assert_refused(build, (), ValueError, "tflite.Requantization", str(shift), "-31 to 30")
+        assert_refused(build, (), ValueError, "tflite.Requantization", str(shift), "[-31, 30]")
     for shift in (-31, 30):
         Requantization(**fields(shift=jnp.full((3,), shift, jnp.int32)))
     jax.jit(lambda s: Requantization(**fields(shift=s)).shift)(jnp.full((3,), 40, jnp.int32))
@@ -380,7 +380,7 @@ def test_an_array_that_does_not_fit_the_accumulators_is_named(field):
         wide = {**arrays, field: jnp.broadcast_to(jnp.ravel(arrays[field])[0], shape)}
         f = functools.partial(requantize, requantization=Requantization(**wide, qtype=jnp.int8))
         x = jnp.zeros((4, 3), jnp.int32)
-        facts = (f"`{field}` does not fit", f"{field}.shape == {shape}", "(4, 3)")
+        facts = (f"`{field}` of shape {shape} does not fit", "(4, 3)")
         assert_refused(f, (x,), ValueError, "tflite.requantize", *facts)
 
 

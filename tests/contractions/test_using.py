@@ -156,22 +156,22 @@ WRONG = {
     "an unknown operation": (
         lambda: dataclasses.replace(mine, op="sort"),
         ValueError,
-        "op == 'sort'",
+        "operation .* unknown: 'sort'",
     ),
     "an unknown platform": (
         lambda: dataclasses.replace(mine, platforms=("gpu",)),
         ValueError,
-        r"platforms == \('gpu',\)",
+        r"`platforms` .*: \('gpu',\)",
     ),
     "a string of a platform": (
         lambda: dataclasses.replace(mine, platforms="cpu"),
         ValueError,
-        "platforms == 'cpu'",
+        "`platforms` .*: 'cpu'",
     ),
     "a name of jqx": (
         lambda: dataclasses.replace(mine, name="digits"),
         ValueError,
-        "name == 'digits'",
+        "name .*: 'digits'",
     ),
 }
 

@@ -156,8 +156,8 @@ def test_what_does_not_fit_is_refused():
         (with_adapters(WEIGHTS), quantized(WEIGHTS, None), "no compensation|'last'|loftq"),
         (with_adapters(WEIGHTS), quantized(other, loft), "no compensation|'layers/own'"),
         (with_adapters(WEIGHTS), quantized(WEIGHTS, chain(rotate(), loft)), "hold|ChannelMap"),
-        (with_adapters(WEIGHTS), unscanned, "not fit its adapters|(16, 4)|(2, 16, 4)"),
-        (Mixed(lora, half), unscanned, "not in a layer with adapters|'last'"),
+        (with_adapters(WEIGHTS), unscanned, "do not fit its compensation|(16, 4)|(2, 16, 4)"),
+        (Mixed(lora, half), unscanned, "in no layer with adapters|'last'"),
         (Mixed(lora, lora), first, "no compensation|'last'"),
         (Mixed(lora, nn.Dense), first, "not in a layer that takes codes|'last/kernel'"),
         (

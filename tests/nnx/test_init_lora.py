@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused():
         (with_adapters(WEIGHTS, rank=3), own, "another rank|product of rank 4|rank=4"),
         (with_adapters(WEIGHTS), none, "no compensation|'down'|loftq"),
         (with_adapters(WEIGHTS), first, "no compensation|'down'"),
-        (with_adapters(WEIGHTS, nnx.Linear), own, "not in a layer with adapters|'down'"),
+        (with_adapters(WEIGHTS, nnx.Linear), own, "in no layer with adapters|'down'"),
         (
             with_adapters(WEIGHTS, wide),
             first,

@@ -16,6 +16,7 @@ from ..checks import as_count, as_integers, as_real, called, check_integer, show
 from ..errors import fail
 from ..kernels.decode_attention_gpu import decode_attention_gpu, fits_gpu
 from ..kernels.decode_attention_tpu import decode_attention_tpu, fits_tpu
+from ..kernels.products_cpu import one_by_one
 from ..numerics.blocks import Block
 from ..numerics.lookup import format_of
 from ..numerics.qtype import Integer
@@ -68,14 +69,9 @@ def cached(function: str, argument: str, x: Any, dtype: DTypeLike) -> Cached:
     if not isinstance(x, QTensor):
         return Cached(as_real(function, argument, x))
     check_dtypes(function, x, f" of `{argument}`")
-    if not (x.offset is None and x.order is None):
-        raise fail(
-            function,
-            f"`{argument}` have a float offset or a permuted axis.",
-            given=repr(x),
-            expected="codes with a scale, and zero points",
-            fix=f"pass {argument}.dequantize().",
-        )
+    if x.offset is not None or x.order is not None:
+        problem = f"`{argument}` have a float offset or a permuted axis: {x!r}."
+        raise fail(function, problem, fix=f"pass {argument}.dequantize().")
     form = format_of(x.qtype)
     is_number = isinstance(form, Integer) or jnp.issubdtype(x.values.dtype, jnp.floating)
     is_number = is_number and not isinstance(form, Block)
@@ -115,12 +111,12 @@ class _Sums(NamedTuple):
     """Partial results over some tokens, for each query: [B, H, G, 1], `mixed` [B, H, G, V].
 
     Attributes:
-      most: the largest product.
+      largest: the largest product.
       total: the sum of all weights, which are exponentials of products minus the largest.
       mixed: the weighted sum of values.
     """
 
-    most: jax.Array
+    largest: jax.Array
     total: jax.Array
     mixed: jax.Array
 
@@ -139,8 +135,8 @@ def plain_attention(
     args, length = (q, keys, values, starts, stops), keys.codes.shape[1]
     if length <= TOKENS:
         return run(*args, size=length)
-    tiled, whole = (functools.partial(run, size=size) for size in (TOKENS, length))
-    return lax.platform_dependent(*args, cpu=tiled, default=whole)
+    tiled, untiled = (functools.partial(run, size=size) for size in (TOKENS, length))
+    return lax.platform_dependent(*args, cpu=tiled, default=untiled)
 
 
 def _attention(
@@ -161,15 +157,15 @@ def _attention(
         rows = rows * _for_queries(keys.of_channel, wide)
     tiles = -(-length // size)
 
-    def add(sums: _Sums, first: Any) -> tuple[_Sums, None]:
+    def add(sums: _Sums, tile_start: Any) -> tuple[_Sums, None]:
         """Adds a tile. The last tile is shifted back so that it is whole; tokens that were added
         before are masked.
         """
-        begin = jnp.minimum(first, length - size)
-        place = (begin + jnp.arange(size, dtype=jnp.int32))[None]
-        counts = (jnp.maximum(starts, first)[:, None] <= place) & (place < stops[:, None])
+        begin = jnp.minimum(tile_start, length - size)
+        tokens = (begin + jnp.arange(size, dtype=jnp.int32))[None]
+        counts = (jnp.maximum(starts, tile_start)[:, None] <= tokens) & (tokens < stops[:, None])
         tile = functools.partial(_tile, begin=begin, size=size)
-        has_begun = (starts < jnp.minimum(first + size, stops))[:, None, None, None]
+        has_begun = (starts < jnp.minimum(tile_start + size, stops))[:, None, None, None]
 
         def added(sums: _Sums) -> _Sums:
             return _added(tile(keys), tile(values), rows, counts, has_begun, sums)
@@ -213,8 +209,8 @@ def _added(
         return codes.astype(wide)
 
     def of_tokens(parameter: jax.Array) -> jax.Array:  # [B, H or 1, 1, T]
-        known = jnp.where(counts[:, :, None], parameter[..., 0].astype(wide), 0)
-        return known.transpose(0, 2, 1)[:, :, None]
+        masked = jnp.where(counts[:, :, None], parameter[..., 0].astype(wide), 0)
+        return masked.transpose(0, 2, 1)[:, :, None]
 
     products = einsum("bhgw,blhw->bhgl", rows, real(keys.codes))
     if keys.zero_of_token is not None:
@@ -225,16 +221,16 @@ def _added(
     if keys.of_token is not None:
         products = products * of_tokens(keys.of_token)
     products = jnp.where(counts[:, None, None], products, -jnp.inf)
-    most = jnp.maximum(sums.most, lax.stop_gradient(products.max(3, keepdims=True)))
-    known = jnp.where(has_begun, most, 0)
-    decay, weights = jnp.exp(sums.most - known), jnp.exp(products - known)
+    largest = jnp.maximum(sums.largest, lax.stop_gradient(products.max(3, keepdims=True)))
+    reference = jnp.where(has_begun, largest, 0)
+    decay, weights = jnp.exp(sums.largest - reference), jnp.exp(products - reference)
     total = sums.total * decay + weights.sum(3, keepdims=True)
     if values.of_token is not None:
         weights = weights * of_tokens(values.of_token)
     mixed = sums.mixed * decay + einsum("bhgl,blhw->bhgw", weights, real(values.codes))
     if values.zero_of_token is not None:
         mixed = mixed - (weights * of_tokens(values.zero_of_token)).sum(3, keepdims=True)
-    return _Sums(most, total, mixed)
+    return _Sums(largest, total, mixed)
 
 
 def _tile(x: Cached, begin: Any, size: int) -> Cached:
@@ -301,19 +297,17 @@ def _over_batches(attention: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     @function.def_vmap
     def _(size: int, batched: Any, *args: Any) -> tuple[jax.Array, bool]:
         leaves, structure = jax.tree.flatten(args)
-        along = jax.tree.leaves(batched)
+        are_mapped = jax.tree.leaves(batched)
         if batched[1].codes and batched[2].codes:
-            pairs = zip(leaves, along, strict=True)
-            each = [x if own else jnp.broadcast_to(x, (size, *x.shape)) for x, own in pairs]
-            result = function(*structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in each]))
+            pairs = zip(leaves, are_mapped, strict=True)
+            full = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in pairs]
+            result = function(*structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in full]))
             return result.reshape(size, -1, *result.shape[1:]), True
 
-        def one(mapped: list[jax.Array]) -> jax.Array:
-            rest = iter(mapped)
-            pairs = zip(leaves, along, strict=True)
-            return function(*structure.unflatten([next(rest) if own else x for x, own in pairs]))
+        def of_leaves(*leaves: jax.Array) -> jax.Array:
+            return function(*structure.unflatten(leaves))
 
-        return lax.map(one, [x for x, own in zip(leaves, along, strict=True) if own]), True
+        return one_by_one(of_leaves, are_mapped, leaves), True
 
     return function
 
@@ -337,8 +331,8 @@ def kernel_attention(
     """
     rows = q if q.dtype == jnp.bfloat16 else q.astype(jnp.float32)
     if keys.of_channel is not None:
-        own = _of_queries(keys.of_channel, keys.codes, q.shape[1])
-        rows = rows.astype(jnp.float32) * own.astype(jnp.float32)
+        channel_scale = _of_queries(keys.of_channel, keys.codes, q.shape[1])
+        rows = rows.astype(jnp.float32) * channel_scale.astype(jnp.float32)
     mixed = kernel(
         rows,
         keys.codes,
@@ -365,8 +359,8 @@ def kernel_attention(
 def _of_queries(parameter: jax.Array, codes: jax.Array, queries: int) -> jax.Array:
     """Returns parameters of the channels of a cache for each query, [B, queries, W or 1]."""
     heads = codes.shape[2]
-    own = jnp.broadcast_to(parameter[:, 0], (codes.shape[0], heads, parameter.shape[3]))
-    return jnp.repeat(own, queries // heads, axis=1)
+    per_head = jnp.broadcast_to(parameter[:, 0], (codes.shape[0], heads, parameter.shape[3]))
+    return jnp.repeat(per_head, queries // heads, axis=1)
 
 
 @called("decode_attention", "pass jqx.decode_attention(q, keys, values, lengths).")
@@ -391,7 +385,7 @@ def decode_attention(
         each channel, or a single one. With other scales, such as those of blocks along both axes,
         keys are dequantized first. `heads` is a multiple of `kv_heads`; each of these serves
         `heads / kv_heads` consecutive heads of `q`. The keys include the token of `q`.
-      values: floats or a QTensor [batch, length, kv_heads, value_width], likewise.
+      values: floats or a QTensor [batch, length, kv_heads, value_width].
       lengths: number of tokens of each sequence, integers [batch]; later tokens are ignored.
       window: how many of the last tokens are attended to; `None` means all.
       scale: factor of the products of queries and keys; `None` means `1 / sqrt(width)`.
@@ -428,24 +422,20 @@ def decode_attention(
     name = "decode_attention"
     q = as_real(name, "q", q)
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    kernel = _kernel_of(keys, values)
-    own, other = cached(name, "keys", keys, wide), cached(name, "values", values, wide)
-    lengths = _checked(q, own.codes, other.codes, as_integers(name, "lengths", lengths))
+    kernel = kernel_of(keys) if kernel_of(keys) == kernel_of(values) else ""
+    k, v = cached(name, "keys", keys, wide), cached(name, "values", values, wide)
+    lengths = as_integers(name, "lengths", lengths)
+    _check_shapes(q, k.codes, v.codes, lengths)
     scale = _scale_of(scale, q.shape[2])
     if window is not None:
-        if not check_integer(name, "window", window) > 0:
-            raise fail(
-                name,
-                "`window` is not positive.",
-                given=f"window == {window}",
-                expected="1 or more",
-                fix="pass how many of the last tokens are attended to.",
-            )
-        window = int(window)
-    if 0 in own.codes.shape or 0 in other.codes.shape:
-        return jnp.zeros((*q.shape[:2], other.codes.shape[3]), q.dtype)
-    kernel = kernel if is_taken(kernel, own, other) else ""
-    return _named(kernel, scale, window)(q, own, other, lengths)
+        window = int(check_integer(name, "window", window))
+        if window < 1:
+            fix = "pass how many of the last tokens are attended to."
+            raise fail(name, f"`window` == {window} is not positive.", fix=fix)
+    if 0 in k.codes.shape or 0 in v.codes.shape:
+        return jnp.zeros((*q.shape[:2], v.codes.shape[3]), q.dtype)
+    kernel = kernel if is_taken(kernel, k, v) else ""
+    return _named(kernel, scale, window)(q, k, v, lengths)
 
 
 _CALLS: dict[str, Callable[..., jax.Array]] = {}
@@ -473,55 +463,27 @@ def attention_named(name: str) -> Callable[..., jax.Array] | None:
     return _CALLS.get(name)
 
 
-def _checked(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Checks that all shapes fit, and returns the lengths."""
-    name = "decode_attention"
+def _check_shapes(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> None:
     fits = q.ndim == 3 and keys.ndim == values.ndim == 4 and keys.shape[:3] == values.shape[:3]
     fits = fits and (q.shape[0], q.shape[2]) == (keys.shape[0], keys.shape[3])
-    if not (fits and keys.shape[2] > 0 and q.shape[1] % keys.shape[2] == 0):
+    if not fits or keys.shape[2] == 0 or q.shape[1] % keys.shape[2]:
         raise fail(
-            name,
+            "decode_attention",
             "`q`, `keys` and `values` do not fit each other.",
             given=f"shapes {q.shape}, {keys.shape} and {values.shape}",
-            expected="[batch, heads, width], [batch, length, kv_heads, width] and [batch, length, "
-            "kv_heads, value_width], heads a multiple of kv_heads",
-            fix="pass one query for each sequence, and the axes of the cache in this order.",
-        )
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise fail(
-            name,
-            "`lengths` are not integers.",
-            given=f"lengths.dtype == {lengths.dtype.name}",
-            expected="integers, such as int32",
-            fix="pass the number of tokens of each sequence.",
-            error=TypeError,
+            fix="pass [batch, heads, width], [batch, length, kv_heads, width] and [batch, length, "
+            "kv_heads, value_width], heads a multiple of kv_heads.",
         )
     if lengths.shape != q.shape[:1]:
-        raise fail(
-            name,
-            "`lengths` do not fit the batch.",
-            given=f"shape {lengths.shape} for a batch of {q.shape[0]}",
-            expected=f"shape {q.shape[:1]}",
-            fix="pass one length for each sequence: jnp.full(batch, length).",
-        )
-    return lengths
+        problem = f"`lengths` of shape {lengths.shape} do not fit the batch of {q.shape[0]}."
+        fix = "pass one length for each sequence: jnp.full(batch, length)."
+        raise fail("decode_attention", problem, fix=fix)
 
 
 def _scale_of(scale: Any, width: int) -> float:
-    number = isinstance(scale, (int, float, np.integer, np.floating))
-    if scale is not None and not (number and not isinstance(scale, bool)):
-        raise fail(
-            "decode_attention",
-            "`scale` is not a number.",
-            given=f"scale == {shown(scale)}",
-            expected="a Python number, or None",
-            fix="multiply q by the array, and pass scale=1.",
-            error=TypeError,
-        )
+    kinds = (int, float, np.integer, np.floating, type(None))
+    if not isinstance(scale, kinds) or isinstance(scale, bool):
+        problem = f"`scale` is not a number: {shown(scale)}."
+        fix = "multiply q by the array, and pass scale=1."
+        raise fail("decode_attention", problem, fix=fix, error=TypeError)
     return max(width, 1) ** -0.5 if scale is None else float(scale)
-
-
-def _kernel_of(keys: Any, values: Any) -> str:
-    """Returns the kernel that both are laid out for: `"tpu"`, `"gpu"`, or an empty string."""
-    kernel = kernel_of(keys)
-    return kernel if kernel == kernel_of(values) else ""

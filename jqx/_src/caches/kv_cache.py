@@ -54,28 +54,28 @@ class Groups(NamedTuple):
         low, high = real.min(-1), real.max(-1)
         # XLA on CPU may lose a NaN in the minimum and maximum of vectors.
         low = jnp.where(jnp.isnan(real).any(-1), jnp.nan, low)
-        found, lost = None, jnp.inf
+        best, least_error = None, jnp.inf
         for part in _PARTS[bits]:
             cut = (high - low) * ((1 - part) / 2)
-            own = cls._between(real, low + cut, high - cut, bits)
-            error = jnp.square(own.values(bits, real.shape[-1]) - real).sum(-1)
-            if found is None:
-                found, lost = own, error
+            candidate = cls._between(real, low + cut, high - cut, bits)
+            error = jnp.square(candidate.values(bits, real.shape[-1]) - real).sum(-1)
+            if best is None:
+                best, least_error = candidate, error
                 continue
-            better = error < lost
-            pairs = zip(found, own, strict=True)
-            found = cls(*(jnp.where(_spread(better, a), b, a) for a, b in pairs))
-            lost = jnp.where(better, error, lost)
-        assert found is not None
-        return found
+            better = error < least_error
+            pairs = zip(best, candidate, strict=True)
+            best = cls(*(jnp.where(_spread(better, a), b, a) for a, b in pairs))
+            least_error = jnp.where(better, error, least_error)
+        assert best is not None
+        return best
 
     @classmethod
     def _between(cls, x: jax.Array, low: jax.Array, high: jax.Array, bits: int) -> "Groups":
-        most = 2**bits - 1
-        step, low = ((high - low) / most).astype(jnp.float16), low.astype(jnp.float16)
-        by = jnp.where(step > 0, step, jnp.ones_like(step)).astype(jnp.float32)[..., None]
-        codes = jnp.round((x - low.astype(jnp.float32)[..., None]) / by)
-        codes = jnp.clip(jnp.nan_to_num(codes), 0, most).astype(jnp.uint8)
+        highest = 2**bits - 1
+        step, low = ((high - low) / highest).astype(jnp.float16), low.astype(jnp.float16)
+        divisor = jnp.where(step > 0, step, jnp.ones_like(step)).astype(jnp.float32)[..., None]
+        codes = jnp.round((x - low.astype(jnp.float32)[..., None]) / divisor)
+        codes = jnp.clip(jnp.nan_to_num(codes), 0, highest).astype(jnp.uint8)
         return cls(pack_bits(codes, bits, codes.ndim - 1), low, step)
 
     def values(self, bits: int, size: int) -> jax.Array:
@@ -84,12 +84,12 @@ class Groups(NamedTuple):
         low, step = (x.astype(jnp.float32)[..., None] for x in (self.low, self.step))
         return low + step * codes.astype(jnp.float32)
 
-    def put(self, groups: "Groups", places: jax.Array, axis: int) -> "Groups":
+    def put(self, groups: "Groups", positions: jax.Array, axis: int) -> "Groups":
         """Writes groups at positions along an axis; drops those out of bounds."""
 
-        def put(own: jax.Array, other: jax.Array) -> jax.Array:
-            index = (slice(None),) * axis + (places,)
-            return own.at[index].set(other, mode="drop", unique_indices=True)
+        def put(array: jax.Array, update: jax.Array) -> jax.Array:
+            index = (slice(None),) * axis + (positions,)
+            return array.at[index].set(update, mode="drop", unique_indices=True)
 
         return Groups(*map(put, self, groups))
 
@@ -182,14 +182,9 @@ class KVCache:
         name = "KVCache.empty"
         sizes = {"batch": batch, "length": length, "heads": heads, "width": width}
         for field, value in sizes.items():
-            if not check_integer(name, field, value) > 0:
-                raise fail(
-                    name,
-                    f"`{field}` is not positive.",
-                    given=f"{field} == {value}",
-                    expected="1 or more",
-                    fix="pass the sizes of the keys.",
-                )
+            if check_integer(name, field, value) < 1:
+                fix = "pass the sizes of the keys."
+                raise fail(name, f"`{field}` == {value} is not positive.", fix=fix)
         check_format(name, "format", format)
         dtype = as_dtype(name, "dtype", dtype)
         check_real(name, "`dtype`", dtype)
@@ -200,27 +195,17 @@ class KVCache:
             none = jnp.zeros((2, batch, 0, heads, width), dtype)
             return cls(keys, values, none, none, count, format, length)
         if scales is not None:
-            raise fail(
-                name,
-                "this format does not use `scales`.",
-                given=f"format == {format!r}",
-                expected="scales for 'fp8' only: other formats have scales of groups",
-                fix="leave scales out.",
-            )
-        bits, own = _BITS[format], min(width, _GROUP)
-        if not (width % own == 0 and own * bits % 8 == 0):
-            raise fail(
-                name,
-                "`width` is not a multiple of the group size.",
-                given=f"width == {width}",
-                expected=f"a multiple of {_GROUP}, or less: a multiple of {8 // bits}",
-                fix="pad the heads with zeros, or use format='fp8'.",
-            )
+            problem = f"the format {format!r} does not use `scales`, but those of its groups."
+            raise fail(name, problem, fix="leave scales out.")
+        bits, group_size = _BITS[format], min(width, _GROUP)
+        if width % group_size or group_size * bits % 8:
+            problem = f"`width` == {width} is no multiple of the group size, or its codes of bytes."
+            raise fail(name, problem, fix="pad the heads with zeros, or use format='fp8'.")
         groups = -(-length // _GROUP)
         keys = Groups.zeros((batch, groups, heads, width, _GROUP), bits)
-        values = Groups.zeros((batch, groups, _GROUP, heads, width // own, own), bits)
-        first, tail = (jnp.zeros((2, batch, n, heads, width), dtype) for n in (_FIRST, _TAIL))
-        return cls(keys, values, first, tail, count, format, length)
+        values = Groups.zeros((batch, groups, _GROUP, heads, width // group_size, group_size), bits)
+        head, tail = (jnp.zeros((2, batch, n, heads, width), dtype) for n in (_FIRST, _TAIL))
+        return cls(keys, values, head, tail, count, format, length)
 
     @called("KVCache.append", "pass keys and values: cache.append(keys, values).")
     def append(self, keys: jax.Array, values: jax.Array) -> "KVCache":
@@ -228,7 +213,7 @@ class KVCache:
 
         Args:
           keys: [batch, tokens, heads, width], floating point. No tokens leave the cache as it is.
-          values: likewise.
+          values: of the shape of `keys`, floating point.
 
         Raises:
           TypeError: keys or values are not floats.
@@ -241,29 +226,20 @@ class KVCache:
         for field, x in (("keys", keys), ("values", values)):
             shape = x.shape
             fits = len(shape) == 4 and (shape[0], *shape[2:]) == (batch, heads, width)
-            if not (fits and shape == keys.shape):
-                raise fail(
-                    name,
-                    f"`{field}` does not fit the cache.",
-                    given=f"shape {shape}",
-                    expected=f"[{batch}, tokens, {heads}, {width}], the same for both",
-                    fix="pass the keys and values of new tokens, not of all tokens.",
-                )
+            if not fits or shape != keys.shape:
+                problem = f"`{field}` of shape {shape} does not fit the cache, or the other one."
+                fix = f"pass new tokens alone, [{batch}, tokens, {heads}, {width}]."
+                raise fail(name, problem, fix=fix)
         count = keys.shape[1]
         if compat.is_concrete(self.length) and int(self.length) + count > self.capacity:
-            raise fail(
-                name,
-                "the cache is full.",
-                given=f"{int(self.length)} tokens, and {count} new ones",
-                expected=f"{self.capacity} at most",
-                fix="make a longer cache: KVCache.empty(length=...).",
-            )
+            problem = f"the cache is full: {int(self.length)} and {count} new, of {self.capacity}."
+            raise fail(name, problem, fix="make a longer cache: KVCache.empty(length=...).")
         if count == 0:
             return self
         new = jnp.stack([x.astype(self.tail.dtype) for x in (keys, values)])
         length = self.length + count
         if self.format == "fp8":
-            k, v = (own.put(x, self.length) for own, x in zip(self._codes, new, strict=True))
+            k, v = (codes.put(x, self.length) for codes, x in zip(self._codes, new, strict=True))
             return dataclasses.replace(self, key_codes=k, value_codes=v, length=length)
         return self._grouped(new, count, length)
 
@@ -281,35 +257,35 @@ class KVCache:
         done = dataclasses.replace(self, length=length)
         padding = [(0, 0)] * 5
         padding[2] = (0, count + _TAIL)
-        both = jnp.pad(self.tail, padding)
-        place, moved = self.length - self._start, done._start - self._start
-        both = lax.dynamic_update_slice_in_dim(both, new, place, axis=2)
-        tail = lax.dynamic_slice_in_dim(both, moved, _TAIL, axis=2)
+        tokens = jnp.pad(self.tail, padding)
+        offset, moved = self.length - self._start, done._start - self._start
+        tokens = lax.dynamic_update_slice_in_dim(tokens, new, offset, axis=2)
+        tail = lax.dynamic_slice_in_dim(tokens, moved, _TAIL, axis=2)
         earliest = self.length + jnp.arange(min(count, _FIRST), dtype=jnp.int32)
-        first = self.first.at[:, :, earliest].set(new[:, :, :_FIRST], mode="drop")
-        most = -(-count // _GROUP)
-        leaving = self._without_first(both)[:, :, : most * _GROUP]
+        head = self.first.at[:, :, earliest].set(new[:, :, :_FIRST], mode="drop")
+        group_count = -(-count // _GROUP)
+        leaving = self._without_first(tokens)[:, :, : group_count * _GROUP]
         keys, values = lax.cond(
             moved > 0, self._written, lambda _: self._codes, leaving
         )  # groups that stay in the tail may be written too: reads take the tail in their place
-        return dataclasses.replace(done, key_codes=keys, value_codes=values, first=first, tail=tail)
+        return dataclasses.replace(done, key_codes=keys, value_codes=values, first=head, tail=tail)
 
     def _written(self, tokens: jax.Array) -> tuple[Groups, Groups]:
         """Returns the codes with new codes for the first tokens of the tail."""
-        bits, own = _BITS[self.format], self.value_codes.codes.shape[-2]
+        bits, channel_groups = _BITS[self.format], self.value_codes.codes.shape[-2]
         count = tokens.shape[2] // _GROUP
         keys, values = tokens.reshape(2, tokens.shape[1], count, _GROUP, *tokens.shape[3:])
         keys = Groups.of(jnp.moveaxis(keys, 2, -1), bits)
-        values = Groups.of(values.reshape(*values.shape[:-1], own, -1), bits)
-        places = self._start // _GROUP + jnp.arange(count, dtype=jnp.int32)
-        return self.key_codes.put(keys, places, 1), self.value_codes.put(values, places, 1)
+        values = Groups.of(values.reshape(*values.shape[:-1], channel_groups, -1), bits)
+        positions = self._start // _GROUP + jnp.arange(count, dtype=jnp.int32)
+        return self.key_codes.put(keys, positions, 1), self.value_codes.put(values, positions, 1)
 
     def _without_first(self, tokens: jax.Array) -> jax.Array:
         """Returns tokens that follow those with codes. Tokens that are kept in float are replaced
         by the token after them, so that they do not widen the range of their group.
         """
-        places = self._start + jnp.arange(tokens.shape[2], dtype=jnp.int32)
-        is_first = (places < _FIRST)[None, None, :, None, None]
+        positions = self._start + jnp.arange(tokens.shape[2], dtype=jnp.int32)
+        is_first = (positions < _FIRST)[None, None, :, None, None]
         return jnp.where(is_first, tokens[:, :, _FIRST : _FIRST + 1], tokens)
 
     @property
@@ -322,26 +298,26 @@ class KVCache:
 
     @property
     def values(self) -> jax.Array:
-        """The values in float, likewise."""
+        """The values in float, [batch, capacity, heads, width]; 0 after the last token."""
         if self.format == "fp8":
             return self._read(self.value_codes.real(self.tail.dtype))
         x = self.value_codes.values(_BITS[self.format], min(self.tail.shape[-1], _GROUP))
         return self._read(self._in_float(x.reshape(*x.shape[:-2], -1), 1))
 
-    def _in_float(self, x: jax.Array, place: int) -> jax.Array:
+    def _in_float(self, x: jax.Array, kind: int) -> jax.Array:
         """Returns all tokens from groups [batch, groups, 16, heads, width]; the first and the last
         ones are exact.
         """
         tokens = x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.tail.dtype)
         tokens = jnp.pad(tokens, ((0, 0), (0, _TAIL), (0, 0), (0, 0)))
-        for own, start in ((self.tail, self._start), (self.first, 0)):
-            tokens = lax.dynamic_update_slice_in_dim(tokens, own[place], start, axis=1)
+        for exact, start in ((self.tail, self._start), (self.first, 0)):
+            tokens = lax.dynamic_update_slice_in_dim(tokens, exact[kind], start, axis=1)
         return tokens[:, : self.capacity]
 
     def _read(self, x: jax.Array) -> jax.Array:
-        places = lax.broadcasted_iota(jnp.int32, (1, self.capacity, 1, 1), 1)
-        known = jnp.where(places < self.length, x, 0)
-        return jnp.where(self.length > self.capacity, jnp.nan, known).astype(x.dtype)
+        positions = lax.broadcasted_iota(jnp.int32, (1, self.capacity, 1, 1), 1)
+        filled = jnp.where(positions < self.length, x, 0)
+        return jnp.where(self.length > self.capacity, jnp.nan, filled).astype(x.dtype)
 
     @called("KVCache.attend", "pass queries: cache.attend(queries).")
     def attend(self, queries: jax.Array, *, scale: float | None = None) -> jax.Array:
@@ -363,24 +339,18 @@ class KVCache:
         queries = as_real("KVCache.attend", "queries", queries)
         shape = queries.shape
         batch, _, heads, width = self.tail.shape[1:]
-        if not (
-            len(shape) == 4 and (shape[0], shape[3]) == (batch, width) and shape[2] % heads == 0
-        ):
-            raise fail(
-                "KVCache.attend",
-                "`queries` do not fit the cache.",
-                given=f"shape {shape}",
-                expected=f"[{batch}, tokens, a multiple of {heads}, {width}]",
-                fix="pass the queries of the tokens that were appended last.",
-            )
-        places = self.length - shape[1] + jnp.arange(shape[1], dtype=jnp.int32)
-        seen = jnp.arange(self.capacity, dtype=jnp.int32)[None] <= places[:, None]
-        each = queries.astype(jnp.float32)
-        by = width**-0.5 if scale is None else scale
-        each = each.reshape(*shape[:2], heads, shape[2] // heads, width) * by
+        if len(shape) != 4 or (shape[0], shape[3]) != (batch, width) or shape[2] % heads:
+            problem = f"`queries` of shape {shape} do not fit the cache."
+            fix = f"pass the last tokens, [{batch}, tokens, a multiple of {heads}, {width}]."
+            raise fail("KVCache.attend", problem, fix=fix)
+        positions = self.length - shape[1] + jnp.arange(shape[1], dtype=jnp.int32)
+        is_seen = jnp.arange(self.capacity, dtype=jnp.int32)[None] <= positions[:, None]
+        rows = queries.astype(jnp.float32)
+        factor = width**-0.5 if scale is None else scale
+        rows = rows.reshape(*shape[:2], heads, shape[2] // heads, width) * factor
         keys, values = (x.astype(jnp.float32) for x in (self.keys, self.values))
-        products = jnp.einsum("bthgw,blhw->bhgtl", each, keys)
-        parts = jax.nn.softmax(jnp.where(seen[None, None, None], products, -jnp.inf))
+        products = jnp.einsum("bthgw,blhw->bhgtl", rows, keys)
+        parts = jax.nn.softmax(jnp.where(is_seen[None, None, None], products, -jnp.inf))
         mixed = jnp.einsum("bhgtl,blhw->bthgw", parts, values)
         return mixed.reshape(shape).astype(queries.dtype)
 
@@ -414,14 +384,9 @@ class KVCache:
 
 def check_format(function: str, argument: str, format: Any) -> None:
     """Checks the name of a cache format."""
-    if not (isinstance(format, str) and format in _FORMATS):
-        raise fail(
-            function,
-            f"`{argument}` is unknown.",
-            given=f"{argument} == {shown(format)}",
-            expected=f"one of {', '.join(map(repr, _FORMATS))}",
-            fix="pass one of these.",
-        )
+    if not isinstance(format, str) or format not in _FORMATS:
+        fix = f"pass one of {', '.join(map(repr, _FORMATS))}."
+        raise fail(function, f"`{argument}` is unknown: {shown(format)}.", fix=fix)
 
 
 @jax.tree_util.register_dataclass
@@ -434,35 +399,25 @@ class _Scaled:
 
     @classmethod
     def empty(cls, name: str, shape: tuple[int, ...], scale: Any) -> "_Scaled":
-        own = jnp.asarray(scale, jnp.float32)
-        if own.shape not in ((), (1,), (shape[2],)):
-            raise fail(
-                name,
-                "`scales` do not fit the heads.",
-                given=f"a scale of shape {own.shape}",
-                expected=f"a number, or an array of shape (1,) or ({shape[2]},)",
-                fix="pass one scale for each head of keys, and one for each head of values.",
-            )
-        known = np.asarray(own) if compat.is_concrete(own) else np.ones(1)
-        if not ((known > 0) & np.isfinite(known)).all():
-            raise fail(
-                name,
-                "`scales` are not scales.",
-                given=shown(known.reshape(-1).tolist()),
-                expected="finite numbers above 0",
-                fix="take them from calibration, or leave them out: a checkpoint with other "
-                "scales is "
-                "damaged.",
-            )
-        own = jnp.broadcast_to(own, (shape[2],)).reshape(1, 1, -1, 1)
-        return cls(jnp.zeros(shape, jnp.float8_e4m3fn), own)
+        head_scale = jnp.asarray(scale, jnp.float32)
+        if head_scale.shape not in ((), (1,), (shape[2],)):
+            problem = f"`scales` do not fit the heads: a scale of shape {head_scale.shape}."
+            fix = f"pass a number, or one scale for each head: an array of shape ({shape[2]},)."
+            raise fail(name, problem, fix=fix)
+        numbers = np.asarray(head_scale) if compat.is_concrete(head_scale) else np.ones(1)
+        if not ((numbers > 0) & np.isfinite(numbers)).all():
+            problem = f"`scales` are not finite numbers above 0: {shown(numbers.tolist())}."
+            fix = "take them from calibration, or leave them out: such a checkpoint is damaged."
+            raise fail(name, problem, fix=fix)
+        head_scale = jnp.broadcast_to(head_scale, (shape[2],)).reshape(1, 1, -1, 1)
+        return cls(jnp.zeros(shape, jnp.float8_e4m3fn), head_scale)
 
-    def put(self, x: jax.Array, place: jax.Array) -> "_Scaled":
+    def put(self, x: jax.Array, position: jax.Array) -> "_Scaled":
         """Writes tokens, rounded; saturates at the largest number of fp8."""
-        most = float(jnp.finfo(jnp.float8_e4m3fn).max)
-        codes = jnp.clip(x.astype(jnp.float32) / self.scale, -most, most)
+        limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        codes = jnp.clip(x.astype(jnp.float32) / self.scale, -limit, limit)
         codes = codes.astype(jnp.float8_e4m3fn)
-        codes = lax.dynamic_update_slice_in_dim(self.codes, codes, place, axis=1)
+        codes = lax.dynamic_update_slice_in_dim(self.codes, codes, position, axis=1)
         return dataclasses.replace(self, codes=codes)
 
     def real(self, dtype: DTypeLike) -> jax.Array:

@@ -82,20 +82,20 @@ def in_slices(
         return compute(lhs, rhs)
     n = rhs.shape[cut.axis]
     left = _slices_of_array(lhs, dimensions.partner(cut.axis), cut, n)
-    right = _slices_of_tensor(with_own_second_scales(rhs, cut.axis), cut)
+    right = _slices_of_tensor(rhs, cut)
     # Checkpointed, so that the backward pass does not store the slices.
-    slice_at = jax.checkpoint(lambda i: compute(left.at(i), right.at(i)))
-    rest = compute(left.rest(), right.rest()) if cut.full < n else None
+    slice_at = jax.checkpoint(lambda i: compute(left.part(i), right.part(i)))
+    tail = compute(left.tail(), right.tail()) if cut.full < n else None
     if cut.axis in dimensions.rhs_contracting:
-        return _summed(slice_at, cut, rest)
-    return _joined(slice_at, cut, rest, dimensions.output_axis(cut.axis))
+        return _summed(slice_at, cut, tail)
+    return _joined(slice_at, cut, tail, dimensions.output_axis(cut.axis))
 
 
 class _Slices(NamedTuple):
-    """An operand in slices: the slice with a number, and the rest after the full slices."""
+    """An operand in slices: the part with a number, and the tail after the full slices."""
 
-    at: Callable[[Any], Any]
-    rest: Callable[[], Any]
+    part: Callable[[Any], Any]
+    tail: Callable[[], Any]
 
 
 def _slices_of_array(x: jax.Array, axis: int | None, cut: Cut, n: int) -> _Slices:
@@ -115,18 +115,18 @@ def _slices_of_tensor(q: QTensor, cut: Cut) -> _Slices:
     )
 
 
-def _summed(slice_at: Slice, cut: Cut, rest: jax.Array | None) -> jax.Array:
+def _summed(slice_at: Slice, cut: Cut, tail: jax.Array | None) -> jax.Array:
     """Returns the sum of the results of all slices and of the rest."""
-    start = slice_at(0) if rest is None else rest + slice_at(0)
+    start = slice_at(0) if tail is None else tail + slice_at(0)
     steps = jnp.arange(1, cut.number)
     return lax.scan(lambda total, i: (total + slice_at(i), None), start, steps)[0]
 
 
-def _joined(slice_at: Slice, cut: Cut, rest: jax.Array | None, at: int) -> jax.Array:
+def _joined(slice_at: Slice, cut: Cut, tail: jax.Array | None, axis: int) -> jax.Array:
     """Returns the results of all slices and of the rest, joined along an axis."""
     _, parts = lax.scan(lambda carry, i: (carry, slice_at(i)), None, jnp.arange(cut.number))
-    y = in_order(parts, cut, at)
-    return y if rest is None else jnp.concatenate([y, rest], axis=at)
+    y = in_order(parts, cut, axis)
+    return y if tail is None else jnp.concatenate([y, tail], axis=axis)
 
 
 def with_own_second_scales(q: QTensor, axis: int) -> QTensor:
@@ -138,11 +138,11 @@ def with_own_second_scales(q: QTensor, axis: int) -> QTensor:
     return dataclasses.replace(q, scale=refine(q.scale, axis))
 
 
-def in_order(parts: jax.Array, cut: Cut, at: int) -> jax.Array:
-    """Joins the results of slices, stacked, along the axis `at` of a result."""
+def in_order(parts: jax.Array, cut: Cut, axis: int) -> jax.Array:
+    """Joins the results of slices, stacked, along the axis `axis` of a result."""
     shape = parts.shape[1:]
-    parts = parts.reshape(cut.number, *shape[:at], cut.runs, cut.size, *shape[at + 1 :])
-    return jnp.moveaxis(parts, 0, at + 1).reshape(*shape[:at], cut.full, *shape[at + 1 :])
+    parts = parts.reshape(cut.number, *shape[:axis], cut.runs, cut.size, *shape[axis + 1 :])
+    return jnp.moveaxis(parts, 0, axis + 1).reshape(*shape[:axis], cut.full, *shape[axis + 1 :])
 
 
 def slice_of(q: QTensor, cut: Cut, i: Any) -> QTensor:
@@ -190,7 +190,7 @@ def item_at(x: jax.Array, i: Any) -> jax.Array:
 
 def _tied(x: jax.Array, step: Any) -> tuple[jax.Array, Any]:
     """Ties codes to the step of a loop; otherwise XLA on CPU would convert all of them before the
-    loop (see `_xla_cpu`).
+    loop (see `xla_cpu`).
     """
     narrow = x.dtype.itemsize == 1 and x.dtype not in (jnp.int8, jnp.uint8)
     return lax.optimization_barrier((x, jnp.asarray(step))) if narrow else (x, step)
@@ -243,10 +243,10 @@ def _in_parts(x: jax.Array, axis: int, cut: Cut, n: int) -> jax.Array:
     size = cut.size * x.shape[axis] // n  # fewer if x has one element per block
     full = size * cut.number * cut.runs
     x = lax.slice_in_dim(x, 0, full, axis=axis)
-    before, after = x.shape[:axis], x.shape[axis + 1 :]
-    parts = x.reshape(*before, cut.runs, cut.number, size, *after)
+    lead, trail = x.shape[:axis], x.shape[axis + 1 :]
+    parts = x.reshape(*lead, cut.runs, cut.number, size, *trail)
     parts = jnp.moveaxis(parts, axis + 1, 0)
-    return parts.reshape(cut.number, *before, cut.runs * size, *after)
+    return parts.reshape(cut.number, *lead, cut.runs * size, *trail)
 
 
 def _in_parts_of(leaf: jax.Array, cut: Cut, q: QTensor) -> jax.Array:
@@ -316,9 +316,9 @@ def shares_scale(q: QTensor, axes: Iterable[int]) -> bool:
     return all(q.scale.shape[axis] == 1 for axis in axes)
 
 
-def with_own_scales(x: Any, kept: Iterable[int]) -> Any:
+def with_own_scales(x: Any, axes: Iterable[int]) -> Any:
     """Gives each index of the kept axes its own scale if they are in blocks."""
-    for axis in kept:
+    for axis in axes:
         if isinstance(x, QTensor) and x.groups.is_blocked(axis):
             x = refine(x, axis)
     return x
@@ -354,16 +354,16 @@ def _sum_of_part(
     """Contracts operands whose first batch axis counts blocks, and sums over it."""
 
     def summed(lhs: Any, rhs: Any) -> jax.Array:
-        more = find_block(lhs, rhs, dimensions)
-        return jnp.sum(sum_of_blocks(lhs, rhs, dimensions, compute, more), axis=0)
+        inner_block = find_block(lhs, rhs, dimensions)
+        return jnp.sum(sum_of_blocks(lhs, rhs, dimensions, compute, inner_block), axis=0)
 
     count = lhs.shape[block.lhs]
     batch = math.prod(lhs.shape[axis] for axis in dimensions.lhs_batch[1:])
-    each = batch * dimensions.rows(lhs) * dimensions.columns(rhs)
-    if not is_at_least(count * each, AT_ONCE + 1):
+    block_results = batch * dimensions.rows(lhs) * dimensions.columns(rhs)
+    if not is_at_least(count * block_results, AT_ONCE + 1):
         return summed(lhs, rhs)
     runs = [n for n in range(2, count) if count % n == 0]
-    run = max((n for n in runs if not is_at_least(n * each, AT_ONCE + 1)), default=1)
+    run = max((n for n in runs if not is_at_least(n * block_results, AT_ONCE + 1)), default=1)
 
     def run_at(i: Any) -> jax.Array:
         return summed(
@@ -437,8 +437,8 @@ def _batched(block: Block) -> Dimensions:
     """The dimensions after both axes were split in two: the first of each pair is a batch axis."""
     old = block.dimensions
 
-    def moved(axes: tuple[int, ...], at: int) -> tuple[int, ...]:
-        return tuple(axis + (axis >= at) for axis in axes)
+    def moved(axes: tuple[int, ...], new_axis: int) -> tuple[int, ...]:
+        return tuple(axis + (axis >= new_axis) for axis in axes)
 
     return Dimensions(
         old.lhs_rank + 1,
@@ -496,7 +496,7 @@ def times_scales(y: jax.Array, left: jax.Array | None, right: jax.Array | None) 
         return y if scale is None else y * scale.astype(y.dtype)
     left = left.astype(y.dtype)
     size = jnp.abs(lax.stop_gradient(left))
-    large, small, one = size > 2.0**64, size < 2.0**-64, jnp.ones((), y.dtype)
-    nearer = jnp.where(large, one * 2.0**-64, jnp.where(small, one * 2.0**32, one))
-    back = jnp.where(large, one * 2.0**64, jnp.where(small, one * 2.0**-32, one))
+    large, small, unit = size > 2.0**64, size < 2.0**-64, jnp.ones((), y.dtype)
+    nearer = jnp.where(large, unit * 2.0**-64, jnp.where(small, unit * 2.0**32, unit))
+    back = jnp.where(large, unit * 2.0**64, jnp.where(small, unit * 2.0**-32, unit))
     return y * (left * nearer) * right.astype(y.dtype) * back

@@ -46,31 +46,24 @@ def window_of(function: str, q: QTensor, starts: Any, sizes: Sequence[int]) -> W
     check_dtypes(function, q)
     starts = tuple(starts) if isinstance(starts, Sequence) or np.ndim(starts) == 1 else (starts,)
     sizes = tuple(map(int, sizes))
-    if not (
-        len(starts) == len(sizes) == q.ndim
-        and all(0 <= size <= n for size, n in zip(sizes, q.shape, strict=True))
+    if not len(starts) == len(sizes) == q.ndim or any(
+        not 0 <= size <= n for size, n in zip(sizes, q.shape, strict=True)
     ):
         raise fail(
             function,
-            "the slice does not fit.",
-            given=f"{len(starts)} starts, and sizes {sizes}, for shape {q.shape}",
-            expected=f"{q.ndim} starts and {q.ndim} sizes, each at most the size of its axis",
+            f"the slice does not fit: {len(starts)} starts and sizes {sizes}, for shape {q.shape}.",
             fix="pass a start and a size for every axis.",
         )
-    found = [
+    clamped = [
         _clamped(function, start, n, size)
         for start, n, size in zip(starts, q.shape, sizes, strict=True)
     ]
     depth = 0 if q.layout is None else q.layout.depth
     if sizes[q.ndim - depth :] != q.shape[q.ndim - depth :]:
-        raise fail(
-            function,
-            f"the slice cuts an axis along which the codes are {q.layout}.",
-            given=f"sizes {sizes} for {q!r}",
-            expected=f"the whole of axes {list(range(-depth, 0))}",
-            fix="call q.unpack() first.",
-        )
-    return Window(tuple(found), sizes)
+        problem = f"the slice cuts an axis along which the codes are {q.layout}."
+        fix = "call q.unpack() first."
+        raise fail(function, problem, given=f"sizes {sizes} for {q!r}", fix=fix)
+    return Window(tuple(clamped), sizes)
 
 
 def sliced(q: QTensor, window: Window) -> QTensor:
@@ -97,15 +90,9 @@ def _clamped(function: str, start: Any, n: int, size: int) -> Any:
     if isinstance(start, (int, np.integer)) and not isinstance(start, bool):
         return min(max(int(start) + n if start < 0 else int(start), 0), n - size)
     start = as_integers(function, "start_indices", start)
-    if not (start.shape == () and jnp.issubdtype(start.dtype, jnp.integer)):
-        raise fail(
-            function,
-            "a start is not an integer.",
-            given=f"a start of shape {start.shape} and dtype {start.dtype.name}",
-            expected="an integer for each axis",
-            fix="pass a tuple of integers or of integer scalars.",
-            error=TypeError,
-        )
+    if start.shape:
+        problem = f"a start is not one integer, but has the shape {start.shape}."
+        raise fail(function, problem, fix="pass a tuple of integers.", error=TypeError)
     if size == n:
         return 0
     start = as_signed(start, n)
@@ -115,8 +102,8 @@ def _clamped(function: str, start: Any, n: int, size: int) -> Any:
 def is_on_blocks(window: Window, axis: int, n: int, b: int) -> bool:
     """Whether a window is known to start and end at borders of blocks."""
     start, size = window.starts[axis], window.sizes[axis]
-    known = isinstance(start, int) and start % b == 0 and size > 0
-    return known and (size % b == 0 or start + size == n)
+    starts_block = isinstance(start, int) and start % b == 0 and size > 0
+    return starts_block and (size % b == 0 or start + size == n)
 
 
 def groups_in(groups: Groups, window: Window) -> Groups:
@@ -142,10 +129,10 @@ def place_of_entries(
     """Returns the starts and sizes of a window of scales or zero points; it cuts no block."""
     starts, sizes = [], []
     for axis, m in enumerate(entries):
-        whole = m == 1 or window.sizes[axis] == groups.shape[axis]
+        is_full = m == 1 or window.sizes[axis] == groups.shape[axis]
         b = groups.sizes[axis]
-        starts.append(0 if whole else window.starts[axis] // b)
-        sizes.append(m if whole else -(-window.sizes[axis] // b))
+        starts.append(0 if is_full else window.starts[axis] // b)
+        sizes.append(m if is_full else -(-window.sizes[axis] // b))
     return _alike(starts), sizes
 
 
@@ -169,8 +156,8 @@ def parameter_in(parameter: Any, groups: Groups, window: Window) -> Any:
         size = window.sizes[axis]
         if not 1 < b < n or size == n or is_on_blocks(window, axis, n, b):
             continue
-        places = window.starts[axis] + jnp.arange(size, dtype=jnp.int32)
-        parameter = take_entries(parameter, places, axis, groups)
+        indices = window.starts[axis] + jnp.arange(size, dtype=jnp.int32)
+        parameter = take_entries(parameter, indices, axis, groups)
         groups = Groups(_put(groups.shape, axis, size), _put(groups.sizes, axis, 1))
     return _slice(parameter, *place_of_entries(parameter.shape, groups, window))
 
@@ -234,14 +221,14 @@ def dynamic_slice(
             turned = [[*x[:-2], *reversed(x[-2:])] for x in (tuple(start_indices), sizes)]
             return swap_axes(dynamic_slice(swap_axes(operand), *turned))
     window = window_of("dynamic_slice", operand, start_indices, slice_sizes)
-    known = [isinstance(start, int) for start in window.starts]
-    if any(known):
+    are_known = [isinstance(start, int) for start in window.starts]
+    if any(are_known):
         parts = [
             slice(start, start + n) if is_known else slice(None)
-            for start, n, is_known in zip(*window, known, strict=True)
+            for start, n, is_known in zip(*window, are_known, strict=True)
         ]
         operand = operand[tuple(parts)]
-        pairs = zip(window.starts, known, strict=True)
+        pairs = zip(window.starts, are_known, strict=True)
         window = window._replace(starts=tuple(0 if is_known else x for x, is_known in pairs))
     return sliced(operand, window)
 
@@ -301,14 +288,9 @@ def dynamic_update_slice(
     function = "dynamic_update_slice"
     if not isinstance(operand, QTensor):
         if isinstance(update, QTensor):
-            raise fail(
-                function,
-                "a QTensor cannot be written to an array.",
-                given=f"update {update!r}",
-                expected="an array, or a QTensor as operand",
-                fix="pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec).",
-                error=TypeError,
-            )
+            problem = f"a QTensor cannot be written to an array: update {update!r}."
+            fix = "pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec)."
+            raise fail(function, problem, fix=fix, error=TypeError)
         return lax.dynamic_update_slice(jnp.asarray(operand), jnp.asarray(update), start_indices)
     check_bare(function, operand, update)
     update = update if isinstance(update, QTensor) else as_real(function, "update", update)
@@ -325,15 +307,15 @@ def _check_blocks(q: QTensor, window: Window) -> None:
     groups = q.groups
     for axis, (n, b) in enumerate(zip(groups.shape, groups.sizes, strict=True)):
         blocked = 1 < b < n and window.sizes[axis] != n
-        start = window.starts[axis]
-        known = f"{start}" if isinstance(start, int) else "known only at run time"
         if blocked and not is_on_blocks(window, axis, n, b):
+            start = window.starts[axis]
+            start = start if isinstance(start, int) else "known only at run time"
             raise fail(
                 "dynamic_update_slice",
                 f"the slice may cut a block along axis {axis}.",
-                given=f"size {window.sizes[axis]}, start {known}, blocks of {b}",
-                expected="a Python integer as start, and whole blocks",
-                fix=f"give the blocks their own axis: q.reshape(..., {n // b}, {b}, ...).",
+                given=f"size {window.sizes[axis]}, start {start}, blocks of {b}",
+                fix=f"give the blocks their own axis, q.reshape(..., {n // b}, {b}, ...); or pass "
+                "a Python integer as start, and whole blocks.",
             )
 
 
@@ -363,9 +345,9 @@ def _quantized(q: QTensor, x: jax.Array, window: Window) -> QTensor:
     old, spec = affine_in(q, window), spec_like(q, groups_in(q.groups, window))
     affine = old
     if not _shared_axes(q, window):
-        found = spec.calibrator.fit(x, spec)
-        check_zero_points(q, found.zero_point, old.zero_point)
-        affine = Affine(_kept_as(found.scale, old.scale), found.zero_point)
+        new = spec.calibrator.fit(x, spec)
+        check_zero_points(q, new.zero_point, old.zero_point)
+        affine = Affine(_kept_as(new.scale, old.scale), new.zero_point)
     packing = None if q.layout is None else q.layout.packing
     pack = None if packing is None else packing.axis + q.ndim
     return QTensor.quantize(x, spec, affine, pack=pack)
@@ -385,27 +367,25 @@ def _matched(q: QTensor, update: QTensor, window: Window) -> QTensor:
     _check_format(q, update)
     shared = _shared_axes(q, window)
     nested = isinstance(q.scale, QTensor)
-    if not (not shared and not nested):
+    if shared or nested:
         raise fail(
             "dynamic_update_slice",
             "scales of `operand` are shared with elements that are not overwritten"
             + (f", along axes {shared}." if shared else ": they are quantized, with one scale."),
             given=f"update {update!r} for operand {q!r}",
-            expected="an array, to be quantized with the scale of operand",
             fix="pass the array itself, or update.dequantize().",
         )
     target = groups_in(q.groups, window)
     for axis, (n, b) in enumerate(zip(target.shape, target.sizes, strict=True)):
-        own = update.groups.sizes[axis]
-        if own != b and not (b > 0 and own > b and (own % b == 0 or own == n)):
+        size = update.groups.sizes[axis]
+        if size != b and not (b > 0 and size > b and (size % b == 0 or size == n)):
             raise fail(
                 "dynamic_update_slice",
                 f"`operand` has fewer scales than `update` along axis {axis}.",
-                given=f"update {update!r} for operand {q!r}",
-                expected=f"scales shared by {b} elements along axis {axis}, or by a multiple",
+                given=f"update {update!r} for operand {q!r}, one scale for {b} elements",
                 fix="quantize update with the granularity of operand, or pass the array itself.",
             )
-        update = update if own == b else refine(update, axis, b)
+        update = update if size == b else refine(update, axis, b)
     zero_point: Any = update.zero_point
     if q.zero_point is not None and zero_point is None:
         zero_point = jnp.zeros(update.scale.shape, q.zero_point.dtype)
@@ -421,29 +401,19 @@ def _check_format(q: QTensor, update: QTensor) -> None:
         return x.qtype, x.dtype, x.scale.dtype, getattr(x.scale, "qtype", None)
 
     if kinds(q) != kinds(update):
-        raise fail(
-            "dynamic_update_slice",
-            "`operand` and `update` have different formats.",
-            given=f"update {update!r} for operand {q!r}",
-            expected="one qtype, one dtype and one dtype of scales",
-            fix="quantize update to the format of operand, or pass update.dequantize().",
-            error=TypeError,
-        )
+        problem = f"`operand` and `update` have different formats: {q!r} and {update!r}."
+        fix = "quantize update to the format of operand, or pass update.dequantize()."
+        raise fail("dynamic_update_slice", problem, fix=fix, error=TypeError)
 
 
 def check_zero_points(q: QTensor, new: Any, old: Any) -> None:
     """Checks that the operand has a place for each zero point to be written."""
-    fits = new is None or (
-        old is not None and all(m in (1, n) for m, n in zip(new.shape, old.shape, strict=True))
-    )
-    if not fits:
-        raise fail(
-            "dynamic_update_slice",
-            "`operand` has no place for the zero points.",
-            given=f"zero points of shape {() if new is None else new.shape} for operand {q!r}",
-            expected="a symmetric update" if old is None else "a zero point for each scale",
-            fix="start from jqx.QTensor.zeros(shape, spec) with the spec of update.",
-        )
+    if new is not None and (
+        old is None or any(m not in (1, n) for m, n in zip(new.shape, old.shape, strict=True))
+    ):
+        problem = f"`operand` has no place for the zero points of shape {new.shape}: {q!r}."
+        fix = "start from jqx.QTensor.zeros(shape, spec) with the spec of update."
+        raise fail("dynamic_update_slice", problem, fix=fix)
 
 
 def _written(q: QTensor, update: QTensor, window: Window) -> QTensor:
@@ -490,19 +460,19 @@ def gathered(q: QTensor, indices: jax.Array, **options: Any) -> QTensor | None:
     sizes, numbers = options["slice_sizes"], options["dimension_numbers"]
     indexed, fill = numbers.start_index_map, options.pop("fill_value", None)
     fills = options["mode"] == FILL
-    known = fill is None or (isinstance(fill, float) and np.isnan(fill))
-    own = (*numbers.operand_batching_dims, *(indexed if fills else ()))
-    q = _with_own_scales(q.unpack(), own)
+    fills_nan = fill is None or (isinstance(fill, float) and np.isnan(fill))
+    own_axes = (*numbers.operand_batching_dims, *(indexed if fills else ()))
+    q = _with_own_scales(q.unpack(), own_axes)
     entries = _entries(q.groups, sizes)
     nested = isinstance(q.scale, QTensor) or isinstance(q.offset, QTensor)
-    if nested or q.order is not None or entries is None or (fills and not known):
+    if nested or q.order is not None or entries is None or (fills and not fills_nan):
         return None
     shared = [axis for axis in indexed if q.scale.shape[axis] == 1 != q.shape[axis]]
-    places = _on_entries(indices, indexed, shared)
+    entry_indices = _on_entries(indices, indexed, shared)
 
     def take(parameter: jax.Array) -> jax.Array:
-        whole = jnp.broadcast_to(parameter, q.scale.shape)
-        return lax.gather(whole, places, **{**options, "slice_sizes": entries})
+        full = jnp.broadcast_to(parameter, q.scale.shape)
+        return lax.gather(full, entry_indices, **{**options, "slice_sizes": entries})
 
     values = lax.gather(q.values, indices, fill_value=0 if fills else None, **options)
     return dataclasses.replace(q.map_parameters(take), values=values)
@@ -515,21 +485,21 @@ def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any
     The written elements are quantized with new scales if a window holds all elements that share a
     scale, or with the scale of the whole tensor if it has only one.
     """
-    numbers, like, q = options["dimension_numbers"], q, q.unpack()
+    numbers, original, q = options["dimension_numbers"], q, q.unpack()
     if isinstance(q.scale, QTensor) or q.offset is not None or q.order is not None:
         return None
-    alone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [axis for axis in range(q.ndim) if axis not in alone]
+    single_axes = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window_axes = [axis for axis in range(q.ndim) if axis not in single_axes]
     window, groups = [1] * q.ndim, [1] * updates.ndim
-    for axis, at in zip(kept, numbers.update_window_dims, strict=True):
-        window[axis] = updates.shape[at]
-        groups[at] = min(q.groups.sizes[axis], updates.shape[at])
+    for axis, update_axis in zip(window_axes, numbers.update_window_dims, strict=True):
+        window[axis] = updates.shape[update_axis]
+        groups[update_axis] = min(q.groups.sizes[axis], updates.shape[update_axis])
     shared = [i for i, (m, n) in enumerate(zip(q.scale.shape, q.shape, strict=True)) if m == 1 != n]
-    one = len(shared) == sum(n != 1 for n in q.shape)
+    is_per_tensor = len(shared) == sum(n != 1 for n in q.shape)
     cut = any(window[axis] != q.shape[axis] for axis in shared)
-    if _entries(q.groups, window) is None or (cut and not one):
+    if _entries(q.groups, window) is None or (cut and not is_per_tensor):
         return None
-    if one:
+    if is_per_tensor:
         spec = spec_like(q, Groups(updates.shape, updates.shape))
         new = QTensor.quantize(updates.astype(q.dtype), spec, _reshaped(q, updates.ndim))
         written = q
@@ -537,11 +507,11 @@ def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any
         new = QTensor.quantize(
             updates.astype(q.dtype), spec_like(q, Groups(updates.shape, tuple(groups)))
         )
-        places = _on_entries(indices, numbers.scatter_dims_to_operand_dims, shared)
+        entry_indices = _on_entries(indices, numbers.scatter_dims_to_operand_dims, shared)
 
         def put(parameter: Any, entry: Any) -> Any:
             target = jnp.broadcast_to(parameter, q.scale.shape)
-            return lax.scatter(target, places, entry.astype(target.dtype), **options)
+            return lax.scatter(target, entry_indices, entry.astype(target.dtype), **options)
 
         if new.zero_point is not None and (
             q.zero_point is None or q.zero_point.shape != q.scale.shape
@@ -551,13 +521,13 @@ def scattered(q: QTensor, indices: jax.Array, updates: jax.Array, **options: Any
         written = dataclasses.replace(q, scale=put(q.scale, new.scale), zero_point=zero_point)
     codes = _in_bytes(q.values, indices, new.values, options)
     written = dataclasses.replace(written, values=codes)
-    return dataclasses.replace(written, values=values_as(written, like), layout=like.layout)
+    return dataclasses.replace(written, values=values_as(written, original), layout=original.layout)
 
 
 def _reshaped(q: QTensor, rank: int) -> Affine:
     """Returns the single scale of a tensor for an array of another rank."""
-    own, scale = (1,) * rank, q.real_scale()
-    return Affine(scale.reshape(own), None if q.zero_point is None else q.zero_point.reshape(own))
+    shape, zero = (1,) * rank, q.zero_point
+    return Affine(q.real_scale().reshape(shape), None if zero is None else zero.reshape(shape))
 
 
 def _in_bytes(x: jax.Array, indices: jax.Array, updates: jax.Array, options: Any) -> jax.Array:
@@ -579,18 +549,18 @@ def _with_own_scales(q: QTensor, axes: Sequence[int]) -> QTensor:
 
 def _entries(groups: Groups, sizes: Sequence[int]) -> tuple[int, ...] | None:
     """Returns the size of a slice of the scale; `None` if the slice of the values cuts blocks."""
-    found = []
+    entry_sizes = []
     for n, b, m, size in zip(groups.shape, groups.sizes, groups.scale_shape, sizes, strict=True):
         if m not in (1, n) and size != n:
             return None
-        found.append(size if m == n and b == 1 else m)
-    return tuple(found)
+        entry_sizes.append(size if m == n and b == 1 else m)
+    return tuple(entry_sizes)
 
 
 def _on_entries(indices: jax.Array, axes: Sequence[int], shared: Sequence[int]) -> jax.Array:
     """Returns the indices of the entries of the scale: 0 along axes that share one."""
-    kept = np.array([axis not in shared for axis in axes])
-    lined_up = kept.reshape((1,) * (indices.ndim - 1) + (-1,))
+    has_entries = np.array([axis not in shared for axis in axes])
+    lined_up = has_entries.reshape((1,) * (indices.ndim - 1) + (-1,))
     return jnp.where(lined_up, indices, jnp.zeros_like(indices))
 
 
@@ -601,7 +571,7 @@ def quantized_like(q: QTensor, x: jax.Array) -> QTensor:
     """Quantizes an array of the shape of a QTensor to its format, dtypes and layout, with new
     scales.
     """
-    check_bare("select", q, what=", so nothing can be quantized to its format")
+    check_bare("select", q, context=", so nothing can be quantized to its format")
     new = QTensor.quantize(x.astype(q.dtype), spec_like(q, q.groups))
     scale: Any = new.scale
     if not isinstance(scale, QTensor):
@@ -613,13 +583,13 @@ def quantized_like(q: QTensor, x: jax.Array) -> QTensor:
     return dataclasses.replace(q, values=values_as(new, q), scale=scale, zero_point=zero_point)
 
 
-def is_like(q: Any, other: Any) -> bool:
+def is_like(q: Any, template: Any) -> bool:
     """Whether two values have the same format, shape, granularity and layout."""
 
     def kind(x: Any) -> Any:
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)], jax.tree.structure(x)
 
-    return kind(q) == kind(other)
+    return kind(q) == kind(template)
 
 
 def select(which: jax.Array, *cases: QTensor | jax.Array) -> QTensor | None:
@@ -630,33 +600,33 @@ def select(which: jax.Array, *cases: QTensor | jax.Array) -> QTensor | None:
     cases with the same scale; elements of an array are quantized with that scale. Otherwise they
     are quantized together with a new scale, as are elements that come from an array only.
     """
-    like = next(case for case in cases if isinstance(case, QTensor))
+    base = next(case for case in cases if isinstance(case, QTensor))
     tensors = {i: case for i, case in enumerate(cases) if isinstance(case, QTensor)}
-    if not all(is_like(like, case) for case in tensors.values()):
+    if not all(is_like(base, case) for case in tensors.values()):
         return None
     if which.ndim == 0:
-        both = [x if isinstance(x, QTensor) else quantized_like(like, x) for x in cases]
-        return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *both)
-    if isinstance(like.scale, QTensor) or like.offset is not None or like.order is not None:
+        filled = [x if isinstance(x, QTensor) else quantized_like(base, x) for x in cases]
+        return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *filled)
+    if isinstance(base.scale, QTensor) or base.offset is not None or base.order is not None:
         return None
-    real = [x.dequantize() if isinstance(x, QTensor) else x.astype(like.dtype) for x in cases]
-    chosen = lax.select_n(which, *real)
-    groups, place = like.groups, which.astype(jnp.int32)
-    found = quantized_like(like, chosen)
-    lowest, highest = groups.reduce(jnp.min, place, len(cases)), groups.reduce(jnp.max, place, 0)
+    real = [x.dequantize() if isinstance(x, QTensor) else x.astype(base.dtype) for x in cases]
+    selected = lax.select_n(which, *real)
+    groups, index = base.groups, which.astype(jnp.int32)
+    fresh = quantized_like(base, selected)
+    lowest, highest = groups.reduce(jnp.min, index, len(cases)), groups.reduce(jnp.max, index, 0)
     several = lowest != highest
-    grid = (found.scale, found.zero_point)
-    grid = _where(several & _all([_same(x, like) for x in tensors.values()]), _grid(like), grid)
+    grid = (fresh.scale, fresh.zero_point)
+    grid = _where(several & _all([_same(x, base) for x in tensors.values()]), _grid(base), grid)
     for i, case in tensors.items():
         grid = _where(~several & (lowest == i), _grid(case), grid)
-    new = QTensor.quantize(chosen, spec_like(like, groups), Affine(*grid))
-    values, shape = new.values, groups.split(place).shape
+    new = QTensor.quantize(selected, spec_like(base, groups), Affine(*grid))
+    values, shape = new.values, groups.split(index).shape
     for i, case in tensors.items():
-        kept = groups.split_scale(_same(case, new))
-        taken = groups.join(jnp.broadcast_to(kept, shape)) & (place == i)
+        keeps_codes = groups.split_scale(_same(case, new))
+        taken = groups.join(jnp.broadcast_to(keeps_codes, shape)) & (index == i)
         values = jnp.where(taken, case.unpack().values, values)
     new = dataclasses.replace(new, values=values)
-    return dataclasses.replace(new, values=values_as(new, like), layout=like.layout)
+    return dataclasses.replace(new, values=values_as(new, base), layout=base.layout)
 
 
 def _grid(q: QTensor) -> tuple[Any, Any]:
@@ -671,7 +641,7 @@ def _all(masks: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_and, masks)
 
 
-def _same(q: QTensor, other: QTensor) -> jax.Array:
+def _same(q: QTensor, reference: QTensor) -> jax.Array:
     """Returns where two tensors have the same scale and zero point."""
-    both = zip(jax.tree.leaves(_grid(q)), jax.tree.leaves(_grid(other)), strict=True)
-    return _all([a == b for a, b in both])
+    leaf_pairs = zip(jax.tree.leaves(_grid(q)), jax.tree.leaves(_grid(reference)), strict=True)
+    return _all([a == b for a, b in leaf_pairs])

@@ -33,7 +33,7 @@ from .blocks import (
     with_own_second_scales,
 )
 from .dimensions import OperandAxes
-from .exact import as_int8, digits_of, is_byte, is_integer, longest
+from .exact import Operands, as_int8, digits_of, longest
 from .formulation import CPU, ELSEWHERE, PLATFORMS, formulation
 from .kernels import derived_as
 from .plain import count_of, is_exact_in, numbers_of
@@ -57,7 +57,7 @@ class Window(NamedTuple):
       strides: one for each spatial axis.
       padding: (low, high) for each spatial axis.
       lhs_dilation: one for each spatial axis.
-      rhs_dilation: likewise.
+      rhs_dilation: one for each spatial axis.
       axes: the dimension numbers of the operands and the result.
       groups: feature groups.
       batch_groups: batch groups.
@@ -126,20 +126,20 @@ class Window(NamedTuple):
             return None
         batch, features, *pixels = (lhs[axis] for axis in self.axes.lhs_spec)
         outputs, inputs, *taps = (rhs[axis] for axis in self.axes.rhs_spec)
-        each = (self.strides, self.padding, self.lhs_dilation, self.rhs_dilation)
+        per_axis = (self.strides, self.padding, self.lhs_dilation, self.rhs_dilation)
         steps = (*self.strides, *self.lhs_dilation, *self.rhs_dilation)
         groups = self.groups, self.batch_groups
-        if any(len(entries) != len(taps) for entries in each) or min((*steps, *groups)) < 1:
+        if any(len(entries) != len(taps) for entries in per_axis) or min((*steps, *groups)) < 1:
             return None
         grouped = features == inputs * self.groups and min(groups) == 1
         if not grouped or outputs % max(groups) or batch % self.batch_groups:
             return None
         sizes = []
-        for n, tap, stride, (low, high), hole, apart in zip(pixels, taps, *each, strict=True):
+        for n, tap, stride, (low, high), hole, gap in zip(pixels, taps, *per_axis, strict=True):
             span = _dilated(n, hole) + low + high
             if span < 0:
                 return None
-            sizes.append(max(0, (span - _dilated(tap, apart)) // stride + 1))
+            sizes.append(max(0, (span - _dilated(tap, gap)) // stride + 1))
         shape = [0] * len(lhs)
         for axis, n in zip(self.axes.out_spec, (batch // groups[1], outputs, *sizes), strict=True):
             shape[axis] = n
@@ -151,16 +151,12 @@ class Window(NamedTuple):
 
     def is_dot(self, kernel: Any) -> bool:
         """Whether the convolution is a matrix product of features."""
-        plain = all(pair == (0, 0) for pair in self.padding)
-        dilated = any(n != 1 for n in self.lhs_dilation)
-        one = all(kernel.shape[axis] == 1 for axis in self.taps)
-        return one and plain and not dilated and self.groups == self.batch_groups == 1
+        is_single_tap = all(kernel.shape[axis] == 1 for axis in self.taps)
+        return is_single_tap and not self.pads() and self.groups == self.batch_groups == 1
 
     def pads(self) -> bool:
         """Whether zeros are added around or between the elements of the left operand."""
-        return any(pair != (0, 0) for pair in self.padding) or any(
-            n != 1 for n in self.lhs_dilation
-        )
+        return {(0, 0), *self.padding} != {(0, 0)} or {1, *self.lhs_dilation} != {1}
 
     def without_padding(self) -> "Window":
         """The window over a left operand that is already padded and dilated."""
@@ -207,13 +203,11 @@ def _dilated(n: int, step: int) -> int:
 
 
 def check_ranks(lhs: Any, rhs: Any) -> None:
-    if not lhs.ndim == rhs.ndim >= 2:
+    if lhs.ndim != rhs.ndim or lhs.ndim < 2:
         raise fail(
             "conv_general_dilated",
-            "the operands have different ranks, or less than two axes.",
-            given=f"lhs.shape == {lhs.shape}, rhs.shape == {rhs.shape}",
-            expected="operands of rank 2 + the number of spatial axes",
-            fix="reshape an operand.",
+            f"the operands have different ranks, or less than two axes: {lhs.shape}, {rhs.shape}.",
+            fix="reshape an operand to rank 2 + the number of spatial axes.",
         )
 
 
@@ -232,13 +226,13 @@ def window_of(
     """Reads the arguments of `lax.conv_general_dilated`."""
     axes = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     rank = lhs.ndim - 2
-    holes, apart = (
+    holes, kernel_holes = (
         (1,) * rank if dilation is None else tuple(map(index, dilation))
         for dilation in (lhs_dilation, rhs_dilation)
     )
     if isinstance(padding, str):
         kernel = [rhs.shape[axis] for axis in axes.rhs_spec[2:]]
-        reach = [(k - 1) * d + 1 if k else 0 for k, d in zip(kernel, apart, strict=True)]
+        reach = [(k - 1) * d + 1 if k else 0 for k, d in zip(kernel, kernel_holes, strict=True)]
         image = [lhs.shape[axis] for axis in axes.lhs_spec[2:]]
         padding = lax.padtype_to_pads(image, reach, strides, padding)
     pairs = tuple((index(low), index(high)) for low, high in padding)
@@ -246,7 +240,7 @@ def window_of(
         tuple(map(index, strides)),
         pairs,
         holes,
-        apart,
+        kernel_holes,
         axes,
         index(groups),
         index(batch_groups),
@@ -390,7 +384,7 @@ def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
     q = with_own_second_scales(with_own_scales(q, (axis,)), axis)
     if q.layout is not None and q.layout != Layout(q.layout.packing):
         q = q.unpack()
-    n, at = q.shape[axis], window.axes.out_spec[1]
+    n, feature_axis = q.shape[axis], window.axes.out_spec[1]
     count = count_of(q, x.size)
 
     @jax.checkpoint
@@ -404,13 +398,15 @@ def conv_tiles(x: jax.Array, q: QTensor, window: Window) -> jax.Array:
         q = q.unpack()
         cut = cut_of(q, axis, count)
         assert cut is not None
-    body = lambda carry, i: (carry, compute(x, slice_of(q, cut, i)))  # noqa: E731
-    y = in_order(lax.scan(body, None, jnp.arange(cut.number))[1], cut, at)
-    full = y.shape[at]
+    _, parts = lax.scan(
+        lambda carry, i: (carry, compute(x, slice_of(q, cut, i))), None, jnp.arange(cut.number)
+    )
+    y = in_order(parts, cut, feature_axis)
+    full = y.shape[feature_axis]
     if full == n:
         return y
-    rest = compute(x, slice_along(q, axis, full, n - full))
-    return jnp.concatenate([y, rest], axis=at)
+    tail = compute(x, slice_along(q, axis, full, n - full))
+    return jnp.concatenate([y, tail], axis=feature_axis)
 
 
 def _float_conv(x: jax.Array, kernel: jax.Array, window: Window, dtype: Any) -> jax.Array:
@@ -439,8 +435,8 @@ def lax_conv(x: Any, kernel: Any, window: Window, dtype: Any) -> jax.Array:
 
 def _conv_integer(lhs: QTensor, rhs: QTensor, window: Window, accumulate: Any) -> jax.Array:
     limit = longest(lhs, rhs)
-    own = (window.batch, window.features) if window.is_depthwise(lhs) else (window.batch,)
-    lhs = with_own_scales(as_int8(lhs), own)
+    own_axes = (window.batch, window.features) if window.is_depthwise(lhs) else (window.batch,)
+    lhs = with_own_scales(as_int8(lhs), own_axes)
     rhs = with_own_scales(as_int8(rhs), (window.outputs,))
     wide = common_dtype(lhs.real_scale().dtype, rhs.real_scale().dtype)
     parts = []
@@ -479,10 +475,10 @@ def in_runs(rhs: QTensor, window: Window, limit: int) -> list[QTensor]:
     if products <= limit:
         return [rhs]
     shape = [1 if axis == window.outputs else n for axis, n in enumerate(rhs.shape)]
-    place = np.arange(products, dtype=np.int32).reshape(shape)
+    tap_numbers = np.arange(products, dtype=np.int32).reshape(shape)
     zero = jnp.zeros((1,) * rhs.ndim, jnp.int8) if rhs.zero_point is None else rhs.zero_point
     return [
-        dataclasses.replace(rhs, values=jnp.where(place // limit == i, rhs.values, zero))
+        dataclasses.replace(rhs, values=jnp.where(tap_numbers // limit == i, rhs.values, zero))
         for i in range(math.ceil(products / limit))
     ]
 
@@ -497,15 +493,12 @@ def _native(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
         a = window.lhs_to_output(a.astype(jnp.int32), outputs)
         total = total - a * _kernel_sums(rhs, window)
     if b is not None:
-        b = window.rhs_to_output(jnp.broadcast_to(b.astype(jnp.int32), _per_output(rhs, window)))
+        shape = [n if axis == window.outputs else 1 for axis, n in enumerate(rhs.shape)]
+        b = window.rhs_to_output(jnp.broadcast_to(b.astype(jnp.int32), shape))
         total = total - b * _window_sums(codes, rhs, inner)
     if a is not None and b is not None:
         total = total + jnp.int32(window.products(rhs)) * a * b
     return total
-
-
-def _per_output(rhs: QTensor, window: Window) -> tuple[int, ...]:
-    return tuple(n if i == window.outputs else 1 for i, n in enumerate(rhs.shape))
 
 
 def _under_window(lhs: QTensor, rhs: QTensor, window: Window) -> tuple[jax.Array, Window]:
@@ -517,18 +510,18 @@ def _under_window(lhs: QTensor, rhs: QTensor, window: Window) -> tuple[jax.Array
     """
     pixels = math.prod(lhs.shape[axis] for axis in window.spatial)
     taps = math.prod(rhs.shape[axis] for axis in window.taps)
-    few = all(
+    pads_little = all(
         min(pair) >= 0 and sum(pair) < reach
         for pair, reach in zip(window.padding, window.reach(rhs), strict=True)
     )
-    plain = few and all(n == 1 for n in window.lhs_dilation)
+    plain = pads_little and all(n == 1 for n in window.lhs_dilation)
     if lhs.zero_point is None and plain and not is_at_least(taps, pixels + 1):
         return lhs.values, window
     return padded(lhs.values, lhs.zero_point, window), window.without_padding()
 
 
 def _int8_conv(codes: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
-    # XLA on CPU would fold padding into the window: see `_xla_cpu`.
+    # XLA on CPU would fold padding into the window: see `xla_cpu`.
     codes, kernel = lax.optimization_barrier((codes, kernel))
 
     def as_floats(codes: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -549,21 +542,21 @@ def _window_sums(codes: jax.Array, rhs: QTensor, window: Window) -> jax.Array:
     shape = list(rhs.shape)
     shape[window.outputs] = window.groups * window.batch_groups
     sums = _int8_conv(codes, jnp.ones(shape, jnp.int8), window)
-    times = rhs.shape[window.outputs] // shape[window.outputs]
-    return jnp.repeat(sums, times, axis=window.axes.out_spec[1])
+    repeats = rhs.shape[window.outputs] // shape[window.outputs]
+    return jnp.repeat(sums, repeats, axis=window.axes.out_spec[1])
 
 
 def _kernel_sums(rhs: QTensor, window: Window) -> jax.Array:
     """Returns the sums of the codes of each output feature, lined up with the result. They are the
-    convolution of an image of ones (see `_xla_cpu`).
+    convolution of an image of ones (see `xla_cpu`).
     """
-    ones = (1,) * len(window.strides)
+    unit_steps = (1,) * len(window.strides)
     shape = [0] * rhs.ndim
     shape[window.batch] = window.batch_groups
     shape[window.features] = rhs.shape[window.inputs] * window.groups
     for axis, tap in zip(window.spatial, window.taps, strict=True):
         shape[axis] = rhs.shape[tap]
-    inner = window.without_padding()._replace(strides=ones, rhs_dilation=ones)
+    inner = window.without_padding()._replace(strides=unit_steps, rhs_dilation=unit_steps)
     return _int8_conv(jnp.ones(shape, jnp.int8), rhs.values, inner)
 
 
@@ -574,8 +567,8 @@ def _shifted(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
     codes = padded(lhs.values, lhs.zero_point, window)
     zero = None if lhs.zero_point is None else lhs.zero_point.astype(jnp.int32)
     products = [
-        _under_tap(codes, zero, rhs, place, window) * _tap(rhs, place, window)
-        for place in itertools.product(*(range(rhs.shape[axis]) for axis in window.taps))
+        _under_tap(codes, zero, rhs, position, window) * _tap(rhs, position, window)
+        for position in itertools.product(*(range(rhs.shape[axis]) for axis in window.taps))
     ]
     total = functools.reduce(jnp.add, products)
     to_source = dict(zip(window.axes.out_spec, window.axes.lhs_spec, strict=True))
@@ -586,26 +579,26 @@ def _under_tap(
     codes: jax.Array,
     zero: jax.Array | None,
     rhs: QTensor,
-    place: tuple[int, ...],
+    position: tuple[int, ...],
     window: Window,
 ) -> jax.Array:
     """Returns the pixels under one tap of the kernel, minus zero points, per output feature."""
     start, limit, strides = [0] * codes.ndim, list(codes.shape), [1] * codes.ndim
     for i, (axis, reach) in enumerate(zip(window.spatial, window.reach(rhs), strict=True)):
-        start[axis] = place[i] * window.rhs_dilation[i]
+        start[axis] = position[i] * window.rhs_dilation[i]
         strides[axis] = window.strides[i]
         count = (codes.shape[axis] - reach) // strides[axis] + 1
         limit[axis] = start[axis] + (count - 1) * strides[axis] + 1
     part = lax.slice(codes, start, limit, strides).astype(jnp.int32)
     part = part if zero is None else part - zero
-    times = rhs.shape[window.outputs] // codes.shape[window.features]
-    return jnp.repeat(part, times, axis=window.features) if times > 1 else part
+    repeats = rhs.shape[window.outputs] // codes.shape[window.features]
+    return jnp.repeat(part, repeats, axis=window.features) if repeats > 1 else part
 
 
-def _tap(rhs: QTensor, place: tuple[int, ...], window: Window) -> jax.Array:
+def _tap(rhs: QTensor, position: tuple[int, ...], window: Window) -> jax.Array:
     """Returns a tap minus its zero points, lined up with the features of the image."""
-    at = {window.inputs: 0, **dict(zip(window.taps, place, strict=True))}
-    tap = rhs.values[tuple(at.get(i, slice(None)) for i in range(rhs.ndim))].astype(jnp.int32)
+    fixed = {window.inputs: 0, **dict(zip(window.taps, position, strict=True))}
+    tap = rhs.values[tuple(fixed.get(i, slice(None)) for i in range(rhs.ndim))].astype(jnp.int32)
     if rhs.zero_point is not None:
         tap = tap - rhs.zero_point.astype(jnp.int32).reshape(-1)
     shape = [tap.size if i == window.features else 1 for i in range(rhs.ndim)]
@@ -620,33 +613,21 @@ MOST_TAPS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolution:
+class Convolution(Operands):
     """An image and a kernel; at least one is a QTensor.
 
     Attributes:
       lhs: the image, an array or a QTensor.
-      rhs: the kernel, likewise.
+      rhs: the kernel, an array or a QTensor.
       how: the window.
     """
 
-    lhs: Any
-    rhs: Any
     how: Window
 
     @property
     def is_beside_floats(self) -> bool:
         """Whether the kernel is a QTensor and the image an array."""
         return isinstance(self.rhs, QTensor) and not isinstance(self.lhs, QTensor)
-
-    @property
-    def are_integers(self) -> bool:
-        """Whether both operands are QTensors of integers."""
-        return is_integer(self.lhs) and is_integer(self.rhs)
-
-    @property
-    def are_bytes(self) -> bool:
-        """Whether both operands are QTensors of integers of 8 bits or fewer."""
-        return is_byte(self.lhs) and is_byte(self.rhs)
 
     @property
     def is_shifted(self) -> bool:
@@ -703,13 +684,10 @@ def _are_bytes(case: Any) -> bool:
     op=OP,
 )
 def package_convolution(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
-    def kernel(lhs: QTensor, rhs: QTensor) -> jax.Array:
-        return _by_package(lhs, rhs, window, jnp.float32)
-
-    def plain(lhs: QTensor, rhs: QTensor) -> jax.Array:
-        shifted = Convolution(lhs, rhs, window).is_shifted
-        return (conv_depthwise if shifted else conv_integer).compute(lhs, rhs, window)
-
+    shifted = Convolution(lhs, rhs, window).is_shifted
+    form = conv_depthwise if shifted else conv_integer
+    plain = functools.partial(form.compute, window=window)
+    kernel = functools.partial(_by_package, window=window, dtype=jnp.float32)
     return derived_as(functools.partial(alone_or_in_parts, kernel, plain), plain)(lhs, rhs)
 
 
@@ -720,14 +698,10 @@ def package_convolution(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array
     op=f"{OP}:int32",
 )
 def package_convolution_sums(lhs: QTensor, rhs: QTensor, window: Window) -> jax.Array:
-    def kernel(lhs: QTensor, rhs: QTensor) -> jax.Array:
-        return _by_package(lhs, rhs, window, jnp.int32)
-
-    def plain(lhs: QTensor, rhs: QTensor) -> jax.Array:
-        shifted = Convolution(lhs, rhs, window).is_shifted
-        form = conv_accumulator_depthwise if shifted else conv_accumulator
-        return form.compute(lhs, rhs, window)
-
+    shifted = Convolution(lhs, rhs, window).is_shifted
+    form = conv_accumulator_depthwise if shifted else conv_accumulator
+    plain = functools.partial(form.compute, window=window)
+    kernel = functools.partial(_by_package, window=window, dtype=jnp.int32)
     return alone_or_in_parts(kernel, plain, lhs, rhs)
 
 
@@ -735,36 +709,32 @@ def _by_package(lhs: QTensor, rhs: QTensor, window: Window, dtype: Any) -> jax.A
     """Runs the kernel of the package, for images NHWC and kernels HWIO."""
     lhs = with_own_scales(as_int8(lhs), (window.batch,))
     rhs = with_own_scales(as_int8(rhs), (window.outputs,))
-    line = len(window.strides) == 1  # an image of one row
+    is_line = len(window.strides) == 1  # an image of one row
     batch, features, *spatial = window.axes.lhs_spec
     outputs, inputs, *taps = window.axes.rhs_spec
-    images = _with_row(jnp.transpose(lhs.values, (batch, *spatial, features)), line, 1)
-    kernel = _with_row(jnp.transpose(rhs.values, (*taps, inputs, outputs)), line, 0)
+    images = jnp.transpose(lhs.values, (batch, *spatial, features))
+    kernel = jnp.transpose(rhs.values, (*taps, inputs, outputs))
+    strides, padding, dilation = window.strides, window.padding, window.rhs_dilation
+    if is_line:
+        images, kernel = jnp.expand_dims(images, 1), jnp.expand_dims(kernel, 0)
+        strides, padding, dilation = (1, *strides), ((0, 0), *padding), (1, *dilation)
     y = convolution_cpu(
         images,
         *_parameters(lhs, dtype),
         kernel,
         *_parameters(rhs, dtype),
-        strides=_of_two(window.strides, line, 1),
-        padding=_of_two(window.padding, line, (0, 0)),
-        dilation=_of_two(window.rhs_dilation, line, 1),
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
         groups=window.groups,
         dtype=dtype,
     )
-    y = y.reshape(y.shape[0], *y.shape[2:]) if line else y
-    batch, features, *places = window.axes.out_spec
+    y = y.reshape(y.shape[0], *y.shape[2:]) if is_line else y
+    batch, features, *spatial_axes = window.axes.out_spec
     order = [0] * y.ndim
-    for source, axis in enumerate((batch, *places, features)):
+    for source, axis in enumerate((batch, *spatial_axes, features)):
         order[axis] = source
     return y.transpose(order)
-
-
-def _with_row(x: jax.Array, line: bool, axis: int) -> jax.Array:
-    return jnp.expand_dims(x, axis) if line else x
-
-
-def _of_two(each: Sequence[Any], line: bool, plain: Any) -> tuple[Any, ...]:
-    return (plain, *each) if line else tuple(each)
 
 
 def _parameters(q: QTensor, dtype: Any) -> tuple[jax.Array | None, jax.Array | None]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..checks import as_dtype, as_real, called, check_real
+from ..checks import as_real, called
 from ..errors import fail
 from ..numerics.exact import common_dtype
 from ..tensor.qtensor import QTensor
@@ -33,7 +33,7 @@ from .conv import (
     window_of,
 )
 from .dimensions import check_bare
-from .dot_general import Operand, as_operand, dot_general, is_empty
+from .dot_general import Operand, as_operand, dot_general, is_empty, result_dtype
 from .exact import check_splittable, is_integer
 from .formulation import ELSEWHERE, Planner, formulation
 from .requantize import Asked, Output, Requantization, as_asked, check_requantized, requantize
@@ -193,15 +193,11 @@ def conv_general_dilated(
         return as_asked(NAME, y, output)
     check_ranks(left, right)
     _check_lengths(left.ndim - 2, lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation)
-    window, result = _checked(left, right, arguments)
+    window, result = _window_and_result(left, right, arguments)
     for name, x in (("lhs", left), ("rhs", right)):
         if not isinstance(x, QTensor):
             as_real(NAME, name, x)
-    if preferred_element_type is None:
-        dtype = jnp.promote_types(left.dtype, right.dtype)
-    else:
-        dtype = as_dtype(NAME, "preferred_element_type", preferred_element_type)
-        check_real(NAME, "`preferred_element_type`", dtype)
+    dtype = result_dtype(NAME, left, right, preferred_element_type)
     if is_integer(left) and is_integer(right):
         check_splittable(NAME, left, right)
         of_image, of_kernel = window.summed
@@ -264,16 +260,11 @@ def _as_dot(left: Any, right: QTensor, window: Window, dtype: Any) -> jax.Array:
 def _check_lengths(axes: int, **arguments: Sequence[Any] | None) -> None:
     for argument, entries in arguments.items():
         if entries is not None and len(entries) != axes:
-            raise fail(
-                NAME,
-                f"`{argument}` does not have one entry for each spatial axis.",
-                given=f"{argument} of length {len(entries or ())}, {axes} spatial axes",
-                expected=f"{axes} entries",
-                fix="pass one entry for each spatial axis.",
-            )
+            problem = f"`{argument}` has {len(entries)} entries, for {axes} spatial axes."
+            raise fail(NAME, problem, fix="pass one entry for each spatial axis.")
 
 
-def _checked(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, Any]:
+def _window_and_result(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, Any]:
     """Returns the window, and a ShapeDtypeStruct with the shape of the result. Unless shapes and
     arguments are clearly right, lax checks them as they were given.
     """
@@ -285,48 +276,34 @@ def _checked(left: Any, right: Any, arguments: Sequence[Any]) -> tuple[Window, A
             shape = window.result_shape(left.shape, right.shape)
             if shape is not None:
                 return window, jax.ShapeDtypeStruct(shape, jnp.float32)
-    result = jax.eval_shape(
-        lambda a, b: lax.conv_general_dilated(a, b, *arguments),
-        _real_shape(left),
-        _real_shape(right),
-    )
+    floats = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (left, right)]
+    result = jax.eval_shape(lambda a, b: lax.conv_general_dilated(a, b, *arguments), *floats)
     return window_of(left, right, *arguments), result
-
-
-def _real_shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jnp.float32)
 
 
 def _check_scale(name: str, x: QTensor, summed: tuple[int, ...], each_feature: bool) -> None:
     """Checks that the scale of an integer operand can leave the sum."""
     features, *taps = summed
     fits = can_leave_sum(x.groups, (features,)) or each_feature
-    if not (fits and shares_scale(x, taps)):
+    if not fits or not shares_scale(x, taps):
         raise fail(
             NAME,
             f"the scale of `{name}` varies along an axis that is summed.",
             given=f"{name}.shape == {x.shape}, scale {x.scale.shape}, summed axes {summed}",
-            expected=f"a scale of size 1 along axes {tuple(taps)}, of size 1 or of blocks along "
-            f"axis "
-            f"{features}",
             fix="quantize a kernel with per_axis of its output features, an image with "
-            "per_tensor() "
-            "or per_axis of its batch.",
+            "per_tensor() or per_axis of its batch.",
         )
 
 
 def _check_blocks(left: QTensor, right: QTensor, window: Window) -> None:
-    grouped = window.groups > 1 or window.batch_groups > 1
-    shared = left.scale.shape[window.features] == right.scale.shape[window.inputs] == 1
-    batch = left.scale.shape[window.batch] == 1
-    if grouped and not (
-        (shared or window.is_depthwise(left)) and (window.batch_groups == 1 or batch)
-    ):
+    features = left.scale.shape[window.features], right.scale.shape[window.inputs]
+    cuts_features = features != (1, 1) and not window.is_depthwise(left)
+    cuts_batch = window.batch_groups > 1 and left.scale.shape[window.batch] != 1
+    if (cuts_features and max(window.groups, window.batch_groups) > 1) or cuts_batch:
         raise fail(
             NAME,
             "a scale varies along features or a batch that are in groups.",
             given=f"feature_group_count={window.groups}, batch_group_count={window.batch_groups}",
-            expected="scales shared along the input features, and along a batch in groups",
-            fix="quantize the kernel with per_axis of its output features and the image "
+            fix="quantize the kernel with per_axis of its output features, and the image "
             "per_tensor().",
         )

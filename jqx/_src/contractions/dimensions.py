@@ -58,15 +58,10 @@ class Dimensions:
 
         def normal(axes: Sequence[int], rank: int) -> tuple[int, ...]:
             for axis in axes:
-                if not -rank <= axis < rank:
-                    raise fail(
-                        "dot_general",
-                        f"axis {axis} of `dimension_numbers` is out of range.",
-                        given=f"dimension_numbers == {numbers}, ranks {lhs_rank} and {rhs_rank}",
-                        expected=f"an axis in [{-rank}, {rank - 1}]",
-                        fix="name axes that the operands have.",
-                        error=TypeError,
-                    )
+                if axis not in range(-rank, rank):
+                    problem = f"axis {axis} of `dimension_numbers` is out of range for rank {rank}."
+                    fix = "name axes that the operands have."
+                    raise fail("dot_general", problem, fix=fix, error=TypeError)
             return tuple(int(axis) % rank for axis in axes)
 
         return cls(
@@ -213,11 +208,11 @@ def in_order(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any]:
     """Returns operands whose contracted axes have the same order, without an `order` field: the
     other operand of a permuted axis is permuted in the same way.
     """
-    both = (
+    ordered = (
         _ordered_as(left, right, dimensions.swapped),
         _ordered_as(right, left, dimensions),
     )
-    left, right = (_without_order(x) for x in both)
+    left, right = (_without_order(x) for x in ordered)
     return left, right
 
 
@@ -236,28 +231,26 @@ def _ordered_as(x: Any, q: Any, dimensions: Dimensions) -> Any:
     axis %= q.ndim
     pairs = dict(zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True))
     batch = dict(zip(dimensions.lhs_batch, dimensions.rhs_batch, strict=True))
-    own = {i for i, n in enumerate(order.shape) if n != 1 and i != axis}
-    plain = not isinstance(x, QTensor) or (x.order is None and not own)
-    if not (axis in pairs and own <= {*batch} and plain):
+    order_axes = {i for i, n in enumerate(order.shape) if n != 1 and i != axis}
+    plain = not isinstance(x, QTensor) or (x.order is None and not order_axes)
+    if not (axis in pairs and order_axes <= {*batch} and plain):
         raise fail(
             "dot_general",
             f"axis {axis - q.ndim} of an operand is permuted, and cannot be contracted so.",
             given=f"{q!r}, contracted axes {tuple(pairs)}, batch axes {tuple(batch)}",
-            expected="a permuted axis that is contracted with an axis that is not permuted, and "
-            "several orders only along batch axes",
             fix="contract q.dequantize(), or the other axis.",
         )
-    target = {i: pairs[i] if i == axis else batch[i] for i in (*own, axis)}
-    stored, wanted = sorted(target), sorted(target, key=target.__getitem__)
-    places = order.reshape([order.shape[i] for i in stored])
-    places = places.transpose([stored.index(i) for i in wanted])
+    target = {i: pairs[i] if i == axis else batch[i] for i in (*order_axes, axis)}
+    stored, by_target = sorted(target), sorted(target, key=target.__getitem__)
+    indices = order.reshape([order.shape[i] for i in stored])
+    indices = indices.transpose([stored.index(i) for i in by_target])
     shape = [1] * x.ndim
     for i in target:
         shape[target[i]] = order.shape[i]
-    places = places.reshape(shape)
+    indices = indices.reshape(shape)
     if isinstance(x, QTensor):
-        return x.take(places.reshape(-1), pairs[axis])
-    return taken(x, places, pairs[axis])
+        return x.take(indices.reshape(-1), pairs[axis])
+    return taken(x, indices, pairs[axis])
 
 
 def of_offset(x: Any, q: QTensor, dimensions: Dimensions) -> jax.Array:
@@ -290,14 +283,9 @@ def of_offset(x: Any, q: QTensor, dimensions: Dimensions) -> jax.Array:
     )
 
 
-def check_bare(function: str, *operands: Any, what: str = "") -> None:
+def check_bare(function: str, *operands: Any, context: str = "") -> None:
     """Checks that operands have neither an offset nor a permuted axis."""
     for q in operands:
         if isinstance(q, QTensor) and not (q.offset is None and q.order is None):
-            raise fail(
-                function,
-                f"an operand has a float offset, or a permuted axis{what}.",
-                given=repr(q),
-                expected="codes with a scale, and optional zero points",
-                fix="pass q.dequantize().",
-            )
+            problem = f"an operand has a float offset, or a permuted axis{context}."
+            raise fail(function, problem, given=repr(q), fix="pass q.dequantize().")

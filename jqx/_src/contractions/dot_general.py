@@ -124,30 +124,34 @@ def dot_general(
         )
         return as_asked("dot_general", y, output)
     dimensions = Dimensions.of(dimension_numbers, left.ndim, right.ndim)
-    _check_operand("lhs", left, dimensions.lhs_contracting)
-    _check_operand("rhs", right, dimensions.rhs_contracting)
-    if preferred_element_type is None:
-        dtype = jnp.promote_types(left.dtype, right.dtype)
-    else:
-        dtype = as_dtype("dot_general", "preferred_element_type", preferred_element_type)
-        check_real("dot_general", "`preferred_element_type`", dtype)
-    check_sizes(left, right, dimensions)
+    hint = "; or contract it with an array by jqx.einsum, which multiplies the scale into the array"
+    check_operand("dot_general", "lhs", left, dimensions.lhs_contracting, hint)
+    check_operand("dot_general", "rhs", right, dimensions.rhs_contracting, hint)
+    dtype = result_dtype("dot_general", left, right, preferred_element_type)
+    shape_of_result(left, right, dimensions)  # raises if shapes do not fit
     if isinstance(output, Requantization):
         summed = dimensions.lhs_contracting, dimensions.rhs_contracting
         products = dimensions.contracted_size(left)
         check_requantized("dot_general", left, right, summed, products, preferred_element_type)
-        return as_result(_requantized(left, right, dimensions, output), output)
+        left, right, dimensions = as_stored(left, right, dimensions)
+        case = Requantized(left, right, HowTo.of(left, right, dimensions), output)
+        return as_result(REQUANTIZED.compute(case, left, right, output), output)
     y = contract(left, right, dimensions, precision, dtype)
     return as_asked("dot_general", y.astype(dtype), output)
 
 
-def _requantized(
-    left: QTensor, right: QTensor, dimensions: Dimensions, output: Requantization
-) -> jax.Array:
-    """Returns the requantized int32 sums of products of codes minus their zero points."""
-    left, right, dimensions = as_stored(left, right, dimensions)
-    case = Requantized(left, right, HowTo.of(left, right, dimensions), output)
-    return REQUANTIZED.compute(case, left, right, output)
+def result_dtype(function: str, left: Any, right: Any, preferred: DTypeLike | None) -> jnp.dtype:
+    """Returns the float dtype of a result: the preferred one, or the promoted one of operands."""
+    if preferred is None:
+        return jnp.promote_types(left.dtype, right.dtype)
+    return as_float_dtype(function, preferred)
+
+
+def as_float_dtype(function: str, dtype: DTypeLike) -> jnp.dtype:
+    """Returns `preferred_element_type` as a dtype, after checking that it is a float dtype."""
+    dtype = as_dtype(function, "preferred_element_type", dtype)
+    check_real(function, "`preferred_element_type`", dtype)
+    return dtype
 
 
 def contract(
@@ -161,7 +165,7 @@ def contract(
     computation, or `dtype` if a kernel rounds to it.
     """
     if is_empty(left) or is_empty(right):  # all sums, if any, are empty
-        return jnp.zeros(check_sizes(left, right, dimensions))
+        return jnp.zeros(shape_of_result(left, right, dimensions))
     left, right = in_order(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         # An offset of the smaller operand, the activation, is not worth separate sums.
@@ -171,17 +175,14 @@ def contract(
             right = right.dequantize()
     shifted = any(isinstance(x, QTensor) and x.offset is not None for x in (left, right))
     dtype = None if shifted else dtype
-    y = _contract_bare(_bare(left), _bare(right), dimensions, precision, dtype)
+    bare_left, bare_right = (x.bare if isinstance(x, QTensor) else x for x in (left, right))
+    y = _contract_bare(bare_left, bare_right, dimensions, precision, dtype)
     if isinstance(right, QTensor) and right.offset is not None:
         return y + of_offset(left, right, dimensions).astype(y.dtype)
     if isinstance(left, QTensor) and left.offset is not None:
         term = of_offset(right, left, dimensions.swapped)
         return y + dimensions.swap_output(term).astype(y.dtype)
     return y
-
-
-def _bare(x: Any) -> Any:
-    return x.bare if isinstance(x, QTensor) else x
 
 
 def _contract_bare(
@@ -199,13 +200,13 @@ def _contract_bare(
             left = as_activation(left, right, wide)
         else:
             right = as_activation(right, left, wide)
-    if isinstance(right, QTensor):
+    is_swapped = not isinstance(right, QTensor)
+    if is_swapped:
+        y = _computed(right, left, dimensions.swapped, precision, dtype)
+    else:
         y = _computed(left, right, dimensions, precision, dtype)
-        assert y is not None
-        return y
-    y = _computed(right, left, dimensions.swapped, precision, dtype)
     assert y is not None
-    return dimensions.swap_output(y)
+    return dimensions.swap_output(y) if is_swapped else y
 
 
 def _computed(
@@ -259,7 +260,7 @@ def is_empty(x: Any) -> bool:
     return any(isinstance(n, int) and n == 0 for n in x.shape)
 
 
-def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:
+def shape_of_result(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:
     """Returns the shape of the result; `lax.dot_general` raises if shapes do not fit."""
     if dimensions.fits(left.shape, right.shape):
         return dimensions.result_shape(left.shape, right.shape)
@@ -267,23 +268,20 @@ def check_sizes(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...
     return jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimensions.numbers), *shapes).shape
 
 
-def _check_operand(name: str, operand: Any, contracting: tuple[int, ...]) -> None:
+def check_operand(
+    function: str, name: str, operand: Any, contracting: tuple[int, ...], hint: str = ""
+) -> None:
     """Checks that an array is real, and that the scale of a QTensor can leave the sum."""
     if not isinstance(operand, QTensor):
-        as_real("dot_general", name, operand)
-        return
-    if not can_leave_sum(operand.groups, contracting):
-        kept = [str(axis) for axis in range(operand.ndim) if axis not in contracting]
+        as_real(function, name, operand)
+    elif not can_leave_sum(operand.groups, contracting):
+        kept_axes = [str(axis) for axis in range(operand.ndim) if axis not in contracting]
+        granularity = f"per_axis({', '.join(kept_axes)})" if kept_axes else "per_tensor()"
         raise fail(
-            "dot_general",
+            function,
             f"the scale of `{name}` varies along a contracted axis, so it cannot leave the sum.",
-            given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}, "
-            f"contracted axes {contracting}",
-            expected=f"a scale of size 1, or of blocks, along axes {contracting}",
-            fix="contract it with an array by jqx.einsum, which multiplies such a scale into the "
-            f"array; or quantize with jqx.per_axis({', '.join(kept)})."
-            if kept
-            else "quantize with jqx.per_tensor().",
+            given=f"shape {operand.shape}, scale {operand.scale.shape}, contracted {contracting}",
+            fix=f"quantize with jqx.{granularity}, or in blocks along it{hint}.",
         )
 
 
@@ -352,18 +350,19 @@ def matmul(
     if not isinstance(left, QTensor) and not isinstance(right, QTensor) and output is None:
         return jnp.matmul(left, right, **options)
     options["output"] = output
-    if not (left.ndim >= 1 and right.ndim >= 1):
-        raise fail(
-            "matmul",
-            "an operand has no axis to contract.",
-            given=f"lhs.shape == {left.shape}, rhs.shape == {right.shape}",
-            expected="operands of one axis or more",
-            fix="give it an axis, or multiply by the scalar before quantizing.",
-        )
+    if not left.ndim or not right.ndim:
+        problem = f"an operand has no axis to contract: shapes {left.shape} and {right.shape}."
+        fix = "give it an axis, or multiply by the scalar before quantizing."
+        raise fail("matmul", problem, fix=fix)
     if right.ndim <= 2:
         return dot_general(left, right, (((left.ndim - 1,), (0,)), ((), ())), **options)
     if left.ndim > 1:
-        batch = _broadcast_shapes(left.shape, right.shape)
+        try:
+            batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        except ValueError:
+            problem = f"the leading axes of shapes {left.shape} and {right.shape} do not broadcast."
+            fix = "reshape an operand, or contract with jqx.dot_general."
+            raise fail("matmul", problem, fix=fix) from None
         left, right = _broadcast_leading(left, batch), _broadcast_leading(right, batch)
     axes = tuple(range(right.ndim - 2)) if left.ndim > 1 else ()
     numbers = (((left.ndim - 1,), (right.ndim - 2,)), (axes, axes))
@@ -371,21 +370,8 @@ def matmul(
 
 
 # The class is below this file, which has the product that its operators call.
-QTensor.__matmul__ = lambda self, other: matmul(self, other)  # type: ignore[method-assign]
-QTensor.__rmatmul__ = lambda self, other: matmul(other, self)  # type: ignore[method-assign]
-
-
-def _broadcast_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
-    try:
-        return np.broadcast_shapes(lhs[:-2], rhs[:-2])
-    except ValueError:
-        raise fail(
-            "matmul",
-            "the leading axes do not broadcast.",
-            given=f"lhs.shape == {lhs}, rhs.shape == {rhs}",
-            expected="leading axes that are equal or 1, aligned right",
-            fix="reshape an operand, or contract with jqx.dot_general.",
-        ) from None
+QTensor.__matmul__ = matmul  # type: ignore[method-assign]
+QTensor.__rmatmul__ = lambda self, x: matmul(x, self)  # type: ignore[method-assign]
 
 
 def _broadcast_leading(x: Any, batch: tuple[int, ...]) -> Any:
@@ -464,12 +450,12 @@ def rows_product(
     ahead, m = left.shape[:batch], left.shape[batch : batch + len(d.lhs_free)]
     n = right.shape[batch : batch + len(d.rhs_free)]
     k = math.prod(left.shape[batch + len(m) :])
-    left, right = (x.reshape(*ahead, math.prod(own), k) for x, own in ((left, m), (right, n)))
+    left, right = (x.reshape(*ahead, math.prod(sizes), k) for x, sizes in ((left, m), (right, n)))
     if is_row := math.prod(m) == 1:
         left = jnp.concatenate([left, jnp.zeros_like(left)], batch)
     axes = tuple(range(batch))
-    last = (batch + 1,)
-    y = lax.dot_general(left, right, ((last, last), (axes, axes)), preferred_element_type=dtype)
+    inner = (batch + 1,)
+    y = lax.dot_general(left, right, ((inner, inner), (axes, axes)), preferred_element_type=dtype)
     y = lax.slice_in_dim(y, 0, 1, axis=batch) if is_row else y
     return _transposed(y.reshape(*ahead, *m, *n), order)
 

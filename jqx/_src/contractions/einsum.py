@@ -5,7 +5,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..checks import as_dtype, as_real, called, check_real, is_at_least
+from ..checks import as_real, called, is_at_least
 from ..errors import fail
 from ..numerics.exact import common_dtype
 from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
 from .blocks import can_leave_sum, item_along
 from .dimensions import check_bare
-from .dot_general import Operand, as_operand, dot_general
+from .dot_general import Operand, as_float_dtype, as_operand, dot_general
 
 # The subscripts of an einsum: a label for each axis of each operand, and of the result.
 
@@ -62,36 +62,28 @@ def read(subscripts: Any, operands: Sequence[Any]) -> tuple[Subscripts, tuple[An
 def _read_string(subscripts: str) -> Subscripts:
     left, *right = "".join(subscripts.split()).split("->")
     if len(right) > 1:
-        _refuse("there are two arrows.", repr(subscripts), "at most one '->'", "drop one.")
+        raise fail("einsum", f"there are several arrows in {subscripts!r}.", fix="keep one.")
     items = [_items(subscripts, term) for term in (*left.split(","), *right)]
     output = items.pop() if right else None
     return Subscripts(tuple(items), output)
 
 
 def _items(subscripts: str, term: str) -> tuple[Any, ...]:
-    before, dots, after = term.partition("...")
-    items = (*before, *([...] if dots else []), *after)
+    lead, dots, trail = term.partition("...")
+    items = (*lead, *([...] if dots else []), *trail)
     for item in items:
         if item is not ... and not item.isalnum():
-            _refuse(
-                f"{item!r} is not a label.",
-                repr(subscripts),
-                "letters, at most one '...' in a term, ',' between terms and one '->'",
-                "name each axis by a letter, as in 'bij,jk->bik'.",
-            )
+            fix = "name each axis by a letter, as in 'bij,jk->bik'; '...' once in a term."
+            raise fail("einsum", f"{item!r} in {subscripts!r} is not a label.", fix=fix)
     return items
 
 
 def _read_list(term: Any) -> tuple[Any, ...]:
     hashable = isinstance(term, Sequence) and all(isinstance(item, Hashable) for item in term)
     if not hashable or sum(item is ... for item in term) > 1:
-        _refuse(
-            "an operand is not followed by its labels.",
-            f"an object of type {type(term).__name__}",
-            "a string first, or after each operand a list of labels with at most one `...`",
-            "write einsum('ij,jk', x, y), or einsum(x, [0, 1], y, [1, 2]).",
-            error=ValueError if hashable else TypeError,
-        )
+        problem = f"an operand is not followed by its labels, but of type {type(term).__name__}."
+        fix = "write einsum('ij,jk', x, y), or einsum(x, [0, 1], y, [1, 2]) with one `...` at most."
+        raise fail("einsum", problem, fix=fix, error=ValueError if hashable else TypeError)
     return tuple(term)
 
 
@@ -100,11 +92,10 @@ def labels_of(
 ) -> tuple[list[Labels], Labels]:
     """Returns the labels of each operand and of the result."""
     if len(subscripts.terms) != len(shapes):
-        _refuse(
-            "the numbers of operands and terms differ.",
-            f"{len(shapes)} operands for '{subscripts}'",
-            f"{len(subscripts.terms)} operands",
-            "write one term for each operand, with ',' between them.",
+        raise fail(
+            "einsum",
+            f"the numbers of operands and terms differ: {len(shapes)} operands for '{subscripts}'.",
+            fix="write one term for each operand, with ',' between them.",
         )
     terms = [
         _spelt_out(subscripts, i, term, len(shape))
@@ -112,34 +103,31 @@ def labels_of(
     ]
     count = Counter(label for term in terms for label in term)
     widest = max((label[1] for label in count if _is_dots(label)), default=0)
-    dots = tuple(("...", place) for place in range(widest, 0, -1))
+    dots = tuple(("...", position) for position in range(widest, 0, -1))
     if subscripts.output is None:
         once = [label for label in count if count[label] == 1 and not _is_dots(label)]
         return terms, (*dots, *_in_order(once))
     output = _put_for_dots(subscripts.output, dots)
     for label in output:
         if label not in count or output.count(label) > 1:
-            _refuse(
-                f"the result cannot have the label {_show([label])!r}"
-                + (" twice." if label in count else ": no operand has it."),
-                f"'{subscripts}'",
-                "labels of the operands, each once",
-                "give every axis of the result a different label of the operands.",
-            )
+            why = " twice" if label in count else ", which no operand has"
+            problem = f"the result of '{subscripts}' cannot have the label {_show([label])!r}{why}."
+            fix = "give every axis of the result a different label of the operands."
+            raise fail("einsum", problem, fix=fix)
     return terms, output
 
 
 def _spelt_out(subscripts: Subscripts, i: int, term: tuple[Any, ...], rank: int) -> Labels:
     """Returns the labels of an operand, with one for each axis that its ellipsis stands for."""
-    rest = rank - sum(item is not ... for item in term)
-    if rest < 0 or (rest and ... not in term):
-        _refuse(
+    dot_count = rank - sum(item is not ... for item in term)
+    if dot_count < 0 or (dot_count and ... not in term):
+        raise fail(
+            "einsum",
             f"operand {i} does not have as many axes as its term has labels.",
-            f"rank {rank} for the term {_show(term)!r} of '{subscripts}'",
-            f"rank {rank - rest}" + (" or more" if ... in term else ""),
-            "name each axis once, or write '...' for those without a name.",
+            given=f"rank {rank} for the term {_show(term)!r} of '{subscripts}'",
+            fix="name each axis once, or write '...' for those without a name.",
         )
-    return _put_for_dots(term, tuple(("...", place) for place in range(rest, 0, -1)))
+    return _put_for_dots(term, tuple(("...", position) for position in range(dot_count, 0, -1)))
 
 
 def _put_for_dots(term: tuple[Any, ...], dots: Labels) -> Labels:
@@ -150,31 +138,31 @@ def _in_order(labels: list[Any]) -> Labels:
     try:
         return tuple(sorted(labels))
     except TypeError:
-        _refuse(
+        raise fail(
+            "einsum",
             "the labels cannot be sorted, which is needed if the result is left out.",
-            f"labels of types {sorted({type(label).__name__ for label in labels})}",
-            "labels that can be sorted",
-            "pass the labels of the result.",
+            given=f"labels of types {sorted({type(label).__name__ for label in labels})}",
+            fix="pass the labels of the result.",
             error=TypeError,
-        )
+        ) from None
 
 
 def sizes_of(terms: Sequence[Labels], shapes: Sequence[tuple[int, ...]]) -> dict[Label, int]:
     """Returns the size of each label; axes of size 1 broadcast to those of other operands."""
     sizes: dict[Label, int] = {}
     for i, (term, shape) in enumerate(zip(terms, shapes, strict=True)):
-        own: dict[Label, int] = {}
+        term_sizes: dict[Label, int] = {}
         for label, n in zip(term, shape, strict=True):
-            first, before = own.setdefault(label, n), sizes.get(label, 1)
-            if n != first or (n != 1 and before != 1 and n != before):
-                _refuse(
-                    f"axes of label {_show([label])!r} have different sizes.",
-                    f"{first if n != first else before} and {n}, in operand {i} of shapes "
-                    f"{[tuple(shape) for shape in shapes]}",
-                    "one size, or 1 in other operands",
-                    "use the same label only for axes of the same size.",
+            size_in_term, size_so_far = term_sizes.setdefault(label, n), sizes.get(label, 1)
+            if n != size_in_term or (n != 1 and size_so_far != 1 and n != size_so_far):
+                sizes_seen = size_in_term if n != size_in_term else size_so_far
+                raise fail(
+                    "einsum",
+                    f"axes of label {_show([label])!r} have different sizes: {sizes_seen} and {n}.",
+                    given=f"operand {i} of shapes {[tuple(shape) for shape in shapes]}",
+                    fix="use the same label only for axes of the same size.",
                 )
-            sizes[label] = n if before == 1 else before
+            sizes[label] = n if size_so_far == 1 else size_so_far
     return sizes
 
 
@@ -186,12 +174,6 @@ def _show(items: Sequence[Any]) -> str:
     parts = ["..." if item is ... or _is_dots(item) else str(item) for item in items]
     short = all(len(part) == 1 or part == "..." for part in parts)
     return ("" if short else " ").join(parts)
-
-
-def _refuse(
-    problem: str, given: str, expected: str, fix: str, error: type[Exception] = ValueError
-) -> NoReturn:
-    raise fail("einsum", problem, given=given, expected=expected, fix=fix, error=error)
 
 
 @called("einsum")
@@ -256,10 +238,16 @@ def einsum(
             preferred_element_type=preferred_element_type,
         )
     text, inputs = read(subscripts, operands)
-    arrays = [_as_operand(i, x) for i, x in enumerate(inputs)]
+    arrays = [
+        as_operand(x) if isinstance(x, QTensor) else as_real("einsum", f"operands[{i}]", x)
+        for i, x in enumerate(inputs)
+    ]
     shapes = [x.shape for x in arrays]
     inputs, output = labels_of(text, shapes)
-    dtype = _result_dtype(arrays, preferred_element_type)
+    if preferred_element_type is None:
+        dtype = jnp.result_type(*(x.dtype if isinstance(x, QTensor) else x for x in arrays))
+    else:
+        dtype = as_float_dtype("einsum", preferred_element_type)
     sizes = sizes_of(inputs, shapes)
     terms = [_Term(x, labels) for x, labels in zip(arrays, inputs, strict=True)]
     terms = [_without_ones(_diagonal(term), sizes, output) for term in terms]
@@ -297,18 +285,6 @@ class _How(NamedTuple):
     precision: lax.PrecisionLike
 
 
-def _as_operand(i: int, x: Any) -> Any:
-    return as_operand(x) if isinstance(x, QTensor) else as_real("einsum", f"operands[{i}]", x)
-
-
-def _result_dtype(arrays: Sequence[Any], preferred: DTypeLike | None) -> jnp.dtype:
-    if preferred is None:
-        return jnp.result_type(*(x.dtype if isinstance(x, QTensor) else x for x in arrays))
-    dtype = as_dtype("einsum", "preferred_element_type", preferred)
-    check_real("einsum", "`preferred_element_type`", dtype)
-    return dtype
-
-
 def _labels(terms: Sequence[_Term], output: Labels) -> Labels:
     """Returns the labels of the result and of the terms that are still to be contracted."""
     return tuple(dict.fromkeys([*output, *(label for term in terms for label in term.labels)]))
@@ -322,14 +298,14 @@ def _diagonal(term: _Term) -> _Term:
     """Takes the diagonal of axes with one label."""
     x, labels = term
     for label in [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
-        axes = [axis for axis, other in enumerate(labels) if other == label]
-        places = np.arange(x.shape[axes[0]], dtype=np.int32)
-        parts = [places if other == label else slice(None) for other in labels]
+        axes = [axis for axis, axis_label in enumerate(labels) if axis_label == label]
+        diagonal = np.arange(x.shape[axes[0]], dtype=np.int32)
+        parts = [diagonal if axis_label == label else slice(None) for axis_label in labels]
         x = _plain(x)[tuple(parts)]
         # As in NumPy, the new axis is at the first of adjacent axes, else in front.
-        at = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0
-        rest = [other for other in labels if other != label]
-        labels = (*rest[:at], label, *rest[at:])
+        new_axis = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0
+        other_labels = [axis_label for axis_label in labels if axis_label != label]
+        labels = (*other_labels[:new_axis], label, *other_labels[new_axis:])
     return _Term(x, labels)
 
 
@@ -343,30 +319,32 @@ def _without_ones(term: _Term, sizes: dict[Any, int], output: Labels) -> _Term:
     if not any(drop):
         return term
     index = tuple(0 if dropped else slice(None) for dropped in drop)
-    kept = tuple(label for label, dropped in zip(labels, drop, strict=True) if not dropped)
-    return _Term(_plain(x)[index], kept)
+    kept_labels = tuple(label for label, dropped in zip(labels, drop, strict=True) if not dropped)
+    return _Term(_plain(x)[index], kept_labels)
 
 
-def _sum_of_own(term: _Term, kept: Labels, how: _How) -> _Term:
+def _sum_of_own(term: _Term, needed: Labels, how: _How) -> _Term:
     """Sums over the labels that neither another term nor the result has."""
     x, labels = term
-    own = tuple(label for label in labels if label not in kept)
-    if not own:
+    summed = tuple(label for label in labels if label not in needed)
+    if not summed:
         return term
-    axes = term.axes(own)
-    rest = tuple(label for label in labels if label not in own)
+    axes = term.axes(summed)
+    remaining = tuple(label for label in labels if label not in summed)
     if not isinstance(x, QTensor):
         wide = common_dtype(x.dtype, how.dtype)
-        return _Term(jnp.sum(x, axis=axes, dtype=wide).astype(how.dtype), rest)
+        return _Term(jnp.sum(x, axis=axes, dtype=wide).astype(how.dtype), remaining)
     if can_leave_sum(x.groups, axes):
         codes = jnp.ones([x.shape[axis] for axis in axes], jnp.int8)
-        one = jnp.ones((1,) * len(own), jnp.float32)
-        ones = QTensor(codes, one, qtype=jnp.int8, dtype=x.dtype)
-        return _contract(_Term(ones, own), term, rest, how)
+        unit_scale = jnp.ones((1,) * len(summed), jnp.float32)
+        all_ones = QTensor(codes, unit_scale, qtype=jnp.int8, dtype=x.dtype)
+        return _contract(_Term(all_ones, summed), term, remaining, how)
     # Floats take the scale: ones for every label along which it varies.
-    over = [label for label, m in zip(labels, x.scale.shape, strict=True) if m > 1 or label in own]
-    ones = jnp.ones([term.size(label) for label in over], x.dtype)
-    return _contract(_Term(ones, tuple(over)), term, rest, how)
+    over = [
+        label for label, m in zip(labels, x.scale.shape, strict=True) if m > 1 or label in summed
+    ]
+    all_ones = jnp.ones([term.size(label) for label in over], x.dtype)
+    return _contract(_Term(all_ones, tuple(over)), term, remaining, how)
 
 
 def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence[tuple[int, ...]]:
@@ -375,22 +353,12 @@ def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence
         pairs = [tuple(pair) for pair in optimize]
         if len(terms) == 1 and pairs == [(0,)]:  # jax.numpy.einsum_path of one operand
             return []
-        left = range(len(terms), 1, -1)
-        if not (
-            len(pairs) == len(left)
-            and all(
-                len(pair) == 2 and pair[0] != pair[1] and all(i in range(n) for i in pair)
-                for pair, n in zip(pairs, left, strict=True)
-            )
+        counts = range(len(terms), 1, -1)  # the list gets shorter by one each time
+        if len(pairs) != len(counts) or not all(
+            len(pair) == 2 and pair[0] != pair[1] and all(i in range(n) for i in pair)
+            for pair, n in zip(pairs, counts, strict=True)
         ):
-            raise fail(
-                "einsum",
-                "`optimize` is not an order of contraction.",
-                given=f"optimize == {optimize!r} for {len(terms)} operands",
-                expected=f"{len(left)} pairs of positions in a list that gets shorter by one each "
-                f"time",
-                fix="pass the first result of jax.numpy.einsum_path, or leave optimize out.",
-            )
+            raise _bad_order(optimize, len(terms))
         return pairs
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
@@ -401,13 +369,13 @@ def _order_of(terms: Sequence[_Term], output: Labels, optimize: Any) -> Sequence
     try:
         return _path(labels, shapes, tuple(number[label] for label in output), optimize)
     except (KeyError, TypeError):
-        raise fail(
-            "einsum",
-            "`optimize` is not an order of contraction.",
-            given=f"optimize == {optimize!r}",
-            expected="a name that jax.numpy.einsum_path accepts, a bool, or a list of pairs",
-            fix="pass for example optimize='greedy', or leave it out.",
-        ) from None
+        raise _bad_order(optimize, len(terms)) from None
+
+
+def _bad_order(optimize: Any, count: int) -> Exception:
+    problem = f"`optimize` is not an order of contraction of {count} operands: {optimize!r}."
+    fix = "pass the first result of jax.numpy.einsum_path, or a name that it accepts."
+    return fail("einsum", problem, fix=fix)
 
 
 @functools.cache
@@ -419,14 +387,14 @@ def _path(labels: Any, shapes: Any, output: Any, optimize: Any) -> Sequence[tupl
     return jnp.einsum_path(*interleaved, output, optimize=optimize)[0]
 
 
-def _contract(lhs: _Term, rhs: _Term, kept: Labels, how: _How) -> _Term:
+def _contract(lhs: _Term, rhs: _Term, needed: Labels, how: _How) -> _Term:
     """Contracts two terms over the labels that both have and that are not needed later."""
-    both = [label for label in lhs.labels if label in rhs.labels]
-    batch = [label for label in kept if label in both]
-    summed = [label for label in both if label not in kept]
-    left = [label for label in lhs.labels if label not in both]
-    right = [label for label in rhs.labels if label not in both]
-    if (*batch, *right, *left) == kept:  # the order of the result
+    common = [label for label in lhs.labels if label in rhs.labels]
+    batch = [label for label in needed if label in common]
+    summed = [label for label in common if label not in needed]
+    left = [label for label in lhs.labels if label not in common]
+    right = [label for label in rhs.labels if label not in common]
+    if (*batch, *right, *left) == needed:  # the order of the result
         lhs, rhs, left, right = rhs, lhs, right, left
     labels = (*batch, *left, *right)
     for x, q in ((lhs, rhs), (rhs, lhs)):
@@ -454,9 +422,9 @@ def _takes_scale_of(x: _Term, q: _Term, summed: Sequence[Any]) -> bool:
     """
     if isinstance(x.x, QTensor) or not isinstance(q.x, QTensor):
         return False
-    own = [label for label, m in zip(q.labels, q.x.scale.shape, strict=True) if m > 1]
-    each = [label for label in own if not q.x.groups.is_blocked(*q.axes([label]))]
-    inside = all(label in x.labels for label in each)
+    scaled_labels = [label for label, m in zip(q.labels, q.x.scale.shape, strict=True) if m > 1]
+    per_element = [label for label in scaled_labels if not q.x.groups.is_blocked(*q.axes([label]))]
+    inside = all(label in x.labels for label in per_element)
     return inside and not can_leave_sum(q.x.groups, q.axes(summed))
 
 
@@ -467,7 +435,7 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
 
     The array gets an axis for each other axis of the QTensor with scales of blocks.
     """
-    check_bare("einsum", q.x, what=", and a scale that varies along a summed axis")
+    check_bare("einsum", q.x, context=", and a scale that varies along a summed axis")
     shape = [(x if label in x.labels else q).size(label) for label in labels]
     q, split = _in_blocks(x, q)
     labels = tuple(part for label in labels for part in split.get(label, (label,)))
@@ -479,10 +447,10 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
     exact = how._replace(dtype=common_dtype(wide, how.dtype))
     factor = _without_shared(scale, q.labels)
     everywhere = tuple(dict.fromkeys((*x.labels, *factor.labels)))
-    by = _align(factor, everywhere).astype(wide)
-    x = _Term(_align(x, everywhere).astype(wide) * by, everywhere)
-    one = jnp.ones((1,) * q.x.ndim, scale.dtype)
-    q = _Term(dataclasses.replace(q.x, scale=one, zero_point=None, blocks=()), q.labels)
+    aligned = _align(factor, everywhere).astype(wide)
+    x = _Term(_align(x, everywhere).astype(wide) * aligned, everywhere)
+    unit_scale = jnp.ones((1,) * q.x.ndim, scale.dtype)
+    q = _Term(dataclasses.replace(q.x, scale=unit_scale, zero_point=None, blocks=()), q.labels)
     y = _align(_contract(x, q, labels, exact), labels)
     if zero_point is not None:
         zero = _without_shared(zero_point.astype(wide), q.labels)
@@ -494,10 +462,12 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
 def _block_by_block(x: _Term, q: _Term, labels: Labels, block: Any, how: _How) -> jax.Array:
     """Contracts one block of a QTensor after another, without copies of the array in memory."""
     (axis,) = q.axes([block])
-    own, rest = (tuple(label for label in of if label != block) for of in (q.labels, labels))
+    inner, outer = (
+        tuple(label for label in names if label != block) for names in (q.labels, labels)
+    )
 
     def one(i: jax.Array) -> jax.Array:
-        return _contract_folded(x, _Term(item_along(q.x, axis, i), own), rest, how)
+        return _contract_folded(x, _Term(item_along(q.x, axis, i), inner), outer, how)
 
     y = lax.map(one, jnp.arange(q.size(block), dtype=jnp.int32))
     return jnp.moveaxis(y, 0, labels.index(block))
@@ -517,18 +487,18 @@ def _in_blocks(x: _Term, q: _Term) -> tuple[_Term, dict[Any, Labels]]:
         if label in x.labels:
             q = q._replace(x=refine(q.x, axis))
             continue
-        each = math.gcd(n, size)  # of a shorter last block too
-        whole = q.x if each == size else refine(q.x, axis, each)
-        whole = whole.unpack().reshape(*q.x.shape[:axis], n // each, each, *q.x.shape[axis + 1 :])
+        run = math.gcd(n, size)  # of a shorter last block too
+        blocked = q.x if run == size else refine(q.x, axis, run)
+        blocked = blocked.unpack().reshape(*q.x.shape[:axis], n // run, run, *q.x.shape[axis + 1 :])
         split[label] = ("block of", label), label
-        q = _Term(whole, (*q.labels[:axis], *split[label], *q.labels[axis + 1 :]))
+        q = _Term(blocked, (*q.labels[:axis], *split[label], *q.labels[axis + 1 :]))
     return q, split
 
 
 def _without_shared(parameter: jax.Array, labels: Labels) -> _Term:
     """Returns a scale or zero point as a term, without the axes along which it is shared."""
-    own = tuple(label for label, m in zip(labels, parameter.shape, strict=True) if m > 1)
-    return _Term(parameter.reshape([m for m in parameter.shape if m > 1]), own)
+    own_labels = tuple(label for label, m in zip(labels, parameter.shape, strict=True) if m > 1)
+    return _Term(parameter.reshape([m for m in parameter.shape if m > 1]), own_labels)
 
 
 def _align(term: _Term, labels: Labels) -> jax.Array:

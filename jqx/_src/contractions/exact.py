@@ -38,6 +38,24 @@ def is_byte(x: Any) -> bool:
     return is_integer(x) and format_of(x.qtype).bits <= 8
 
 
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Two operands of a contraction, as the planner sees them: arrays or QTensors."""
+
+    lhs: Any
+    rhs: Any
+
+    @property
+    def are_integers(self) -> bool:
+        """Whether both operands are QTensors of integers."""
+        return is_integer(self.lhs) and is_integer(self.rhs)
+
+    @property
+    def are_bytes(self) -> bool:
+        """Whether both operands are QTensors of integers of 8 bits or fewer."""
+        return is_byte(self.lhs) and is_byte(self.rhs)
+
+
 def largest(q: QTensor) -> int:
     """Returns the largest magnitude of a code minus its zero point."""
     form = format_of(q.qtype)
@@ -200,78 +218,65 @@ def rows_product(
       Products of shapes (*batch, rows, *columns), with 1 for each of the columns in the sums of the
       left operand and for the rows in those of the right one.
     """
-    at = len(dimensions.lhs_batch)
-    m = rows.shape[at]
+    row_axis = len(dimensions.lhs_batch)
+    m = rows.shape[row_axis]
     # With few rows, an extra row of ones gives the sums of the right operand.
     ones_below = right and not is_at_least(m, TALL)
     tall = rows
     if ones_below or m == 1 or transposed:
-        tall = jnp.concatenate([rows, _constant(rows, at, 1, int(ones_below))], axis=at)
+        tall = jnp.concatenate([rows, _constant(rows, row_axis, 1, int(ones_below))], axis=row_axis)
     y = _multiply(tall, rhs, dimensions)
-    of_left = _sums_of_rows(rows, at, dimensions) if left else None
+    of_left = _sums_of_rows(rows, row_axis, dimensions) if left else None
     of_right = None
-    if right:
-        of_right = (
-            _between(y, at, m, m + 1) if ones_below else _sums_of_columns(rows, rhs, at, dimensions)
-        )
-    return Products(_between(y, at, 0, m), of_left, of_right)
+    if ones_below:
+        of_right = _between(y, row_axis, m, m + 1)
+    elif right:
+        of_ones = _multiply(_constant(rows, row_axis, 2, 1), rhs, dimensions)
+        of_right = _between(of_ones, row_axis, 0, 1)
+    return Products(_between(y, row_axis, 0, m), of_left, of_right)
 
 
-def _constant(rows: jax.Array, at: int, count: int, value: int) -> jax.Array:
+def _constant(rows: jax.Array, row_axis: int, count: int, value: int) -> jax.Array:
     """Returns `count` rows in the shape of others, filled with one number."""
-    return jnp.full((*rows.shape[:at], count, *rows.shape[at + 1 :]), value, jnp.int8)
+    return jnp.full((*rows.shape[:row_axis], count, *rows.shape[row_axis + 1 :]), value, jnp.int8)
 
 
 def _between(y: jax.Array, axis: int, start: int, stop: int) -> jax.Array:
     return y[(slice(None),) * axis + (slice(start, stop),)]
 
 
-def _sums_of_columns(rows: jax.Array, rhs: jax.Array, at: int, dimensions: Dimensions) -> jax.Array:
-    """Returns the sums of the right operand, of shape (*batch, 1, *columns), as a product with
-    ones.
-    """
-    return _between(_multiply(_constant(rows, at, 2, 1), rhs, dimensions), at, 0, 1)
-
-
-def _sums_of_rows(rows: jax.Array, at: int, dimensions: Dimensions) -> jax.Array:
+def _sums_of_rows(rows: jax.Array, row_axis: int, dimensions: Dimensions) -> jax.Array:
     """Returns the sums of rows, of shape (*batch, rows, 1...), as a product with ones.
 
-    XLA on CPU would store the operand of a sum (see `_xla_cpu`). The rows are the right operand,
+    XLA on CPU would store the operand of a sum (see `xla_cpu`). The rows are the right operand,
     because sums in a row are later read twice as fast as sums in a column.
     """
-    axes, leads = tuple(range(at + 1, rows.ndim)), tuple(range(at))
+    axes, leads = tuple(range(row_axis + 1, rows.ndim)), tuple(range(row_axis))
     numbers = ((axes, axes), (leads, leads))
-    ones = _constant(rows, at, 2, 1)
-    sums = lax.dot_general(ones, rows, numbers, preferred_element_type=jnp.int32)
+    unit_rows = _constant(rows, row_axis, 2, 1)
+    sums = lax.dot_general(unit_rows, rows, numbers, preferred_element_type=jnp.int32)
     sums = sums[..., 0, :]
     return sums.reshape(*sums.shape, *(1,) * len(dimensions.rhs_free))
 
 
 def _multiply(rows: jax.Array, rhs: jax.Array, dimensions: Dimensions) -> jax.Array:
     """Returns int32 of shape (*batch, rows, *columns); a single column is padded with zeros."""
-    at = len(dimensions.rhs_batch)
-    contracting = tuple(range(at + 1, rows.ndim))
+    row_axis = len(dimensions.rhs_batch)
+    contracting = tuple(range(row_axis + 1, rows.ndim))
     columns = tuple(rhs.shape[axis] for axis in dimensions.rhs_free)
     batch_axes, contracted_axes = dimensions.rhs_batch, dimensions.rhs_contracting
     padded = math.prod(columns) == 1
     if padded:
         rhs = to_rows(rhs, dimensions.swapped)
-        beside = jnp.zeros((*rhs.shape[:at], 1, *rhs.shape[at + 1 :]), jnp.int8)
-        rhs = jnp.concatenate([rhs, beside], axis=at)
-        batch_axes, contracted_axes = tuple(range(at)), contracting
-    if _has_few_rows(rows, rhs, contracted_axes, batch_axes):
+        zero_column = jnp.zeros((*rhs.shape[:row_axis], 1, *rhs.shape[row_axis + 1 :]), jnp.int8)
+        rhs = jnp.concatenate([rhs, zero_column], axis=row_axis)
+        batch_axes, contracted_axes = tuple(range(row_axis)), contracting
+    is_short = not is_at_least(rows.shape[0], 17)
+    if contracted_axes == (0,) and not batch_axes and is_short and rhs.shape[0] % PARTS == 0:
         return _in_parts(rows, rhs)
-    numbers = ((contracting, contracted_axes), (tuple(range(at)), batch_axes))
+    numbers = ((contracting, contracted_axes), (tuple(range(row_axis)), batch_axes))
     y = lax.dot_general(rows, rhs, numbers, preferred_element_type=jnp.int32)
     return y[..., :1].reshape(*y.shape[:-1], *columns) if padded else y
-
-
-def _has_few_rows(
-    rows: jax.Array, rhs: jax.Array, contracted: tuple[int, ...], batch: tuple[int, ...]
-) -> bool:
-    """Whether there are few rows, and a matrix contracted along a first axis that can be split."""
-    few = not is_at_least(rows.shape[0], 17)
-    return contracted == (0,) and not batch and few and rhs.shape[0] % PARTS == 0
 
 
 def _in_parts(rows: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -368,8 +373,8 @@ def in_fitting_shapes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 def _is_shaped(case: Any) -> bool:
     """Whether XLA on CPU would not pass a large product to its int8 library as written."""
-    whole = case.are_bytes and case.is_large and case.block is None
-    return whole and (case.is_corrected or case.is_narrow)
+    is_large_product = case.are_bytes and case.is_large and case.block is None
+    return is_large_product and (case.is_corrected or case.is_narrow)
 
 
 def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:
@@ -396,15 +401,10 @@ def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Mul
 
 def check_splittable(function: str, lhs: QTensor, rhs: QTensor) -> None:
     """Raises if codes are too wide even for a split into digits."""
-    for q in (lhs, rhs):
-        if not format_of(q.qtype).bits <= 16:
-            raise fail(
-                function,
-                "codes of 32 bits overflow the int32 accumulator.",
-                given=f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)}",
-                expected="integer formats of 16 bits or fewer",
-                fix="quantize to int16 or int8, or dequantize an operand.",
-            )
+    if max(format_of(q.qtype).bits for q in (lhs, rhs)) > 16:
+        names = f"{name_of_qtype(lhs.qtype)} x {name_of_qtype(rhs.qtype)}"
+        problem = f"codes of 32 bits overflow the int32 accumulator: {names}."
+        raise fail(function, problem, fix="quantize to int16 or int8, or dequantize an operand.")
 
 
 def _integer(
@@ -442,9 +442,8 @@ def _runs(
         raise fail(
             "dot_general",
             "sums of a symbolic length may not fit an int32.",
-            given=f"sums of {products} products of {name_of_qtype(lhs.qtype)} by "
+            given=f"{products} products; {limit:,} fit for {name_of_qtype(lhs.qtype)} by "
             f"{name_of_qtype(rhs.qtype)}",
-            expected=f"a length known to be {limit:,} at most",
             fix='bound the size: jax.export.symbolic_shape("t", constraints=["t <= 4096"]).',
         )
     pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)

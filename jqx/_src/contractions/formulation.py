@@ -60,17 +60,11 @@ def _of_scale(scale: Any, tangent: Any) -> Any:
         return None
     if not isinstance(scale, QTensor):
         return tangent
-    known = [_instantiated(x) for x in leaves]
-    _, made = jax.jvp(lambda s: s.dequantize(), (scale,), (structure.unflatten(known),))
-    return made
-
-
-def _instantiated(tangent: Any) -> Any:
-    if not _is_zero(tangent):
-        return tangent
-    aval = tangent.aval
-    zeros = np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(aval.shape, aval.dtype)
+    for i, x in enumerate(leaves):
+        if _is_zero(x):
+            zeros = np.zeros if x.aval.dtype == jax.dtypes.float0 else jnp.zeros
+            leaves[i] = zeros(x.aval.shape, x.aval.dtype)
+    return jax.jvp(lambda s: s.dequantize(), (scale,), (structure.unflatten(leaves),))[1]
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -181,7 +175,7 @@ def using(*formulations: Formulation) -> Iterator[None]:
 
     Example:
       >>> import jqx, jax.numpy as jnp
-      >>> from jqx.contractions import Formulation, using
+      >>> from jqx.extend import Formulation, using
       >>> def by_hand(x, q, how):
       ...     return jnp.dot(x, q.dequantize())
       >>> mine = Formulation(
@@ -205,36 +199,22 @@ def using(*formulations: Formulation) -> Iterator[None]:
 
 
 def _check(mine: Any) -> None:
-    fix = "pass jqx.contractions.Formulation(name, reason, platforms, applies, compute)."
+    fix = "pass jqx.extend.Formulation(name, reason, platforms, applies, compute)."
     check_instance("extend.using", "formulation", mine, Formulation, fix=fix)
     if mine.op not in OPS:
-        raise fail(
-            "extend.using",
-            "the operation of a formulation is unknown.",
-            given=f"op == {mine.op!r}",
-            expected=f"one of {', '.join(map(repr, sorted(OPS)))}",
-            fix="pass the operation that it computes as op.",
-        )
+        problem = f"the operation of a formulation is unknown: {mine.op!r}."
+        fix = f"pass as op one of {', '.join(map(repr, sorted(OPS)))}."
+        raise fail("extend.using", problem, fix=fix)
     platforms = mine.platforms
-    known = isinstance(platforms, tuple) and platforms and {*platforms} <= {*PLATFORMS}
-    if not known:
-        raise fail(
-            "extend.using",
-            "`platforms` of a formulation are not known.",
-            given=f"platforms == {platforms!r}",
-            expected=f"a tuple of {', '.join(map(repr, PLATFORMS))}",
-            fix='pass the platforms that it supports, such as platforms=("cuda",).',
-        )
-    if not (
-        isinstance(mine.name, str) and mine.name.isidentifier() and mine.name not in FORMULATIONS
-    ):
-        raise fail(
-            "extend.using",
-            "the name of a formulation is not valid, or is taken.",
-            given=f"name == {mine.name!r}",
-            expected="a Python name that no formulation of jqx has",
-            fix="pass another name.",
-        )
+    if not isinstance(platforms, tuple) or not platforms or {*platforms} - {*PLATFORMS}:
+        problem = f"`platforms` of a formulation are not known: {platforms!r}."
+        fix = f"pass a tuple of some of {', '.join(map(repr, PLATFORMS))}."
+        raise fail("extend.using", problem, fix=fix)
+    name = mine.name
+    if not isinstance(name, str) or not name.isidentifier() or name in FORMULATIONS:
+        problem = f"the name of a formulation is not valid, or is taken: {name!r}."
+        fix = "pass a Python name that no formulation of jqx has."
+        raise fail("extend.using", problem, fix=fix)
 
 
 class Planner:
@@ -249,14 +229,14 @@ class Planner:
         none.
         """
         added = [form for form, *_ in _ADDED.value if form.op == self.op]
-        left, found = {*PLATFORMS}, {}
+        left, by_platform = {*PLATFORMS}, {}
         for form in (*added, *self.formulations):
-            here = left.intersection(form.platforms)
-            if here and form.applies(case):
-                found.update(dict.fromkeys(here, form))
-                left -= here
+            platforms = left.intersection(form.platforms)
+            if platforms and form.applies(case):
+                by_platform.update(dict.fromkeys(platforms, form))
+                left -= platforms
             if not left:
-                return Choice(**found)
+                return Choice(**by_platform)
         return None
 
     def compute(self, case: Any, *operands: Any) -> Any:
@@ -301,9 +281,9 @@ _CHOICES: dict[str, Choice] = {}
 @functools.cache
 def _named(choice: Choice) -> Callable[..., Any]:
     def contract(how: Any, *arrays: Any) -> Any:
-        compute = _by_platform(choice, how, _compute)
+        compute = _by_platform(choice, how)
         if any(form.needs_linear for form in choice):
-            compute = with_derivative(compute, _by_platform(choice, how, _linear))
+            compute = with_derivative(compute, _by_platform(choice, how, is_linear=True))
         elif choice.own:
             # Outside of `platform_dependent`, which would store converted codes.
             compute = jax.checkpoint(compute)
@@ -321,33 +301,32 @@ def _named(choice: Choice) -> Callable[..., Any]:
     return jax.jit(contract, static_argnums=0)
 
 
-def _compute(form: Formulation) -> Callable[..., Any]:
-    return form.compute if form.finds else of_slices(form.compute)
-
-
-def _linear(form: Formulation) -> Callable[..., Any]:
-    return _compute(form) if form.linear is None else of_slices(form.linear)
-
-
 def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a function of QTensors accept slices of stacks, as plain QTensors."""
     return lambda *operands: compute(*map(alone, operands))
 
 
-def _by_platform(
-    choice: Choice, how: Any, part: Callable[[Formulation], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """Returns a function of arrays that runs, on each platform, the formulation chosen for it."""
-    own = {platform: functools.partial(_last, part(f), how) for platform, f in choice.own.items()}
-    default = functools.partial(_last, part(choice.default), how)
-    if not own:
+def _by_platform(choice: Choice, how: Any, is_linear: bool = False) -> Callable[..., Any]:
+    """Returns a function of arrays that runs, on each platform, the formulation chosen for it, or
+    the linear function whose derivative it has.
+    """
+
+    def function_of(form: Formulation) -> Callable[..., Any]:
+        compute = form.compute if form.finds else of_slices(form.compute)
+        if is_linear and form.linear is not None:
+            compute = of_slices(form.linear)
+
+        def run(*arrays: Any) -> Any:
+            y, dtype = compute(*arrays, how), getattr(how, "dtype", None)
+            return y if dtype is None else y.astype(dtype)  # the same dtype on all platforms
+
+        return run
+
+    per_platform = {platform: function_of(form) for platform, form in choice.own.items()}
+    default = function_of(choice.default)
+    if not per_platform:
         return default
-    return lambda *arrays: lax.platform_dependent(*arrays, default=default, **own)
-
-
-def _last(f: Callable[..., Any], how: Any, *arrays: Any) -> Any:
-    y, dtype = f(*arrays, how), getattr(how, "dtype", None)
-    return y if dtype is None else y.astype(dtype)  # the same dtype on all platforms
+    return lambda *arrays: lax.platform_dependent(*arrays, default=default, **per_platform)
 
 
 class Chosen(NamedTuple):
@@ -376,10 +355,10 @@ class Chosen(NamedTuple):
         return self.choice.default
 
     def __str__(self) -> str:
-        times = f" ({self.times} times)" if self.times > 1 else ""
-        head, own = f"{' x '.join(self.operands)} -> {self.result}{times}", self.choice.own
-        forms: Mapping[str, Formulation] = {**own, "elsewhere": self.elsewhere}
-        tell = "  {0}: {1.name}: {1.reason}" if own else "  {1.name}: {1.reason}"
+        repeats = f" ({self.times} times)" if self.times > 1 else ""
+        head, special = f"{' x '.join(self.operands)} -> {self.result}{repeats}", self.choice.own
+        forms: Mapping[str, Formulation] = {**special, "elsewhere": self.elsewhere}
+        tell = "  {0}: {1.name}: {1.reason}" if special else "  {1.name}: {1.reason}"
         return "\n".join([head, *(tell.format(*item) for item in forms.items())])
 
 
@@ -417,19 +396,19 @@ def formulations(f: Callable[P, Any]) -> Callable[P, list[Chosen]]:
     return chosen
 
 
-def _read(jaxpr: Any, times: int) -> list[Chosen]:
-    found = []
+def _read(jaxpr: Any, repeats: int) -> list[Chosen]:
+    contractions = []
     for eqn in jaxpr.eqns:
         choice = _CHOICES.get(compat.name_of_jit(eqn))
         if choice is not None and not choice.cpu.tells_parts:
             operands = tuple(_type(v) for v in eqn.invars)
             result = ", ".join(_type(v) for v in eqn.outvars)
-            found.append(Chosen(choice, operands, result, times))
+            contractions.append(Chosen(choice, operands, result, repeats))
             continue
-        inner_times = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        inner_times = repeats * eqn.params["length"] if eqn.primitive.name == "scan" else repeats
         for inner in compat.sub_jaxprs(eqn):
-            found += _read(inner, inner_times)
-    return found
+            contractions += _read(inner, inner_times)
+    return contractions
 
 
 def _type(atom: Any) -> str:
@@ -475,8 +454,6 @@ def kernels_in_exports() -> Iterator[list[export.DisabledSafetyCheck]]:
         raise fail(
             "kernels_in_exports",
             "the package jqx-cpu is not installed, or not used on this processor.",
-            given="no kernels to call",
-            expected=f"the package, on a processor with {' or '.join(package_cpu.FAST)}",
             fix="install it with pip install ./cpu; select its instructions, such as with "
             "JQX_CPU_KERNELS=AVX2; or export without it: that form runs everywhere.",
             error=ImportError,

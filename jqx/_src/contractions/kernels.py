@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export, lax
 
 from ..kernels.pallas import Table, scales
@@ -52,7 +51,7 @@ def over_matrices(
     dimensions: Dimensions,
     left: Sequence[jax.Array],
     right: Sequence[jax.Array | None],
-    after: jax.Array | None = None,
+    result_factor: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the contraction of operands by a function of matrices.
 
@@ -61,7 +60,7 @@ def over_matrices(
       dimensions: of the contraction.
       left: the left operand, and parameters of its rank, with its size or 1 along kept axes.
       right: the right operand [..., K, N], and parameters of its rank.
-      after: a factor of the results, of the rank of the right operand, or `None`.
+      result_factor: a factor of the results, of the rank of the right operand, or `None`.
     """
     x, q = left[0], right[0]
     assert q is not None
@@ -86,48 +85,50 @@ def over_matrices(
         y = jax.vmap(run)(*operands)
     else:
         y = run(*(None if leaf is None else leaf[0] for leaf in operands))[None]
-    factor = columns(after)
+    factor = columns(result_factor)
     if factor is not None:
         y = y * factor
     return y.reshape(*batch, *free, q.shape[-1])
 
 
-def in_stack(kernel: Callable[..., jax.Array], q: QTensor, place: int) -> Callable[..., jax.Array]:
-    """Returns a kernel of matrices that reads the codes, the operand number `place`, from the stack
-    of a weight, if the weight is a slice of a stack.
+def in_stack(kernel: Callable[..., jax.Array], q: QTensor, index: int) -> Callable[..., jax.Array]:
+    """Returns a kernel of matrices that reads the codes, its operand `index`, from the
+    stack of a weight, if the weight is a slice of a stack.
     """
     codes, step = found(q)
     if step is None or q.ndim > 2:
         return kernel
 
     def run(*operands: jax.Array | None, **options: Any) -> jax.Array:
-        return kernel(*operands[:place], codes, *operands[place + 1 :], step=step, **options)
+        return kernel(*operands[:index], codes, *operands[index + 1 :], step=step, **options)
 
     return run
 
 
 def precision_of(precision: Any) -> Any:
     """Returns the precision of the products in a kernel; `NotImplemented` for an algorithm."""
-    both = precision if isinstance(precision, tuple) else (precision,)
-    if all(one is None for one in both):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if all(entry is None for entry in precisions):
         return None
-    if any(isinstance(one, (lax.DotAlgorithm, lax.DotAlgorithmPreset)) for one in both):
+    if any(isinstance(entry, (lax.DotAlgorithm, lax.DotAlgorithmPreset)) for entry in precisions):
         return NotImplemented
-    known = [lax.Precision(one) for one in both if one is not None]
-    return max(known, key=list(lax.Precision).index)
+    named = [lax.Precision(entry) for entry in precisions if entry is not None]
+    return max(named, key=list(lax.Precision).index)
 
 
 def table_of(q: QTensor) -> Table:
     """Returns the numbers of codes that are looked up."""
-    return _entries(format_of(q.qtype)) if q.layout is not None and q.layout.uint4 else None
+    if q.layout is None or not q.layout.uint4:
+        return None
+    form = format_of(q.qtype)
+    return numbers_of_codes(form.elements if isinstance(form, Block) else form)
 
 
 @functools.cache
-def _entries(form: Any) -> tuple[float, ...]:
-    form = form.elements if isinstance(form, Block) else form
+def numbers_of_codes(form: QType) -> tuple[float, ...]:
+    """Returns the number that each code of a format represents."""
     with jax.ensure_compile_time_eval():
-        numbers = form.decode(jnp.arange(2**form.bits, dtype=jnp.uint8))
-    return tuple(np.asarray(numbers).tolist())
+        return tuple(form.decode(jnp.arange(2**form.bits, dtype=jnp.uint8)).tolist())
 
 
 class Parameters(NamedTuple):
@@ -136,33 +137,33 @@ class Parameters(NamedTuple):
     Attributes:
       scale: [..., G, N], floats or the exponents of powers of two.
       zero: zero points of the same shape, or `None`.
-      after: a factor of the result, [..., 1, 1] or [..., 1, N], or `None`.
+      factor: a factor of the result, [..., 1, 1] or [..., 1, N], or `None`.
     """
 
     scale: jax.Array
     zero: jax.Array | None
-    after: jax.Array | None
+    factor: jax.Array | None
 
 
 def dtype_of(how: HowTo, parameters: Parameters) -> Any:
     """Returns the dtype that a kernel writes: that of the result, if no factor follows."""
-    return how.dtype if how.dtype is not None and parameters.after is None else jnp.float32
+    return how.dtype if how.dtype is not None and parameters.factor is None else jnp.float32
 
 
 def parameters_of(q: QTensor, dtype: Any) -> Parameters:
     """Returns the parameters of a weight [..., K, N] for a product with rows of a dtype."""
-    scale, after = _scale_of(q)
+    scale, factor = _scale_of(q)
     unit = getattr(format_of(q.qtype), "unit", 1.0)
     if unit != 1.0:
-        one = jnp.ones((1,) * q.ndim, jnp.float32) if after is None else after
-        after = one * jnp.float32(unit)
+        base = jnp.ones((1,) * q.ndim, jnp.float32) if factor is None else factor
+        factor = base * jnp.float32(unit)
     if dtype == jnp.float16:
-        scale, after = _near_one(q, scale, after)
+        scale, factor = _near_one(q, scale, factor)
     scale = jnp.broadcast_to(scale, (*scale.shape[:-1], q.shape[-1]))
     zero = q.zero_point
     if zero is not None:
         zero = jnp.broadcast_to(zero, (*zero.shape[:-2], *scale.shape[-2:]))
-    return Parameters(scale, zero, after)
+    return Parameters(scale, zero, factor)
 
 
 def _scale_of(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
@@ -176,7 +177,9 @@ def _scale_of(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
     return (scale if scale.dtype in (E8M0, jnp.bfloat16) else scale.astype(jnp.float32)), None
 
 
-def _near_one(q: QTensor, scale: jax.Array, after: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _near_one(
+    q: QTensor, scale: jax.Array, factor: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Returns scales for which float16 represents all weights of a column, and the remaining power
     of two, a factor of the result.
     """
@@ -184,7 +187,7 @@ def _near_one(q: QTensor, scale: jax.Array, after: jax.Array | None) -> tuple[ja
     largest = jnp.max(jnp.abs(lax.stop_gradient(real)), axis=-2, keepdims=True)
     highest = max(abs(form.low), abs(form.high)) * (1 if q.zero_point is None else 2)
     power = power_below(largest * jnp.float32(highest))
-    return real / power, power if after is None else after * power
+    return real / power, power if factor is None else factor * power
 
 
 DECODING = (
@@ -239,19 +242,19 @@ def _weights(x: jax.Array, q: QTensor, how: HowTo, kernel: Callable[..., jax.Arr
         dtype=dtype_of(how, parameters),
     )
     weight = [q.values, parameters.scale, parameters.zero]
-    return over_matrices(run, how.dimensions, [x], weight, parameters.after)
+    return over_matrices(run, how.dimensions, [x], weight, parameters.factor)
 
 
-def as_activation(q: QTensor, beside: QTensor, wide: Any) -> jax.Array:
+def as_activation(q: QTensor, weight: QTensor, wide: Any) -> jax.Array:
     """Returns the real values of an operand in a wide dtype, for a product with the codes of
-    `beside`. They are bfloat16 if that is exact (8-bit floats times powers of two) and a kernel
+    `weight`. They are bfloat16 if that is exact (8-bit floats times powers of two) and a kernel
     reads the codes.
     """
     element = format_of(q.qtype)
     element = element.elements if isinstance(element, Block) else element
     exact = isinstance(element, Minifloat) and is_exact_in(q, jnp.bfloat16)
     scale: Any = q.scale
-    if kernel_of(beside) and exact and scale.dtype == E8M0:
+    if kernel_of(weight) and exact and scale.dtype == E8M0:
         wide = jnp.bfloat16
     return q.astype(wide).dequantize()
 
@@ -271,9 +274,9 @@ def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
     if not is_laid_out_for(platform, x, q, how):
         return False
     (axis,) = how.dimensions.lhs_contracting
-    size, whole = q.groups.sizes[-2], q.shape[-2]
+    size, length = q.groups.sizes[-2], q.shape[-2]
     shared = x.groups.sizes[axis]
-    in_step = shared == whole or shared == size
+    in_step = shared == length or shared == size
     if not in_step or x.zero_point is not None or x.offset is not None or x.order is not None:
         return False
     if platform == "gpu" and size % LEAST:
@@ -283,8 +286,8 @@ def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
         narrow = right.bits <= 4 or (right.signed and q.zero_point is None)
         fits = size * largest(x) * largest(q) <= ACCUMULATOR if left.bits <= 8 else False
         return left.signed and narrow and fits
-    both = (x.qtype, q.qtype)
-    return all(isinstance(t, jnp.dtype) and t in FLOAT8 for t in both) and q.zero_point is None
+    qtypes = (x.qtype, q.qtype)
+    return all(isinstance(t, jnp.dtype) and t in FLOAT8 for t in qtypes) and q.zero_point is None
 
 
 def _multiplies_groups_on(platform: str) -> Callable[[Any], bool]:
@@ -397,4 +400,4 @@ def products(
     parameters = parameters_of(q, jnp.float32)
     run = functools.partial(kernel, form=form, dtype=dtype_of(how, parameters))
     rows, weight = [x, x_scale.astype(jnp.float32)], [q.values, parameters.scale, parameters.zero]
-    return over_matrices(run, how.dimensions, rows, weight, parameters.after)
+    return over_matrices(run, how.dimensions, rows, weight, parameters.factor)

@@ -37,7 +37,7 @@ from .exact import (
     to_rows,
 )
 from .formulation import CPU, formulation
-from .kernels import derived_as, precision_of
+from .kernels import derived_as, numbers_of_codes, precision_of
 from .plain import is_exact_in, tangent_tiles, tiles
 
 
@@ -76,8 +76,8 @@ def _multiplies(x: Any, q: QTensor, how: HowTo) -> bool:
 
 
 def _are_bytes(case: Any) -> bool:
-    own = not case.is_beside_floats and case.is_large
-    return own and multiplies_bytes(case.lhs, case.rhs, case.how)
+    is_candidate = not case.is_beside_floats and case.is_large
+    return is_candidate and multiplies_bytes(case.lhs, case.rhs, case.how)
 
 
 CODES = (
@@ -88,10 +88,8 @@ CODES = (
 
 @formulation(CODES, CPU, _are_bytes, finds=True)
 def package_codes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    kernel, plain = (
-        functools.partial(_scaled, how=how),
-        functools.partial(in_fitting_shapes, how=how),
-    )
+    kernel = functools.partial(_scaled, how=how)
+    plain = functools.partial(in_fitting_shapes, how=how)
     return derived_as(functools.partial(by_kernel, kernel, plain), plain)(lhs, rhs)
 
 
@@ -103,8 +101,8 @@ def _scaled(lhs: QTensor, rhs: QTensor, *stack: jax.Array, how: HowTo) -> jax.Ar
 def _in_rows(q: QTensor, dimensions: Dimensions) -> tuple[tuple[int, ...], Dimensions]:
     """Returns the order of axes that makes a right operand [..., N, K], and the new dimensions."""
     order = (*dimensions.rhs_batch, *dimensions.rhs_free, *dimensions.rhs_contracting)
-    places = tuple(order.index(axis) for axis in range(q.ndim))
-    return order, dimensions.renamed(range(dimensions.lhs_rank), places)
+    new_axes = tuple(order.index(axis) for axis in range(q.ndim))
+    return order, dimensions.renamed(range(dimensions.lhs_rank), new_axes)
 
 
 def _are_batches(case: Any) -> bool:
@@ -174,8 +172,8 @@ def by_kernel(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: 
     def without(*operands: Any) -> jax.Array:
         return plain(*operands[: len(rows) + 1])
 
-    given = *map(alone, rows), alone(q), *stack
-    return alone_or_in_parts(kernel, without, *given)
+    arrays = *map(alone, rows), alone(q), *stack
+    return alone_or_in_parts(kernel, without, *arrays)
 
 
 def quantizing(
@@ -183,10 +181,10 @@ def quantizing(
 ) -> jax.Array:
     """Returns the product of floats, quantized to a format with their scale, and a weight."""
     rows = rows_of(x.astype(jnp.float32), how)
-    own = _parameter(scale.astype(jnp.float32), x, how)
+    factor = _parameter(scale.astype(jnp.float32), x, how)
     weight, step = right_of(as_int8(q), how, *stack)
     options = {"low": float(form.low), "high": float(form.high), "step": step}
-    return as_output(product_cpu(rows, own, None, *weight, **options, dtype=jnp.float32), x, how)
+    return as_output(product_cpu(rows, factor, None, *weight, **options, dtype=jnp.float32), x, how)
 
 
 def in_groups(parameter: jax.Array, q: QTensor) -> jax.Array:
@@ -213,8 +211,8 @@ def right_of(q: QTensor, how: HowTo, *stack: jax.Array) -> tuple[tuple[Any, Any,
     batch, n = q.shape[:-2], q.shape[-2]
 
     def parameter(x: jax.Array) -> jax.Array:
-        own = 1 if x.shape[-2] == 1 else n
-        return jnp.broadcast_to(x, (*batch, own, 1)).reshape(math.prod(batch), own)
+        columns = 1 if x.shape[-2] == 1 else n
+        return jnp.broadcast_to(x, (*batch, columns, 1)).reshape(math.prod(batch), columns)
 
     zero = None if q.zero_point is None else parameter(q.zero_point.astype(jnp.int32))
     codes, step = stored(q, *stack)
@@ -243,21 +241,20 @@ def _parameter(parameter: jax.Array, x: Any, how: HowTo) -> jax.Array:
     batch = math.prod(x.shape[axis] for axis in dimensions.lhs_batch)
     if parameter.size == 1:
         return jnp.broadcast_to(parameter.reshape(1, 1), (batch, 1))
-    kept = (*dimensions.lhs_batch, *dimensions.lhs_free)
-    own = jnp.transpose(parameter, (*kept, *dimensions.lhs_contracting))[..., 0]
-    full = jnp.broadcast_to(own, [x.shape[axis] for axis in kept])
+    kept_axes = (*dimensions.lhs_batch, *dimensions.lhs_free)
+    per_row = jnp.transpose(parameter, (*kept_axes, *dimensions.lhs_contracting))[..., 0]
+    full = jnp.broadcast_to(per_row, [x.shape[axis] for axis in kept_axes])
     return full.reshape(batch, dimensions.rows(x))
 
 
 def as_output(y: jax.Array, x: Any, how: HowTo) -> jax.Array:
     """Reshapes [B, M, N] to the axes of the result."""
     dimensions = how.dimensions
-    kept = (*dimensions.lhs_batch, *dimensions.lhs_free)
-    return y.reshape(*(x.shape[axis] for axis in kept), y.shape[-1])
+    kept_axes = (*dimensions.lhs_batch, *dimensions.lhs_free)
+    return y.reshape(*(x.shape[axis] for axis in kept_axes), y.shape[-1])
 
 
-# Formulations by kernels of the package jqx-cpu for weights that are packed, in groups, or codes
-# of floats: see `kernels_cpu.py`.
+# Weights that are packed, in groups, or codes of floats.
 
 
 MOST = 16
@@ -286,9 +283,9 @@ def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
     """Whether the package multiplies float rows by a weight of integers."""
     if isinstance(x, QTensor) or common_dtype(x.dtype, q.dtype) != jnp.float32:
         return False
-    known = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
-    known = known or (x.dtype == jnp.bfloat16 and package_cpu.has_bfloats())
-    return known and _reads(x, q, how)
+    is_supported = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
+    is_supported = is_supported or (x.dtype == jnp.bfloat16 and package_cpu.has_bfloats())
+    return is_supported and _reads(x, q, how)
 
 
 @formulation(
@@ -313,8 +310,8 @@ def _are_in_groups(case: Any) -> bool:
     axis = how.dimensions.lhs_contracting[0]
     is_whole = x.groups.sizes[axis] == x.shape[axis]
     is_plain = x.zero_point is None and bool(format_of(x.qtype).signed)
-    known = x.scale.dtype in (E8M0, jnp.float32)
-    return is_whole and is_plain and known and common_dtype(x.dtype, q.dtype) == jnp.float32
+    is_scaled = x.scale.dtype in (E8M0, jnp.float32)
+    return is_whole and is_plain and is_scaled and common_dtype(x.dtype, q.dtype) == jnp.float32
 
 
 @formulation(
@@ -351,30 +348,25 @@ def floats(
         zero = jnp.int32(0) if zero is None else zero.astype(jnp.int32)
         zero = in_groups((zero - jnp.int32(middle)).astype(jnp.int8), q)
     if isinstance(x, QTensor):
-        rows, own, _ = left_of(x, how)
+        rows, row_scale, _ = left_of(x, how)
     else:
         as_such = x.dtype == jnp.bfloat16 and how.dimensions.rows(x) > FEW
         as_such = as_such and package_cpu.has_bfloats()
-        rows, own = rows_of(x if as_such else x.astype(jnp.float32), how), None
+        rows, row_scale = rows_of(x if as_such else x.astype(jnp.float32), how), None
     codes, step = stored(q, *stack)
     y = float_product_cpu(
         rows,
         codes,
-        own,
+        row_scale,
         in_groups(q.real_scale(), q),
         zero,
         bits=form.bits,
         is_signed=is_signed,
-        digits=2 if _is_default(how.precision) else 3,
+        digits=2 if precision_of(how.precision) is lax.Precision.DEFAULT else 3,
         step=step,
         sizes=sizes,
     )
     return as_output(y, x, how)
-
-
-def _is_default(precision: lax.PrecisionLike) -> bool:
-    """Whether a precision is given, and is the fastest one."""
-    return precision_of(precision) is lax.Precision.DEFAULT
 
 
 def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
@@ -383,14 +375,14 @@ def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
     if isinstance(x, QTensor) or not (package_cpu.is_installed() and is_decoded(form)):
         return False
     # XLA multiplies many rows of 16 bits by such codes faster than in float32.
-    few = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
+    is_fast = x.dtype == jnp.float32 or how.dimensions.rows(x) <= MOST
     return (
         kernel_of(q) == "cpu"
         and q.zero_point is None
         and is_in_rows(x, q, how.dimensions)
         and common_dtype(x.dtype, q.dtype) == jnp.float32
         and package_cpu.has_groups(q.shape[-1], q.groups.sizes[-1], form.bits)
-        and (few or how.block is not None or not is_exact_in(q, x.dtype))
+        and (is_fast or how.block is not None or not is_exact_in(q, x.dtype))
     )
 
 
@@ -417,12 +409,5 @@ def decoded(
     scale = q.scale
     if isinstance(scale, QTensor) or scale.dtype != E8M0:
         scale = q.real_scale()
-    options = {"table": _table_of(format_of(q.qtype)), "step": step, "sizes": sizes}
+    options = {"table": numbers_of_codes(format_of(q.qtype)), "step": step, "sizes": sizes}
     return as_output(decoded_product_cpu(rows, codes, in_groups(scale, q), **options), x, how)
-
-
-@functools.cache
-def _table_of(form: QType) -> tuple[float, ...]:
-    """Returns the number that each code of a format represents."""
-    with jax.ensure_compile_time_eval():
-        return tuple(form.decode(jnp.arange(2**form.bits, dtype=jnp.uint8)).tolist())

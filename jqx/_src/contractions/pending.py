@@ -4,7 +4,7 @@ it is quantized before the product.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,17 +71,14 @@ def dot_general_pending(
     preferred_element_type: DTypeLike,
 ) -> jax.Array:
     """Returns `jqx.dot_general` of a `Pending` array and a QTensor, in either order."""
-    dimensions = Dimensions.of(dimension_numbers, _of(lhs).ndim, _of(rhs).ndim)
+    ranks = [(y.x if isinstance(y, Pending) else y).ndim for y in (lhs, rhs)]
+    dimensions = Dimensions.of(dimension_numbers, *ranks)
     if isinstance(lhs, Pending):
         y = _product(lhs, rhs, dimensions, precision, preferred_element_type)
     else:
         swapped = _product(rhs, lhs, dimensions.swapped, precision, preferred_element_type)
         y = dimensions.swap_output(swapped)
     return y.astype(preferred_element_type)
-
-
-def _of(operand: Any) -> Any:
-    return operand.x if isinstance(operand, Pending) else operand
 
 
 def may_quantize(spec: QSpec, q: Any) -> bool:
@@ -108,19 +105,19 @@ def _product(
     _, q, dimensions = as_stored(x, q, dimensions)
     codes = jax.eval_shape(lambda x, s: quantized(x, s, spec), x, scale)
     how = HowTo.of(codes, q, dimensions, precision)._replace(dtype=jnp.dtype(dtype))
-    args = DotArgs(how, spec)
+    args = RowArgs(how, spec)
     return PENDING.compute(Rows(x, codes, q, args), x, scale, q)
 
 
-class DotArgs(NamedTuple):
-    """The static arguments of a contraction that quantizes its left operand.
+class RowArgs(NamedTuple):
+    """The static arguments of a product that quantizes its left operand.
 
     Attributes:
-      how: the contraction.
+      how: those of the product: `HowTo`, or `Args` of a product of groups.
       spec: how the operand is quantized.
     """
 
-    how: HowTo
+    how: Any
     spec: QSpec
 
     @property
@@ -129,23 +126,20 @@ class DotArgs(NamedTuple):
         return self.how.dtype
 
 
-How = TypeVar("How")
-
-
-class Rows(NamedTuple, Generic[How]):
+class Rows(NamedTuple):
     """A float operand to be quantized, and a weight or the matrices of groups, for the planner.
 
     Attributes:
       lhs: the array.
       codes: the quantized array, as shapes and dtypes only.
       rhs: a QTensor.
-      how: the contraction, and how rows are quantized.
+      how: the product, and how rows are quantized.
     """
 
     lhs: Any
     codes: QTensor
     rhs: QTensor
-    how: How
+    how: RowArgs
 
 
 REASON = (
@@ -154,31 +148,31 @@ REASON = (
 )
 
 
-def _quantizes_on(platform: str) -> Callable[[Rows[DotArgs]], bool]:
-    def applies(case: Rows[DotArgs]) -> bool:
+def _quantizes_on(platform: str) -> Callable[[Rows], bool]:
+    def applies(case: Rows) -> bool:
         how, spec = case.how
-        few = platform == "tpu" or how.dimensions.rows(case.lhs) <= FEW
-        known = has_codes_of_kernels(spec)
-        return few and known and multiplies_codes(platform, case.codes, case.rhs, how)
+        short = platform == "tpu" or how.dimensions.rows(case.lhs) <= FEW
+        has_codes = has_codes_of_kernels(spec)
+        return short and has_codes and multiplies_codes(platform, case.codes, case.rhs, how)
 
     return applies
 
 
 @formulation(REASON, ("tpu",), _quantizes_on("tpu"), op="dot_general:quantized", finds=True)
-def kernel_quantizing_tpu(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs) -> jax.Array:
+def kernel_quantizing_tpu(x: jax.Array, scale: jax.Array, q: QTensor, args: RowArgs) -> jax.Array:
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
     return _by_kernel(x.astype(wide), scale, q, args, products_tpu)
 
 
 @formulation(REASON, ("cuda",), _quantizes_on("gpu"), op="dot_general:quantized", finds=True)
-def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs) -> jax.Array:
+def kernel_quantizing_gpu(x: jax.Array, scale: jax.Array, q: QTensor, args: RowArgs) -> jax.Array:
     return _by_kernel(x, scale, q, args, products_gpu)
 
 
-def _is_for_package(case: Rows[DotArgs]) -> bool:
+def _is_for_package(case: Rows) -> bool:
     how, spec = case.how
-    few = how.dimensions.rows(case.lhs) <= FEW
-    return few and has_codes_of_kernels(spec) and multiplies_bytes(case.codes, case.rhs, how)
+    short = how.dimensions.rows(case.lhs) <= FEW
+    return short and has_codes_of_kernels(spec) and multiplies_bytes(case.codes, case.rhs, how)
 
 
 @formulation(
@@ -189,7 +183,7 @@ def _is_for_package(case: Rows[DotArgs]) -> bool:
     op="dot_general:quantized",
     finds=True,
 )
-def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs) -> jax.Array:
+def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, args: RowArgs) -> jax.Array:
     kernel = functools.partial(quantizing, how=args.how, form=format_of(args.spec.qtype))
 
     def plain(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
@@ -205,7 +199,7 @@ def package_quantizing(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs
     lambda case: True,
     op="dot_general:quantized",
 )
-def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs) -> jax.Array:
+def quantize_first(x: jax.Array, scale: jax.Array, q: QTensor, args: RowArgs) -> jax.Array:
     how = args.how
     return contract(quantized(x, scale, args.spec), q, how.dimensions, how.precision, how.dtype)
 
@@ -220,7 +214,7 @@ PENDING = Planner(
 
 
 def _by_kernel(
-    x: jax.Array, scale: jax.Array, q: QTensor, args: DotArgs, kernel: Callable[..., jax.Array]
+    x: jax.Array, scale: jax.Array, q: QTensor, args: RowArgs, kernel: Callable[..., jax.Array]
 ) -> jax.Array:
     def run(x: jax.Array, scale: jax.Array, q: QTensor) -> jax.Array:
         return products(x, scale, q, args.how, format_of(args.spec.qtype), kernel)
@@ -239,18 +233,6 @@ def quantized(x: jax.Array, scale: jax.Array, spec: QSpec) -> QTensor:
 # `ragged_dot` of rows that are still to be quantized.
 
 
-class QuantizingArgs(NamedTuple):
-    """The static arguments of a product of groups that quantizes its rows.
-
-    Attributes:
-      how: those of the product.
-      spec: how rows are quantized.
-    """
-
-    how: Args
-    spec: QSpec
-
-
 def ragged_dot_pending(
     rows: Pending,
     rhs: Any,
@@ -261,7 +243,7 @@ def ragged_dot_pending(
 ) -> jax.Array:
     """Returns `jqx.ragged_dot` of rows that are still to be quantized."""
     x, spec = rows.x, rows.spec
-    args = QuantizingArgs(Args(precision, jnp.dtype(preferred_element_type)), spec)
+    args = RowArgs(Args(precision, jnp.dtype(preferred_element_type)), spec)
     if not isinstance(rhs, QTensor) or 0 in (x.shape[0], rhs.shape[0]):
         return _first(rows.quantized(), rhs, group_sizes, args.how)
     scale = rows.scale()
@@ -273,18 +255,18 @@ def _first(rows: QTensor, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     return ragged_dot(rows, rhs, sizes, precision=how.precision, preferred_element_type=how.dtype)
 
 
-def _quantizes_rows_on(platform: str) -> Callable[[Rows[QuantizingArgs]], bool]:
-    def applies(case: Rows[QuantizingArgs]) -> bool:
-        few = platform == "tpu" or case.lhs.shape[0] <= FEW
+def _quantizes_rows_on(platform: str) -> Callable[[Rows], bool]:
+    def applies(case: Rows) -> bool:
+        short = platform == "tpu" or case.lhs.shape[0] <= FEW
         case_of_codes = Groups(case.codes, case.rhs, case.how.how)
-        return few and has_codes_of_kernels(case.how.spec) and has_kernel(case_of_codes, platform)
+        return short and has_codes_of_kernels(case.how.spec) and has_kernel(case_of_codes, platform)
 
     return applies
 
 
 @formulation(REASON, ("tpu",), _quantizes_rows_on("tpu"), op="ragged_dot:quantized", finds=True)
 def ragged_kernel_quantizing_tpu(
-    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: RowArgs
 ) -> jax.Array:
     wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
     return _rows_by_kernel(x.astype(wide), scale, q, sizes, args, products_tpu)
@@ -292,7 +274,7 @@ def ragged_kernel_quantizing_tpu(
 
 @formulation(REASON, ("cuda",), _quantizes_rows_on("gpu"), op="ragged_dot:quantized", finds=True)
 def ragged_kernel_quantizing_gpu(
-    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: RowArgs
 ) -> jax.Array:
     return _rows_by_kernel(x, scale, q, sizes, args, products_gpu)
 
@@ -305,7 +287,7 @@ def ragged_kernel_quantizing_gpu(
     op="ragged_dot:quantized",
 )
 def ragged_quantize_first(
-    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: QuantizingArgs
+    x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array, args: RowArgs
 ) -> jax.Array:
     return _first(quantized(x, scale, args.spec), q, sizes, args.how)
 
@@ -323,13 +305,13 @@ def _rows_by_kernel(
     scale: jax.Array,
     q: QTensor,
     sizes: jax.Array,
-    args: QuantizingArgs,
+    args: RowArgs,
     kernel: Callable[..., jax.Array],
 ) -> jax.Array:
     def run(x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array) -> jax.Array:
         tiles = tiles_for_kernel(sizes, x.shape[0])
-        each = jnp.broadcast_to(scale, (x.shape[0], scale.shape[1]))
-        return of_tiles(tiles, x, each, q, args.how, args.spec.qtype, kernel)
+        row_scale = jnp.broadcast_to(scale, (x.shape[0], scale.shape[1]))
+        return of_tiles(tiles, x, row_scale, q, args.how, args.spec.qtype, kernel)
 
     def plain(x: jax.Array, scale: jax.Array, q: QTensor, sizes: jax.Array) -> jax.Array:
         return ragged_quantize_first.compute(x, scale, q, sizes, args)

@@ -70,9 +70,9 @@ def convert_wide(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         numbers = numbers_of(q, wide)
         if q.zero_point is not None:
             numbers = numbers - q.zero_point.astype(wide)
-        power, rest = split_power(q.real_scale().astype(wide))
+        power, remainder = split_power(q.real_scale().astype(wide))
         y = _dot(x, numbers * power, dimensions, how.precision, wide)
-        return y * dimensions.rhs_to_output(rest)
+        return y * dimensions.rhs_to_output(remainder)
 
     return sum_of_blocks(x.astype(wide), q.unpack(), how.dimensions, compute, how.block)
 
@@ -221,8 +221,8 @@ def tangent_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     lambda case: case.are_float8,
 )
 def float8_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    one = jnp.ones((1,) * rhs.ndim, jnp.float32)
-    codes = dataclasses.replace(rhs, scale=one, blocks=())
+    unit_scale = jnp.ones((1,) * rhs.ndim, jnp.float32)
+    codes = dataclasses.replace(rhs, scale=unit_scale, blocks=())
     y = _in_tiles(numbers_of(lhs, jnp.bfloat16), codes, how)
     return with_scales(y, lhs, rhs, how.dimensions)
 
@@ -268,9 +268,9 @@ def _near_one(x: jax.Array, dimensions: Dimensions) -> tuple[jax.Array, jax.Arra
     """
     size = jnp.abs(lax.stop_gradient(x))
     largest = jnp.max(size, axis=dimensions.lhs_contracting, keepdims=True, initial=0)
-    far, one = largest > 2.0**80, jnp.ones((), x.dtype)
-    back = dimensions.lhs_to_output(jnp.where(far, one * 2.0**40, one))
-    return x * jnp.where(far, one * 2.0**-40, one), back
+    is_far, unit = largest > 2.0**80, jnp.ones((), x.dtype)
+    back = dimensions.lhs_to_output(jnp.where(is_far, unit * 2.0**40, unit))
+    return x * jnp.where(is_far, unit * 2.0**-40, unit), back
 
 
 def count_of(q: QTensor, *others: Any) -> int:
@@ -323,9 +323,9 @@ COPIES = 8
 )
 def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     dimensions = how.dimensions
-    at = len(dimensions.lhs_batch)
-    rows, step = split(to_rows(x.astype(jnp.float32), dimensions), at)
-    before, after = _split_steps(step)
+    row_axis = len(dimensions.lhs_batch)
+    rows, step = split(to_rows(x.astype(jnp.float32), dimensions), row_axis)
+    power, remainder = _split_steps(step)
 
     def compute(rows: jax.Array, tile: QTensor) -> jax.Array:
         tile = as_int8(tile)
@@ -334,12 +334,14 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         )
         if tile.zero_point is not None:
             total = total - _beside(tile.zero_point.astype(jnp.int32), dimensions) * left
-        return join(total, at, before) * _beside(tile.real_scale().astype(jnp.float32), dimensions)
+        return join(total, row_axis, power) * _beside(
+            tile.real_scale().astype(jnp.float32), dimensions
+        )
 
     q = with_own_scales(q, dimensions.rhs_kept)
-    sums = dimensions.columns(q) * rows.size // math.prod(rows.shape[at + 1 :])
+    sums = dimensions.columns(q) * rows.size // math.prod(rows.shape[row_axis + 1 :])
     y = in_slices(rows, q, _of_rows(dimensions, rows.ndim), _slices(q, sums), compute)
-    return _as_output(y * _spread(after, y.ndim), x, dimensions)
+    return _as_output(y * _spread(remainder, y.ndim), x, dimensions)
 
 
 @formulation(
@@ -353,41 +355,41 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     dimensions, block = how.dimensions, how.block
     assert block is not None
     rows, step = split(to_rows(x.astype(jnp.float32), dimensions), 0)
-    before, after = _split_steps(step)
+    power, remainder = _split_steps(step)
 
     def compute(rows: jax.Array, tile: QTensor) -> jax.Array:
         tile = as_int8(tile)
         columns, count = tile.shape[1:], tile.shape[0] // block.size
-        together = _together(rows.shape[0], count)
-        apart = _block_diagonal(rows, count, block.size, together)
-        codes = tile.values.reshape(count // together, together * block.size, -1)
+        blocks_per_run = _together(rows.shape[0], count)
+        diagonal = _block_diagonal(rows, count, block.size, blocks_per_run)
+        codes = tile.values.reshape(count // blocks_per_run, blocks_per_run * block.size, -1)
         numbers = (((2,), (1,)), ((0,), (0,)))
-        y = lax.dot_general(apart, codes, numbers, preferred_element_type=jnp.int32)
+        y = lax.dot_general(diagonal, codes, numbers, preferred_element_type=jnp.int32)
         y = y.reshape(count, rows.shape[0], -1)
         if tile.zero_point is not None:
             sums = jnp.sum(rows.reshape(-1, count, block.size), axis=2, dtype=jnp.int32).T
             y = y - _flat(tile.zero_point.astype(jnp.int32), columns)[:, None] * sums[:, :, None]
-        z = join(y, 1, before) * _flat(tile.real_scale().astype(jnp.float32), columns)[:, None]
+        z = join(y, 1, power) * _flat(tile.real_scale().astype(jnp.float32), columns)[:, None]
         # On CPU, a product with ones sums blocks three times as fast as a sum.
-        ones = jnp.ones((2, count), z.dtype)
-        y = (ones @ z.reshape(count, -1))[0].reshape(z.shape[1:])
+        unit_rows = jnp.ones((2, count), z.dtype)
+        y = (unit_rows @ z.reshape(count, -1))[0].reshape(z.shape[1:])
         return y.reshape(-1, *columns)
 
     q = with_own_scales(q, dimensions.rhs_kept)
     sums = dimensions.columns(q) * rows.size // block.size
     y = in_slices(rows, q, _of_rows(dimensions, 2), _slices(q, sums), compute)
-    return _as_output(y * _spread(after, y.ndim), x, dimensions)
+    return _as_output(y * _spread(remainder, y.ndim), x, dimensions)
 
 
-def split(rows: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
-    """Splits float32 rows `(*batch, rows, *contracted)`, where `at` axes are batch axes.
+def split(rows: jax.Array, row_axis: int) -> tuple[jax.Array, jax.Array]:
+    """Splits float32 rows `(*batch, rows, *contracted)`, where `row_axis` axes are batch axes.
 
     Returns:
       The digits, int8 of shape `(*batch, 3 * rows, *contracted)`, with the highest digits of all
       rows first; and the steps, float32 of shape `(*batch, rows)`. The step of a row with a NaN or
       an infinity is NaN.
     """
-    axes = tuple(range(at + 1, rows.ndim))
+    axes = tuple(range(row_axis + 1, rows.ndim))
     largest = jnp.max(jnp.abs(rows), axis=axes, keepdims=True, initial=0.0)
     finite = jnp.all(jnp.isfinite(rows), axis=axes, keepdims=True)
     step = jnp.maximum(jnp.where(finite, largest, 0.0), TINY) / TOP
@@ -396,8 +398,8 @@ def split(rows: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
     fixed = (fixed - low.astype(jnp.int32)) >> 8
     middle = fixed.astype(jnp.int8)
     high = ((fixed - middle.astype(jnp.int32)) >> 8).astype(jnp.int8)
-    step = jnp.where(finite, step, jnp.nan).reshape(rows.shape[: at + 1])
-    return jnp.concatenate([high, middle, low], axis=at), step
+    step = jnp.where(finite, step, jnp.nan).reshape(rows.shape[: row_axis + 1])
+    return jnp.concatenate([high, middle, low], axis=row_axis), step
 
 
 def _split_steps(step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -411,28 +413,29 @@ def _split_steps(step: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.optimization_barrier((power, step / power))
 
 
-def join(total: jax.Array, at: int, power: jax.Array) -> jax.Array:
-    """Joins the int32 sums of the digits of each row, along axis `at`, in float32, times a power of
-    two per row, of shape `(*batch, rows)` with batch axes of size 1.
+def join(total: jax.Array, row_axis: int, power: jax.Array) -> jax.Array:
+    """Joins the int32 sums of the digits of each row, along axis `row_axis`, in float32, times a
+    power of two per row, of shape `(*batch, rows)` with batch axes of size 1.
     """
-    parts = total.reshape(*total.shape[:at], DIGITS, -1, *total.shape[at + 1 :])
+    parts = total.reshape(*total.shape[:row_axis], DIGITS, -1, *total.shape[row_axis + 1 :])
     high, middle, low = (
-        lax.index_in_dim(parts, i, at, keepdims=False).astype(jnp.float32) for i in range(DIGITS)
+        lax.index_in_dim(parts, i, row_axis, keepdims=False).astype(jnp.float32)
+        for i in range(DIGITS)
     )
-    lead, trail = at + 1 - power.ndim, low.ndim - at - 1
+    lead, trail = row_axis + 1 - power.ndim, low.ndim - row_axis - 1
     power = power.reshape((1,) * lead + power.shape + (1,) * trail)
     return (high * (65536.0 * power) + middle * (256.0 * power)) + low * power
 
 
 def _of_rows(dimensions: Dimensions, rank: int) -> Dimensions:
     """Returns the dimensions of rows `(*batch, rows, *contracted)` and the right operand."""
-    at = len(dimensions.lhs_batch)
+    row_axis = len(dimensions.lhs_batch)
     return Dimensions(
         rank,
         dimensions.rhs_rank,
-        tuple(range(at + 1, rank)),
+        tuple(range(row_axis + 1, rank)),
         dimensions.rhs_contracting,
-        tuple(range(at)),
+        tuple(range(row_axis)),
         dimensions.rhs_batch,
     )
 
@@ -440,9 +443,9 @@ def _of_rows(dimensions: Dimensions, rank: int) -> Dimensions:
 def _beside(parameter: jax.Array, dimensions: Dimensions) -> jax.Array:
     """Lines a parameter of the right operand up with `(*batch, rows, *columns)`."""
     order = (*dimensions.rhs_batch, *dimensions.rhs_free, *dimensions.rhs_contracting)
-    at = len(dimensions.rhs_batch)
-    shape = [parameter.shape[axis] for axis in order[: at + len(dimensions.rhs_free)]]
-    return parameter.transpose(order).reshape(*shape[:at], 1, *shape[at:])
+    row_axis = len(dimensions.rhs_batch)
+    shape = [parameter.shape[axis] for axis in order[: row_axis + len(dimensions.rhs_free)]]
+    return parameter.transpose(order).reshape(*shape[:row_axis], 1, *shape[row_axis:])
 
 
 def _spread(step: jax.Array, rank: int) -> jax.Array:
@@ -451,9 +454,9 @@ def _spread(step: jax.Array, rank: int) -> jax.Array:
 
 def _as_output(y: jax.Array, x: jax.Array, dimensions: Dimensions) -> jax.Array:
     """Splits the rows of `(*batch, rows, *columns)` into the free axes again."""
-    at = len(dimensions.lhs_batch)
+    row_axis = len(dimensions.lhs_batch)
     free = tuple(x.shape[axis] for axis in dimensions.lhs_free)
-    return y.reshape(*y.shape[:at], *free, *y.shape[at + 1 :])
+    return y.reshape(*y.shape[:row_axis], *free, *y.shape[row_axis + 1 :])
 
 
 def _slices(q: QTensor, sums: int) -> int:
@@ -461,8 +464,8 @@ def _slices(q: QTensor, sums: int) -> int:
     copies of codes that must become int8. A symbolic number of sums counts as many.
     """
     copies = 1 if q.values.dtype == jnp.int8 else COPIES
-    held = COPIES if export.is_symbolic_dim(sums) else math.ceil(4 * sums / HELD)
-    return max(copies, held)
+    by_memory = COPIES if export.is_symbolic_dim(sums) else math.ceil(4 * sums / HELD)
+    return max(copies, by_memory)
 
 
 def _together(rows: int, count: int) -> int:
@@ -472,14 +475,14 @@ def _together(rows: int, count: int) -> int:
     )
 
 
-def _block_diagonal(rows: jax.Array, count: int, size: int, together: int) -> jax.Array:
+def _block_diagonal(rows: jax.Array, count: int, size: int, blocks: int) -> jax.Array:
     """Returns, for each run of blocks, rows that are zero outside of their block:
     `[run, block * rows, elements of the run]`.
     """
-    parts = rows.reshape(-1, count // together, 1, together, size)
-    own = jnp.eye(together, dtype=jnp.int8)[None, None, :, :, None]
-    apart = (parts * own).transpose(1, 2, 0, 3, 4)
-    return apart.reshape(count // together, together * rows.shape[0], together * size)
+    parts = rows.reshape(-1, count // blocks, 1, blocks, size)
+    identity = jnp.eye(blocks, dtype=jnp.int8)[None, None, :, :, None]
+    diagonal = (parts * identity).transpose(1, 2, 0, 3, 4)
+    return diagonal.reshape(count // blocks, blocks * rows.shape[0], blocks * size)
 
 
 def _flat(parameter: jax.Array, columns: tuple[int, ...]) -> jax.Array:

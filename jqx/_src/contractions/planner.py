@@ -24,6 +24,7 @@ from .blocks import Block, HowTo
 from .dimensions import Dimensions
 from .exact import (
     ACCUMULATOR,
+    Operands,
     accumulator,
     accumulator_shaped,
     check_splittable,
@@ -32,7 +33,6 @@ from .exact import (
     integer_digits,
     integer_shaped,
     is_byte,
-    is_integer,
     largest,
     needs_shape,
 )
@@ -87,7 +87,7 @@ SHARE = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Product(Operands):
     """Two operands to contract; the right one is a QTensor.
 
     Attributes:
@@ -96,8 +96,6 @@ class Product:
       how: which axes are contracted, and which scales are in blocks.
     """
 
-    lhs: Any
-    rhs: QTensor
     how: HowTo
 
     @property
@@ -126,20 +124,10 @@ class Product:
         return not isinstance(self.lhs, QTensor)
 
     @property
-    def are_integers(self) -> bool:
-        """Whether both operands are QTensors of integers."""
-        return is_integer(self.lhs) and is_integer(self.rhs)
-
-    @property
-    def are_bytes(self) -> bool:
-        """Whether both operands are QTensors of integers of 8 bits or fewer."""
-        return is_byte(self.lhs) and is_byte(self.rhs)
-
-    @property
     def are_float8(self) -> bool:
         """Whether both operands are QTensors of 8-bit floats, without blocks, and large."""
-        both = _is_float8(self.lhs) and _is_float8(self.rhs)
-        return both and self.block is None and self.is_large
+        are_codes = _is_float8(self.lhs) and _is_float8(self.rhs)
+        return are_codes and self.block is None and self.is_large
 
     @property
     def is_large(self) -> bool:
@@ -180,9 +168,9 @@ class Product:
         block, q, dimensions = self.block, self.rhs, self.dimensions
         if block is None:
             return False
-        first = dimensions.rhs_contracting == (0,) and not dimensions.rhs_batch
-        whole = q.shape[0] % block.size == 0
-        return first and whole and not is_at_least(self.rows * SHARE, block.size + 1)
+        is_first_axis = dimensions.rhs_contracting == (0,) and not dimensions.rhs_batch
+        has_no_tail = q.shape[0] % block.size == 0
+        return is_first_axis and has_no_tail and not is_at_least(self.rows * SHARE, block.size + 1)
 
 
 def _is_float8(q: Any) -> bool:
@@ -292,12 +280,19 @@ def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how:
         shape = how.dimensions.result_shape(lhs.shape, rhs.shape)
         assert output.low is not None and output.high is not None  # every Requantization has them
         multiplier, shift, _, zero, bias = lined_up(output, shape)
+
+        def of_columns(parameter: jax.Array | None) -> Any:  # as [B, N or 1]
+            if parameter is None:
+                return None
+            row = parameter.astype(jnp.int32).reshape(1, -1)
+            return jnp.broadcast_to(row, (len(x), row.size))
+
         y = requantized_product_cpu(
             x,
             x_zero,
             w,
             w_zero,
-            *(_of_columns(each, len(x)) for each in (multiplier, shift, bias, zero)),
+            *map(of_columns, (multiplier, shift, bias, zero)),
             low=output.low,
             high=output.high,
             is_single=output.rounding is FixedPointRounding.SINGLE,
@@ -310,13 +305,6 @@ def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how:
         return requantized(plain_sums(lhs, rhs, how), output)
 
     return by_kernel(kernel, plain, *constant(lhs, output, rhs))
-
-
-def _of_columns(x: jax.Array | None, batch: int) -> Any:
-    """Returns a parameter of columns as [B, N or 1]."""
-    if x is None:
-        return None
-    return jnp.broadcast_to(x.astype(jnp.int32).reshape(1, -1), (batch, x.size))
 
 
 @formulation(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_count, as_dtype, as_integers, as_real, called, check_real, name_of
+from ..checks import as_count, as_integers, called
 from ..compat_kernels import alone_or_in_parts
 from ..errors import fail
 from ..kernels.products_cpu import product_cpu
@@ -20,9 +20,9 @@ from ..numerics.qtype import Integer
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import found
 from ..tensor.targets import kernel_of
-from .blocks import HowTo, can_leave_sum, find_block, item_at, with_own_scales
+from .blocks import HowTo, find_block, item_at, with_own_scales
 from .dimensions import Dimensions, OperandAxes
-from .dot_general import Operand, as_operand, contract
+from .dot_general import Operand, as_operand, check_operand, contract, result_dtype
 from .exact import as_int8
 from .formulation import CPU, PLATFORMS, Planner, formulation
 from .kernels import (
@@ -57,19 +57,19 @@ class RowTiles(NamedTuple):
       row: the row at each place of the tiles, shape (tiles, rows of a tile); unused places repeat
         the last row of the group.
       is_row: whether a place is used, of the same shape.
-      place: the place of each row in the flattened tiles, shape (m,).
+      position: the place of each row in the flattened tiles, shape (m,).
       is_used: whether each row has a place, shape (m,).
     """
 
     group: jax.Array
     row: jax.Array
     is_row: jax.Array
-    place: jax.Array
+    position: jax.Array
     is_used: jax.Array
 
     def result(self, y: jax.Array) -> jax.Array:
         """Returns the rows [m, n] of a result of tiles [rows of all tiles, n], in their places."""
-        y = jnp.take(y, self.place, axis=0, mode="clip")
+        y = jnp.take(y, self.position, axis=0, mode="clip")
         return jnp.where(self.is_used[:, None], y, jnp.zeros((), y.dtype))
 
 
@@ -77,12 +77,12 @@ _SYMBOLIC = 64
 """Rows of a tile if the number of rows is not known: in an exported program of any size."""
 
 
-def rows_of_a_tile(m: int, groups: int, least: int, most: int) -> int:
+def rows_of_a_tile(m: int, groups: int, low: int, high: int) -> int:
     """Returns a power of two, up to twice as many rows as groups have on average."""
     if export.is_symbolic_dim(m):
-        return min(most, max(least, _SYMBOLIC))
+        return min(high, max(low, _SYMBOLIC))
     mean = -(-m // groups)
-    return min(most, max(least, 1 << (mean - 1).bit_length()))
+    return min(high, max(low, 1 << (mean - 1).bit_length()))
 
 
 def row_tiles(group_sizes: jax.Array, m: int, tile: int) -> RowTiles:
@@ -103,23 +103,23 @@ def row_tiles(group_sizes: jax.Array, m: int, tile: int) -> RowTiles:
     padded_ends = jnp.cumsum(padded)
     shifts = padded_ends - padded - starts
 
-    place = jnp.arange(count * tile, dtype=ends.dtype).reshape(count, tile)
-    group = _group_of(jnp.minimum(place[:, 0], padded_ends[-1] - 1), padded_ends)
-    last = ends[group][:, None] - 1
-    row = place - shifts[group][:, None]
+    position = jnp.arange(count * tile, dtype=ends.dtype).reshape(count, tile)
+    group = _group_of(jnp.minimum(position[:, 0], padded_ends[-1] - 1), padded_ends)
+    last_row = ends[group][:, None] - 1
+    row = position - shifts[group][:, None]
     rows = jnp.arange(m, dtype=ends.dtype)
     return RowTiles(
         group,
-        jnp.clip(row, 0, jnp.maximum(last, 0)),
-        row <= last,
+        jnp.clip(row, 0, jnp.maximum(last_row, 0)),
+        row <= last_row,
         rows + shifts[_group_of(rows, ends)],
         rows < ends[-1],
     )
 
 
-def _group_of(places: jax.Array, ends: jax.Array) -> jax.Array:
+def _group_of(positions: jax.Array, ends: jax.Array) -> jax.Array:
     """Returns the group of each place; the last group for places beyond all of them."""
-    group = jnp.searchsorted(ends, places, side="right", method="compare_all")
+    group = jnp.searchsorted(ends, positions, side="right", method="compare_all")
     return jnp.minimum(group, ends.shape[0] - 1)
 
 
@@ -171,7 +171,7 @@ class Groups(NamedTuple):
 
     Attributes:
       lhs: an array or a QTensor, shape (m, k).
-      rhs: likewise, shape (g, k, n).
+      rhs: an array or a QTensor, shape (g, k, n).
       how: the static arguments of the product.
     """
 
@@ -194,7 +194,11 @@ def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     rows, matrices = rows_in(lhs, tiles), _one_by_one(rhs)
 
     def multiply(rows: Any, group: jax.Array) -> jax.Array:
-        return contract(rows, _matrix(matrices, group), MATRICES, how.precision).astype(how.dtype)
+        def of_group(leaf: jax.Array) -> jax.Array:
+            return leaf[0] if leaf.shape[0] == 1 else item_at(leaf, group)
+
+        matrix = jax.tree.map(of_group, matrices)
+        return contract(rows, matrix, MATRICES, how.precision).astype(how.dtype)
 
     # Checkpointed, so that the backward pass does not store the matrix of each tile.
     multiply = jax.checkpoint(multiply, prevent_cse=False)
@@ -210,15 +214,6 @@ def _one_by_one(x: Any) -> Any:
     if packing is not None and packing.axis == -3:
         x = x.unpack()
     return with_own_scales(x, (0,))
-
-
-def _matrix(x: Any, group: jax.Array) -> Any:
-    """Returns the matrix of a group."""
-
-    def taken(leaf: jax.Array) -> jax.Array:
-        return leaf[0] if leaf.shape[0] == 1 else item_at(leaf, group)
-
-    return jax.tree.map(taken, x)
 
 
 # `ragged_dot` by jqx-cpu: its kernels multiply one group of rows after another, without copies.
@@ -237,8 +232,8 @@ def _is_for_package(case: Groups) -> bool:
     if kernel_of(q) != "cpu" or not q.layout.swapped or q.offset is not None or q.order is not None:
         return False
     q = q.stored
-    known = multiplies_bytes, multiplies_floats, multiplies_decoded
-    return any(multiplies(x, q, _how_of_groups(x, q, case.how)) for multiplies in known)
+    conditions = multiplies_bytes, multiplies_floats, multiplies_decoded
+    return any(multiplies(x, q, _how_of_groups(x, q, case.how)) for multiplies in conditions)
 
 
 @formulation(
@@ -253,8 +248,8 @@ def ragged_package(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.A
         q = rhs.stored
         inner = _how_of_groups(lhs, q, how)
         if not isinstance(lhs, QTensor):
-            by = floats if multiplies_floats(lhs, q, inner) else decoded
-            return by(lhs, q, how=inner, sizes=sizes).astype(how.dtype)
+            multiply = floats if multiplies_floats(lhs, q, inner) else decoded
+            return multiply(lhs, q, how=inner, sizes=sizes).astype(how.dtype)
         weight, _ = right_of(as_int8(q), inner)
         rows = left_of(as_int8(lhs), inner)
         y = product_cpu(*rows, *weight, dtype=jnp.float32, sizes=sizes)
@@ -369,12 +364,12 @@ def _products(
 
     group = tiles.group.astype(jnp.int32)
     number = jnp.where(tiles.is_row[:, 0], group, ~group)
-    result = how.dtype if weight.after is None else jnp.float32
+    result = how.dtype if weight.factor is None else jnp.float32
     parameters = of_all(weight.scale), of_all(weight.zero)
     y = kernel(*rows, codes, *parameters, number, step=step, dtype=result)
-    if weight.after is not None:
-        after = weight.after if weight.after.shape[0] == 1 else weight.after[group]
-        y = (y.reshape(len(group), -1, rhs.shape[2]) * after).reshape(y.shape)
+    if weight.factor is not None:
+        factor = weight.factor if weight.factor.shape[0] == 1 else weight.factor[group]
+        y = (y.reshape(len(group), -1, rhs.shape[2]) * factor).reshape(y.shape)
     return tiles.result(y).astype(how.dtype)
 
 
@@ -442,7 +437,10 @@ def ragged_dot(
              [3., 3.],
              [0., 0.]], dtype=float32)
     """
-    _check_offset(group_offset)
+    if group_offset is not None:
+        problem = "`group_offset` is not supported."
+        fix = "pass only the matrices, sizes and rows of the groups to compute."
+        raise fail("ragged_dot", problem, fix=fix, error=NotImplementedError)
     left, right = as_operand(lhs), as_operand(rhs)
     sizes = as_integers("ragged_dot", "group_sizes", group_sizes)
     if not isinstance(left, QTensor) and not isinstance(right, QTensor):
@@ -454,78 +452,25 @@ def ragged_dot(
             preferred_element_type=preferred_element_type,
         )
     _check_shapes(left, right, sizes)
-    _check_operand("lhs", left)
-    _check_operand("rhs", right)
-    if preferred_element_type is None:
-        dtype = jnp.promote_types(left.dtype, right.dtype)
-    else:
-        dtype = as_dtype("ragged_dot", "preferred_element_type", preferred_element_type)
-        check_real("ragged_dot", "`preferred_element_type`", dtype)
+    check_operand("ragged_dot", "lhs", left, (1,))
+    check_operand("ragged_dot", "rhs", right, (1,))
+    dtype = result_dtype("ragged_dot", left, right, preferred_element_type)
     if left.shape[0] == 0 or right.shape[0] == 0:
         return jnp.zeros((left.shape[0], right.shape[2]), dtype)
     return GROUPS.compute(Groups(left, right, Args(precision, dtype)), left, right, sizes)
 
 
-def _check_offset(group_offset: Any) -> None:
-    if group_offset is not None:
-        raise fail(
-            "ragged_dot",
-            "`group_offset` is not supported.",
-            given="a group_offset",
-            expected="group_offset=None",
-            fix="pass only the matrices, sizes and rows of the groups to compute.",
-            error=NotImplementedError,
-        )
-
-
 def _check_shapes(lhs: Any, rhs: Any, sizes: jax.Array) -> None:
-    given = (
-        f"lhs.shape == {lhs.shape}, rhs.shape == {rhs.shape}, group_sizes.shape == {sizes.shape}"
-    )
+    problem = fix = ""
     if (lhs.ndim, rhs.ndim, sizes.ndim) != (2, 3, 1):
-        raise fail(
-            "ragged_dot",
-            "an operand has the wrong rank.",
-            given=given,
-            expected="lhs (m, k), rhs (g, k, n), group_sizes (g,)",
-            fix="reshape it, or map over batch axes with jax.vmap.",
-        )
-    if lhs.shape[1] != rhs.shape[1]:
-        raise fail(
-            "ragged_dot",
-            "the contracted axes have different sizes.",
-            given=given,
-            expected=f"lhs.shape[1] == rhs.shape[1], that is {lhs.shape[1]} == {rhs.shape[1]}",
-            fix="give rhs its axes in the order (g, k, n).",
-        )
-    if sizes.shape[0] != rhs.shape[0]:
-        raise fail(
-            "ragged_dot",
-            "the numbers of group sizes and matrices differ.",
-            given=given,
-            expected=f"group_sizes.shape == ({rhs.shape[0]},)",
-            fix="pass one size for each matrix of rhs, 0 for a group without rows.",
-        )
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise fail(
-            "ragged_dot",
-            "`group_sizes` are not integers.",
-            given=f"group_sizes.dtype == {name_of(sizes.dtype)}",
-            expected="an integer dtype",
-            fix="convert them: group_sizes.astype(jnp.int32).",
-            error=TypeError,
-        )
-
-
-def _check_operand(name: str, operand: Any) -> None:
-    if not isinstance(operand, QTensor):
-        as_real("ragged_dot", name, operand)
-        return
-    if not can_leave_sum(operand.groups, (1,)):
-        raise fail(
-            "ragged_dot",
-            f"the scale of `{name}` varies along the contracted axis, so it cannot leave the sum.",
-            given=f"{name}.shape == {operand.shape}, scale {operand.scale.shape}",
-            expected="a scale of size 1, or of blocks, along axis 1",
-            fix="quantize with per_axis of the other axes, or with per_block({..., 1: size}).",
-        )
+        problem = "an operand has the wrong rank"
+        fix = "pass lhs (m, k), rhs (g, k, n), group_sizes (g,); map over batches with jax.vmap."
+    elif lhs.shape[1] != rhs.shape[1]:
+        problem = "the contracted axes have different sizes"
+        fix = "give rhs its axes in the order (g, k, n)."
+    elif sizes.shape[0] != rhs.shape[0]:
+        problem = "the numbers of group sizes and matrices differ"
+        fix = "pass one size for each matrix of rhs, 0 for a group without rows."
+    if problem:
+        shapes = f"lhs {lhs.shape}, rhs {rhs.shape}, group_sizes {sizes.shape}"
+        raise fail("ragged_dot", f"{problem}: {shapes}.", fix=fix)

@@ -78,12 +78,9 @@ def known_scale(function: str, argument: str, scale: Any) -> jax.Array:
     if not is_concrete(scale):
         raise fail(
             function,
-            f"`{argument}` is traced and has no value.",
-            given="an array inside jit, vmap or grad",
-            expected="an array with values: a multiplier is computed on the host, in float64",
+            f"`{argument}` is traced and has no value, but multipliers are computed on the host.",
             fix="create the Requantization outside and pass it in (it is a pytree), or quantize "
-            "the "
-            "float result with a QSpec.",
+            "the float result with a QSpec.",
             error=TypeError,
         )
     scale = as_like(function, argument, scale, jnp.float32)
@@ -94,31 +91,22 @@ def factor_of(function: str, scales: dict[str, jax.Array]) -> np.ndarray:
     """Returns `lhs_scale * rhs_scale / output_scale` in float64."""
     lhs, rhs, output = (np.asarray(scale).astype(np.float64) for scale in scales.values())
     shapes = ", ".join(f"{name}.shape == {scale.shape}" for name, scale in scales.items())
-    if not (all(np.isfinite(scale).all() for scale in (lhs, rhs, output)) and (output != 0).all()):
-        raise fail(
-            function,
-            "a scale is not finite, or `output_scale` is zero.",
-            given=shapes,
-            expected="finite scales, and output_scale != 0",
-            fix="look for NaN and infinities in the data that the scales were calibrated on.",
-        )
+    is_finite = all(np.isfinite(scale).all() for scale in (lhs, rhs, output))
+    if not is_finite or (output == 0).any():
+        problem = f"a scale is not finite, or `output_scale` is zero: {shapes}."
+        fix = "look for NaN and infinities in the data that the scales were calibrated on."
+        raise fail(function, problem, fix=fix)
     try:
         factor = np.asarray(lhs * rhs / output)
     except ValueError:
-        raise fail(
-            function,
-            "the scales do not broadcast.",
-            given=shapes,
-            expected="shapes that broadcast by NumPy's rules",
-            fix="line them up with the result: its size along their own axes, 1 elsewhere.",
-        ) from None
+        fix = "line them up with the result: its size along their own axes, 1 elsewhere."
+        raise fail(function, f"the scales do not broadcast: {shapes}.", fix=fix) from None
     largest = np.max(np.abs(factor), initial=0)
-    if not (np.isfinite(largest) and quantize_multiplier(largest)[1] <= LARGEST_SHIFT):
+    if not np.isfinite(largest) or quantize_multiplier(largest)[1] > LARGEST_SHIFT:
         raise fail(
             function,
-            "lhs_scale * rhs_scale / output_scale is too large.",
-            given=f"up to {largest:.3g}",
-            expected=f"less than 2**{LARGEST_SHIFT}",
+            f"lhs_scale * rhs_scale / output_scale is too large: {largest:.3g}, not below "
+            f"2**{LARGEST_SHIFT}.",
             fix="calibrate output_scale: every accumulator except 0 would saturate.",
         )
     return factor
@@ -160,8 +148,8 @@ def _doubling_high_product(a: jax.Array, b: jax.Array) -> jax.Array:
 def _divide_by_power(x: jax.Array, exponent: jax.Array) -> jax.Array:
     """Returns `x / 2**exponent`, exponent from 0 to 31, halves away from zero."""
     mask = (jnp.ones_like(exponent) << exponent) - 1
-    half = (mask >> 1) + (x < 0).astype(jnp.int32)
-    return (x >> exponent) + ((x & mask) > half).astype(jnp.int32)
+    threshold = (mask >> 1) + (x < 0).astype(jnp.int32)
+    return (x >> exponent) + ((x & mask) > threshold).astype(jnp.int32)
 
 
 def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,9 +157,9 @@ def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     a_high, a_low = a >> 16, a & 0xFFFF
     b_high, b_low = b >> 16, b & 0xFFFF
     lowest = a_low.astype(jnp.uint32) * b_low.astype(jnp.uint32)
-    first = a_high * b_low + (lowest >> 16).astype(jnp.int32)
-    second = a_low * b_high + (first & 0xFFFF)
-    high = a_high * b_high + (first >> 16) + (second >> 16)
+    middle = a_high * b_low + (lowest >> 16).astype(jnp.int32)
+    upper = a_low * b_high + (middle & 0xFFFF)
+    high = a_high * b_high + (middle >> 16) + (upper >> 16)
     return high, lax.bitcast_convert_type(a * b, jnp.uint32)
 
 
@@ -183,10 +171,10 @@ def _rounding_shift(product: tuple[jax.Array, jax.Array], n: jax.Array) -> jax.A
 def _shifted(product: tuple[jax.Array, jax.Array], n: jax.Array) -> jax.Array:
     """Returns the low word of `product >> n`, n from 0 to 62, as int32."""
     high, low = product
-    near, far = jnp.minimum(n, 31), jnp.maximum(n - 32, 0)  # no word is shifted by 32
-    left_of_low = lax.bitcast_convert_type(low >> near.astype(jnp.uint32), jnp.int32)
-    moved_in = high << 1 << (31 - near)  # by 32 - near bits, which leaves 0 if near is 0
-    return jnp.where(n < 32, left_of_low | moved_in, high >> far)
+    low_shift, high_shift = jnp.minimum(n, 31), jnp.maximum(n - 32, 0)  # no word is shifted by 32
+    left_of_low = lax.bitcast_convert_type(low >> low_shift.astype(jnp.uint32), jnp.int32)
+    moved_in = high << 1 << (31 - low_shift)  # by 32 - near bits, which leaves 0 if near is 0
+    return jnp.where(n < 32, left_of_low | moved_in, high >> high_shift)
 
 
 _INT32 = Integer(32)
@@ -244,16 +232,19 @@ class Requantization:
     def __post_init__(self) -> None:
         name = "tflite.Requantization"
         qtype = as_qtype(name, "qtype", self.qtype, "Output")
-        form = _integers_of(name, qtype)
+        form = format_of(qtype)
+        if not isinstance(form, Integer) or form.bits > 16:
+            raise fail(
+                name,
+                f"accumulators cannot be requantized to {form.name}.",
+                fix="pass an integer format of 16 bits or less, such as jnp.int8; or a QSpec, "
+                "which quantizes the float result.",
+                error=TypeError,
+            )
         dtype = as_dtype(name, "dtype", self.dtype)
         check_real(name, "Real element type", dtype)
-        check_instance(
-            name,
-            "rounding",
-            self.rounding,
-            FixedPointRounding,
-            fix="pass for example jqx.tflite.FixedPointRounding.SINGLE.",
-        )
+        fix = "pass for example jqx.tflite.FixedPointRounding.SINGLE."
+        check_instance(name, "rounding", self.rounding, FixedPointRounding, fix=fix)
         zero, bias = self.zero_point, self.bias
         fields = {
             "multiplier": _integers("multiplier", self.multiplier, _INT32),
@@ -269,13 +260,12 @@ class Requantization:
         for field, value in fields.items():
             object.__setattr__(self, field, value)
         _check_shift(fields["shift"])
-        if not form.low <= fields["low"] <= fields["high"] <= form.high:
+        low, high = fields["low"], fields["high"]
+        if not form.low <= low <= high <= form.high:
             raise fail(
                 name,
-                f"`low` and `high` are not a range of codes of {form.name}.",
-                given=f"low == {fields['low']}, high == {fields['high']}",
-                expected=f"{form.low} <= low <= high <= {form.high}",
-                fix="pass codes of qtype, or leave them out.",
+                f"`low` == {low} and `high` == {high} are not a range of codes of {form.name}.",
+                fix=f"pass codes from {form.low} to {form.high}, or leave them out.",
             )
 
     @classmethod
@@ -330,9 +320,9 @@ class Requantization:
           Array([[-4, -2]], dtype=int32)
         """
         name = "tflite.Requantization.of"
-        given = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "output_scale": output_scale}
+        factors = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "output_scale": output_scale}
         with jax.ensure_compile_time_eval():
-            scales = {field: known_scale(name, field, scale) for field, scale in given.items()}
+            scales = {field: known_scale(name, field, scale) for field, scale in factors.items()}
             multiplier, shift = quantize_multiplier(factor_of(name, scales))
             return cls(
                 jnp.asarray(multiplier),
@@ -376,15 +366,10 @@ def requantize(accumulator: ArrayLike, requantization: Requantization) -> QTenso
       >>> jqx.tflite.requantize(jnp.array([-8, 0, 24, 100_000]), r).values
       Array([  2,   3,   5, 127], dtype=int8)
     """
-    x = as_array("tflite.requantize", "accumulator", accumulator)
-    check_dtype("tflite.requantize", "accumulator", x, jnp.int32, of="the multiplier's")
-    check_instance(
-        "tflite.requantize",
-        "requantization",
-        requantization,
-        Requantization,
-        fix="create one with jqx.tflite.Requantization.of(...).",
-    )
+    name, fix = "tflite.requantize", "create one with jqx.tflite.Requantization.of(...)."
+    x = as_array(name, "accumulator", accumulator)
+    check_dtype(name, "accumulator", x, jnp.int32, of="the multiplier's")
+    check_instance(name, "requantization", requantization, Requantization, fix=fix)
     return as_result(requantized(x, requantization), requantization)
 
 
@@ -404,40 +389,20 @@ def as_result(codes: jax.Array, r: Requantization) -> QTensor:
 
 
 def lined_up(r: Requantization, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns the arrays, reshaped to the rank of the accumulators."""
-    return tuple(_lined_up(name, getattr(r, name), shape) for name in _LEAVES)
-
-
-def requantize_float(y: jax.Array, output: Any, function: str = "dot_general") -> QTensor:
-    """Quantizes a float result by `output`: by a spec or scheme whose calibrator finds the scale,
-    or by one with a given scale and zero point. Errors name `function`.
-    """
-    spec, affine = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
-    if not isinstance(spec, str):
-        check_instance(
-            function,
-            "output",
-            spec,
-            QSpec,
-            fix='pass a QSpec or a scheme such as "int8", one of them and an Affine, or '
-            "jqx.tflite.Requantization.of(...).",
-        )
-    return QTensor.quantize(y, needed_spec(function, "output", spec, "array"), affine)
-
-
-def _integers_of(function: str, qtype: Any) -> Integer:
-    form = format_of(qtype)
-    if not (isinstance(form, Integer) and form.bits <= 16):
-        raise fail(
-            function,
-            f"accumulators cannot be requantized to {form.name}.",
-            given=f"qtype {form.name}",
-            expected="an integer format of 16 bits or less, such as jnp.int8",
-            fix="pass such a format, or a QSpec, which quantizes the float result.",
-            error=TypeError,
-        )
-    assert isinstance(form, Integer)
-    return form
+    """Returns the arrays with the rank of the accumulators, axes of size 1 in front."""
+    arrays = []
+    for field in _LEAVES:
+        x = getattr(r, field)
+        if x is not None:
+            missing = len(shape) - x.ndim
+            sizes = zip(x.shape, shape[max(missing, 0) :], strict=False)
+            if missing < 0 or any(m not in (1, n) for m, n in sizes):
+                problem = f"`{field}` of shape {x.shape} does not fit the accumulators of {shape}."
+                fix = "reshape it: the size of the result along the axes that it has, 1 elsewhere."
+                raise fail("tflite.requantize", problem, fix=fix)
+            x = jnp.reshape(x, (1,) * missing + x.shape)
+        arrays.append(x)
+    return tuple(arrays)
 
 
 def _integers(field: str, x: Any, form: Integer) -> jax.Array:
@@ -445,16 +410,12 @@ def _integers(field: str, x: Any, form: Integer) -> jax.Array:
     if isinstance(x, (bool, int, float)):
         value = check_integer("tflite.Requantization", field, x)
         if not form.low <= value <= form.high:
-            raise fail(
-                "tflite.Requantization",
-                f"`{field}` is out of the range of {form.name}.",
-                given=f"{field} == {value}",
-                expected=f"an integer in [{form.low}, {form.high}]",
-                fix="pass an integer in this range.",
-            )
+            problem = f"`{field}` == {value} is out of the range of {form.name}."
+            fix = f"pass an integer in [{form.low}, {form.high}]."
+            raise fail("tflite.Requantization", problem, fix=fix)
     array = as_like("tflite.Requantization", field, x, form.storage)
-    of = "output" if field == "zero_point" else "accumulator"
-    check_dtype("tflite.Requantization", field, array, form.storage, of=of)
+    role = "output" if field == "zero_point" else "accumulator"
+    check_dtype("tflite.Requantization", field, array, form.storage, of=role)
     return array
 
 
@@ -462,33 +423,14 @@ def _check_shift(shift: jax.Array) -> None:
     """Checks values that are known; a traced shift is not checked."""
     if not is_concrete(shift):
         return
-    least, largest = (int(f(np.asarray(shift), initial=0)) for f in (np.min, np.max))
-    if not (least >= LEAST_SHIFT and largest <= LARGEST_SHIFT):
+    lowest, largest = (int(f(np.asarray(shift), initial=0)) for f in (np.min, np.max))
+    if lowest < LEAST_SHIFT or largest > LARGEST_SHIFT:
         raise fail(
             "tflite.Requantization",
-            "`shift` is out of range.",
-            given=f"shifts from {least} to {largest}",
-            expected=f"{LEAST_SHIFT} to {LARGEST_SHIFT}, negative for a factor below a half",
+            f"`shift` is out of range: from {lowest} to {largest}, not in [{LEAST_SHIFT}, "
+            f"{LARGEST_SHIFT}].",
             fix="compute it with jqx.tflite.Requantization.of(...).",
         )
-
-
-def _lined_up(field: str, x: jax.Array | None, shape: tuple[int, ...]) -> Any:
-    """Returns `x` with the rank of the accumulators, axes of size 1 in front."""
-    if x is None:
-        return None
-    missing = len(shape) - x.ndim
-    if not (
-        missing >= 0 and all(m in (1, n) for m, n in zip(x.shape, shape[missing:], strict=True))
-    ):
-        raise fail(
-            "tflite.requantize",
-            f"`{field}` does not fit the accumulators.",
-            given=f"{field}.shape == {x.shape}, accumulator.shape == {shape}",
-            expected="the last axes of the accumulators, each of size 1 or theirs",
-            fix="reshape it: the size of the result along the axes that it has, 1 elsewhere.",
-        )
-    return jnp.reshape(x, (1,) * missing + x.shape)
 
 
 _LEAVES = ("multiplier", "shift", "scale", "zero_point", "bias")
@@ -527,8 +469,16 @@ integer factors.
 
 
 def as_asked(function: str, y: jax.Array, output: Any) -> Any:
-    """Returns a float result as it is, or quantized by `output`."""
-    return y if output is None else requantize_float(y, output, function)
+    """Returns a float result as it is, or quantized by `output`: a spec or scheme whose calibrator
+    finds the scale, or one of these with a given scale and zero point. Errors name `function`.
+    """
+    if output is None:
+        return y
+    spec, affine = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
+    if not isinstance(spec, str):
+        fix = 'pass a QSpec or a scheme such as "int8", or one of them and an Affine.'
+        check_instance(function, "output", spec, QSpec, fix=fix)
+    return QTensor.quantize(y, needed_spec(function, "output", spec, "array"), affine)
 
 
 def check_requantized(
@@ -540,32 +490,27 @@ def check_requantized(
     dtype: Any,
 ) -> None:
     """Checks that each result of a contraction is one int32 sum, so that it can be requantized."""
-    check_bare(function, lhs, rhs, what=", which int32 sums cannot have")
-    if not (is_byte(lhs) and is_byte(rhs)):
+    check_bare(function, lhs, rhs, context=", which int32 sums cannot have")
+    if not is_byte(lhs) or not is_byte(rhs):
         raise fail(
             function,
             "`output` requantizes int32 sums, but these operands do not have int32 sums.",
             given=" and ".join(
                 repr(x) if isinstance(x, QTensor) else "an array" for x in (lhs, rhs)
             ),
-            expected="two QTensors of integer formats of 8 bits or fewer",
-            fix="quantize both, or pass a QSpec as output.",
+            fix="quantize both to integers of 8 bits or fewer, or pass a QSpec as output.",
             error=TypeError,
         )
+    if dtype is not None:
+        problem = f"`preferred_element_type` == {dtype} has no effect on a requantized result."
+        raise fail(function, problem, fix="leave it out; Requantization has the real dtype.")
     shared = all(shares_scale(q, axes) for q, axes in zip((lhs, rhs), summed, strict=True))
-    if not (shared and not is_at_least(products, longest(lhs, rhs) + 1)):
+    most_products = longest(lhs, rhs)
+    if not shared or is_at_least(products, most_products + 1):
         raise fail(
             function,
             "a result does not fit in one int32 sum.",
-            given=f"scales {lhs.scale.shape} and {rhs.scale.shape}, {products} products",
-            expected=f"no blocks along summed axes, and at most {longest(lhs, rhs)} products",
-            fix="quantize without blocks along them, or pass a QSpec as output.",
-        )
-    if dtype is not None:
-        raise fail(
-            function,
-            "`preferred_element_type` has no effect on a requantized result.",
-            given=f"preferred_element_type == {dtype}",
-            expected="None with output=Requantization",
-            fix="leave it out; Requantization has the dtype of the real result.",
+            given=f"scales {lhs.scale.shape} and {rhs.scale.shape}, {products} products; "
+            f"{most_products} fit",
+            fix="quantize without blocks along summed axes, or pass a QSpec as output.",
         )

@@ -11,7 +11,7 @@ from jax import export
 from jax.typing import ArrayLike
 
 from ..calibrators.granularity import Groups
-from ..checks import as_integers, as_signed, called, name_of, normalize_axes
+from ..checks import as_integers, as_signed, called, normalize_axes
 from ..errors import fail
 from ..tensor.layout import check_kept
 from ..tensor.qtensor import QTensor
@@ -73,68 +73,70 @@ def take(
         (axis,) = normalize_axes("take", axis, q.ndim, argument="axis")
     n = q.size if axis is None else q.shape[axis]
     indices = as_integers("take", "indices", _wrapped(indices, n) if mode == "wrap" else indices)
-    _check_indices(indices, n, q)
-    places, inside = _places(indices, n, mode)
-    rows = _elements(q, places) if axis is None else _rows(q, places, axis)
+    if n == 0 and indices.size != 0:
+        problem = f"there is nothing to take from an axis of length 0, in shape {q.shape}."
+        raise fail("take", problem, fix="take from another axis.", error=IndexError)
+    positions, inside = _places(indices, n, mode)
+    rows = _elements(q, positions) if axis is None else _rows(q, positions, axis)
     if inside is None:
         return rows
     fill = jnp.asarray(math.nan if fill_value is None else fill_value, q.dtype)
-    before = axis or 0
-    after = rows.ndim - before - indices.ndim
-    return jnp.where(inside.reshape((1,) * before + indices.shape + (1,) * after), rows, fill)
+    lead = axis or 0
+    trail = rows.ndim - lead - indices.ndim
+    return jnp.where(inside.reshape((1,) * lead + indices.shape + (1,) * trail), rows, fill)
 
 
-def take_along(q: Any, places: jax.Array, axis: int) -> Any:
+def take_along(q: Any, index: jax.Array, axis: int) -> Any:
     """Takes places, a vector of indices in range, along an axis of an array or QTensor whose codes
     are not packed along it.
     """
     if not isinstance(q, QTensor):
-        return jnp.take(q, places, axis=axis, mode="clip")
+        return jnp.take(q, index, axis=axis, mode="clip")
     swapped = q.layout is not None and q.layout.swapped and axis >= q.ndim - 2
     stored_axis = 2 * q.ndim - 3 - axis if swapped else axis
     groups, order = q.groups, q.order
     if order is not None:
         check_kept("take", q, axis)
-        order = order if order.shape[axis] == 1 else take_along(order, places, axis)
-    taken = q.map_parameters(lambda leaf: take_entries(leaf, places, axis, groups))
+        order = order if order.shape[axis] == 1 else take_along(order, index, axis)
+    taken = q.map_parameters(lambda leaf: take_entries(leaf, index, axis, groups))
     # `blocks` stays valid for other axes; along this axis, entries are shared or per element.
-    return dataclasses.replace(taken, values=take_along(q.values, places, stored_axis), order=order)
+    return dataclasses.replace(taken, values=take_along(q.values, index, stored_axis), order=order)
 
 
-def take_entries(parameter: Any, places: jax.Array, axis: int, groups: Groups) -> Any:
-    """Takes the entries of a scale or zero point for the elements at `places`; a shared entry
+def take_entries(parameter: Any, positions: jax.Array, axis: int, groups: Groups) -> Any:
+    """Takes the entries of a scale or zero point for the elements at `positions`; a shared entry
     does not change.
     """
     if parameter.shape[axis] == 1:
         return parameter
-    return take_along(parameter, places // groups.sizes[axis], axis)
+    return take_along(parameter, positions // groups.sizes[axis], axis)
 
 
-def _rows(q: QTensor, places: jax.Array, axis: int) -> jax.Array:
+def _rows(q: QTensor, positions: jax.Array, axis: int) -> jax.Array:
     """Returns the elements at places along an axis, dequantized."""
     packing = None if q.layout is None else q.layout.packing
     if packing is not None and packing.axis + q.ndim == axis:
         q = q.unpack()
-    if any(map(export.is_symbolic_dim, places.shape[1:])):  # JAX may not be able to flatten them
-        return jax.vmap(lambda each: _rows(q, each, axis), out_axes=axis)(places)
+    if any(map(export.is_symbolic_dim, positions.shape[1:])):  # JAX may not be able to flatten them
+        return jax.vmap(lambda vector: _rows(q, vector, axis), out_axes=axis)(positions)
     # Places are flattened to one axis, so that the layout, which counts from the last, stays valid.
-    rows = take_along(q, places.reshape(-1), axis).dequantize()
-    return rows.reshape(*q.shape[:axis], *places.shape, *q.shape[axis + 1 :])
+    rows = take_along(q, positions.reshape(-1), axis).dequantize()
+    return rows.reshape(*q.shape[:axis], *positions.shape, *q.shape[axis + 1 :])
 
 
-def _elements(q: QTensor, places: jax.Array) -> jax.Array:
+def _elements(q: QTensor, positions: jax.Array) -> jax.Array:
     """Returns the elements at places of the flattened array, dequantized.
 
     It indexes by coordinates, because most scales could not follow a flattening.
     """
     q = q.unpack() if q.ndim else q[None]
-    return q[jnp.unravel_index(places, q.shape)].dequantize()
+    return q[jnp.unravel_index(positions, q.shape)].dequantize()
 
 
 def _wrapped(indices: Any, n: Any) -> Any:
     """Returns NumPy's integers modulo the length, before JAX makes 32 bits of 64."""
-    known = isinstance(indices, np.ndarray) and jnp.issubdtype(indices.dtype, jnp.integer)
-    return indices % n if known and isinstance(n, int) and n else indices
+    is_numpy = isinstance(indices, np.ndarray) and jnp.issubdtype(indices.dtype, jnp.integer)
+    return indices % n if is_numpy and isinstance(n, int) and n else indices
 
 
 def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, jax.Array | None]:
@@ -151,39 +153,9 @@ def _places(indices: jax.Array, n: int, mode: str | None) -> tuple[jax.Array, ja
 
 def _check_mode(mode: str | None, fill_value: float | None) -> None:
     if mode not in MODES:
-        raise fail(
-            "take",
-            "`mode` is unknown.",
-            given=f"mode == {mode!r}",
-            expected=f"one of {', '.join(map(repr, MODES))}",
-            fix="pass one of these.",
-        )
+        fix = f"pass one of {', '.join(map(repr, MODES))}."
+        raise fail("take", f"`mode` is unknown: {mode!r}.", fix=fix)
     if fill_value is not None and mode not in (None, "fill"):
         raise fail(
-            "take",
-            "`fill_value` has no effect.",
-            given=f"fill_value with mode == {mode!r}",
-            expected="a fill_value only with mode='fill'",
-            fix="drop one of the two.",
-        )
-
-
-def _check_indices(indices: jax.Array, n: int, q: QTensor) -> None:
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise fail(
-            "take",
-            "`indices` are not integers.",
-            given=f"indices.dtype == {name_of(indices.dtype)}",
-            expected="an integer dtype",
-            fix="convert them: indices.astype(jnp.int32).",
-            error=TypeError,
-        )
-    if not n > 0 and indices.size != 0:
-        raise fail(
-            "take",
-            "there is nothing to take from.",
-            given=f"shape {q.shape}, and indices of shape {indices.shape}",
-            expected="an axis of length 1 or more",
-            fix="take from another axis, or pass no indices.",
-            error=IndexError,
+            "take", f"`fill_value` has no effect with mode={mode!r}.", fix="drop one of the two."
         )

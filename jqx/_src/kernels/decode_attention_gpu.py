@@ -109,8 +109,8 @@ def decode_attention_gpu(
         return scale[..., 0], space.BlockSpec((None, padded, None), index)
 
     inputs = [(x, space.BlockSpec((1,), lambda b, h, part: (b,))) for x in (starts, stops)]
-    own = (None, None, *rows.shape[2:])
-    inputs += [(rows, space.BlockSpec(own, lambda b, h, part: (b, h, 0, 0, 0)))]
+    row_block = (None, None, *rows.shape[2:])
+    inputs += [(rows, space.BlockSpec(row_block, lambda b, h, part: (b, h, 0, 0, 0)))]
     inputs += [of_cache(x, n) for x, n in zip((keys, values), tiles.columns, strict=True)]
     of_token = (key_scale, key_zero, value_scale, value_zero)
     inputs += [of_scale(x) for x in of_token if x is not None]
@@ -121,13 +121,13 @@ def decode_attention_gpu(
         index = lambda b, h, part: (b, h, part, *(0,) * len(shape))  # noqa: E731
         return space.BlockSpec((None, None, None, *shape), index)
 
-    mixed, most, total = call(
+    mixed, part_max, total = call(
         functools.partial(
             _kernel,
             tiles=tiles,
             scale=scale,
             widths=(width, wide),
-            given=tuple(x is not None for x in of_token),
+            present=tuple(x is not None for x in of_token),
             parts=parts,
         ),
         "jqx_decode_attention",
@@ -143,9 +143,9 @@ def decode_attention_gpu(
         out_specs=[of_result(shape) for shape in shapes],
         compiler_params=triton().CompilerParams(num_warps=4, num_stages=3),
     )
-    mixed, most, total = (x[:, :, :, :group] for x in (mixed, most, total))
-    largest = jnp.max(most, axis=2, keepdims=True)
-    weight = jnp.exp(most - jnp.where(largest == -jnp.inf, 0, largest))
+    mixed, part_max, total = (x[:, :, :, :group] for x in (mixed, part_max, total))
+    largest = jnp.max(part_max, axis=2, keepdims=True)
+    weight = jnp.exp(part_max - jnp.where(largest == -jnp.inf, 0, largest))
     total = jnp.sum(weight * total, axis=2)
     mixed = jnp.sum(weight[..., None] * mixed, axis=2)[..., :wide]
     mixed = mixed / jnp.where(total == 0, 1, total)[..., None]
@@ -155,9 +155,9 @@ def decode_attention_gpu(
 def _tiles_of(programs: int, length: int, group: int, widths: tuple[int, int]) -> Tiles:
     columns = (max(LEAST, _power(widths[0])), max(LEAST, _power(widths[1])))
     tokens = max(LEAST, min(128, CODES // max(columns), _power(length)))
-    most = max(1, length // (2 * tokens))
+    part_limit = max(1, length // (2 * tokens))
     return Tiles(
-        tokens, max(LEAST, _power(group)), columns, min(max(1, PROGRAMS // programs), most)
+        tokens, max(LEAST, _power(group)), columns, min(max(1, PROGRAMS // programs), part_limit)
     )
 
 
@@ -172,42 +172,42 @@ def _kernel(
     q: Any,
     keys: Any,
     values: Any,
-    *rest: Any,
+    *references: Any,
     tiles: Tiles,
     scale: float,
     widths: tuple[int, int],
-    given: tuple[bool, ...],
+    present: tuple[bool, ...],
     parts: tuple[int, int],
 ) -> None:
-    *of_token, result, most_result, total_result = rest
-    found = iter(of_token)
-    key_scale, key_zero, value_scale, value_zero = (next(found) if x else None for x in given)
+    *of_token, result, most_result, total_result = references
+    arrays = iter(of_token)
+    key_scale, key_zero, value_scale, value_zero = (next(arrays) if x else None for x in present)
     space, load = pl(), triton().load
     start, stop = starts[0], stops[0]
     begin = lax.div(start, tiles.tokens) * tiles.tokens
     steps = lax.div(stop - begin + tiles.tokens - 1, tiles.tokens)
-    each = lax.div(steps + tiles.parts - 1, tiles.parts)
-    first = space.program_id(2) * each
-    last = jnp.minimum(first + each, steps)
+    steps_per_part = lax.div(steps + tiles.parts - 1, tiles.parts)
+    low = space.program_id(2) * steps_per_part
+    high = jnp.minimum(low + steps_per_part, steps)
     rows = [q[i] for i in range(parts[0])]
 
     def add(step: Any, carry: Any) -> Any:
-        most, total, mixed = carry
-        here = space.ds(begin + step * tiles.tokens, tiles.tokens)
-        place = begin + step * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
-        counts = (start <= place) & (place < stop)
+        running_max, total, mixed = carry
+        tokens = space.ds(begin + step * tiles.tokens, tiles.tokens)
+        positions = begin + step * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
+        counts = (start <= positions) & (positions < stop)
 
         def codes(x: Any, i: int) -> jax.Array:
             width, columns = widths[i], tiles.columns[i]
-            known = counts[:, None]
+            mask = counts[:, None]
             if width < columns:
-                known = known & (jnp.arange(columns, dtype=jnp.int32) < width)[None, :]
-            tile = load(x.at[here, :], mask=known, other=jnp.zeros((), x.dtype))
+                mask = mask & (jnp.arange(columns, dtype=jnp.int32) < width)[None, :]
+            tile = load(x.at[tokens, :], mask=mask, other=jnp.zeros((), x.dtype))
             return tile.astype(jnp.float32).astype(jnp.bfloat16)
 
         def of_tokens(x: Any) -> jax.Array:
             zero = jnp.zeros((), x.dtype)
-            return load(x.at[here], mask=counts, other=zero).astype(jnp.float32)[None, :]
+            return load(x.at[tokens], mask=counts, other=zero).astype(jnp.float32)[None, :]
 
         transposed = codes(keys, 0).T
         products = _sum([_product(part, transposed) for part in rows])
@@ -218,18 +218,18 @@ def _kernel(
         if key_scale is not None:
             products = products * of_tokens(key_scale)
         products = jnp.where(counts[None, :], products, -jnp.inf)
-        now = jnp.maximum(most, jnp.max(products, axis=1))
-        shares = jnp.exp(products - now[:, None])
-        decay = jnp.exp(most - now)
+        new_max = jnp.maximum(running_max, jnp.max(products, axis=1))
+        shares = jnp.exp(products - new_max[:, None])
+        decay = jnp.exp(running_max - new_max)
         total = total * decay + jnp.sum(shares, axis=1)
         if value_scale is not None:
             shares = shares * of_tokens(value_scale)
-        real, own = codes(values, 1), split(shares, parts[1])
-        mixed = mixed * decay[:, None] + _sum([_product(share, real) for share in own])
+        real, share_parts = codes(values, 1), split(shares, parts[1])
+        mixed = mixed * decay[:, None] + _sum([_product(share, real) for share in share_parts])
         if value_zero is not None:  # for the probabilities as they were rounded
-            shares = shares if len(own) > 1 else own[0].astype(jnp.float32)
+            shares = shares if len(share_parts) > 1 else share_parts[0].astype(jnp.float32)
             mixed = mixed - jnp.sum(shares * of_tokens(value_zero), axis=1)[:, None]
-        return now, total, mixed
+        return new_max, total, mixed
 
     shape = (tiles.rows, tiles.columns[1])
     carry = (
@@ -237,7 +237,7 @@ def _kernel(
         jnp.zeros(shape[:1], jnp.float32),
         jnp.zeros(shape, jnp.float32),
     )
-    most_result[...], total_result[...], result[...] = lax.fori_loop(first, last, add, carry)
+    most_result[...], total_result[...], result[...] = lax.fori_loop(low, high, add, carry)
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:

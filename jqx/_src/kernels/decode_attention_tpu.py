@@ -53,8 +53,8 @@ def order_of(codes: jax.Array) -> Order:
 def fits_tpu(keys: jax.Array, values: jax.Array) -> bool:
     """Whether the kernel supports codes of these shapes and dtypes in their memory order."""
     orders = {order_of(keys), order_of(values)}
-    apart = Order.TOKENS in orders and len(orders) > 1
-    return not apart and (orders != {Order.TOKENS} or LANES % keys.shape[2] == 0)
+    mixes_tokens = Order.TOKENS in orders and len(orders) > 1
+    return not mixes_tokens and (orders != {Order.TOKENS} or LANES % keys.shape[2] == 0)
 
 
 class Tiles(NamedTuple):
@@ -127,7 +127,7 @@ def decode_attention_tpu(
     length, heads, wide = keys.shape[1], keys.shape[2], values.shape[3]
     order = order_of(keys)
     inner = heads if order is Order.TOKENS else 1
-    least = max(SUBLANES // inner, 1)
+    group_multiple = max(SUBLANES // inner, 1)
     parts = (1 if q.dtype == jnp.bfloat16 else EXACT, EXACT if precise else 1)
     rows = ROWS * LANES // max(width, wide, LANES)
     tokens = min(max(rows // heads, LANES) // LANES, -(-length // LANES)) * LANES
@@ -135,7 +135,7 @@ def decode_attention_tpu(
         tokens=tokens,
         heads=_divisor(heads // inner, rows // tokens),
         inner=inner,
-        groups=-(-(queries // heads) // least) * least,
+        groups=-(-(queries // heads) // group_multiple) * group_multiple,
         parts=parts,
     )
     steps = space.cdiv(length, tiles.tokens)
@@ -143,20 +143,20 @@ def decode_attention_tpu(
         steps = min(steps, (window + tiles.tokens - 2) // tiles.tokens + 1)
 
     def tile(b: Any, step: Any, starts: Any, stops: Any) -> Any:
-        first = lax.div(starts[b], tiles.tokens)
-        last = lax.div(jnp.maximum(stops[b] - 1, 0), tiles.tokens)
-        return jnp.minimum(first + step, last)
+        first_tile = lax.div(starts[b], tiles.tokens)
+        last_tile = lax.div(jnp.maximum(stops[b] - 1, 0), tiles.tokens)
+        return jnp.minimum(first_tile + step, last_tile)
 
     def of_cache(codes: jax.Array) -> tuple[jax.Array, Any]:
-        own, w = order_of(codes), codes.shape[3]
-        if own is Order.TOKENS:
-            block, place = (None, tiles.tokens, inner, w), lambda b, h, t: (b, t, 0, 0)
-        elif own is Order.HEADS:
-            block, place = (None, tiles.heads, tiles.tokens, w), lambda b, h, t: (b, h, t, 0)
+        cache_order, w = order_of(codes), codes.shape[3]
+        if cache_order is Order.TOKENS:
+            block, block_index = (None, tiles.tokens, inner, w), lambda b, h, t: (b, t, 0, 0)
+        elif cache_order is Order.HEADS:
+            block, block_index = (None, tiles.heads, tiles.tokens, w), lambda b, h, t: (b, h, t, 0)
         else:
-            block, place = (None, tiles.heads, w, tiles.tokens), lambda b, h, t: (b, h, 0, t)
-        index = lambda b, h, t, *limits: place(b, h, tile(b, t, *limits))  # noqa: E731
-        return codes.transpose(own.value), space.BlockSpec(block, index)
+            block, block_index = (None, tiles.heads, w, tiles.tokens), lambda b, h, t: (b, h, 0, t)
+        index = lambda b, h, t, *limits: block_index(b, h, tile(b, t, *limits))  # noqa: E731
+        return codes.transpose(cache_order.value), space.BlockSpec(block, index)
 
     def of_scale(scale: jax.Array) -> tuple[jax.Array, Any]:
         shared = scale.shape[2] == 1
@@ -186,7 +186,7 @@ def decode_attention_tpu(
         _kernel,
         tiles=tiles,
         scale=scale,
-        given=tuple(x is not None for x in of_token),
+        present=tuple(x is not None for x in of_token),
         orders=(order_of(keys), order_of(values)),
     )
     memory = functools.partial(tpu().VMEM, dtype=jnp.float32)
@@ -217,9 +217,9 @@ def decode_attention_tpu(
     return result.reshape(batch, queries, wide)
 
 
-def _divisor(n: int, most: int) -> int:
+def _divisor(n: int, limit: int) -> int:
     """Returns the largest divisor of a number that is not above another."""
-    return next(d for d in range(min(n, max(most, 1)), 0, -1) if n % d == 0)
+    return next(d for d in range(min(n, max(limit, 1)), 0, -1) if n % d == 0)
 
 
 def _rows(q: jax.Array, heads: int, tiles: Tiles) -> jax.Array:
@@ -237,23 +237,23 @@ def _kernel(
     q: Any,
     keys: Any,
     values: Any,
-    *rest: Any,
+    *references: Any,
     tiles: Tiles,
     scale: float,
-    given: tuple[bool, ...],
+    present: tuple[bool, ...],
     orders: tuple[Order, Order],
 ) -> None:
-    *of_token, result, most, total, mixed = rest
+    *of_token, result, running_max, total, mixed = references
     space = pl()
     b, step = space.program_id(0), space.program_id(2)
     start, stop = starts[b], stops[b]
-    first = (lax.div(start, tiles.tokens) + step) * tiles.tokens
-    found = iter(of_token)
-    key_scale, key_zero, value_scale, value_zero = (next(found) if x else None for x in given)
+    tile_start = (lax.div(start, tiles.tokens) + step) * tiles.tokens
+    arrays = iter(of_token)
+    key_scale, key_zero, value_scale, value_zero = (next(arrays) if x else None for x in present)
 
     @space.when(step == 0)
     def _() -> None:
-        most[...] = jnp.full_like(most, -jnp.inf)
+        running_max[...] = jnp.full_like(running_max, -jnp.inf)
         total[...] = jnp.zeros_like(total)
         mixed[...] = jnp.zeros_like(mixed)
 
@@ -261,12 +261,12 @@ def _kernel(
         """Adds a tile of one block of heads; `is_whole` if all its tokens count."""
         count = tiles.tokens * tiles.inner
 
-        def limited(x: jax.Array, axis: int, inner: int, other: float) -> jax.Array:
+        def limited(x: jax.Array, axis: int, inner: int, fill: float) -> jax.Array:
             """Replaces the elements of tokens that do not count."""
             if is_whole:
                 return x
-            place = first + lax.div(lax.broadcasted_iota(jnp.int32, x.shape, axis), inner)
-            return jnp.where((start <= place) & (place < stop), x, other)
+            positions = tile_start + lax.div(lax.broadcasted_iota(jnp.int32, x.shape, axis), inner)
+            return jnp.where((start <= positions) & (positions < stop), x, fill)
 
         queries = q[head]
         products = _product(queries, _codes(keys, orders[0], head), orders[0] is not Order.COLUMNS)
@@ -288,15 +288,15 @@ def _kernel(
         if tiles.inner > 1 or not is_whole:
             products = jnp.where(counts == 0, products, -jnp.inf)
         products = products.reshape(tiles.rows, count)
-        before = most[head, :, :1]
-        now = jnp.maximum(before, jnp.max(products, axis=1, keepdims=True))
-        weights, decay = jnp.exp(products - now), jnp.exp(before - now)
-        most[head] = jnp.broadcast_to(now, most.shape[1:])
+        old_max = running_max[head, :, :1]
+        new_max = jnp.maximum(old_max, jnp.max(products, axis=1, keepdims=True))
+        weights, decay = jnp.exp(products - new_max), jnp.exp(old_max - new_max)
+        running_max[head] = jnp.broadcast_to(new_max, running_max.shape[1:])
         total[head] = total[head] * decay + jnp.sum(weights, axis=1, keepdims=True)
 
         def weighted(weights: jax.Array, parameter: Any) -> jax.Array:
-            own = _spread(limited(_row(parameter, head, tiles), 1, 1, 0), tiles)[None]
-            return (weights.reshape(-1, tiles.period, count) * own).reshape(tiles.rows, count)
+            factor = _spread(limited(_row(parameter, head, tiles), 1, 1, 0), tiles)[None]
+            return (weights.reshape(-1, tiles.period, count) * factor).reshape(tiles.rows, count)
 
         if value_scale is not None:
             weights = weighted(weights, value_scale)
@@ -311,14 +311,14 @@ def _kernel(
             sums = sums - jnp.sum(weighted(weights, value_zero), axis=1, keepdims=True)
         mixed[head] = mixed[head] * decay + sums
 
-    is_whole = (start <= first) & (first + tiles.tokens <= stop)
+    is_whole = (start <= tile_start) & (tile_start + tiles.tokens <= stop)
 
     @space.when(is_whole)
     def _() -> None:
         for head in range(tiles.heads):
             add(True, head)
 
-    @space.when(~is_whole & (first < stop))
+    @space.when(~is_whole & (tile_start < stop))
     def _() -> None:
         for head in range(tiles.heads):
             add(False, head)
@@ -363,15 +363,15 @@ def _spread(scale: jax.Array, tiles: Tiles) -> jax.Array:
         return scale
     shared = scale.shape[0] == 1
     scale = jnp.broadcast_to(scale, (SUBLANES, scale.shape[1])) if shared else scale
-    each = LANES // tiles.inner
+    tokens_per_row = LANES // tiles.inner
     spread = []
     column = lax.div(lax.broadcasted_iota(jnp.int32, (scale.shape[0], LANES), 1), tiles.inner)
-    for start in range(0, scale.shape[1], each):
+    for start in range(0, scale.shape[1], tokens_per_row):
         begin = start // LANES * LANES
-        own = scale[:, begin : begin + LANES]
-        spread.append(jnp.take_along_axis(own, column + start % LANES, axis=1))
-    found = jnp.concatenate(spread, axis=1)
+        block = scale[:, begin : begin + LANES]
+        spread.append(jnp.take_along_axis(block, column + start % LANES, axis=1))
+    spread_scale = jnp.concatenate(spread, axis=1)
     if shared:
-        return found[:1]
-    times = tiles.period // tiles.inner
-    return jnp.concatenate([found] * times, axis=0) if times > 1 else found
+        return spread_scale[:1]
+    repeats = tiles.period // tiles.inner
+    return jnp.concatenate([spread_scale] * repeats, axis=0) if repeats > 1 else spread_scale

@@ -42,10 +42,10 @@ def triton() -> Any:
     except ImportError as error:
         raise fail(
             "pack_for",
-            "kernels for GPUs are compiled by Triton, which this release of JAX does not support.",
-            given=f"jax {jax.__version__}",
-            expected="a release with jax.experimental.pallas.triton, such as 0.12",
-            fix="install such a release, or restore the default layout: q.unpack().",
+            f"kernels for GPUs are compiled by Triton, which jax {jax.__version__} does not "
+            "support.",
+            fix="install a release with it, such as 0.12, or restore the default layout: "
+            "q.unpack().",
             error=ImportError,
         ) from error
 
@@ -83,8 +83,8 @@ def call(
         result = jax.tree.map(lambda shape: compat.shape_that_varies(shape, axes), result)
     if not interpret:
         texts = {"exported": _EXPORTED, "partitioned": _PARTITIONED, "other": _OTHER}
-        first = compat_kernels.for_kernel(arrays[0], chips=chips, **texts)
-        arrays = (first, *arrays[1:])
+        checked = compat_kernels.for_kernel(arrays[0], chips=chips, **texts)
+        arrays = (checked, *arrays[1:])
     run = pl().pallas_call(kernel, result, name=name, interpret=interpret, **options)
     with jax.named_scope(f"multiplies_{_name_in_hlo(jnp.dtype(multiplies))}"):
         return run(*arrays)
@@ -100,7 +100,6 @@ _EXPORTED = message(
     "jax.export",
     "a kernel of jqx cannot be exported: its program is valid only for one release of JAX.",
     given="a weight that pack_for, or target=, has laid out for a kernel",
-    expected="weights in the default layout",
     fix="pass target=False to jqx.ptq, or leave out target= and pack_for; q.unpack() restores the "
     "default layout.",
 )
@@ -109,8 +108,8 @@ _PARTITIONED = message(
     "jax.jit",
     "a compiler cannot partition a kernel of jqx over devices: each would read whole arrays.",
     given="a weight or cache that is laid out for a kernel, in a program for several devices",
-    expected="one device, or the kernel in a jax.shard_map over all axes of the mesh",
-    fix="call it in jax.shard_map, or pass target=False to jqx.ptq, or leave out target= and "
+    fix="call it in jax.shard_map over all axes of the mesh, or pass target=False to jqx.ptq, or "
+    "leave out target= and "
     "pack_for; q.unpack() restores the default layout.",
 )
 
@@ -118,7 +117,6 @@ _OTHER = message(
     "pack_for",
     "a weight is laid out for another TPU: this one does not convert its codes.",
     given="{chip}, and codes that are stored as float4, the layout for target='tpu7x'",
-    expected="TPU7x, or codes that are stored as uint4",
     fix="lay the weights out for this machine: jqx.pack_for(params, 'tpu').",
 )
 
@@ -253,14 +251,14 @@ def multiplied(form: QType) -> jnp.dtype:
     return jnp.dtype(jnp.int8) if isinstance(form, Integer) else form.storage
 
 
-def codes_of(x: jax.Array, scale: jax.Array, form: QType, by: Arithmetic) -> jax.Array:
+def codes_of(x: jax.Array, scale: jax.Array, form: QType, arithmetic: Arithmetic) -> jax.Array:
     """Returns the codes of float32 values, of the dtype in which they are multiplied.
 
     `scale` broadcasts to `x`. NaN becomes 0 as an integer, and stays NaN as a float.
     """
-    y = by.divide(x, scale)
+    y = arithmetic.divide(x, scale)
     if isinstance(form, Integer):
-        codes = jnp.clip(by.to_nearest(y), form.low, form.high)
+        codes = jnp.clip(arithmetic.to_nearest(y), form.low, form.high)
         return jnp.where(jnp.isnan(y), 0.0, codes).astype(jnp.int32).astype(jnp.int8)
     y = jnp.where((x == 0) & ~jnp.isnan(scale), 0.0, y)
     bits = form.encode_bits(y, RoundMode.NEAREST_TOWARD_EVEN)
@@ -281,10 +279,10 @@ def split(x: jax.Array, parts: int) -> list[jax.Array]:
     """
     if parts == 1:
         return [x.astype(jnp.bfloat16)]
-    found, left = [], x.astype(jnp.float32)
+    terms, left = [], x.astype(jnp.float32)
     for _ in range(parts):
         bits = lax.bitcast_convert_type(left, jnp.int32) & jnp.int32(-(1 << 16))
         part = lax.bitcast_convert_type(bits, jnp.float32)
-        found.append(part.astype(jnp.bfloat16))
+        terms.append(part.astype(jnp.bfloat16))
         left = left - part
-    return found
+    return terms

@@ -46,9 +46,9 @@ def product_cpu(
         beyond the groups are 0.
     """
     options = {"low": np.float32(low), "high": np.float32(high)}
-    given = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
-    given = *given, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step), _sizes(sizes, x)
-    return _called("product", given, (0, 2, 3), 6, options, dtype)
+    args = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
+    args = *args, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step), _sizes(sizes, x)
+    return _called("product", args, (0, 2, 3), 6, options, dtype)
 
 
 def requantized_product_cpu(
@@ -86,9 +86,9 @@ def requantized_product_cpu(
       step: as in `product_cpu`.
     """
     options = {"low": np.int32(low), "high": np.int32(high), "is_single": is_single}
-    parameters = (_or_none(each, jnp.int32) for each in (multiplier, shift, bias, zero))
-    given = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters
-    return _called("requantized_product", (*given, _step(step)), (0, 2), 8, options, dtype)
+    parameters = (_or_none(parameter, jnp.int32) for parameter in (multiplier, shift, bias, zero))
+    args = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters
+    return _called("requantized_product", (*args, _step(step)), (0, 2), 8, options, dtype)
 
 
 def float_product_cpu(
@@ -123,9 +123,9 @@ def float_product_cpu(
       sizes: as in `product_cpu`, with scales [G, groups, N].
     """
     options = {"bits": np.int32(bits), "is_signed": is_signed, "digits": np.int32(digits)}
-    given = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes, x)
+    args = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes, x)
     multiplies = "bf16" if x.dtype == jnp.bfloat16 else "s8"
-    return _called("float_product", given, (0, 2), 5, options, jnp.float32, multiplies)
+    return _called("float_product", args, (0, 2), 5, options, jnp.float32, multiplies)
 
 
 def decoded_product_cpu(
@@ -148,8 +148,8 @@ def decoded_product_cpu(
       step: as in `product_cpu`.
       sizes: as in `product_cpu`, with scales [G, groups, N].
     """
-    given = x, w, scale, _step(step), _sizes(sizes, x)
-    return _called("decoded_product", given, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32")
+    args = x, w, scale, _step(step), _sizes(sizes, x)
+    return _called("decoded_product", args, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32")
 
 
 def _or_none(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -169,7 +169,7 @@ def _sizes(sizes: jax.Array | None, x: jax.Array) -> jax.Array:
 
 def _called(
     name: str,
-    given: Sequence[jax.Array],
+    args: Sequence[jax.Array],
     rows: tuple[int, ...],
     step: int,
     options: dict[str, Any],
@@ -178,7 +178,7 @@ def _called(
 ) -> jax.Array:
     return _product_over_batches(
         name, rows, step, tuple(options.items()), jnp.dtype(dtype), multiplies
-    )(*given)
+    )(*args)
 
 
 @functools.cache
@@ -196,54 +196,54 @@ def _product_over_batches(
     """
 
     @custom_vmap
-    def call(*given: jax.Array) -> jax.Array:
-        (batch, m, _), n = given[0].shape, given[1].shape[1]
+    def call(*args: jax.Array) -> jax.Array:
+        (batch, m, _), n = args[0].shape, args[1].shape[1]
         with jax.named_scope(f"multiplies_{multiplies}"):  # shown by jqx.lowering
             result = jax.ShapeDtypeStruct((batch, m, n), dtype)
-            return package_cpu.call(name, result, *given, **dict(options))
+            return package_cpu.call(name, result, *args, **dict(options))
 
     @call.def_vmap
-    def _(size: int, batched: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
+    def _(size: int, batched: Sequence[bool], *args: jax.Array) -> tuple[jax.Array, bool]:
         mapped = list(batched)
-        if any(x.size for x in given[step + 1 :]):
-            return one_by_one(call, mapped, given), True
-        if not any(mapped[i] for i in range(len(given)) if i not in rows):
-            with_more, m = list(given), given[0].shape[-2]
+        if any(x.size for x in args[step + 1 :]):
+            return one_by_one(call, mapped, args), True
+        if not any(mapped[i] for i in range(len(args)) if i not in rows):
+            with_more, m = list(args), args[0].shape[-2]
             for i in rows:
-                x = given[i]
+                x = args[i]
                 with_more[i] = _into_rows(size, m, x) if mapped[i] else _for_rows(size, x, i == 0)
             y = call(*with_more)
             y = y.reshape(y.shape[0], size, -1, y.shape[-1])
             return jnp.moveaxis(y, 1, 0), True
-        every = list(given)
-        if given[step].size:  # a slice of a stack: a larger batch cannot have a stack
-            at = jnp.broadcast_to(given[step], (size, 1))[:, 0]
-            stack = given[1] if mapped[1] else jnp.broadcast_to(given[1], (size, *given[1].shape))
-            every[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, at)
-            every[step], mapped[1], mapped[step] = _step(None), True, False
-        for i, x in enumerate(every):
+        larger = list(args)
+        if args[step].size:  # a slice of a stack: a larger batch cannot have a stack
+            index = jnp.broadcast_to(args[step], (size, 1))[:, 0]
+            stack = args[1] if mapped[1] else jnp.broadcast_to(args[1], (size, *args[1].shape))
+            larger[1] = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(stack, index)
+            larger[step], mapped[1], mapped[step] = _step(None), True, False
+        for i, x in enumerate(larger):
             if x.size:
                 x = x if mapped[i] else jnp.broadcast_to(x, (size, *x.shape))
-                every[i] = x.reshape(-1, *x.shape[2:])
+                larger[i] = x.reshape(-1, *x.shape[2:])
             else:
-                every[i] = x.reshape(0)
-        y = call(*every)
+                larger[i] = x.reshape(0)
+        y = call(*larger)
         return y.reshape(size, -1, *y.shape[1:]), True
 
     return call
 
 
 def one_by_one(
-    f: Callable[..., jax.Array], mapped: Sequence[bool], given: Sequence[jax.Array]
+    f: Callable[..., jax.Array], mapped: Sequence[bool], operands: Sequence[jax.Array]
 ) -> jax.Array:
     """Returns the results of a function for each of the mapped operands, and the others."""
 
     def call(some: tuple[jax.Array, ...]) -> jax.Array:
-        each = iter(some)
-        pairs = zip(given, mapped, strict=True)
-        return f(*(next(each) if is_mapped else x for x, is_mapped in pairs))
+        items = iter(some)
+        pairs = zip(operands, mapped, strict=True)
+        return f(*(next(items) if is_mapped else x for x, is_mapped in pairs))
 
-    pairs = zip(given, mapped, strict=True)
+    pairs = zip(operands, mapped, strict=True)
     return lax.map(call, tuple(x for x, is_mapped in pairs if is_mapped))
 
 
@@ -327,26 +327,26 @@ def _convolution_over_batches(
 
     @custom_vmap
     def call(x: jax.Array, w: jax.Array, *parameters: jax.Array) -> jax.Array:
-        places = [
-            max(0, (n + sum(pair) - (taps - 1) * apart - 1) // stride + 1)
-            for n, taps, pair, apart, stride in zip(
+        output_sizes = [
+            max(0, (n + sum(pair) - (taps - 1) * step - 1) // stride + 1)
+            for n, taps, pair, step, stride in zip(
                 x.shape[1:3], w.shape[:2], padding, dilation, strides, strict=True
             )
         ]
         with jax.named_scope("multiplies_s8"):  # shown by jqx.lowering
-            result = jax.ShapeDtypeStruct((x.shape[0], *places, w.shape[3]), dtype)
+            result = jax.ShapeDtypeStruct((x.shape[0], *output_sizes, w.shape[3]), dtype)
             return package_cpu.call("convolution", result, x, w, *parameters, **options)
 
     @call.def_vmap
-    def _(size: int, batched: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
         if batched[1] or any(batched[4:]):
-            return one_by_one(call, batched, given), True
-        x, w, scale, zero, *of_kernel = given
+            return one_by_one(call, batched, operands), True
+        x, w, scale, zero, *of_kernel = operands
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
         batch = x.shape[1]
         scale, zero = (
-            _of_more(size, batch, p, own)
-            for p, own in zip((scale, zero), batched[2:4], strict=True)
+            _of_more(size, batch, p, is_mapped)
+            for p, is_mapped in zip((scale, zero), batched[2:4], strict=True)
         )
         y = call(x.reshape(-1, *x.shape[2:]), w, scale, zero, *of_kernel)
         return y.reshape(size, batch, *y.shape[1:]), True

@@ -123,8 +123,8 @@ def in_programs(
         return space.BlockSpec((tiles.m, leaf.shape[1]), lambda i, j, part: (i, 0))
 
     def of_columns(leaf: jax.Array) -> Any:
-        before = (0,) * (leaf.ndim - 1)
-        return space.BlockSpec((*leaf.shape[:-1], tiles.n), lambda i, j, part: (*before, j))
+        lead = (0,) * (leaf.ndim - 1)
+        return space.BlockSpec((*leaf.shape[:-1], tiles.n), lambda i, j, part: (*lead, j))
 
     def of_all(leaf: jax.Array) -> Any:
         return space.BlockSpec(leaf.shape, lambda i, j, part: (0,))
@@ -139,8 +139,8 @@ def in_programs(
     def run(*references: Any) -> None:
         *inputs, result = references
         count = len(inputs) - len(numbers)
-        given = dict(zip(numbers, inputs[count:], strict=True))
-        kernel(_program(tiles, (m, k, n), **given), *inputs[:count], result)
+        scalars = dict(zip(numbers, inputs[count:], strict=True))
+        kernel(_program(tiles, (m, k, n), **scalars), *inputs[:count], result)
 
     return call(
         run,
@@ -168,20 +168,20 @@ class Program(NamedTuple):
     Attributes:
       matrix: the index of its matrix in a stack, or an empty tuple.
       codes: the index of its codes, or an empty tuple.
-      first: its first step along the sum.
-      last: the step after its last one.
+      first_step: its first step along the sum.
+      end_step: the step after its last one.
       is_row: which rows of its tile exist, [m, 1].
       is_column: which columns exist, [1, n].
-      whole: whether all tiles of codes are whole.
+      is_even: whether no tile of codes extends beyond the end of an axis.
     """
 
     matrix: tuple[Any, ...]
     codes: tuple[Any, ...]
-    first: Any
-    last: Any
+    first_step: Any
+    end_step: Any
     is_row: jax.Array
     is_column: jax.Array
-    whole: bool
+    is_even: bool
 
 
 def _program(
@@ -190,19 +190,19 @@ def _program(
     (m, k, n), space = shape, pl()
     i, j, part = map(space.program_id, range(3))
     steps = -(-k // tiles.k)
-    each = -(-steps // tiles.parts)
-    first = part * each
-    last = jnp.minimum(first + each, steps)
+    steps_per_part = -(-steps // tiles.parts)
+    begin = part * steps_per_part
+    end = jnp.minimum(begin + steps_per_part, steps)
     matrix = ()
     if group is not None:
         number = triton().load(group.at[i])
         matrix = (jnp.where(number < 0, ~number, number),)
-        last = jnp.where(number < 0, first, last)
-    before = () if which is None else (triton().load(which.at[i]),)
+        end = jnp.where(number < 0, begin, end)
+    stack_index = () if which is None else (triton().load(which.at[i]),)
     is_row = (i * tiles.m + jnp.arange(tiles.m) < m)[:, None]
     is_column = (j * tiles.n + jnp.arange(tiles.n) < n)[None, :]
-    whole = k % tiles.k == 0 and n % tiles.n == 0
-    return Program(matrix, (*before, *matrix), first, last, is_row, is_column, whole)
+    is_even = k % tiles.k == 0 and n % tiles.n == 0
+    return Program(matrix, (*stack_index, *matrix), begin, end, is_row, is_column, is_even)
 
 
 def read(reference: Any, index: Any, inside: jax.Array | None) -> jax.Array:
@@ -248,9 +248,9 @@ def products_gpu(
     """
     (m, k), n, groups = x.shape, codes.shape[-1], scale.shape[-2]
     size = k // groups
-    each = m if group is None else m // group.shape[0]
+    group_rows = m if group is None else m // group.shape[0]
     narrow = codes.dtype in (jnp.int4, jnp.uint4)
-    tiles = tiles_of(each, k, n, size, narrow, within=True, all_rows=m)
+    tiles = tiles_of(group_rows, k, n, size, narrow, within=True, all_rows=m)
     scale = scale if scale.dtype != E8M0 else lax.bitcast_convert_type(scale, jnp.uint8)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     integers, qtype = isinstance(form, Integer), multiplied(form)
@@ -260,7 +260,7 @@ def products_gpu(
         tiles=tiles,
         shape=(k, size),
         form=form,
-        by=arithmetic_on("gpu", interpret),
+        arithmetic=arithmetic_on("gpu", interpret),
     )
     parts = in_programs(
         kernel,
@@ -275,10 +275,10 @@ def products_gpu(
     y = y if x_scale.shape[1] > 1 else y * x_scale
     if groups > 1:
         return y.astype(dtype)
-    own = scales(scale)
+    factor = scales(scale)
     if group is not None:
-        own = jnp.repeat(own[jnp.where(group < 0, ~group, group), 0], each, axis=0)
-    return (y * own).astype(dtype)
+        factor = jnp.repeat(factor[jnp.where(group < 0, ~group, group), 0], group_rows, axis=0)
+    return (y * factor).astype(dtype)
 
 
 def _products_kernel(
@@ -287,34 +287,34 @@ def _products_kernel(
     codes: Any,
     x_scale: Any,
     scale: Any,
-    *rest: Any,
+    *references: Any,
     tiles: Tiles,
     shape: tuple[int, int],
     form: QType,
-    by: Arithmetic,
+    arithmetic: Arithmetic,
 ) -> None:
-    *zeros, result = rest
+    *zeros, result = references
     (k, size), ds = shape, pl().ds
-    matrix, whole, is_column = program.matrix, program.whole, program.is_column
+    matrix, is_even, is_column = program.matrix, program.is_even, program.is_column
     integers, by_group = isinstance(form, Integer), x_scale.shape[1] > 1
     qtype = multiplied(form)
 
     def of_group(parameter: Any, start: Any) -> jax.Array:
         row = (*matrix, ds(lax.div(start, size), 1), slice(None))
-        return scales(read(parameter, row, None if whole else is_column))
+        return scales(read(parameter, row, None if is_even else is_column))
 
     def add(step: Any, total: jax.Array) -> jax.Array:
         start = step * tiles.k
-        place, here = start + jnp.arange(tiles.k), ds(start, tiles.k)
-        own = ds(lax.div(start, size), 1) if by_group else slice(None)
-        factor = read(x_scale, (slice(None), own), program.is_row)
-        inside = program.is_row & (place < k)[None, :]
-        rows = read(x, (slice(None), here), inside)
+        positions, elements = start + jnp.arange(tiles.k), ds(start, tiles.k)
+        groups = ds(lax.div(start, size), 1) if by_group else slice(None)
+        factor = read(x_scale, (slice(None), groups), program.is_row)
+        inside = program.is_row & (positions < k)[None, :]
+        rows = read(x, (slice(None), elements), inside)
         if rows.dtype != qtype:
-            rows = codes_of(rows.astype(jnp.float32), factor, form, by)
+            rows = codes_of(rows.astype(jnp.float32), factor, form, arithmetic)
             rows = jnp.where(inside, rows, jnp.zeros((), qtype))
-        known = None if whole else (place < k)[:, None] & is_column
-        columns = read(codes, (*program.codes, here, slice(None)), known)
+        mask = None if is_even else (positions < k)[:, None] & is_column
+        columns = read(codes, (*program.codes, elements, slice(None)), mask)
         if zeros:
             difference = columns.astype(jnp.int32) - of_group(zeros[0], start).astype(jnp.int32)
             columns = difference.astype(qtype)
@@ -330,7 +330,7 @@ def _products_kernel(
         return total + (product * factor if by_group else product)
 
     none = jnp.zeros((tiles.m, tiles.n), result.dtype)
-    total = lax.fori_loop(program.first, program.last, add, none)
+    total = lax.fori_loop(program.first_step, program.end_step, add, none)
     triton().store(result, total, mask=program.is_row & is_column)
 
 
@@ -373,8 +373,8 @@ def weights_gpu(
       [M, N].
     """
     (m, k), n, size = x.shape, codes.shape[-1], x.shape[1] // scale.shape[-2]
-    each = m if group is None else m // group.shape[0]
-    tiles = tiles_of(each, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), all_rows=m)
+    group_rows = m if group is None else m // group.shape[0]
+    tiles = tiles_of(group_rows, k, n, size, codes.dtype in (jnp.int4, jnp.uint4), all_rows=m)
     scale = scale if scale.dtype != E8M0 else lax.bitcast_convert_type(scale, jnp.uint8)
     parameters = [scale] if zero is None else [scale, zero.astype(jnp.float32)]
     kernel = functools.partial(
@@ -397,28 +397,28 @@ def _weights_kernel(
     x: Any,
     codes: Any,
     scale: Any,
-    *rest: Any,
+    *references: Any,
     tiles: Tiles,
     shape: tuple[int, int],
     table: Table,
     precision: lax.PrecisionLike,
 ) -> None:
-    *zeros, result = rest
+    *zeros, result = references
     (k, size), ds = shape, pl().ds
-    matrix, whole, is_column = program.matrix, program.whole, program.is_column
+    matrix, is_even, is_column = program.matrix, program.is_even, program.is_column
 
     def of_rows(parameter: Any, start: Any) -> jax.Array:
         """Returns the parameters of a tile of codes: repeated for each group, or one row."""
-        first = lax.div(start, size)
+        begin = lax.div(start, size)
         if size == k or size % tiles.k == 0:
-            inside = None if whole else is_column
-            return scales(read(parameter, (*matrix, ds(first, 1), slice(None)), inside))
+            inside = None if is_even else is_column
+            return scales(read(parameter, (*matrix, ds(begin, 1), slice(None)), inside))
         if tiles.k % size == 0:
             count = tiles.k // size
-            is_group = (first + jnp.arange(count) < k // size)[:, None]
-            inside = None if whole else is_group & is_column
-            own = scales(read(parameter, (*matrix, ds(first, count), slice(None)), inside))
-            spread = jnp.broadcast_to(own[:, None, :], (count, size, tiles.n))
+            is_group = (begin + jnp.arange(count) < k // size)[:, None]
+            inside = None if is_even else is_group & is_column
+            values = scales(read(parameter, (*matrix, ds(begin, count), slice(None)), inside))
+            spread = jnp.broadcast_to(values[:, None, :], (count, size, tiles.n))
             return spread.reshape(tiles.k, tiles.n)
         group = lax.div(start + jnp.arange(tiles.k), size)[:, None]
         all_columns = jnp.arange(tiles.n)[None, :]
@@ -427,15 +427,15 @@ def _weights_kernel(
 
     def add(step: Any, total: jax.Array) -> jax.Array:
         start = step * tiles.k
-        place, here = start + jnp.arange(tiles.k), ds(start, tiles.k)
-        rows = read(x, (slice(None), here), program.is_row & (place < k)[None, :])
-        known = None if whole else (place < k)[:, None] & is_column
-        real = numbers(read(codes, (*program.codes, here, slice(None)), known), table)
+        positions, elements = start + jnp.arange(tiles.k), ds(start, tiles.k)
+        rows = read(x, (slice(None), elements), program.is_row & (positions < k)[None, :])
+        mask = None if is_even else (positions < k)[:, None] & is_column
+        real = numbers(read(codes, (*program.codes, elements, slice(None)), mask), table)
         for zero in zeros:
             real = real - of_rows(zero, start)
         real = (real * of_rows(scale, start)).astype(rows.dtype)
         return total + jnp.dot(rows, real, precision=precision, preferred_element_type=jnp.float32)
 
     none = jnp.zeros((tiles.m, tiles.n), jnp.float32)
-    total = lax.fori_loop(program.first, program.last, add, none)
+    total = lax.fori_loop(program.first_step, program.end_step, add, none)
     triton().store(result, total.astype(result.dtype), mask=program.is_row & is_column)

@@ -87,27 +87,27 @@ def tiles_of(
     size: int,
     parameters: Sequence[Any],
     bytes_of_x: int,
-    each: int | None = None,
-    kept: bool = False,
+    rows_per_matrix: int | None = None,
+    stores: bool = False,
 ) -> Tiles:
     """Returns the tiles of a product with scales for groups of `size` along the contracted axis.
 
-    `parameters` are the dtypes of scales and zero points [K / size, N]. `each` is the number of
-    rows for each of several matrices, which are read whole along the contracted axis. `kept` means
-    that codes of rows are stored, one byte each.
+    `parameters` are the dtypes of scales and zero points [K / size, N]. `rows_per_matrix` is the
+    number of rows for each of several matrices, which are read whole along the contracted axis.
+    `stores` means that codes of rows are stored, one byte each.
     """
-    if each is not None:
+    if rows_per_matrix is not None:
         wide = max(LANES, min(2 * WIDE, WHOLE // k // LANES * LANES))
-        return Tiles(each, k, min(n, wide), _chunk(k, size), k // size, False, True)
+        return Tiles(rows_per_matrix, k, min(n, wide), _chunk(k, size), k // size, False, True)
     rows = max(32 // jnp.dtype(dtype).itemsize for dtype in parameters)
-    whole = math.lcm(LANES, size * rows)
+    scale_tile = math.lcm(LANES, size * rows)
     moves = False
     if k <= DEEP or (k <= DEEPEST and size < k):
         deep = k
     elif size == k:
         deep = DEEP
-    elif whole <= DEEPEST:
-        deep, moves = min(k, whole * max(1, DEEP // whole)), k > whole
+    elif scale_tile <= DEEPEST:
+        deep, moves = min(k, scale_tile * max(1, DEEP // scale_tile)), k > scale_tile
     elif size % LANES == 0:
         deep = max(d for d in range(LANES, AT_ONCE * 2 + 1, LANES) if size % d == 0)
     else:
@@ -115,16 +115,16 @@ def tiles_of(
     wide = n if n <= WIDE else WIDE
     groups = deep // size if moves else k // size
     stay = k % deep == 0
-    of_row = 2 * (k if stay else deep) * bytes_of_x + 16 * wide + (k if kept and stay else 0)
-    most = max(16, BUDGET // of_row // 16 * 16)
-    return Tiles(_even(m, most), deep, wide, _chunk(deep, size), groups, moves, stay)
+    of_row = 2 * (k if stay else deep) * bytes_of_x + 16 * wide + (k if stores and stay else 0)
+    row_limit = max(16, BUDGET // of_row // 16 * 16)
+    return Tiles(_even(m, row_limit), deep, wide, _chunk(deep, size), groups, moves, stay)
 
 
-def _even(m: int, most: int) -> int:
-    """Returns the number of rows of a tile, at most `most`. The last tile has as many rows as the
+def _even(m: int, limit: int) -> int:
+    """Returns the number of rows of a tile, at most `limit`. The last tile has as many rows as the
     others, so that there is little padding.
     """
-    count = -(-m // most)
+    count = -(-m // limit)
     return m if count < 2 else -(-m // (16 * count)) * 16
 
 
@@ -163,7 +163,7 @@ def in_steps(
     dtype: DTypeLike,
     multiplies: DTypeLike,
     interpret: bool,
-    kept: DTypeLike | None = None,
+    stored_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Runs a kernel on tiles. Its arguments are the index of the tile of columns, the step along
     the sum, and references to x, codes, the scale of x (if there is one), the parameters, the
@@ -179,8 +179,8 @@ def in_steps(
       dtype: the dtype of the result.
       multiplies: the dtype that matrix units multiply.
       interpret: whether to run on any platform, step by step.
-      kept: the dtype of the buffer for rows, which has the shape of x and is kept for all columns;
-        or `None`.
+      stored_dtype: the dtype of the buffer for rows, which has the shape of x and is kept for all
+        columns; or `None`.
 
     Returns:
       [M, N].
@@ -190,22 +190,22 @@ def in_steps(
     prefetched = [] if operands.step is None else [operands.step[None]]
     prefetched += [] if operands.group is None else [operands.group]
 
-    def block(shape: tuple[Any, ...], place: Callable[..., tuple[Any, ...]]) -> Any:
-        """Returns the block at `place(i, j, step, *numbers)`."""
+    def block(shape: tuple[Any, ...], block_index: Callable[..., tuple[Any, ...]]) -> Any:
+        """Returns the block at `block_index(i, j, step, *numbers)`."""
 
-        def index(first: Any, second: Any, step: Any, *numbers: Any) -> tuple[Any, ...]:
-            i, j = (second, first) if is_ragged else (first, second)
-            return place(i, j, step, *numbers)
+        def index(outer: Any, inner: Any, step: Any, *numbers: Any) -> tuple[Any, ...]:
+            i, j = (inner, outer) if is_ragged else (outer, inner)
+            return block_index(i, j, step, *numbers)
 
         return space.BlockSpec(shape, index, memory_space=tpu().VMEM)
 
     def of_matrix(rows: int, moves: bool, in_stack: bool = False) -> Any:
-        def place(i: Any, j: Any, step: Any, *numbers: Any) -> tuple[Any, ...]:
-            before = [numbers[0][0]] if in_stack else []
-            before += [_matrix(numbers[-1][i])] if is_ragged else []
-            return *before, step if moves else 0, j
+        def block_index(i: Any, j: Any, step: Any, *numbers: Any) -> tuple[Any, ...]:
+            lead = [numbers[0][0]] if in_stack else []
+            lead += [_matrix(numbers[-1][i])] if is_ragged else []
+            return *lead, step if moves else 0, j
 
-        return block((*(None,) * (in_stack + is_ragged), rows, tiles.n), place)
+        return block((*(None,) * (in_stack + is_ragged), rows, tiles.n), block_index)
 
     rows = [
         block((None, tiles.m, scale.shape[2]), lambda i, j, step, *_: (step, i, 0))
@@ -215,22 +215,22 @@ def in_steps(
     ]
 
     def run(*references: Any) -> None:
-        first, second, step = map(space.program_id, range(3))
-        rest = references[len(prefetched) :]
+        outer, inner, step = map(space.program_id, range(3))
+        operand_references = references[len(prefetched) :]
         if not is_ragged:
-            return kernel(second, step, *rest)
+            return kernel(inner, step, *operand_references)
         groups = references[len(prefetched) - 1]
-        space.when(groups[second] >= 0)(lambda: kernel(first, step, *rest))
+        space.when(groups[inner] >= 0)(lambda: kernel(outer, step, *operand_references))
 
-    whole = block((tiles.m, k), lambda i, j, step, *_: (i, 0))
+    whole_rows = block((tiles.m, k), lambda i, j, step, *_: (i, 0))
     part = block((tiles.m, tiles.k), lambda i, j, step, *_: (i, step))
     along = space.cdiv(m, tiles.m), space.cdiv(n, tiles.n)
-    keeps = [] if kept is None else [tpu().VMEM((tiles.m, k), kept)]
+    keeps = [] if stored_dtype is None else [tpu().VMEM((tiles.m, k), stored_dtype)]
     grid = tpu().PrefetchScalarGridSpec(
         num_scalar_prefetch=len(prefetched),
         grid=(*(along[::-1] if is_ragged else along), space.cdiv(k, tiles.k)),
         in_specs=[
-            whole if tiles.stay else part,
+            whole_rows if tiles.stay else part,
             of_matrix(tiles.k, True, is_stack),
             *rows,
             *[of_matrix(tiles.groups, tiles.moves)] * len(operands.parameters),
@@ -297,7 +297,7 @@ def products_tpu(
     rows = None if group is None else m // group.shape[0]
     dtypes, width, qtype = [p.dtype for p in parameters], x.dtype.itemsize, multiplied(form)
     quantizes = x.dtype != qtype
-    tiles = tiles_of(m, k, n, size, dtypes, width, rows, kept=quantizes)
+    tiles = tiles_of(m, k, n, size, dtypes, width, rows, stores=quantizes)
     keeps = quantizes and group is None and tiles.stay and n > tiles.n
     if not tiles.moves and groups > 1:  # rows of float32 can be read at any index
         parameters = [scales(p) for p in parameters]
@@ -309,7 +309,7 @@ def products_tpu(
         form=form,
         by_group=by_group,
         has_zero=zero is not None,
-        by=arithmetic_on("tpu", interpret),
+        arithmetic=arithmetic_on("tpu", interpret),
     )
     return in_steps(
         kernel,
@@ -327,17 +327,17 @@ def products_tpu(
         dtype=dtype,
         multiplies=qtype,
         interpret=interpret,
-        kept=qtype if keeps else None,
+        stored_dtype=qtype if keeps else None,
     )
 
 
 def _in_tiles(x_scale: jax.Array, tiles: Tiles, k: int, size: int) -> jax.Array:
     """Returns scales [M, G] as [tiles along K, M, groups of a tile]."""
-    each, steps = max(1, tiles.k // size), -(-k // tiles.k)
+    groups_per_tile, steps = max(1, tiles.k // size), -(-k // tiles.k)
     if size > tiles.k:
         x_scale = jnp.repeat(x_scale, size // tiles.k, axis=1)
-    padded = jnp.pad(x_scale, ((0, 0), (0, steps * each - x_scale.shape[1])))
-    return jnp.moveaxis(padded.reshape(x_scale.shape[0], steps, each), 1, 0)
+    padded = jnp.pad(x_scale, ((0, 0), (0, steps * groups_per_tile - x_scale.shape[1])))
+    return jnp.moveaxis(padded.reshape(x_scale.shape[0], steps, groups_per_tile), 1, 0)
 
 
 def _products_kernel(
@@ -347,35 +347,37 @@ def _products_kernel(
     codes: Any,
     x_scale: Any,
     scale: Any,
-    *rest: Any,
+    *references: Any,
     tiles: Tiles,
     shape: tuple[int, int],
     form: QType,
     by_group: bool,
     has_zero: bool,
-    by: Arithmetic,
+    arithmetic: Arithmetic,
 ) -> None:
-    zeros, (result, total, *kept) = rest[:has_zero], rest[has_zero:]
+    zeros, (result, total, *stored) = references[:has_zero], references[has_zero:]
     k, size = shape
     qtype = multiplied(form)
     integers = isinstance(form, Integer)
-    each = min(size, tiles.k)
-    one = k == size
+    part_size = min(size, tiles.k)
+    is_single_group = k == size
 
     @pl().when(step == 0)
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    parts = tiles.k // each
+    parts = tiles.k // part_size
     by_row = [x_scale[:, i : i + 1] if by_group else x_scale[...] for i in range(parts)]
     where = columns_of(tiles, k, step, 0, tiles.k)
     all_rows = x[:, where]
     if x.dtype != qtype:
-        all_rows = _codes(all_rows, by_row, kept, where, column, form, by)
-    for place in range(parts):
-        start, own = place * each, by_row[place]
-        rows, columns = all_rows[:, start : start + each], codes[pl().ds(start, each), :]
-        of_group = functools.partial(_row, step=step, start=start, tiles=tiles, size=size, one=one)
+        all_rows = _codes(all_rows, by_row, stored, where, column, form, arithmetic)
+    for part in range(parts):
+        start, row_scale = part * part_size, by_row[part]
+        rows, columns = all_rows[:, start : start + part_size], codes[pl().ds(start, part_size), :]
+        of_group = functools.partial(
+            _row, step=step, start=start, tiles=tiles, size=size, is_single_group=is_single_group
+        )
         if zeros:
             difference = columns.astype(jnp.int32) - of_group(zeros[0]).astype(jnp.int32)
             columns = difference.astype(qtype)
@@ -387,11 +389,11 @@ def _products_kernel(
             columns = columns if integers else _first(columns, left, 0)
         wide = jnp.int32 if integers else jnp.float32
         product = jnp.dot(rows, columns, preferred_element_type=wide)
-        if one:
+        if is_single_group:
             total[...] += product
             continue
         product = product.astype(jnp.float32) * of_group(scale)
-        product = product * own if by_group else product
+        product = product * row_scale if by_group else product
         total[...] += jnp.where(left > 0, product, 0.0) if k % tiles.k else product
 
     @pl().when(step == -(-k // tiles.k) - 1)
@@ -399,42 +401,44 @@ def _products_kernel(
         y = total[...].astype(jnp.float32)
         if not by_group:
             y = y * x_scale[...]
-        y = y * scales(scale[...]) if one else y
+        y = y * scales(scale[...]) if is_single_group else y
         result[...] = y.astype(result.dtype)
 
 
 def _codes(
     x: jax.Array,
     by_row: Sequence[jax.Array],
-    kept: Sequence[Any],
+    stored: Sequence[Any],
     where: Any,
     column: Any,
     form: QType,
-    by: Arithmetic,
+    arithmetic: Arithmetic,
 ) -> jax.Array:
     """Returns the codes of a part of rows, which are computed for the first tile of columns and
     stored for the others.
     """
 
     def made() -> jax.Array:
-        each = x.shape[1] // len(by_row)
-        spread = [jnp.broadcast_to(own, (x.shape[0], each)) for own in by_row]
+        part_size = x.shape[1] // len(by_row)
+        spread = [jnp.broadcast_to(row_scale, (x.shape[0], part_size)) for row_scale in by_row]
         scale = spread[0] if len(spread) == 1 else jnp.concatenate(spread, axis=1)
-        return codes_of(x.astype(jnp.float32), scale, form, by)
+        return codes_of(x.astype(jnp.float32), scale, form, arithmetic)
 
-    if not kept:
+    if not stored:
         return made()
 
     @pl().when(column == 0)
     def _() -> None:
-        kept[0][:, where] = made()
+        stored[0][:, where] = made()
 
-    return kept[0][:, where]
+    return stored[0][:, where]
 
 
-def _row(parameter: Any, *, step: Any, start: int, tiles: Tiles, size: int, one: bool) -> jax.Array:
+def _row(
+    parameter: Any, *, step: Any, start: int, tiles: Tiles, size: int, is_single_group: bool
+) -> jax.Array:
     """Returns the parameters of a group, or of a part of it, one row."""
-    if one:
+    if is_single_group:
         return scales(parameter[...])
     if size > tiles.k or not tiles.moves:
         row = lax.div(step * tiles.k + start, size)  # `//` would query the local chip
@@ -445,8 +449,8 @@ def _row(parameter: Any, *, step: Any, start: int, tiles: Tiles, size: int, one:
 def _first(codes: jax.Array, count: Any, axis: int) -> jax.Array:
     """Returns codes with zeros after the first `count` of an axis."""
     wide = codes.astype(jnp.float32)
-    kept = jnp.where(lax.broadcasted_iota(jnp.int32, codes.shape, axis) < count, wide, 0.0)
-    return kept.astype(codes.dtype)
+    masked = jnp.where(lax.broadcasted_iota(jnp.int32, codes.shape, axis) < count, wide, 0.0)
+    return masked.astype(codes.dtype)
 
 
 # Products of floats and codes with scales in groups, or looked-up codes, on a TPU.
@@ -520,13 +524,13 @@ def _weights_kernel(
     x: Any,
     codes: Any,
     scale: Any,
-    *rest: Any,
+    *references: Any,
     tiles: Tiles,
     shape: tuple[int, int],
     table: Table,
     precision: lax.PrecisionLike,
 ) -> None:
-    *zeros, result, total = rest
+    *zeros, result, total = references
     k, size = shape
 
     @pl().when(step == 0)
@@ -566,16 +570,16 @@ def _spread(
     if count == 0:  # a part of a group
         row = lax.div(step * tiles.k + start, size)  # `//` would query the local chip
         return scales(parameter[pl().ds(row, 1), :])
-    first = start // size
-    own = scales(parameter[first : first + count, :])
+    first_group = start // size
+    group_scales = scales(parameter[first_group : first_group + count, :])
     if count == 1:
-        return own
+        return group_scales
     if size % SUBLANES == 0:
-        spread = jnp.broadcast_to(own[:, None, :], (count, size, own.shape[1]))
-        return spread.reshape(count * size, own.shape[1])
+        spread = jnp.broadcast_to(group_scales[:, None, :], (count, size, group_scales.shape[1]))
+        return spread.reshape(count * size, group_scales.shape[1])
     # For any other size, each row uses the parameters of its group.
-    group = lax.div(lax.broadcasted_iota(jnp.int32, (count * size, own.shape[1]), 0), size)
-    spread = jnp.broadcast_to(own[:1, :], group.shape)
+    group = lax.div(lax.broadcasted_iota(jnp.int32, (count * size, group_scales.shape[1]), 0), size)
+    spread = jnp.broadcast_to(group_scales[:1, :], group.shape)
     for i in range(1, count):
-        spread = jnp.where(group == i, own[i : i + 1, :], spread)
+        spread = jnp.where(group == i, group_scales[i : i + 1, :], spread)
     return spread

@@ -246,12 +246,10 @@ def _search(
         is_found = by_path(new[QPARAMS]).keys() != by_path(variables.get(QPARAMS, {})).keys()
     if not is_found:
         mode = Mode.CONVERT if search is Search.CODES else Mode.SIMULATE
-        raise fail(
-            function,
-            f"no part of the module is in {mode}, or all is quantized already.",
-            given=f"{type(module).__name__} with collections {', '.join(variables)}",
-            fix=f"pass module.clone(mode={mode}), and variables that are not yet converted.",
-        )
+        problem = f"no part of the module is in {mode}, or all is quantized already."
+        facts = f"{type(module).__name__} with collections {', '.join(variables)}"
+        fix = f"pass module.clone(mode={mode}), and variables that are not yet converted."
+        raise fail(function, problem, given=facts, fix=fix)
     return unfreeze(dict(new))
 
 

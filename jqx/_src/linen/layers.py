@@ -21,12 +21,13 @@ from ..modules.layers import (
     check_cache,
     check_same_parameters,
     empty_cache,
+    function_of_weight,
     initial_adapters,
     merge_low_rank,
     promote_operands,
     with_cache,
 )
-from ..modules.quantized_function import QuantizedFunction, nest, split, without
+from ..modules.quantized_function import nest, split, without
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
 from ..transforms.trace import is_array
@@ -42,7 +43,14 @@ _CACHE = "kv_cache"
 """Name of the cache in the collection `cache`."""
 
 
-class Dense(Quantized, nn.Dense):
+class _Layer(Quantized, kw_only=True):
+    """Base of the layers of Flax, whose calls run quantized."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._q_evaluate("__call__", *args, **kwargs)
+
+
+class Dense(_Layer, nn.Dense):
     """`flax.linen.Dense`, quantized.
 
     The fields are those of Flax, plus the keyword arguments `policy`, `mode`, `backward` and
@@ -60,45 +68,27 @@ class Dense(Quantized, nn.Dense):
       QTensor(int8[4, 2] per_axis(1), scale float32[1, 2], dtype=float32, 16 bytes)
     """
 
-    def __call__(self, inputs: Any) -> Any:
-        return self._q_evaluate("__call__", inputs)
 
-
-class DenseGeneral(Quantized, nn.DenseGeneral):
+class DenseGeneral(_Layer, nn.DenseGeneral):
     """`flax.linen.DenseGeneral`, quantized; see `Dense`."""
 
-    def __call__(self, inputs: Any) -> Any:
-        return self._q_evaluate("__call__", inputs)
 
-
-class Einsum(Quantized, nn.Einsum):
+class Einsum(_Layer, nn.Einsum):
     """`flax.linen.Einsum`, quantized; see `Dense`."""
 
-    def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:
-        return self._q_evaluate("__call__", inputs, einsum_str)
 
-
-class Conv(Quantized, nn.Conv):
+class Conv(_Layer, nn.Conv):
     """`flax.linen.Conv`, quantized; see `Dense`."""
 
-    def __call__(self, inputs: Any) -> Any:
-        return self._q_evaluate("__call__", inputs)
 
-
-class ConvTranspose(Quantized, nn.ConvTranspose):
+class ConvTranspose(_Layer, nn.ConvTranspose):
     """`flax.linen.ConvTranspose`, quantized; see `Dense`."""
 
-    def __call__(self, inputs: Any) -> Any:
-        return self._q_evaluate("__call__", inputs)
 
-
-class Embed(Quantized, nn.Embed):
+class Embed(_Layer, nn.Embed):
     """`flax.linen.Embed`, quantized; see `Dense`. `attend` uses the same codes as the lookup.
     Presets quantize the lookup only with `tables=`; otherwise it stays in float.
     """
-
-    def __call__(self, inputs: Any) -> Any:
-        return self._q_evaluate("__call__", inputs)
 
     def attend(self, query: Any) -> Any:
         """Multiplies by the transposed table."""
@@ -160,7 +150,7 @@ CachedDotProductAttention.__name__ = nn.MultiHeadDotProductAttention.__name__
 CachedAttention.__name__ = nn.MultiHeadAttention.__name__
 
 
-class MultiHeadDotProductAttention(Quantized, CachedDotProductAttention):
+class MultiHeadDotProductAttention(_Layer, CachedDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention`, quantized; see `Dense`.
 
     The four projections are at `query/kernel`, `key/kernel`, `value/kernel` and `out/kernel`;
@@ -192,15 +182,9 @@ class MultiHeadDotProductAttention(Quantized, CachedDotProductAttention):
       Array(1, dtype=int32)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class MultiHeadAttention(Quantized, CachedAttention):
+class MultiHeadAttention(_Layer, CachedAttention):
     """`flax.linen.MultiHeadAttention`, quantized; see `MultiHeadDotProductAttention`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class _Contraction(State, kw_only=True):
@@ -217,21 +201,9 @@ class _Contraction(State, kw_only=True):
     ) -> jax.Array:
         if self.is_initializing():
             return contraction(lhs, rhs, *args, **kwargs)
-        name = self.weight_name
-
-        def function(params: Any, lhs: Any) -> jax.Array:
-            return contraction(lhs, params[name], *args, **kwargs)
-
         _, learned = split(self.variables.get("params", {}))
-        call = QuantizedFunction(
-            function=function,
-            policy=self.policy,
-            args=(lhs,),
-            kwargs={},
-            caller=type(self).__name__,
-            **self._q_known(learned),
-        )
-        return self._q_run(call, {name: rhs}, INJECTED)
+        call = function_of_weight(self, contraction, lhs, args, kwargs, self._q_known(learned))
+        return self._q_run(call, {self.weight_name: rhs}, INJECTED)
 
 
 class DotGeneral(_Contraction):
@@ -355,11 +327,9 @@ def merge_lora(variables: Mapping[str, Any], *, alpha: float = 1.0) -> dict[str,
       {'params': {'bias': (2,), 'kernel': (4, 2)}}
     """
     if not variables.get(LORA):
-        raise fail(
-            "linen.merge_lora",
-            f"there are no adapters: the collections are {', '.join(variables)}.",
-            fix="pass all variables of a module with LoRADense layers.",
-        )
+        problem = f"there are no adapters: the collections are {', '.join(variables)}."
+        fix = "pass all variables of a module with LoRADense layers."
+        raise fail("linen.merge_lora", problem, fix=fix)
     merged = {name: unfreeze(tree) for name, tree in variables.items() if name != LORA}
     params, codes = merged.get("params", {}), merged.get(QPARAMS, {})
     merged["params"] = _merge(params, codes, unfreeze(variables[LORA]), alpha)

@@ -91,11 +91,8 @@ def ptq(
         check_instance("linen.ptq", "variables", variables, Mapping, fix=fix)
         plain = {name: unfreeze(meta.unbox(tree)) for name, tree in variables.items()}
         if "params" not in plain:
-            raise fail(
-                "linen.ptq",
-                f"the variables have no collection 'params': {some(map(repr, plain))}.",
-                fix="pass what module.init returns, or {'params': params}.",
-            )
+            problem = f"the variables have no collection 'params': {some(map(repr, plain))}."
+            raise fail("linen.ptq", problem, fix="pass {'params': params}.")
         names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
         options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
         options |= {"weight": weight, "on_nonfinite": on_nonfinite, "own_text": own_text}

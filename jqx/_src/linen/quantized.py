@@ -355,11 +355,9 @@ class Whole(Quantized, kw_only=True):
         if not modules or self._q_is_plain():
             return result
         if not isinstance(result, nn.Module):
-            raise fail(
-                type(self).__name__,
-                f"a method returns a {type(modules[0]).__name__} among other values.",
-                fix="return the module from a separate method.",
-            )
+            problem = f"a method returns a {type(modules[0]).__name__} among other values."
+            fix = "return the module from a separate method."
+            raise fail(type(self).__name__, problem, fix=fix)
         return _Part(self, lambda module: call_method(module, method, *args, **kwargs))
 
     def _q_read(self, name: str) -> Any:

@@ -19,6 +19,7 @@ from ..transforms.channel_map import LowRank
 from ..transforms.map_channels import Maps, as_maps
 from ..transforms.paths import is_whole
 from ..transforms.plan import Plan
+from .quantized_function import QuantizedFunction
 
 Attention = Callable[..., Any]
 """`attention(query, key, value, mask=mask, ...)`, as in Flax."""
@@ -33,11 +34,9 @@ def check_cache(function: str, cache: Any) -> None:
 def empty_cache(function: str, format: str, shape: tuple[int, ...], dtype: DTypeLike) -> KVCache:
     """Returns an empty cache for keys and values of a shape."""
     if len(shape) != 4:
-        raise fail(
-            function,
-            f"a KVCache has one sequence axis, and keys have the shape {tuple(shape)}.",
-            fix="merge the leading axes of the inputs, or jax.vmap the layer.",
-        )
+        problem = f"a KVCache has one sequence axis, and keys have the shape {tuple(shape)}."
+        fix = "merge the leading axes of the inputs, or jax.vmap the layer."
+        raise fail(function, problem, fix=fix)
     batch, length, heads, width = shape
     return KVCache.empty(
         batch=batch, length=length, heads=heads, width=width, format=format, dtype=dtype
@@ -61,22 +60,35 @@ def with_cache(
         fix = "make it with KVCache.empty, or leave it to the layer."
         check_instance(function, "the cache", cache, KVCache, fix=fix)
         if cache.format != format:
-            raise fail(
-                function,
-                f"the cache has the format {cache.format!r}, and the layer {format!r}.",
-                fix="initialize the cache again, or make the layer with the format of the cache.",
-            )
+            problem = f"the cache has the format {cache.format!r}, and the layer {format!r}."
+            fix = "initialize the cache again, or make the layer with the format of the cache."
+            raise fail(function, problem, fix=fix)
         cache = cache.append(key, value)
         write(cache)
         # Token i of this call attends to the tokens of the cache up to itself.
-        last = cache.length - key.shape[1] + jnp.arange(key.shape[1], dtype=jnp.int32)
+        last_tokens = cache.length - key.shape[1] + jnp.arange(key.shape[1], dtype=jnp.int32)
         tokens = jnp.arange(cache.capacity, dtype=jnp.int32)
-        causal = (tokens[None] <= last[:, None])[None, None]
+        causal = (tokens[None] <= last_tokens[:, None])[None, None]
         mask = causal if mask is None else jnp.logical_and(jnp.asarray(mask).astype(bool), causal)
         keys, values = cache.keys.astype(key.dtype), cache.values.astype(value.dtype)
         return attention(query, keys, values, mask=mask, **kwargs)
 
     return attend
+
+
+def function_of_weight(
+    module: Any, contraction: Any, lhs: Any, args: Any, kwargs: Any, facts: Mapping[str, Any]
+) -> QuantizedFunction:
+    """Returns a contraction of an activation as a function of the weight `module.weight_name`.
+    `facts` are the statistics and scales of the module.
+    """
+    name = module.weight_name
+
+    def function(params: Any, lhs: Any) -> jax.Array:
+        return contraction(lhs, params[name], *args, **kwargs)
+
+    caller = type(module).__name__
+    return QuantizedFunction(function, module.policy, (lhs,), {}, caller=caller, **facts)
 
 
 def promote_operands(
@@ -136,26 +148,17 @@ def initial_adapters(
         such product or one that does not fit.
     """
     if not layers:
-        raise fail(
-            function,
-            "the module has no layer with adapters.",
-            fix="make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear.",
-        )
+        fix = "make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear."
+        raise fail(function, "the module has no layer with adapters.", fix=fix)
     products = _products(function, plan, maps)
     if missing := sorted(set(layers) - set(products)):
-        raise fail(
-            function,
-            f"layers with adapters have no compensation: {some(map(repr, missing))}.",
-            fix="quantize their kernels with jqx.algorithms.loftq or eora and a policy that covers "
-            "them; or use layers without adapters there.",
-        )
+        problem = f"layers with adapters have no compensation: {some(map(repr, missing))}."
+        fix = "quantize their kernels with jqx.algorithms.loftq or eora, or use other layers there."
+        raise fail(function, problem, fix=fix)
     if unused := sorted(set(products) - set(layers)):
-        raise fail(
-            function,
-            "weights with a compensation are not in a layer with adapters: "
-            f"{some(map(repr, unused))}.",
-            fix="make those layers of LoRADense or LoRALinear, or leave them out of the policy.",
-        )
+        problem = f"compensated weights are in no layer with adapters: {some(map(repr, unused))}."
+        fix = "make those layers of LoRADense or LoRALinear, or leave them out of the policy."
+        raise fail(function, problem, fix=fix)
     return {path: _scaled(function, path, products[path], layers[path]) for path in layers}
 
 
@@ -172,25 +175,24 @@ def check_same_parameters(
     a part that takes codes.
     """
     for path in {**params, **quantized}:
-        shape, other = (jnp.shape(x[path]) if path in x else None for x in (params, quantized))
-        if shape != other:
-            raise fail(
-                function,
-                "`quantized` does not have the parameters of the module.",
-                given=f"{path!r} of shape {other}, and {shape} in the module",
-                fix="quantize the module with Flax's layers in place of those with adapters.",
-            )
+        shape, quantized_shape = (
+            jnp.shape(x[path]) if path in x else None for x in (params, quantized)
+        )
+        if shape != quantized_shape:
+            problem = "`quantized` does not have the parameters of the module."
+            facts = f"{path!r} of shape {quantized_shape}, and {shape} in the module"
+            fix = "quantize the module with Flax's layers in place of those with adapters."
+            raise fail(function, problem, given=facts, fix=fix)
     outside = [
         path
         for path, x in quantized.items()
         if is_whole(x) and not any(f"{path}/".startswith(part and f"{part}/") for part in parts)
     ]
     if outside:
-        raise fail(
-            function,
-            f"quantized weights are not in a layer that takes codes: {some(map(repr, outside))}.",
-            fix="use layers of jqx.linen or jqx.nnx, or leave them out of the policy of ptq.",
-        )
+        paths = some(map(repr, outside))
+        problem = f"quantized weights are not in a layer that takes codes: {paths}."
+        fix = "use layers of jqx.linen or jqx.nnx, or leave them out of the policy of ptq."
+        raise fail(function, problem, fix=fix)
 
 
 def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
@@ -204,12 +206,10 @@ def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
     for key, values in as_maps(function, maps).items():
         value = values[0] if len(values) == 1 else None
         if not isinstance(value, LowRank) or key not in kernels:
-            raise fail(
-                function,
-                f"an adapter cannot hold {', '.join(type(x).__name__ for x in values)} at {key!r}.",
-                expected="one LowRank, at the result of a product with a parameter `kernel`",
-                fix="quantize with loftq or eora alone, or after algorithms without maps.",
-            )
+            maps_there = ", ".join(type(x).__name__ for x in values)
+            problem = f"an adapter holds one LowRank of a `kernel`, not {maps_there} at {key!r}."
+            fix = "quantize with loftq or eora alone, or after algorithms without maps."
+            raise fail(function, problem, fix=fix)
         products[kernels[key]] = value
     return products
 
@@ -220,27 +220,22 @@ def _scaled(
     """Returns both matrices of a product, each with half of the inverse of `alpha / rank`."""
     a, b = jnp.asarray(product.a), jnp.asarray(product.b)
     rank, full_rank = a.shape[-1], min(a.shape[-2], b.shape[-1])
+    padded_shapes = (*a.shape[:-1], layer.rank), (*b.shape[:-2], layer.rank, b.shape[-1])
+    problem = fix = ""
     if rank != layer.rank and not rank == full_rank < layer.rank:
-        raise fail(
-            function,
-            f"the adapters of {path!r} have another rank than its compensation.",
-            given=f"rank {layer.rank}, and a product of rank {rank}",
-            fix=f"make the layer with rank={rank}, or the algorithm with rank={layer.rank}.",
-        )
+        problem = f"have another rank, {layer.rank}, than its product of rank {rank}"
+        fix = f"make the layer with rank={rank}, or the algorithm with rank={layer.rank}."
+    elif padded_shapes != (layer.a, layer.b):
+        problem = f"of shapes {layer.a} and {layer.b} do not fit its compensation {padded_shapes}"
+        fix = "quantize this module with Dense or Linear in place of layers with adapters."
+    elif not layer.alpha:
+        problem = "add nothing: alpha == 0"
+        fix = "make the layer with alpha=1."
+    if problem:
+        raise fail(function, f"the adapters of {path!r} {problem}.", fix=fix)
     unpadded = [(0, 0)] * (a.ndim - 1)
     a = jnp.pad(a, [*unpadded, (0, layer.rank - rank)])
     b = jnp.pad(b, [*unpadded[:-1], (0, layer.rank - rank), (0, 0)])
-    if (a.shape, b.shape) != (layer.a, layer.b):
-        raise fail(
-            function,
-            f"the compensation of {path!r} does not fit its adapters.",
-            given=f"matrices {a.shape} and {b.shape}, for {layer.a} and {layer.b}",
-            fix="pass the result of quantizing this module with Dense or Linear in place of layers "
-            "with adapters.",
-        )
-    if not layer.alpha:
-        problem = f"the adapters of {path!r} add nothing: alpha == 0."
-        raise fail(function, problem, fix="make the layer with alpha=1.")
     root = (layer.rank / abs(layer.alpha)) ** 0.5
     sign = 1 if layer.alpha > 0 else -1
     return (a * root).astype(layer.dtype), (b * (sign * root)).astype(layer.dtype)

@@ -112,7 +112,13 @@ class QuantizedFunction:
         elif mode is Mode.CONVERT:
             plan = self.plan(params)
             scales = self._given_scales(plan, mode)
-            self._check_converted(params, plan)
+            paths = set() if self.converts is None else _paths(plan)
+            leaves = _by_path(params)
+            floats = [path for path, x in leaves.items() if path in paths and not is_whole(x)]
+            if floats:
+                where = f"floats for {some(map(self._full_path, floats))}, in {Mode.CONVERT}"
+                fix = f"call {self.converts} first, and use its result; or use Mode.SIMULATE."
+                raise fail(self.caller, "weights are not converted.", given=where, fix=fix)
             params = _dequantize_others(params, plan)
             transform = convert(self.function, plan, scales)
         else:
@@ -174,12 +180,11 @@ class QuantizedFunction:
     def observe(self, params: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the result in float, and all statistics merged with those of this call."""
         if self.scales:
-            raise fail(
-                self.caller,
-                "statistics have no use in Mode.CALIBRATE: the scales of activations are fixed.",
-                given=f"scales for {some(self.scales)}",
-                fix="calibrate before scales are fixed, learned or converted; or drop them.",
+            problem = (
+                "statistics have no use in Mode.CALIBRATE: the scales of activations are fixed."
             )
+            fix = "calibrate before scales are fixed, learned or converted; or drop them."
+            raise fail(self.caller, problem, given=f"scales for {some(self.scales)}", fix=fix)
         plan = self.plan(params)
         out, stats = calibrate(self.function, plan)(params, *self.args, **self.kwargs)
         if earlier := {key: self.stats[key] for key in stats if key in self.stats}:
@@ -251,20 +256,6 @@ class QuantizedFunction:
                 "of the call.",
             )
 
-    def _check_converted(self, params: Any, plan: Plan) -> None:
-        """Checks that the weights of a plan are codes."""
-        paths = set() if self.converts is None else _paths(plan)
-        leaves = _by_path(params)
-        floats = [path for path, x in leaves.items() if path in paths and not is_whole(x)]
-        if floats:
-            raise fail(
-                self.caller,
-                "weights are not converted.",
-                given=f"floats for {some(map(self._full_path, floats))}, in {Mode.CONVERT}",
-                fix=f"call {self.converts} first, and use its result; to quantize floats in each "
-                "call, use Mode.SIMULATE.",
-            )
-
     def _full_path(self, path: str) -> str:
         return f"{self.path}/{path}" if self.path else path
 
@@ -325,12 +316,10 @@ def check_mode(function: str, mode: Any) -> None:
 def check_scales(function: str, scales: Any) -> None:
     """Checks an argument `scales`."""
     if not isinstance(scales, str) or scales not in ("calibrated", "dynamic"):
-        raise fail(
-            function,
-            f"`scales` is unknown: {scales!r}.",
-            fix="leave it out if static activations are calibrated; pass 'dynamic' to compute "
-            "their scales from the values of the call.",
+        fix = (
+            "leave it out, or pass 'dynamic' to compute static scales from the values of the call."
         )
+        raise fail(function, f"`scales` is unknown: {scales!r}.", fix=fix)
 
 
 def check_learnable(learned: Mapping[str, Affine]) -> None:
@@ -341,12 +330,9 @@ def check_learnable(learned: Mapping[str, Affine]) -> None:
         if zero_point is not None or isinstance(scale, QTensor) or scale.dtype.itemsize == 1
     ]
     if fixed:
-        raise fail(
-            "learn_scales",
-            "an integer zero point, or a scale in a special format, has no gradient.",
-            given=f"zero points or formatted scales at {some(fixed)}",
-            fix="pass symmetric=True in their specs and no block format, or use fix_scales.",
-        )
+        problem = "an integer zero point, or a scale in a special format, has no gradient."
+        fix = "pass symmetric=True in their specs and no block format, or use fix_scales."
+        raise fail("learn_scales", problem, given=f"such scales at {some(fixed)}", fix=fix)
 
 
 def warn_of_scales_without_gradient(plan: Plan) -> None:
@@ -412,8 +398,8 @@ def nest(entries: Mapping[str, Any]) -> dict[str, Any]:
     leaves = []
     for key, value in entries.items():
         path, colon, operand = key.partition(":")
-        *scopes, last = path.split("/")
-        leaves.append(([*scopes, last + colon + operand], value))
+        *scopes, leaf_name = path.split("/")
+        leaves.append(([*scopes, leaf_name + colon + operand], value))
     return nested(leaves)
 
 

@@ -250,13 +250,10 @@ def _search(
     getattr(model_copy, method)(*args, **kwargs)
     results = [{} if x.quant_found is None else x.quant_found.get_value() for x in twins]
     if not any(values.get(search.value) for values in results):
-        raise fail(
-            function,
-            "no part of the model has anything left to quantize.",
-            given=f"{type(model).__name__} with {len(parts)} quantized parts",
-            fix="pass jqx.nnx.quantize(model, policy), not converted yet, or set the mode of its "
-            "layers, which do nothing in Mode.FLOAT.",
-        )
+        problem = "no part of the model has anything left to quantize."
+        facts = f"{type(model).__name__} with {len(parts)} quantized parts"
+        fix = "pass jqx.nnx.quantize(model, policy), not yet converted, and not in Mode.FLOAT."
+        raise fail(function, problem, given=facts, fix=fix)
     return list(zip(parts, results, strict=True))
 
 
@@ -284,11 +281,9 @@ def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variabl
     name = part.weight_name
     weights = [((name,), vars(owner)[name]) for owner in _owners(model, part)]
     if not weights:
-        raise fail(
-            "nnx.convert",
-            f"an injected {type(part).__name__} is not in a layer with a weight {name!r}.",
-            fix="pass the name of the layer's variable as weight_name= to the contraction.",
-        )
+        problem = f"an injected {type(part).__name__} is not in a layer with a weight {name!r}."
+        fix = "pass the name of the layer's variable as weight_name= to the contraction."
+        raise fail("nnx.convert", problem, fix=fix)
     return weights
 
 

@@ -18,12 +18,13 @@ from ..modules.layers import (
     check_cache,
     check_same_parameters,
     empty_cache,
+    function_of_weight,
     initial_adapters,
     merge_low_rank,
     promote_operands,
     with_cache,
 )
-from ..modules.quantized_function import Mode, QuantizedFunction, Scales, nest
+from ..modules.quantized_function import Mode, Scales, nest
 from ..policy import Policy
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
@@ -32,7 +33,14 @@ from .quantized import ATTRIBUTES, Quantized
 from .state import STATE, QParam, State, become
 
 
-class Linear(Quantized, nnx.Linear):
+class _Layer(Quantized):
+    """Base of the layers of Flax, whose calls run quantized."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._q_evaluate("__call__", *args, **kwargs)
+
+
+class Linear(_Layer, nnx.Linear):
     """`flax.nnx.Linear`, quantized.
 
     The arguments are those of Flax, plus the keyword arguments `policy`, `mode`, `backward` and
@@ -50,11 +58,8 @@ class Linear(Quantized, nnx.Linear):
       (1, 2)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class LinearGeneral(Quantized, nnx.LinearGeneral):
+class LinearGeneral(_Layer, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral`, quantized; see `Linear`.
 
     Example:
@@ -66,11 +71,8 @@ class LinearGeneral(Quantized, nnx.LinearGeneral):
       (1, 2, 3)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class Einsum(Quantized, nnx.Einsum):
+class Einsum(_Layer, nnx.Einsum):
     """`flax.nnx.Einsum`, quantized; see `Linear`.
 
     Example:
@@ -82,11 +84,8 @@ class Einsum(Quantized, nnx.Einsum):
       (1, 2, 3)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class Conv(Quantized, nnx.Conv):
+class Conv(_Layer, nnx.Conv):
     """`flax.nnx.Conv`, quantized; see `Linear`.
 
     Example:
@@ -98,11 +97,8 @@ class Conv(Quantized, nnx.Conv):
       (1, 5, 5, 3)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class ConvTranspose(Quantized, nnx.ConvTranspose):
+class ConvTranspose(_Layer, nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose`, quantized; see `Linear`.
 
     Example:
@@ -114,11 +110,8 @@ class ConvTranspose(Quantized, nnx.ConvTranspose):
       (1, 10, 10, 3)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
-
-class Embed(Quantized, nnx.Embed):
+class Embed(_Layer, nnx.Embed):
     """`flax.nnx.Embed`, quantized; see `Linear`. `attend` uses the same codes as the lookup.
     Presets quantize the lookup only with `tables=`; otherwise it stays in float.
 
@@ -130,9 +123,6 @@ class Embed(Quantized, nnx.Embed):
       >>> layer.attend(layer(jnp.array([1, 2]))).shape
       (2, 5)
     """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
     def attend(self, *args: Any, **kwargs: Any) -> Any:
         """Multiplies by the transposed table."""
@@ -172,11 +162,9 @@ class CachedAttention(nnx.MultiHeadAttention):
             return super().__call__(*args, decode=decode, is_causal=is_causal, **kwargs)
         name, cache, attention = type(self).__name__, self.kv_cache, self.attention_fn
         if cache is None:
-            raise fail(
-                name,
-                f"the cache is not initialized, with decode=True and cache={self.cache!r}.",
-                fix="call layer.init_cache((batch, length, features)) first, of the whole length.",
-            )
+            problem = f"the cache is not initialized, with decode=True and cache={self.cache!r}."
+            fix = "call layer.init_cache((batch, length, features)) first, of the whole length."
+            raise fail(name, problem, fix=fix)
         read, write = cache.get_value, cache.set_value
         self.attention_fn = with_cache(name, attention, self.cache, read, write)
         try:  # attention over a cache is causal
@@ -185,7 +173,7 @@ class CachedAttention(nnx.MultiHeadAttention):
             self.attention_fn = attention
 
 
-class MultiHeadAttention(Quantized, CachedAttention):
+class MultiHeadAttention(_Layer, CachedAttention):
     """`flax.nnx.MultiHeadAttention`, quantized; see `Linear`.
 
     The four projections are at `query/kernel`, `key/kernel`, `value/kernel` and `out/kernel`;
@@ -215,9 +203,6 @@ class MultiHeadAttention(Quantized, CachedAttention):
       >>> layer.kv_cache.get_value()
       KVCache(int4, 1 of 64 tokens, 12,292 bytes)
     """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._q_evaluate("__call__", *args, **kwargs)
 
 
 class Contraction(State):
@@ -249,20 +234,8 @@ class Contraction(State):
     def _q_contract(
         self, contraction: Any, lhs: Any, rhs: Any, args: Any, kwargs: Any
     ) -> jax.Array:
-        name = self.weight_name
-
-        def function(params: Any, lhs: Any) -> jax.Array:
-            return contraction(lhs, params[name], *args, **kwargs)
-
-        call = QuantizedFunction(
-            function=function,
-            policy=self.policy,
-            args=(lhs,),
-            kwargs={},
-            caller=type(self).__name__,
-            **self._q_known(),
-        )
-        return self._q_run(call, {name: rhs})
+        call = function_of_weight(self, contraction, lhs, args, kwargs, self._q_known())
+        return self._q_run(call, {self.weight_name: rhs})
 
 
 class DotGeneral(Contraction):

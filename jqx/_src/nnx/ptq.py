@@ -1,6 +1,6 @@
 """`ptq` for an nnx model, on the values of its variables."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import jax
@@ -150,15 +150,21 @@ def bind(
     fix = "pass the result of jqx.load for a quantized model."
     check_instance("nnx.bind", "unbound", unbound, Unbound, fix=fix)
     check_float("nnx.bind", model)
-    _check_abstract(model)
+    if stateless := _stateless_attributes(model):
+        raise fail(
+            "nnx.bind",
+            "an abstract model has attributes without values that are no variables: "
+            f"{some(map(repr, stateless))}.",
+            fix="pass the model itself, of any values; or make the attribute an nnx.Variable.",
+        )
     return unbound.bind(
         _as_function("nnx.bind", model, method, kwargs)[0], target=target, check=check
     )
 
 
-def _check_abstract(model: nnx.Module) -> None:
-    """Checks that no attribute of an abstract model takes part in its graph, not in its state: Flax
-    keeps arrays that are no variables there.
+def _stateless_attributes(model: nnx.Module) -> list[str]:
+    """Returns the paths of attributes of an abstract model that take part in its graph, not in its
+    state: Flax keeps arrays that are no variables there.
     """
     variables = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
 
@@ -174,13 +180,7 @@ def _check_abstract(model: nnx.Module) -> None:
         for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node)
         if has_no_values(leaf)
     ]
-    if stateless := ["/".join(path) for path in abstract if path not in variables]:
-        raise fail(
-            "nnx.bind",
-            "an abstract model has attributes without values that are no variables: "
-            f"{some(map(repr, stateless))}.",
-            fix="pass the model itself, of any values; or make the attribute an nnx.Variable.",
-        )
+    return ["/".join(path) for path in abstract if path not in variables]
 
 
 def _as_function(
@@ -199,7 +199,9 @@ def _as_function(
     paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(state)]
 
     def call(params: Any, *args: Any, **call_kwargs: Any) -> Any:
-        _check_paths(function, paths, params)
+        if missing := ["/".join(path) for path in paths if not _has_value(params, path)]:
+            problem = f"the parameters have no value for {some(map(repr, missing))} of the model."
+            raise fail(function, problem, fix="pass quantized.params, of this model.")
         own_streams = jax.tree.map(lambda x: x, streams)  # variables of this trace
         inner = nnx.merge(graphdef, own_streams, with_values(empty, params))
         old = leaves_by_path(inner)
@@ -219,21 +221,10 @@ def _as_function(
     return call, state
 
 
-def _check_paths(function: str, paths: Sequence[tuple[str, ...]], params: Any) -> None:
-    """Checks that the parameters have a value for each variable."""
-
-    def has(path: tuple[str, ...]) -> bool:
-        node = params
-        for name in path:
-            if not isinstance(node, Mapping) or name not in node:
-                return False
-            node = node[name]
-        return True
-
-    if missing := ["/".join(path) for path in paths if not has(path)]:
-        raise fail(
-            function,
-            "the parameters are not those of the model.",
-            given=f"no value for {some(map(repr, missing))}",
-            fix="pass quantized.params, of this model.",
-        )
+def _has_value(params: Any, path: tuple[str, ...]) -> bool:
+    """Whether nested dicts have a value at a path."""
+    for name in path:
+        if not isinstance(params, Mapping) or name not in params:
+            return False
+        params = params[name]
+    return True

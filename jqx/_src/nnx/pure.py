@@ -86,7 +86,11 @@ def pure_call(
         with as_float(_wrappers(inner)):
             out = run(inner, *inner_args, **inner_kwargs)
         out = nodes_to_paths(caller, name, out, copy)
-        _check_attributes(caller, name, graphdef, graph, copy)
+        changed = [] if nnx.graphdef(copy) == graphdef else _changed_attributes(graph, copy)
+        if changed:
+            problem = f"`{name}` sets attributes that are not variables: {some(changed)}."
+            fix = "call it before jqx.nnx.quantize, or use model.set_attributes."
+            raise fail(caller, problem, fix=fix)
 
         def is_written(path: Path, variable: Any) -> bool:
             if isinstance(variable, QParam) or (constant and is_coded(path, variable)):
@@ -176,26 +180,16 @@ def _check_runs_now(function: str, name: str, leaf: Any) -> None:
         with contextlib.suppress(ValueError):  # an empty cell
             parts.append(cell.cell_contents)
     if isinstance(leaf, LATER) or any(map(is_node, jax.tree.leaves(parts, is_leaf=is_node))):
-        raise fail(
-            function,
-            f"`{name}` returns a lazy value, a {type(leaf).__name__}, which is not traced.",
-            fix="compute in a method that returns arrays, or return the module itself.",
-        )
+        problem = f"`{name}` returns a lazy value, a {type(leaf).__name__}, which is not traced."
+        fix = "compute in a method that returns arrays, or return the module itself."
+        raise fail(function, problem, fix=fix)
 
 
-def _check_attributes(caller: str, name: str, graphdef: Any, before: Any, after: Any) -> None:
-    """Checks that a method has changed only variables."""
-    if nnx.graphdef(after) == graphdef:
-        return
-    old, new = _attributes(before), _attributes(after)
+def _changed_attributes(old_graph: Any, new_graph: Any) -> list[str]:
+    """Returns the paths of attributes without data that differ between two graphs."""
+    old, new = _attributes(old_graph), _attributes(new_graph)
     absent = object()
-    changed = [x for x in {**old, **new} if old.get(x, absent) != new.get(x, absent)]
-    if changed:
-        raise fail(
-            caller,
-            f"`{name}` sets attributes that are not variables: {some(changed)}.",
-            fix="call it on the float model, before jqx.nnx.quantize; or use model.set_attributes.",
-        )
+    return [path for path in {**old, **new} if old.get(path, absent) != new.get(path, absent)]
 
 
 def _attributes(graph: Any) -> dict[str, Any]:

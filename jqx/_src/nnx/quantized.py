@@ -204,13 +204,9 @@ class Part(Wrapper):
             state = "/".join(parent.path), f"in {parent.mode}"
             state += ("with learned scales",) * parent.learned
             state += (f"without scales for {some(unscaled)}",) * bool(unscaled)
-            raise fail(
-                type(self).__name__,
-                f"`{name}` of a part of a quantized module is called from outside.",
-                given=", ".join(state),
-                fix="call a method of the whole, which alone has statistics and scales, or "
-                "quantize the parts one by one.",
-            )
+            problem = f"`{name}` of a part of a quantized module is called from outside."
+            fix = "call a method of the whole, which alone has scales, or quantize the parts."
+            raise fail(type(self).__name__, problem, given=", ".join(state), fix=fix)
         return pure.finish(call(pure.params, parent.mode, parent.backward))
 
     def _q_function(

@@ -386,7 +386,7 @@ class Collective(abc.ABC):
         return lax.axis_index(self.axis_name)
 
     @property
-    def checked_axes(self) -> frozenset[str]:
+    def tracked_axes(self) -> frozenset[str]:
         """The axes of the mesh along which JAX tracks which arrays vary. Empty with
         `check_vma=False` and in a vmap.
         """
@@ -420,12 +420,12 @@ class AllReduce(Collective):
         return joined(totals), joined(error)
 
     def pull_back(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
-        if self.checked_axes:
-            return compat.vary(cotangent, self.checked_axes)
+        if self.tracked_axes:
+            return compat.vary(cotangent, self.tracked_axes)
         return perform(dataclasses.replace(self, **self.transposed), cotangent, None, key)
 
     def _gather(self, leaf: jax.Array) -> jax.Array:
-        to = "invarying" if self.checked_axes else "varying"
+        to = "invarying" if self.tracked_axes else "varying"
         return lax.all_gather(leaf, self.axis_name, tiled=True, to=to)
 
 
@@ -514,7 +514,7 @@ def perform(
     collective: Collective, x: jax.Array, error: jax.Array | None, key: jax.Array | None
 ) -> Any:
     """Returns the result of a collective; with `error`, the pair of it and the new error."""
-    operands = compat.vary(compat.vary_alike(x, error, key), collective.checked_axes)
+    operands = compat.vary(compat.vary_alike(x, error, key), collective.tracked_axes)
     return _perform(collective, *operands)
 
 
@@ -551,21 +551,14 @@ def _operand(function: str, x: ArrayLike, axis_name: Any) -> tuple[jax.Array, in
     """Returns the array to send and the number of devices, after checking both."""
     x = as_real(function, "x", x)
     if x.dtype == jnp.float64:
-        raise fail(
-            function,
-            "float64 is not supported: sums are computed in float32.",
-            fix="convert it: x.astype(jnp.float32).",
-            error=TypeError,
-        )
+        problem = "float64 is not supported: sums are computed in float32."
+        raise fail(function, problem, fix="convert it: x.astype(jnp.float32).", error=TypeError)
     try:
         return x, lax.axis_size(axis_name)
     except (NameError, TypeError, ValueError):
-        raise fail(
-            function,
-            f"`axis_name` is not an axis of the surrounding mesh: {shown(axis_name)}.",
-            fix="call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...).",
-            error=NameError,
-        ) from None
+        problem = f"`axis_name` is not an axis of the surrounding mesh: {shown(axis_name)}."
+        fix = "call it inside jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)."
+        raise fail(function, problem, fix=fix, error=NameError) from None
 
 
 def _send(
@@ -584,11 +577,8 @@ def _send(
     if error is not None:
         error = as_array(function, "error", error)
         if error.shape != x.shape:
-            raise fail(
-                function,
-                f"`error` has the shape {error.shape}, and x {x.shape}.",
-                fix="start with jnp.zeros(x.shape, jnp.float32), and pass what each call returns.",
-            )
+            fix = "start with jnp.zeros(x.shape, jnp.float32), and pass what each call returns."
+            raise fail(function, f"`error` has the shape {error.shape}, and x {x.shape}.", fix=fix)
         check_dtype(function, "error", error, jnp.float32, of="its")
     return perform(collective, x, error, key)
 
@@ -605,11 +595,9 @@ def _front_axis(function: str, argument: str, axis: Any, rank: int) -> int:
 def _check_parts(function: str, argument: str, length: int, count: int, tiled: bool) -> None:
     """Checks that an axis can be split into one part for each device."""
     if length % count if tiled else length != count:
-        raise fail(
-            function,
-            f"axis `{argument}` of {length} elements does not fit {count} devices.",
-            fix="pad the array along it." if tiled else "pass tiled=True, or reshape the array.",
-        )
+        problem = f"axis `{argument}` of {length} elements does not fit {count} devices."
+        fix = "pad the array along it." if tiled else "pass tiled=True, or reshape the array."
+        raise fail(function, problem, fix=fix)
 
 
 def _check_pairs(function: str, perm: Any, count: int) -> None:
@@ -621,12 +609,11 @@ def _check_pairs(function: str, perm: Any, count: int) -> None:
         is_unique = len(set(devices)) == len(devices)
         is_pairs &= is_unique and all(type(i) is int and 0 <= i < count for i in devices)
     if not is_pairs:
-        raise fail(
-            function,
-            f"`perm` is not a list of pairs (source, destination): {shown(perm)}.",
-            expected=f"integers in [0, {count}), each source and each destination once",
-            fix=f"pass for example [(i, (i + 1) % {count}) for i in range({count})].",
+        problem = f"`perm` is not a list of pairs (source, destination): {shown(perm)}."
+        fix = (
+            f"pass for example [(i, (i + 1) % {count}) for i in range({count})], each device once."
         )
+        raise fail(function, problem, fix=fix)
 
 
 def _wires(
@@ -640,13 +627,9 @@ def _wires(
     check_flags(function, hadamard=hadamard)
     is_key = jnp.issubdtype(getattr(key, "dtype", jnp.float32), jax.dtypes.prng_key)
     if key is not None and (not is_key or key.shape != ()):
-        raise fail(
-            function,
-            "`key` is not one random key.",
-            given=f"keys of shape {key.shape}" if is_key else f"key == {shown(key)}",
-            fix="pass key=jax.random.key(0), a new one for each step.",
-            error=TypeError,
-        )
+        keys = f"keys of shape {key.shape}" if is_key else shown(key)
+        fix = "pass key=jax.random.key(0), a new one for each step."
+        raise fail(function, f"`key` is not one random key: {keys}.", fix=fix, error=TypeError)
     wire = back = _wire(function, "spec", spec, hadamard, key is not None)
     if backward is not None:
         back = _wire(function, "backward", backward, hadamard, key is not None)

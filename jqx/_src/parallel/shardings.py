@@ -61,9 +61,6 @@ def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | N
     elif target is None:
         params = plan
     else:
-        raise fail(
-            name,
-            f"`target` is not used, since quantized parameters keep their layout: {target!r}.",
-            fix="leave out target=, or pass the plan.",
-        )
+        problem = f"`target` is not used, since quantized parameters keep their layout: {target!r}."
+        raise fail(name, problem, fix="leave out target=, or pass the plan.")
     return of_params(name, tree, params, mesh)
