@@ -153,7 +153,7 @@ def _places(archive: Archive, rules: Sequence[Name]) -> dict[str, Place]:
         for part in rule.stacked:
             if not (parts[part].isdecimal() and len(parts[part]) < 7):
                 problem = f"the tensor {name!r} cannot be stacked: {{{part}}} is {parts[part]!r}, "
-                fix = f"put {{{part}}} into the path, or write one rule for each, not {rule!r}."
+                fix = f"put {{{part}}} into the path, or one rule for each {{{part}}}: {rule!r}."
                 raise fail("interop.tree", f"{problem}not an index.", fix=fix)
         index = tuple(int(parts[part]) for part in rule.stacked)
         first_rule, stack = stacks.setdefault(path, (rule, {}))
