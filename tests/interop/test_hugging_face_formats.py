@@ -102,7 +102,7 @@ WRONG = {
     "no scales": ({"m.scales": None}, {}, "'m.scales' is missing"),
     "no order": ({"m.g_idx": None}, {"desc_act": True}, "'m.g_idx' is missing"),
     "an order": ({"m.g_idx": np.ones(32, np.int32)}, {}, "elements in a group, not always"),
-    "three axes": ({"m.qweight": np.zeros((1, 4, 32), np.int32)}, {}, "two axes"),
+    "three axes": ({"m.qweight": np.zeros((1, 4, 32), np.int32)}, {}, "2 axes"),
     "overrides": ({}, {"dynamic": [1]}, "a JSON object"),
 }
 

@@ -165,12 +165,10 @@ class adaround:
         stack = Stack.of(matrices, grids, self.spec_of(weight.spec), "given")
         for matrix in matrices:
             if bad := int(np.sum(~np.isfinite(matrix.hessian))):
-                raise fail(
-                    "algorithms.adaround",
-                    f"the inputs of {matrix.name} are not finite.",
-                    given=f"{bad} sums of products of {matrix.rows} inputs",
-                    fix="calibrate on other batches, without NaN and infinities.",
-                )
+                problem = f"the inputs of {matrix.name} are not finite."
+                detail = f"{bad} sums of products of {matrix.rows} inputs"
+                fix = "calibrate on other batches, without NaN and infinities."
+                raise fail("algorithms.adaround", problem, given=detail, fix=fix)
         goal = np.stack(
             [
                 self._goal(w, matrix, grids.limits(label))

@@ -404,15 +404,12 @@ def learned(
     plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)
     sites = [site for site in plan.sites if site.address in bodies]
     labels = labels_of(sites, bodies, options.blocks)
-    if options.blocks is not None and not any(
-        label != address for address, label in labels.items()
-    ):
-        raise fail(
-            _FUNCTION,
-            "`blocks` matches nothing.",
-            given=f"blocks == {options.blocks!r}; paths such as {[x.path for x in sites[:3]]}",
-            fix="pass a pattern that matches in paths of weights; the plan prints all of them.",
-        )
+    is_met = any(label != address for address, label in labels.items())
+    if options.blocks is not None and not is_met:
+        problem = f"`blocks` matches nothing: {options.blocks!r}."
+        detail = f"paths such as {[x.path for x in sites[:3]]}"
+        fix = "pass a pattern that matches in paths of weights; the plan prints all of them."
+        raise fail(_FUNCTION, problem, given=detail, fix=fix)
     learned_sites = apart(plan, traced.groups, traced.elements, labels) & {*labels}
     walk = _Learning(options, traced, learned_sites, few_rows)
     scopes = traced.scopes(lambda site: site.address in learned_sites, labels)
@@ -621,13 +618,10 @@ class _Learning(Walk):
         except ValueError as error:
             if "differentiation" not in str(error):
                 raise
-            raise fail(
-                _FUNCTION,
-                f"{self._name(block)} cannot be differentiated.",
-                given=str(error),
-                fix="use smaller blocks, without loops of unknown length, such as blocks='.*'.",
-                error=Inapplicable,
-            ) from error
+            problem = f"{self._name(block)} cannot be differentiated."
+            fix = "use smaller blocks, without loops of unknown length, such as blocks='.*'."
+            error_type = Inapplicable
+            raise fail(_FUNCTION, problem, given=str(error), fix=fix, error=error_type) from error
 
     def _name(self, block: _Block) -> str:
         sites = [site.name for site in self._sites(block.stages[0][0])]
@@ -635,13 +629,9 @@ class _Learning(Walk):
 
     def _not_finite(self, block: _Block, loss: float, batch: int | None) -> Exception:
         batches = f"{len(block.stages)} batches" if batch is None else f"batch {batch}"
-        return fail(
-            _FUNCTION,
-            f"the loss of {self._name(block)} is not finite.",
-            given=f"a loss of {loss} on {batches}",
-            fix="leave such batches out, or pass on_nonfinite='ignore', which leaves out rows "
-            "that are not finite.",
-        )
+        problem = f"the loss of {self._name(block)} is not finite: {loss} on {batches}."
+        fix = "leave such batches out, or pass on_nonfinite='ignore', which leaves out their rows."
+        return fail(_FUNCTION, problem, fix=fix)
 
     def _program(self, name: str, block: _Block, stage: Stage, scope: Scope) -> Any:
         """Returns the program of a loss or a step, compiled once for equal blocks."""

@@ -367,13 +367,14 @@ class bias_correction:
         on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the same codes, biases that include shifts, and the shifts to add at sites."""
-        sites = [site for site in plan.sites if _is_corrected(site)]
+        sites = [
+            site
+            for site in plan.sites
+            if site.op != "gather" and any(x.role == "weight" for x in site.operands)
+        ]
         if not sites:
-            raise fail(
-                _NAME,
-                f"none of the {len(plan.sites)} sites of the plan has a quantized weight.",
-                fix="leave this algorithm out.",
-            )
+            problem = f"none of the {len(plan.sites)} sites of the plan has a quantized weight."
+            raise fail(_NAME, problem, fix="leave this algorithm out.")
         batches, means = list(batches), _Means(_bare(plan), self.weight, on_nonfinite)
         operands = dataclasses.replace(plan, weights=())  # weights are dequantized codes already
         quantized = lambda g: simulate(g, operands, affines)  # noqa: E731
@@ -415,10 +416,6 @@ class bias_correction:
         )
         params, left = into_biases(plan, call, codes, batches[0], shifts)
         return Chosen(params, report, {key: maps[key] for key in left}, few=few_rows.why)
-
-
-def _is_corrected(site: Site) -> bool:
-    return site.op != "gather" and any(x.role == "weight" for x in site.operands)
 
 
 def _left_as_is(few_rows: Few, sites: Sequence[Site], call: Call) -> set[str]:

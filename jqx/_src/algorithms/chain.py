@@ -38,23 +38,16 @@ class chain:
         for i, algorithm in enumerate(algorithms):
             is_one = callable(algorithm) or has(algorithm, "run") or _kind(algorithm) != 1
             if not is_one or isinstance(algorithm, (type, chain)):
-                raise fail(
-                    name,
-                    f"argument {i} is not an algorithm, such as jqx.algorithms.awq().",
-                    given=shown(algorithm),
-                    fix="call the class; pass the algorithms of an inner chain directly.",
-                    error=TypeError,
-                )
+                problem = f"argument {i} is not an algorithm, such as jqx.algorithms.awq()."
+                fix = "call the class; pass the algorithms of an inner chain directly."
+                raise fail(name, problem, given=shown(algorithm), fix=fix, error=TypeError)
         kinds = list(map(_kind, algorithms))
-        fits = kinds == sorted(kinds) and kinds.count(1) < 2
-        if not algorithms or not fits:
-            raise fail(
-                name,
-                "the algorithms are in the wrong order." if algorithms else "there is none.",
-                given=", ".join(type(x).__name__ for x in algorithms) or "no argument",
-                fix="pass those that change weights, then at most one that chooses codes, then "
-                "those that correct: chain(smooth_quant(), gptq(), bias_correction()).",
-            )
+        if not algorithms or kinds != sorted(kinds) or kinds.count(1) > 1:
+            problem = "the algorithms are in the wrong order." if algorithms else "there is none."
+            detail = ", ".join(type(x).__name__ for x in algorithms) or "no argument"
+            fix = "pass those that change weights, then at most one that chooses codes, then "
+            fix += "those that correct: chain(smooth_quant(), gptq(), bias_correction())."
+            raise fail(name, problem, given=detail, fix=fix)
         object.__setattr__(self, "algorithms", algorithms)
 
 

@@ -425,13 +425,11 @@ class Named:
             x for tree in self._trees(unstacked) for x in jax.tree.leaves(tree) if is_array(x)
         ]
         if len(leaves) != len(self._places):
-            raise fail(
-                "Quantized.basis",
-                "the parameters do not have the leaves of those that were quantized.",
-                given=f"{len(leaves)} arrays, and not {len(self._places)}",
-                fix="pass the same parameters as to ptq. For nnx, keep streams of random numbers "
-                "in the function: graph, streams, params = nnx.split(model, nnx.RngState, ...).",
-            )
+            problem = "the parameters do not have the leaves of those that were quantized: "
+            problem += f"{len(leaves)} arrays, and not {len(self._places)}."
+            fix = "pass the same parameters as to ptq. For nnx, keep streams of random numbers "
+            fix += "in the function: graph, streams, params = nnx.split(model, nnx.RngState, ...)."
+            raise fail("Quantized.basis", problem, fix=fix)
         return dict(zip(self._places, leaves, strict=True))
 
     def _trees(self, params: Any) -> list[Any]:

@@ -381,14 +381,11 @@ class Stack:
             and bool(np.all(is_first == is_first[0]))
             and bool(np.all(label_counts[ranks] == self.grids.sizes[ranks]))
         ):
-            raise fail(
-                "algorithms.gptq",
-                "scales of this granularity cannot be computed during the loop: that needs groups "
-                "of one size, with a separate scale for each row, in float or a power of two.",
-                given=f"{self.spec} of {rows} rows, {len(starts)} groups of "
-                f"{sorted({*sizes.tolist()})} columns",
-                fix="pass groups='static'.",
-            )
+            problem = "scales of this granularity cannot be computed during the loop: that needs "
+            problem += "groups of one size, a scale for each row, in float or a power of two."
+            groups = f"{len(starts)} groups of {sorted({*sizes.tolist()})} columns"
+            detail = f"{self.spec} of {rows} rows, {groups}"
+            raise fail("algorithms.gptq", problem, given=detail, fix="pass groups='static'.")
         by_row = per_block({0: size, 1: 1})
         spec = dataclasses.replace(self.spec, granularity=by_row, stacked=())
         rounded, affine = self._run(w, upper, carried, size, None, spec)

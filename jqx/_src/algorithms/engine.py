@@ -229,15 +229,14 @@ class Walk:
             atoms = stage.eqns[0].invars
             return frame.read([atoms[argnum], *atoms[2:]], steps)
 
-        def of_streams() -> list[Inputs]:
-            read = [[inputs(stage, frame) for frame in batch] for stage, batch in pairs]
-            return [list(stream_inputs) for stream_inputs in zip(*read, strict=True)]
-
-        streams, self.reached = of_streams(), [batch[0].batch for _, batch in pairs]
+        read = [[inputs(stage, frame) for frame in batch] for stage, batch in pairs]
+        streams = [list(stream_inputs) for stream_inputs in zip(*read, strict=True)]
+        del read  # the inputs of a batch are freed when its product is done
+        self.reached = [batch[0].batch for _, batch in pairs]
         for frame in pairs[0][1]:
             frame.stream.params.some(())
         self.solve(site, steps, streams)
-        del streams  # the inputs of a batch are freed when its product is done
+        del streams
         self._run(pairs, steps)
 
     def _inside(self, pairs: Pairs, steps: Steps, branch: int | None = None) -> None:
@@ -488,15 +487,13 @@ def calibrate_stages(
     scans = scans_around(plan, first_call.jaxpr)
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
     if beyond:
-        raise fail(
-            "ptq",
-            "the inputs of a site cannot be observed between stages, and its parameters are lazy.",
-            given=f"{[site.name for site in beyond[:4]]}, in a while loop or a shard_map, with a "
-            "static scale, or a weight that is used more than once",
-            fix="read the parameters, jax.tree.map(lambda x: x.read(), params), give these sites "
-            "dynamic scales, or add a rule that leaves such a weight in float.",
-            error=NotImplementedError,
-        )
+        problem = "the inputs of a site cannot be observed between stages, and its parameters are "
+        detail = f"{[site.name for site in beyond[:4]]}, in a while loop or a shard_map, with a "
+        detail += "static scale, or a weight that is used more than once"
+        fix = "read the parameters, jax.tree.map(lambda x: x.read(), params), give these sites "
+        fix += "dynamic scales, or add a rule that leaves such a weight in float."
+        error = NotImplementedError
+        raise fail("ptq", f"{problem}lazy.", given=detail, fix=fix, error=error)
     needed = any(x.part.argnum < 0 for x in entries.recorded.values())
     scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
     bar = progress_bar("calibrate", "site", total=len(entries.recorded)) if progress else None
@@ -571,10 +568,8 @@ class _Watch(Walk):
 
     def stats_of(self, entry: Entry) -> Any:
         """Returns the recorded statistics, with a leading axis for each scan over the weight."""
-        lengths, stats_of_step = (
-            tuple(loop.length for loop in entry.site.loops),
-            self._seen[entry.key],
-        )
+        lengths = tuple(loop.length for loop in entry.site.loops)
+        stats_of_step = self._seen[entry.key]
         all_stats = [
             stats_of_step[loop_steps] if loop_steps in stats_of_step else entry.empty()
             for loop_steps in np.ndindex(lengths)

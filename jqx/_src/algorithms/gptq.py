@@ -187,7 +187,7 @@ class gptq:
             factors=_FACTORS,
             sweeps=whole(),
         )
-        for clash, first_field, second_field in (
+        for clash, *fields in (
             (self.groups == "dynamic" and self.order == "activation", "groups", "order"),
             (self.propagation != "none" and not self.sequential, "propagation", "sequential"),
             (self.propagation == "none" and self.strength is not None, "strength", "propagation"),
@@ -195,13 +195,9 @@ class gptq:
             (bool(self.factors) and self.groups == "dynamic", "factors", "groups"),
         ):
             if clash:
-                fields = (first_field, second_field)
-                raise fail(
-                    name,
-                    f"`{first_field}` and `{second_field}` exclude each other.",
-                    given=" and ".join(f"{field}={getattr(self, field)!r}" for field in fields),
-                    fix="leave one of them out.",
-                )
+                problem = f"`{fields[0]}` and `{fields[1]}` exclude each other."
+                detail = " and ".join(f"{field}={getattr(self, str(field))!r}" for field in fields)
+                raise fail(name, problem, given=detail, fix="leave one of them out.")
 
     @property
     def observers(self) -> Mapping[str, Any]:
@@ -384,10 +380,8 @@ class gptq:
         if self.ill_conditioned == "round":
             return
         bad = int(np.sum(~np.isfinite(matrix.hessian)))
-        raise fail(
-            "algorithms.gptq",
-            f"the Hessian of {matrix.name} is not positive definite, however it is damped.",
-            given=f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of "
-            "their products are not finite",
-            fix="calibrate on batches without NaN and infinities, or pass ill_conditioned='round'.",
-        )
+        problem = f"the Hessian of {matrix.name} is not positive definite, however it is damped."
+        detail = f"{matrix.rows} inputs of {len(matrix.hessian)} channels; {bad} sums of "
+        detail += "their products are not finite"
+        fix = "calibrate on batches without NaN and infinities, or pass ill_conditioned='round'."
+        raise fail("algorithms.gptq", problem, given=detail, fix=fix)

@@ -35,11 +35,8 @@ def hadamard(n: int) -> Array:
     """
     matrix = _made(n)
     if matrix is None:
-        raise fail(
-            "algorithms.rotate",
-            f"no Hadamard matrix of size {n} is available.",
-            fix="rotate blocks of channels: block=64.",
-        )
+        problem = f"no Hadamard matrix of size {n} is available."
+        raise fail("algorithms.rotate", problem, fix="rotate blocks of channels: block=64.")
     return matrix
 
 
@@ -79,11 +76,9 @@ def _second_kind(n: int) -> Array | None:
         return None
     s = np.zeros((n // 2, n // 2), np.int8)
     s[0, 1:], s[1:, 0], s[1:, 1:] = 1, 1, q
-    positive, negative = (
-        np.array([[1, 1], [1, -1]], np.int8),
-        np.array([[1, -1], [-1, -1]], np.int8),
-    )
-    return np.kron(s, positive) + np.kron(np.eye(n // 2, dtype=np.int8), negative)
+    positive, negative = np.array([[1, 1], [1, -1]]), np.array([[1, -1], [-1, -1]])
+    result = np.kron(s, positive) + np.kron(np.eye(n // 2, dtype=np.int8), negative)
+    return result.astype(np.int8)
 
 
 def _residues(q: int) -> Array | None:

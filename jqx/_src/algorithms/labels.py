@@ -4,7 +4,7 @@ factor are joined; labels that cannot have a factor are fixed, with a reason.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -385,17 +385,16 @@ def _reduced(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> li
 def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
     """Running sums and maxima, and windows, over elements with one factor."""
     x, p = values[0], eqn.params
-    even = x.even([p["axis"]] if "axis" in p else _windowed(p))
+    if "axis" in p:
+        axes = [p["axis"]]
+    else:  # those along which the windows change anything
+        names = "window_dimensions", "window_strides", "base_dilation"
+        windows = enumerate(zip(*(p[name] for name in names), p["padding"], strict=True))
+        axes = [i for i, (*sizes, ends) in windows if any(n != 1 for n in sizes) or any(ends)]
+    even = x.even(axes)
     if even is None:
         return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
     return [Labelled(even.labels, eqn.outvars[0].aval.shape)]
-
-
-def _windowed(p: Mapping[str, Any]) -> list[int]:
-    """Returns the axes along which the windows of an equation change anything."""
-    names = "window_dimensions", "window_strides", "base_dilation"
-    windows = enumerate(zip(*(p[name] for name in names), p["padding"], strict=True))
-    return [i for i, (*sizes, ends) in windows if any(n != 1 for n in sizes) or any(ends)]
 
 
 def _viewed(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:

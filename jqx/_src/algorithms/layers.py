@@ -2,6 +2,7 @@
 are quantized already.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -87,8 +88,10 @@ class Sums:
         kind, arrays = dataclasses.replace(observed_site, path=""), jax.tree.leaves(streams)
         counts = any(is_counted(x) for stream in streams for batch in stream for x in batch)
         observed_site = observed_site if counts else kind  # one program for all equal sites
-        if self._last is not None and kind == self._last[1] and _same(self._last[0], arrays):
-            return self._last[2]
+        previous = self._last
+        if previous is not None and kind == previous[1] and len(previous[0]) == len(arrays):
+            if all(a() is b for a, b in zip(previous[0], arrays, strict=True)):
+                return previous[2]
         self._last = None
         # Batch by batch, so that only one is on the device.
         quantized, *floats = (
@@ -101,7 +104,11 @@ class Sums:
                 exact, *x, observed_site=observed_site, ignores=self.ignores, shape=self._shape
             )
             flags = np.asarray(flags)
-            self._look(flags, name, batch_index)
+            if flags[..., :2].any():
+                if not self.ignores:
+                    check_finite(self.function, {name: flags}, batch_index)
+                self.left_out[name] = self.left_out.get(name, 0) + flags
+                self.batches[batch_index] = None
             batch_rows = np.asarray(stats.rows, np.float64)
             batch_rows = np.broadcast_to(batch_rows, stats.products.shape[:-2])
             batch_rows = (
@@ -115,25 +122,9 @@ class Sums:
         self._last = list(map(weakref.ref, arrays)), kind, (total, drift, rows)
         return self._last[2]
 
-    def _look(self, flags: Array, name: str, batch: int) -> None:
-        """Raises if rows of a batch are not finite, or notes them if they are left out."""
-        if not flags[..., :2].any():
-            return
-        if not self.ignores:
-            check_finite(self.function, {name: flags}, batch)
-        self.left_out[name] = self.left_out.get(name, 0) + flags
-        self.batches[batch] = None
-
     def warn(self) -> None:
         """Warns of rows that were left out."""
         warn_left_out(self.function, self.left_out, sorted(self.batches))
-
-
-def _same(references: Sequence[Any], arrays: Sequence[Any]) -> bool:
-    """Whether arrays are the same objects as the known ones."""
-    return len(references) == len(arrays) and all(
-        a() is b for a, b in zip(references, arrays, strict=True)
-    )
 
 
 def _added(total: Array | None, part: jax.Array) -> Array:
@@ -200,45 +191,27 @@ class Checkpoint:
     """
 
     def __init__(self, function: str, path: Path, made_of: Mapping[str, str]):
-        self._function, self._folder, self._count = function, as_path(function, path), 0
+        self._function, self.folder, self._count = function, as_path(function, path), 0
+        name, stored = os.path.join(self.folder, NAME), None
         try:
-            os.makedirs(self._folder, exist_ok=True)
-            is_new = not os.listdir(self._folder)
+            os.makedirs(self.folder, exist_ok=True)
+            is_new = not os.listdir(self.folder)
         except OSError:
             is_new = False
         if is_new:
-            text = json.dumps(made_of, indent=1)
-            self._write(os.path.join(self._folder, NAME), text.encode())
-        stored = self._known()
+            self._write(name, json.dumps(made_of, indent=1).encode())
+        with contextlib.suppress(OSError, ValueError), open(name, "rb") as file:
+            stored = json.load(file)
+        if not isinstance(stored, dict):
+            problem = f"`checkpoint` is not a checkpoint folder: it has no readable {NAME}."
+            fix = "pass the folder of an interrupted run, or one that is empty or new."
+            raise fail(function, problem, given=repr(self.folder), fix=fix)
         differ = [name for name in made_of if stored.get(name) != made_of[name]]
         if differ:
-            raise fail(
-                self._function,
-                "the checkpoint belongs to another run.",
-                given=f"{self._folder!r}, made with other {', '.join(differ)}",
-                fix="pass another folder, or delete this one to start again.",
-            )
-
-    @property
-    def folder(self) -> str:
-        """The path of the folder."""
-        return self._folder
-
-    def _known(self) -> Mapping[str, Any]:
-        stored = None
-        try:
-            with open(os.path.join(self._folder, NAME), "rb") as file:
-                stored = json.load(file)
-        except (OSError, ValueError):
-            pass
-        if not isinstance(stored, dict):
-            raise fail(
-                self._function,
-                f"`checkpoint` is not a checkpoint folder: it has no readable {NAME}.",
-                given=repr(self._folder),
-                fix="pass the folder of an interrupted run, or one that is empty or new.",
-            )
-        return stored
+            problem = "the checkpoint belongs to another run."
+            detail = f"{self.folder!r}, made with other {', '.join(differ)}"
+            fix = "pass another folder, or delete this one to start again."
+            raise fail(function, problem, given=detail, fix=fix)
 
     def read(self, grids: Grids, element_ids: Array) -> list[MatrixReport] | None:
         """Writes the next matrices to a weight and returns their report, if the checkpoint has
@@ -256,12 +229,10 @@ class Checkpoint:
         else:
             contents = f"matrices of {arrays['places'].shape}"
         if not (arrays is not None and np.array_equal(arrays["places"], element_ids)):
-            raise fail(
-                self._function,
-                "a file of the checkpoint is not what this run wrote.",
-                given=f"{path!r}: {contents}, and not matrices of {element_ids.shape}",
-                fix="delete that file and those with higher numbers.",
-            )
+            problem = "a file of the checkpoint is not what this run wrote."
+            detail = f"{path!r}: {contents}, and not matrices of {element_ids.shape}"
+            fix = "delete that file and those with higher numbers."
+            raise fail(self._function, problem, given=detail, fix=fix)
         assert arrays is not None
         label = _labels(grids, element_ids)
         grids.codes[element_ids] = arrays["codes"].view(grids.codes.dtype)
@@ -269,7 +240,10 @@ class Checkpoint:
         if grids.zero_point is not None:
             grids.zero_point[label] = zero_point
         self._count += 1
-        return list(map(_entry, json.loads(str(arrays["report"]))))
+        entries: Any = json.loads(str(arrays["report"]))
+        for entry in entries:  # lists of JSON are tuples
+            entry |= {name: tuple(x) for name, x in entry.items() if isinstance(x, list)}
+        return [MatrixReport(**entry) for entry in entries]
 
     def write(self, grids: Grids, element_ids: Array, entries: Sequence[MatrixReport]) -> None:
         """Writes matrices that were just chosen."""
@@ -291,7 +265,7 @@ class Checkpoint:
             file.commit()
 
     def _path(self) -> str:
-        return os.path.join(self._folder, f"{self._count:06}.npz")
+        return os.path.join(self.folder, f"{self._count:06}.npz")
 
 
 class Solver(Protocol):
@@ -342,14 +316,6 @@ def chosen(
     if checkpoint is not None:
         checkpoint.write(grids, element_ids, entries)
     return entries
-
-
-def _entry(stored: Mapping[str, Any]) -> MatrixReport:
-    """Returns an entry of a report, with tuples restored from the lists of JSON."""
-    fields: dict[str, Any] = {
-        name: tuple(x) if isinstance(x, list) else x for name, x in stored.items()
-    }
-    return MatrixReport(**fields)
 
 
 def _labels(grids: Grids, element_ids: Array) -> Array:
@@ -437,18 +403,19 @@ def layer_by_layer(
     batch_list, f = list(batches), TracedOnce(f)
     ignores = check_mode(solver.function, on_nonfinite)
     traced = Traced.of(f, plan, params, batch_list, solver.weight, lazy=True, ignores=ignores)
-    plan, first_call, groups, elements = (
-        traced.plan,
-        traced.calls[0],
-        traced.groups,
-        traced.elements,
-    )
+    plan, first_call = traced.plan, traced.calls[0]
+    groups, elements = traced.groups, traced.elements
     stored, digests = None, None
     is_lazy = has_lazy(list(traced.originals.values()))
     if checkpoint is not None or is_lazy:
         digests = made_of(plan, solver, traced.calls)
     if checkpoint is not None:
-        _check_known(solver.function, traced)
+        for path, leaf_index in traced.leaf_indices.items():
+            leaf = traced.originals[leaf_index]
+            if isinstance(leaf, Lazy) and not leaf.source:
+                problem = f"the checkpoint cannot identify the leaf {path!r}, {shown(leaf)}."
+                fix = "give it a `source` that identifies its values, as archive.lazy does, or "
+                raise fail(solver.function, problem, fix=f"{fix}leave `checkpoint` out.")
         stored = Checkpoint(solver.function, checkpoint, digests or {})
     items = {item.address: item for item in contractions(first_call) if item.address}
     parts = {
@@ -470,14 +437,18 @@ def layer_by_layer(
         for site in plan.sites
         if site.address not in once and any(plan.weight_at(x.path) for x in site.operands)
     ]
+    shared_sums = (
+        bytes_of_sums(parts[site.address]["activation"])
+        * math.prod(loop.length for loop in site.loops)
+        for site in shared_sites
+        if is_known(site)
+    )
     memory = Memory(
         weights=bytes_of_weights(plan, first_call.leaves, first_call.paths, solver.spec_of)
         + sum(x.nbytes for x in elements.values()),
         statistics=max(
             *(bytes_of_sums(parts[address]["activation"], with_float) for address in once),
-            sum(
-                _bytes_of_all(site, parts[site.address]) for site in shared_sites if is_known(site)
-            ),
+            sum(shared_sums),
             0,
         ),
         activations=bytes_of_activations(scopes, 1 + with_float)
@@ -490,19 +461,9 @@ def layer_by_layer(
 
     shelf, current = _shelf(solver, traced, stored, digests if is_lazy else None)
     weights = _Weights(solver, traced, shelf, current, stored, bar)
-    for matrices, group in _shared(
-        solver,
-        f,
-        plan,
-        groups,
-        params,
-        batch_list,
-        shared_sites,
-        is_known,
-        is_lazy,
-        progress,
-        on_nonfinite,
-    ):
+    options = is_known, is_lazy, progress, on_nonfinite
+    shared = _shared(solver, f, plan, groups, params, batch_list, shared_sites, *options)
+    for matrices, group in shared:
         if matrices:
             weights.choose(lambda same=matrices: same, stacked(matrices), group)
         else:
@@ -545,23 +506,10 @@ def layer_by_layer(
         weights.leave(plan.site_at(address), elements)  # pyright: ignore
     inputs.warn()
     report = AlgorithmReport(tuple(weights.entries), memory)
-    weights.close()
+    if bar is not None:
+        bar.close()
     codes = shelf.quantized()
     return Chosen(plan.map_weights(lambda weight, _: codes[weight.path], params), report)
-
-
-def _check_known(function: str, traced: Traced) -> None:
-    """Raises if a checkpoint could not identify the parameters."""
-    for path, leaf_index in traced.leaf_indices.items():
-        leaf = traced.originals[leaf_index]
-        if isinstance(leaf, Lazy) and not leaf.source:
-            raise fail(
-                function,
-                "the checkpoint cannot identify these parameters.",
-                given=f"the leaf {path!r}, {shown(leaf)}, without a source",
-                fix="give it a `source` that identifies its values, as archive.lazy does, or leave "
-                "`checkpoint` out.",
-            )
 
 
 def _shelf(
@@ -586,13 +534,6 @@ def _shelf(
     for group in traced.groups:
         current.update({traced.leaf_indices[path]: shelf.current(path) for path in group.sizes})
     return shelf, Leaves(current)
-
-
-def _bytes_of_all(site: Site, parts: Mapping[str, Any]) -> int:
-    """Returns the bytes of the sums of a site, over all steps of its scans."""
-    if "activation" not in parts:
-        return 0
-    return bytes_of_sums(parts["activation"]) * math.prod(loop.length for loop in site.loops)
 
 
 class _Weights:
@@ -658,11 +599,6 @@ class _Weights:
                     self.entries.append(
                         left_rounded(*matrix, site.path, (rows, columns), UNREACHED)
                     )
-
-    def close(self) -> None:
-        """Closes the bar."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _shared(

@@ -122,13 +122,17 @@ class eora:
         paths = {re.escape(folds.site(x).path): observer for x in visits}
         options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
         stats = calibrate_batches(f, plan, params, batches, observers=paths, **options)
-        errors_of = _Lost(folds, params, dequantize_params(codes))
+        exact, real = folds.leaves(params), folds.leaves(dequantize_params(codes))
         parts: dict[str, list[tuple[Visit, Array, Array]]] = {}
         errors: dict[str, Array] = {}
         for visit in visits:
             key, name = folds.key(visit), folds.name(visit)
             gram = stats[f"{key}@{observer}"]
-            a, b, error = self._solved(errors_of.of(visit), np.asarray(gram.products)[visit.steps])
+            w, rounded = (
+                np.asarray(leaves[visit.leaf_index]).ravel()[visit.elements].astype(np.float64)
+                for leaves in (exact, real)
+            )
+            a, b, error = self._solved(w - rounded, np.asarray(gram.products)[visit.steps])
             rows = max(float(np.max(np.asarray(gram.rows))), 1.0)
             errors[name] = errors.get(name, np.zeros(2)) + error / rows
             parts.setdefault(folds.site(visit).output_key, []).append((visit, a, b))
@@ -179,29 +183,11 @@ def compensated(
     visits = [x for x in folds.visits if folds.weight(x) is not None]
     supported = [x for x in visits if x.site.op == "dot_general"]
     if not supported:
-        raise fail(
-            function,
-            "no site can have a compensation: none is a plain product with a quantized weight that "
-            "has no other use.",
-            given=", ".join(x.name for x in folds.sites[:4]) or "no site with a weight",
-            fix="leave this algorithm out.",
-        )
+        problem = "no site can have a compensation: none is a plain product with a quantized "
+        detail = ", ".join(x.name for x in folds.sites[:4]) or "no site with a weight"
+        fix = "leave this algorithm out."
+        raise fail(function, f"{problem}weight that has no other use.", given=detail, fix=fix)
     return folds, supported
-
-
-class _Lost:
-    """The quantization errors of weights."""
-
-    def __init__(self, folds: Folds, params: Any, real: Any):
-        self._exact, self._real = folds.leaves(params), folds.leaves(real)
-
-    def of(self, visit: Visit) -> Array:
-        """Returns the error of a site's weight in one step, float64 [*batch, rows, channels]."""
-        exact, real = (
-            np.asarray(leaves[visit.leaf_index]).ravel()[visit.elements].astype(np.float64)
-            for leaves in (self._exact, self._real)
-        )
-        return exact - real
 
 
 def basis_of(

@@ -387,16 +387,11 @@ def by_shape(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
 
 
 def _refusal(function: str, site: Site) -> Exception:
-    return fail(
-        function,
-        f"the inputs of {site.name!r} were not observed.",
-        given=f"the weight {site.path!r} in a {site.op}; only products of an activation and a "
-        "weight whose elements can be located are observed, and none inside a shard_map",
-        fix="pass the statistics of calibrate_batches(..., observers=algorithm.observers); "
-        "replace a shard_map by jit over sharded arrays while codes are chosen; or add a "
-        "rule that leaves that site in float.",
-        error=NotImplementedError,
-    )
+    problem = f"the inputs of {site.name!r}, a {site.op}, were not observed: only products of an "
+    problem += "activation and a weight whose elements can be located are, none in a shard_map."
+    fix = "pass the statistics of calibrate_batches(..., observers=algorithm.observers); replace a "
+    fix += "shard_map by jit over sharded arrays; or add a rule that leaves that site in float."
+    return fail(function, problem, fix=fix, error=NotImplementedError)
 
 
 def _check_apart(function: str, path: str, matrices: list[Matrix]) -> None:
@@ -404,13 +399,8 @@ def _check_apart(function: str, path: str, matrices: list[Matrix]) -> None:
     if not matrices:  # in a scan of no steps
         return
     elements = np.concatenate([matrix.element_ids.ravel() for matrix in matrices])
-    if np.bincount(elements).max() == 1:
-        return
-    raise fail(
-        function,
-        f"sites multiply by the weight {path!r} in different ways: they contract other axes of it, "
-        "and share elements.",
-        given=", ".join(matrix.name for matrix in matrices[:4]),
-        fix="add a rule that leaves it in float.",
-        error=NotImplementedError,
-    )
+    if np.bincount(elements).max() > 1:
+        names = ", ".join(matrix.name for matrix in matrices[:4])
+        problem = f"sites multiply by the weight {path!r} in different ways, over other axes: "
+        fix = "add a rule that leaves it in float."
+        raise fail(function, f"{problem}{names}.", fix=fix, error=NotImplementedError)

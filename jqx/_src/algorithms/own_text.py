@@ -133,15 +133,11 @@ def _forms(name: str, f: Logits, params: Any, rows: int, length: int) -> list[_F
     if not isinstance(tokens, str):
         mapped = _Form(f, tokens.shape[:-1] and (1,), True)
         return [_Form(f, (rows,), False), mapped] if tokens.shape == (rows, length) else [mapped]
-    raise fail(
-        name,
-        "the function does not map tokens to logits.",
-        given=tokens,
-        expected=f"float logits [{rows}, {length}, vocabulary], or [{length}, vocabulary]",
-        fix="pass lambda params, tokens: ..., which returns the logits alone, or a step "
-        "function with its cache; other functions need batches of their own inputs.",
-        error=TypeError,
-    )
+    problem = "the function does not map tokens to logits."
+    expected = f"float logits [{rows}, {length}, vocabulary], or [{length}, vocabulary]"
+    fix = "pass lambda params, tokens: ..., which returns the logits alone, or a step function "
+    fix += "with its cache; other functions need batches of their own inputs."
+    raise fail(name, problem, given=tokens, expected=expected, fix=fix, error=TypeError)
 
 
 def _derived(form: _Form, params: Any, rows: int, length: int) -> Decoding:
@@ -198,13 +194,10 @@ def _sample(
     a, b = logits[:, :-1], changed[:, :-1]
     if _near(a, b, params):
         return tokens[:, :checked], logits
-    raise fail(
-        name,
-        "the function is not causal: logits depend on later tokens.",
-        given=f"with another last token, earlier logits change by {np.abs(a - b).max():.3g}",
-        fix="pass batches of your own inputs, if this is not a model that writes text.",
-        error=NotCausal,
-    )
+    problem = "the function is not causal: logits depend on later tokens."
+    detail = f"with another last token, earlier logits change by {np.abs(a - b).max():.3g}"
+    fix = "pass batches of your own inputs, if this is not a model that writes text."
+    raise fail(name, problem, given=detail, fix=fix, error=NotCausal)
 
 
 def _check_same(steps: Decoding, params: Any, tokens: Any, logits: Any) -> None:
@@ -301,18 +294,13 @@ def own_text(
     check_concrete(_NAME, params, (cache,))
     for name, value, minimum in (("rows", rows, 1), ("length", length, 2)):
         if check_integer(_NAME, name, value) < minimum:
-            raise fail(
-                _NAME,
-                f"`{name}` is {value}, and not {minimum} or more.",
-                fix="16 rows of 512 tokens are enough for models of a hundred million weights.",
-            )
+            problem = f"`{name}` is {value}, and not {minimum} or more."
+            fix = "16 rows of 512 tokens are enough for models of a hundred million weights."
+            raise fail(_NAME, problem, fix=fix)
     if not (isinstance(temperature, (int, float)) and 0 < temperature < np.inf):
-        raise fail(
-            _NAME,
-            "`temperature` is not a positive number.",
-            given=f"temperature == {shown(temperature)}",
-            fix="leave it out for 1.0, the distribution of the model.",
-        )
+        problem = f"`temperature` is not a positive number: temperature == {shown(temperature)}."
+        fix = "leave it out for 1.0, the distribution of the model."
+        raise fail(_NAME, problem, fix=fix)
     arrays, filled = arrays_of(params)
     f = lambda arrays, *args: step(filled(arrays), *args)  # noqa: E731
     if cache is None:
@@ -373,12 +361,9 @@ def written(
                 # Callbacks of many steps at once may use up all threads.
                 current.block_until_ready()
             if not bool(text[1]):
-                raise fail(
-                    _NAME,
-                    f"logits hold a NaN, at one of the positions {begin} to {end - 1}.",
-                    fix="look for what is not finite in the model, or pass a shorter length=, if "
-                    "the model has fewer positions.",
-                )
+                problem = f"logits hold a NaN, at one of the positions {begin} to {end - 1}."
+                fix = "look for what is not finite in the model, or pass a shorter length=, if the "
+                raise fail(_NAME, problem, fix=f"{fix}model has fewer positions.")
             advance(rows * (end - begin))
             if saved is not None and (end % (_SAVED * _CHUNK) == 0 or end == length - 1):
                 saved.write(end, (text[0], state_cache, text[1]))
@@ -426,14 +411,14 @@ def _vocabulary(decoding: Decoding, arrays: Any, rows: int) -> tuple[int, Any]:
     shape = getattr(result[0], "shape", None) if is_pair else None
     is_same = is_pair and jax.tree.map(_kind, result[1]) == jax.tree.map(_kind, first_cache)
     if not (shape is not None and len(shape) == 2 and shape[0] == rows and is_same):
-        raise fail(
-            _NAME,
-            "`step` does not return logits, and the cache as it was given.",
-            given=f"{jax.tree.map(_kind, result)}, for a cache {jax.tree.map(_kind, first_cache)}",
-            expected=f"(logits [{rows}, vocabulary], cache)",
-            fix="let it take the tokens [rows] of one position, and return the logits of the next.",
-            error=TypeError,
+        problem = "`step` does not return logits, and the cache as it was given."
+        kinds, cache_kinds = (jax.tree.map(_kind, x) for x in (result, first_cache))
+        detail, expected = (
+            f"{kinds}, for a cache {cache_kinds}",
+            f"(logits [{rows}, vocabulary], cache)",
         )
+        fix = "let it take the tokens [rows] of one position, and return the logits of the next."
+        raise fail(_NAME, problem, given=detail, expected=expected, fix=fix, error=TypeError)
     return int(shape[1]), jaxpr
 
 
@@ -445,10 +430,7 @@ def _tokens(name: str, tokens: Any, size: int) -> np.ndarray:
     """Returns tokens as integers, after checking that the vocabulary has them."""
     numbers = np.asarray(tokens, np.int64 if np.size(tokens) == 0 else None)
     if not (np.issubdtype(numbers.dtype, np.integer) and np.all((numbers >= 0) & (numbers < size))):
-        raise fail(
-            _NAME,
-            f"`{name}` is not a token.",
-            given=f"{name} == {shown(tokens)}",
-            fix=f"pass numbers of tokens, integers from 0 to {size - 1}, not their text.",
-        )
+        problem = f"`{name}` is not a token: {shown(tokens)}."
+        fix = f"pass numbers of tokens, integers from 0 to {size - 1}, not their text."
+        raise fail(_NAME, problem, fix=fix)
     return numbers

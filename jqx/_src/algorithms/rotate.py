@@ -1,7 +1,6 @@
 """Rotations: mix channels by an orthogonal matrix, which removes outliers."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -289,19 +288,23 @@ class RotatedParams:
         def turned(leaf_index: int, elements: Array, labels: Array, axis: int) -> None:
             for index in np.ndindex(labels.shape[:-1]):
                 sizes = offline.sizes(labels[index])
+
+                def part(w: Array, sizes: Array = sizes) -> Array:
+                    w = np.array(w)
+                    for size in set(np.unique(sizes).tolist()) - {0}:
+                        channels = np.flatnonzero(sizes == size)
+                        w[..., channels] = matrix(size).times(w[..., channels])
+                    return w
+
                 if sizes.any():
-                    part = functools.partial(_rotate_part, sizes=sizes, matrix=matrix)
                     self._change(leaf_index, elements[index], axis, part, len(sizes))
 
         for read in offline.folded:
             if read.gains is not None:
-                gain_factors = np.where(
-                    offline.sizes(read.inputs) > 0, self.gains(offline, read.gains), 1
-                )
-                taps = read.elements.shape[-1] // gain_factors.shape[-1]
-                self._flat(read.leaf_index)[read.elements] *= np.repeat(gain_factors, taps, -1)[
-                    ..., None, :
-                ]
+                is_rotated = offline.sizes(read.inputs) > 0
+                factors = np.where(is_rotated, self.gains(offline, read.gains), 1)
+                factors = np.repeat(factors, read.elements.shape[-1] // factors.shape[-1], -1)
+                self._flat(read.leaf_index)[read.elements] *= factors[..., None, :]
         for read in offline.folded:
             if read.leaf_index not in offline.tied:
                 turned(read.leaf_index, read.elements, read.inputs, -1)
@@ -350,15 +353,6 @@ class RotatedParams:
             leaf = leaves[leaf_index]
             leaves[leaf_index] = jnp.asarray(x.reshape(np.shape(leaf)), leaf.dtype)
         return self._named.with_leaves(self._params, leaves)
-
-
-def _rotate_part(w: Array, sizes: Array, matrix: Callable[[int], Orthogonal]) -> Array:
-    """Returns vectors whose blocks of channels are rotated, by block size."""
-    w = np.array(w)
-    for size in set(np.unique(sizes).tolist()) - {0}:
-        channels = np.flatnonzero(sizes == size)
-        w[..., channels] = matrix(size).times(w[..., channels])
-    return w
 
 
 def maps_of(
@@ -530,12 +524,10 @@ class rotate:
         if self.block is None:
             return
         block = check_integer(_NAME, "block", self.block)
-        if not (block > 1 and factors_of(block)):
-            raise fail(
-                _NAME,
-                f"there is no Hadamard matrix of size `block`, {block}.",
-                fix="leave it out for the largest possible size, or pass 2 or a multiple of 4.",
-            )
+        if block < 2 or not factors_of(block):
+            problem = f"there is no Hadamard matrix of size `block`, {block}."
+            fix = "leave it out for the largest possible size, or pass 2 or a multiple of 4."
+            raise fail(_NAME, problem, fix=fix)
 
     def rewrite(
         self,
@@ -619,14 +611,11 @@ class rotate:
         matrix.
         """
         block = largest_block(count) if self.block is None else self.block
-        if count % block != 0:
-            raise fail(
-                _NAME,
-                "`block` does not divide the channels of a site.",
-                given=f"block == {block}, and {count} channels at {name!r}",
-                fix="leave `block` out, pass a divisor, or leave that site in float.",
-                error=Inapplicable,
-            )
+        if count % block:
+            problem = "`block` does not divide the channels of a site."
+            detail = f"block == {block}, and {count} channels at {name!r}"
+            fix = "leave `block` out, pass a divisor, or leave that site in float."
+            raise fail(_NAME, problem, given=detail, fix=fix, error=Inapplicable)
         return Orthogonal.hadamard(count, factors_of(block), self.seed) if block > 1 else None
 
 
@@ -641,13 +630,10 @@ def _shape(read: Read) -> tuple[int, ...]:
 
 def _check_some(report: list[Rotation]) -> None:
     if not any(x.factors for x in report):
-        raise fail(
-            _NAME,
-            "no site can be rotated: none has a weight of its own, and an even number of channels.",
-            given="; ".join(f"{x.site}: {x.why}" for x in report[:4]) or "no site with a weight",
-            fix="leave this algorithm out.",
-            error=Inapplicable,
-        )
+        problem = "no site can be rotated: none has a weight of its own, and an even number of "
+        detail = "; ".join(f"{x.site}: {x.why}" for x in report[:4]) or "no site with a weight"
+        fix = "leave this algorithm out."
+        raise fail(_NAME, f"{problem}channels.", given=detail, fix=fix, error=Inapplicable)
 
 
 def _rotated_products(
@@ -667,15 +653,13 @@ def _rotated_products(
     if not products or len(products) < len(matched):
         others = [site.name for site in matched if not _is_product(site)]
         names = [site.name for site in plan.sites if _is_product(site)]
-        raise fail(
-            _NAME,
-            "`products` also matches other sites."
-            if products
-            else "`products` matches no product of two activations.",
-            given=f"products == {pattern!r}, which matches {some(others)}",
-            expected=f"names of such sites of the plan: {some(map(repr, names))}",
-            fix="add a rule for them to the policy, without weight=, or match other names.",
-        )
+        problem = "`products` matches no product of two activations."
+        if products:
+            problem = "`products` also matches other sites."
+        detail = f"products == {pattern!r}, which matches {some(others)}"
+        expected = f"names of such sites of the plan: {some(map(repr, names))}"
+        fix = "add a rule for them to the policy, without weight=, or match other names."
+        raise fail(_NAME, problem, given=detail, expected=expected, fix=fix)
     items = {item.address: item for item in contractions(traced.call)}
     rotations = {}
     for site in products:

@@ -91,14 +91,10 @@ class Pairs(Printed):
 
     def refuse(self, function: str) -> NoReturn:
         """Raises an error that says why there is nothing to scale."""
-        raise fail(
-            function,
-            "no weight of the plan has channels that can be scaled.",
-            given="; ".join(f"{name}: {reason}" for name, reason in [*self.reasons.items()][:4]),
-            fix="leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) "
-            "lists all sites.",
-            error=Inapplicable,
-        )
+        problem = "no weight of the plan has channels that can be scaled."
+        detail = "; ".join(f"{name}: {reason}" for name, reason in [*self.reasons.items()][:4])
+        fix = "leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) lists all "
+        raise fail(function, problem, given=detail, fix=f"{fix}sites.", error=Inapplicable)
 
 
 @called("algorithms.find_pairs", "call it in two steps: find_pairs(f, plan)(params, x).")

@@ -177,7 +177,8 @@ class Programs:
             return results
 
         jaxpr, consts = compat.trace(run, *flat)
-        numbers = [_number(x) for eqn in jaxpr.eqns for x in _places(eqn)]
+        literals = [x for eqn in jaxpr.eqns for x in _places(eqn)]
+        numbers = [int(x.val) if x.aval.weak_type else np.int32(x.val) for x in literals]
         lifted, constants = jaxpr, [*consts]
         if numbers:
             evaluate = partial(_evaluated, jaxpr, consts, numbers=len(numbers))
@@ -192,16 +193,12 @@ def _places(eqn: compat.Eqn) -> list[Any]:
     """Returns the integer literals of an equation that may say where it reads or writes."""
     if eqn.primitive.name not in _PLACED and not compat.is_jit(eqn):
         return []
-    return [x for x in eqn.invars if compat.is_literal(x) and _is_place(x.aval)]
-
-
-def _is_place(kind: Any) -> bool:
-    """Whether a literal is a number to which JAX gives the same type if Python passes it."""
-    return kind.shape == () and kind.dtype == np.int32
-
-
-def _number(literal: Any) -> Any:
-    return int(literal.val) if literal.aval.weak_type else np.int32(literal.val)
+    # JAX gives a scalar int32 the same type if Python passes it.
+    return [
+        x
+        for x in eqn.invars
+        if compat.is_literal(x) and (x.aval.shape, x.aval.dtype) == ((), np.int32)
+    ]
 
 
 def _program(

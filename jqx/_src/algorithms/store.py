@@ -1,17 +1,17 @@
 """Where values of batches are kept between stages: on the devices, on the host, or in files."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import os
+import pathlib
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,18 +61,13 @@ class OnDisk:
     def __init__(self, path: str, values: np.ndarray, sharding: Any):
         self._path, self._kind, self.sharding = path, (values.dtype, values.shape), sharding
         np.ascontiguousarray(values).tofile(path)
-        weakref.finalize(self, _remove, path)
+        weakref.finalize(self, pathlib.Path(path).unlink, missing_ok=True)
 
     @property
     def values(self) -> np.ndarray:
         """Its values, read from the file at each access."""
         dtype, shape = self._kind
         return np.fromfile(self._path, np.uint8).view(dtype).reshape(shape)
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.remove(path)
 
 
 class Offload:
@@ -123,24 +118,6 @@ def temporary_folder(owner: Any) -> str:
 
 
 Array = np.ndarray
-
-
-class Shelf(Protocol):
-    """Grids of groups of weights, rounded to nearest unless other codes are chosen."""
-
-    def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
-        """Returns the grids of a group. `leaves` are its weights as arrays, by path, in float for
-        weights without chosen codes.
-        """
-        ...
-
-    def put(self, group: Group, grids: Grids, where: Array) -> None:
-        """Stores grids; the codes of elements `where` are chosen now."""
-        ...
-
-    def quantized(self) -> dict[str, Any]:
-        """Returns each weight with its codes, by path."""
-        ...
 
 
 class InMemory:
@@ -277,6 +254,10 @@ class InFiles:
             arrays["zero_point"] = zero_point.view(kind.zero_point.dtype)
         is_chosen = np.unpackbits(stored["chosen"], count=size).astype(bool)
         return dataclasses.replace(kind, parts=tuple(parts), **arrays), is_chosen
+
+
+Shelf = InMemory | InFiles
+"""Grids of groups of weights, rounded to nearest unless other codes are chosen."""
 
 
 def _without(grids: Grids) -> Grids:

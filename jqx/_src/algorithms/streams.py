@@ -239,20 +239,10 @@ def read_of_table(
     inputs, order, gains = channels_at(constraints, x, observed_site, item.path)
     numbers = np.broadcast_to(leaf.elements, leaf.shape)
     numbers = numbers.transpose(*weight_axes.kept, *weight_axes.contracted)
-    return Read(
-        site,
-        steps,
-        leaf.leaf_index,
-        Elements.of(numbers.reshape(-1, inputs.shape[-1])),
-        inputs,
-        order,
-        np.empty(0, np.int32),
-        gains,
-        x,
-        observed_site,
-        is_site=False,
-        reason=x.reason,
-    )
+    element_ids = Elements.of(numbers.reshape(-1, inputs.shape[-1]))
+    where, empty = (site, steps, leaf.leaf_index, element_ids), np.empty(0, np.int32)
+    options: dict[str, Any] = {"is_site": False, "reason": x.reason}
+    return Read(*where, inputs, order, empty, gains, x, observed_site, **options)
 
 
 _FLAT = {*VIEWED, "convert_element_type", "copy", "stop_gradient"}
@@ -395,11 +385,8 @@ class Streams(Walk):
             return results
         values = [self.rotatable(x, with_line(eqn)) for x in inputs]
         if all(x.is_plain for x in values):
-            shapes = [v.aval.shape for v in eqn.outvars]
-            varies, reason = (
-                varies_of(eqn, values),
-                next((x.reason for x in values if x.reason), ""),
-            )
+            shapes, varies = [v.aval.shape for v in eqn.outvars], varies_of(eqn, values)
+            reason = next((x.reason for x in values if x.reason), "")
             return [Rotatable.plain(*x, reason) for x in zip(shapes, varies, strict=True)]
         rule = RULES.get(name)
         if rule is None:
@@ -516,43 +503,19 @@ class Streams(Walk):
         inputs, order, gains = channels_at(self.constraints, x, observed_site, site.name)
         weight_ids = self._elements.get(weight_operand.key) if isinstance(leaf, Parameter) else None
         where = leaf.leaf_index if isinstance(leaf, Parameter) else -1
-        if address not in self._once or weight_ids is None:
-            none = np.empty(0, np.int32)
-            read = Read(
-                site,
-                steps,
-                where,
-                None,
-                inputs,
-                order,
-                none,
-                gains,
-                x,
-                observed_site,
-                reason=x.reason,
-            )
-            self.reads.append(read)
+        weight_steps, outputs = (), np.empty(0, np.int32)
+        if address not in self._once:
+            weight_ids = None
+        if weight_ids is not None:
+            batch, rows = weight_ids.shape[len(steps) : -2], weight_ids.shape[-2]
+            inputs = np.broadcast_to(inputs, (*batch, inputs.shape[-1]))
+            gains = None if gains is None else np.broadcast_to(gains, inputs.shape)
+            weight_steps, outputs = steps, self.constraints.new(*batch, rows)
+            self._use(where, weight_ids[steps])
+        fields = site, steps, where, weight_ids, inputs, order, outputs, gains, x, observed_site
+        self.reads.append(Read(*fields, weight_steps, reason=x.reason))
+        if weight_ids is None:
             return Rotatable.plain(shape)
-        batch, rows = weight_ids.shape[len(steps) : -2], weight_ids.shape[-2]
-        inputs = np.broadcast_to(inputs, (*batch, inputs.shape[-1]))
-        gains = None if gains is None else np.broadcast_to(gains, inputs.shape)
-        outputs = self.constraints.new(*batch, rows)
-        self._use(where, weight_ids[steps])
-        options = {"weight_steps": steps, "reason": x.reason}
-        read = Read(
-            site,
-            steps,
-            where,
-            weight_ids,
-            inputs,
-            order,
-            outputs,
-            gains,
-            x,
-            observed_site,
-            **options,
-        )
-        self.reads.append(read)
         if site.op == "ragged_dot":  # a row may go to any of the matrices
             for row_labels in outputs[1:]:
                 self.constraints.join(outputs[0], row_labels, with_line(eqn))

@@ -268,11 +268,16 @@ def compare(path: str, a: Archive, b: Archive) -> Difference:
     if jax.tree.structure(left) != jax.tree.structure(right):
         changes.append("scheme")
     x, y = a.read(path), b.read(path)
-    if changes or not all(map(_same_array, jax.tree.leaves(x), jax.tree.leaves(y))):
-        errors = _errors(_real(x), _real(y))
-        changed = [] if changes and not errors[0] else ["values"]
-        return Difference(path, *kinds, (*changes, *changed), *errors)
-    return Difference(path, *kinds, ())
+    same = not changes and all(
+        (v.dtype, v.shape) == (w.dtype, w.shape)
+        and np.asarray(v).tobytes() == np.asarray(w).tobytes()
+        for v, w in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=False)
+    )
+    if same:
+        return Difference(path, *kinds, ())
+    errors = _errors(_real(x), _real(y))
+    changed = [] if changes and not errors[0] else ["values"]
+    return Difference(path, *kinds, (*changes, *changed), *errors)
 
 
 def _kind(leaf: Any) -> str:
@@ -281,12 +286,6 @@ def _kind(leaf: Any) -> str:
         layout = f" {leaf.layout}" if leaf.layout is not None else ""
         kind = f"{scheme_of(leaf)}{layout}, {kind}"
     return f"{kind}{list(leaf.shape)}"
-
-
-def _same_array(x: Any, y: Any) -> bool:
-    if (x.dtype, x.shape) != (y.dtype, y.shape):
-        return False
-    return np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def _real(x: Any) -> np.ndarray:
@@ -340,51 +339,34 @@ def add_plot(commands: Any) -> None:
 
 def _run_plot(args: argparse.Namespace) -> int:
     """Runs the sub-command and returns the exit code."""
-    plots = _plots()
+    if importlib.util.find_spec("matplotlib") is None:  # jqx itself does not need it
+        raise fail("plot", "matplotlib is not installed.", fix='pip install "jqx[examples]".')
+    plots = importlib.import_module("jqx.diagnostics.plots")
+    try:
+        pattern = re.compile(args.tensor)
+    except (re.error, OverflowError) as error:
+        problem = f"`--tensor` {args.tensor!r} is not a valid regular expression: {error}."
+        raise fail("plot", problem, fix="escape special characters with a backslash.") from None
     with Archive(args.file) as archive:
-        choices_by_path = {
-            path: choice
-            for path, choice in choose(archive, args).items()
-            if _matches(args.tensor, path) and _is_drawn(archive.spec(path))
-        }
-        if not choices_by_path:
+        choices = {}
+        for path, choice in choose(archive, args).items():
+            leaf: Any = archive.spec(path)
+            if pattern.fullmatch(path) and leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating):
+                choices[path] = choice
+        if not choices:
             problem = f"there is nothing to draw: --tensor {args.tensor!r} matches no whole name."
             raise fail("plot", problem, fix="leave --tensor out.")
-        figure, drawn = _KINDS[args.kind](plots, archive, choices_by_path)
-        _save(figure, args.out)
+        figure, drawn = _KINDS[args.kind](plots, archive, choices)
+        picture, extension = io.BytesIO(), os.path.splitext(args.out)[1][1:]
+        with Replacement("plot", args.out) as file:
+            figure.savefig(picture, dpi=150, format=extension or "png")
+            file.write(0, picture.getbuffer())
+            file.commit()
     if args.json:
         print_json({"written": args.out, "kind": args.kind, "tensors": drawn})
     else:
         print(f"{args.out}: {args.kind} of {len(drawn)} tensors")
     return 0
-
-
-def _save(figure: Any, path: str) -> None:
-    """Writes a picture in the format of its file extension, PNG by default."""
-    picture = io.BytesIO()
-    with Replacement("plot", path) as file:
-        figure.savefig(picture, dpi=150, format=os.path.splitext(path)[1][1:] or "png")
-        file.write(0, picture.getbuffer())
-        file.commit()
-
-
-def _plots() -> Any:
-    """Returns the module that draws. It needs matplotlib, which jqx itself does not."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise fail("plot", "matplotlib is not installed.", fix='pip install "jqx[examples]".')
-    return importlib.import_module("jqx.diagnostics.plots")
-
-
-def _matches(pattern: str, path: str) -> bool:
-    try:
-        return re.fullmatch(pattern, path) is not None
-    except (re.error, OverflowError) as error:
-        problem = f"`--tensor` {pattern!r} is not a valid regular expression: {error}."
-        raise fail("plot", problem, fix="escape special characters with a backslash.") from None
-
-
-def _is_drawn(leaf: Any) -> bool:
-    return leaf.size > 0 and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 class _Reals(Mapping[str, Any]):
@@ -402,10 +384,6 @@ class _Reals(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._paths)
-
-
-def _ranges(plots: Any, archive: Archive, choices: Mapping[str, Choice]) -> tuple[Any, list[str]]:
-    return plots.ranges(_Reals(archive, choices)), list(choices)
 
 
 def _sqnr(plots: Any, archive: Archive, choices: Mapping[str, Choice]) -> tuple[Any, list[str]]:
@@ -440,7 +418,7 @@ def _histogram(
 
 
 _KINDS: dict[str, Callable[..., tuple[Any, list[str]]]] = {
-    "ranges": _ranges,
+    "ranges": lambda plots, archive, x: (plots.ranges(_Reals(archive, x)), list(x)),
     "sqnr": _sqnr,
     "histogram": _histogram,
 }

@@ -128,14 +128,8 @@ def _show_quantized(
         )
         for t in tensors
     ]
-    print(
-        Table(
-            ("path", "tensor", "scheme", "decided by", "bytes", "quantized"),
-            tuple(rows),
-            footer,
-            texts=4,
-        )
-    )
+    head = ("path", "tensor", "scheme", "decided by", "bytes", "quantized")
+    print(Table(head, tuple(rows), footer, texts=4))
 
 
 # `python -m jqx convert`: converts a checkpoint to another format, tensor by tensor.
@@ -401,7 +395,11 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
         problem = f"`--layout` {args.layout} has no use without a policy or rules."
         raise fail("quantize", problem, fix="pass --policy or --rule too, or leave it out.")
     policy = None if args.policy is None else getattr(presets, args.policy)().rules[0].weight
-    tables = _tables(args)
+    if args.tables is not None and args.policy is None:
+        problem = f"`--tables` {args.tables} has no use without a policy."
+        fix = "pass --policy, or --rule 'regex=scheme' for the tables."
+        raise fail("quantize", problem, fix=fix)
+    tables = parse_scheme(args.tables or "float")
     choices: dict[str, Choice] = {}
     used: set[FileRule | None] = set()
     for path in archive.paths:
@@ -409,11 +407,17 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
         rule_of_path = next((rule for rule in rules if rule.pattern.fullmatch(path)), None)
         if isinstance(leaf, QTensor):
             covered = policy is not None and _is_weight(path, leaf)
-            _check_left(path, rule_of_path, args.policy if covered else None)
+            detail = f"--policy {args.policy}" if covered else ""
+            if rule_of_path is not None:
+                quantizes = rule_of_path.scheme.spec is not None
+                detail = f"the rule {rule_of_path.text!r}" if quantizes else ""
+            if detail:
+                problem = f"the tensor {path!r} is quantized already: {detail}."
+                fix = "start from the float file, or keep it with an earlier rule: --rule "
+                raise fail("quantize", problem, fix=f"{fix}'.*mlp.*=float'.")
             used.add(rule_of_path)
-            choices[path] = Choice(
-                None, "quantized already" if rule_of_path is None else rule_of_path.text
-            )
+            reason = "quantized already" if rule_of_path is None else rule_of_path.text
+            choices[path] = Choice(None, reason)
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             choices[path] = Choice(None, "no floats")
         elif rule_of_path is not None:
@@ -426,17 +430,12 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
             choices[path] = _chosen(path, leaf, scheme, reason, args.layout)
         else:
             choices[path] = Choice(None, "no rule")
-    _check_used(rules, used)
+    for rule in rules:
+        if rule not in used:
+            problem = f"the rule {rule.text!r} matches no name that no earlier rule matches."
+            fix = "see the names with: python -m jqx quantize IN OUT --policy w8a16 --dry-run."
+            raise fail("quantize", problem, fix=fix)
     return choices
-
-
-def _tables(args: argparse.Namespace) -> Scheme:
-    """Returns the scheme of lookup tables."""
-    if args.tables is not None and args.policy is None:
-        problem = f"`--tables` {args.tables} has no use without a policy."
-        fix = "pass --policy, or --rule 'regex=scheme' for the tables."
-        raise fail("quantize", problem, fix=fix)
-    return parse_scheme(args.tables or "float")
 
 
 def quantize_leaf(x: Any, spec: QSpec) -> QTensor:
@@ -454,10 +453,7 @@ def quantize_finite(x: Any, path: str, spec: QSpec) -> QTensor:
         return q
     scale = np.asarray(q.real_scale())
     kind = jnp.finfo(getattr(spec.calibrator, "dtype", scale.dtype))  # `Rounded` clamps to its own
-    scale, smallest = (
-        np.abs(scale.astype(np.float64)),
-        float(kind.smallest_subnormal),
-    )  # may be signed
+    scale, smallest = np.abs(scale.astype(np.float64)), float(kind.smallest_subnormal)
     wrong = {
         "numbers that are NaN or infinite": not np.isfinite(np.asarray(x)).all(),
         f"scales beyond {float(kind.max):.3g}": not (scale < float(kind.max)).all(),
@@ -480,17 +476,6 @@ def made(read: Callable[[str], Any], path: str, choice: Choice) -> Any:
 @cache
 def _is_weight(path: str, leaf: Any) -> bool:
     return leaf.ndim >= 2 and path.endswith(_SUFFIXES)
-
-
-def _check_left(path: str, rule: FileRule | None, policy: str | None) -> None:
-    """Checks that a tensor that is quantized already is left unchanged."""
-    if rule is None and policy is None:
-        return
-    detail = f"--policy {policy}" if rule is None else f"the rule {rule.text!r}"
-    if not (rule is not None and rule.scheme.spec is None):
-        problem = f"the tensor {path!r} is quantized already: {detail}."
-        fix = "start from the float file, or keep it with an earlier rule: --rule '.*mlp.*=float'."
-        raise fail("quantize", problem, fix=fix)
 
 
 def _chosen(path: str, leaf: Any, scheme: Scheme, reason: str, layout: str | None) -> Choice:
@@ -521,14 +506,6 @@ def _kept_axes(
     flax = layout == "flax" or (layout is None and path.endswith("kernel"))
     is_table = path.endswith(("embedding", "embeddings"))
     return (rank - 1,) if flax and not is_table else (0,)
-
-
-def _check_used(rules: list[FileRule], used: set[FileRule | None]) -> None:
-    for rule in rules:
-        if rule not in used:
-            problem = f"the rule {rule.text!r} matches no name that no earlier rule matches."
-            fix = "see the names with: python -m jqx quantize IN OUT --policy w8a16 --dry-run."
-            raise fail("quantize", problem, fix=fix)
 
 
 # Parses rules of the command line, `regex=scheme`; see `jqx/_src/tensor/spec.py`.

@@ -163,9 +163,19 @@ class Rows:
         axis, count = self._axis, len(self.names)
         note = ""
         if self.each:
-            positions, texts = list(range(count)), self._dittos()
+            positions, texts = list(range(count)), list(self.names)
+            for group in self.groups:  # only the first name of a group in full
+                for i in range(group.start + 1, group.stop):
+                    texts[i] = within(self.names[i], group.name)
         elif len(self.groups) <= 0.6 * count:
-            groups = self._fitting()
+            groups: list[Group] = []  # whose names do not overlap, large groups first
+            for group in sorted(self.groups, key=lambda group: group.start - group.stop):
+                middle = group.start + group.stop
+                if all(
+                    abs(middle - x.start - x.stop) / 2 * self.points > self.size for x in groups
+                ):
+                    groups.append(group)
+            groups.sort(key=lambda group: group.start)
             positions = [(group.start + group.stop - 1) / 2 for group in groups]
             texts = [group.name if _several(group) else self.names[group.start] for group in groups]
             note = f"{count} rows in groups"
@@ -185,23 +195,6 @@ class Rows:
             axis.axhspan(
                 group.start - 0.5, group.stop - 0.5, color="#8a8a8a", alpha=0.13, lw=0, zorder=-1
             )
-
-    def _dittos(self) -> list[str]:
-        """Returns the name of each row; in a group, only the first one in full."""
-        texts = list(self.names)
-        for group in self.groups:
-            for i in range(group.start + 1, group.stop):
-                texts[i] = within(self.names[i], group.name)
-        return texts
-
-    def _fitting(self) -> list[Group]:
-        """Returns groups whose names do not overlap, large groups first."""
-        fitting: list[Group] = []
-        for group in sorted(self.groups, key=lambda group: group.start - group.stop):
-            middle = group.start + group.stop
-            if all(abs(middle - x.start - x.stop) / 2 * self.points > self.size for x in fitting):
-                fitting.append(group)
-        return sorted(fitting, key=lambda group: group.start)
 
 
 def _several(group: Group) -> bool:

@@ -209,23 +209,14 @@ def compare(
     check_function("compare", f)
     if is_quantized_function(plan):
         if affines is not None or weights is not None:
-            raise fail(
-                "compare",
-                "a quantized function has `affines` and `weights` already.",
-                fix="write jqx.compare(f, quantized).",
-            )
+            problem = "a quantized function has `affines` and `weights` already."
+            raise fail("compare", problem, fix="write jqx.compare(f, quantized).")
         return _of_quantized(f, cast(QuantizedFunction, plan))
-    return _of_plan(f, cast("Plan | Policy", plan), affines, weights)
-
-
-def _of_plan(
-    f: Callable[..., Any], plan: Plan | Policy, affines: GivenAffines, weights: Any
-) -> Callable[..., Comparison]:
-    """Returns `compare` for a plan, or a policy."""
-    params = params_of("compare", plan)
+    planned = cast("Plan | Policy", plan)
+    params = params_of("compare", planned)
 
     def compared(*args: Any, **kwargs: Any) -> Comparison:
-        call, call_plan = checked_call("compare", f, plan, args, kwargs, params)
+        call, call_plan = checked_call("compare", f, planned, args, kwargs, params)
         codes = {} if weights is None else codes_by_path("compare", call_plan, weights)
         return _compared(call, call_plan, affines, Members(None, {}, codes, ()), [])
 
@@ -398,12 +389,10 @@ def _pair(
             return x
         rounded = quantize_weight(x, weight.spec, scales.get(weight.key))
     if rounded.shape != x.shape:
-        raise fail(
-            "compare",
-            "`weights` does not fit the parameters of the call.",
-            given=f"shape {rounded.shape} for {path!r}, which has shape {x.shape}",
-            fix="pass Quantized.params, or what jqx.quantize_params returned for these parameters.",
-        )
+        problem = "`weights` does not fit the parameters of the call."
+        detail = f"shape {rounded.shape} for {path!r}, which has shape {x.shape}"
+        fix = "pass Quantized.params, or what jqx.quantize_params returned for these parameters."
+        raise fail("compare", problem, given=detail, fix=fix)
     return Trainable(rounded, x)
 
 
@@ -562,12 +551,10 @@ def checked_call(
     leaves = zip(call.paths, call.leaves, strict=True)
     done = [path for path, x in leaves if is_quantized(x) and call_plan.weight_at(path) is not None]
     if done:
-        raise fail(
-            function,
-            "a parameter is quantized already, so that its float values are not known.",
-            given=f"QTensors for {some(map(repr, done))}",
-            fix="pass the original parameters, not the result of jqx.quantize_params.",
-        )
+        problem = "a parameter is quantized already, so that its float values are not known."
+        fix = "pass the original parameters, not the result of jqx.quantize_params."
+        detail = f"QTensors for {some(map(repr, done))}"
+        raise fail(function, problem, given=detail, fix=fix)
     return call, call_plan
 
 
@@ -613,13 +600,10 @@ def codes_by_path(function: str, plan: Plan, weights: Any) -> dict[str, QTensor]
     def keep(weight: Weight, x: Any) -> Any:
         if not (isinstance(x, QTensor) and x.qtype == weight.spec.qtype):
             kind = f"{x!r} for" if is_quantized(x) else "floats:"
-            raise fail(
-                function,
-                "`weights` do not belong to this plan.",
-                given=f"{kind} {weight.path!r}",
-                expected=f"a QTensor of {weight.spec}",
-                fix="pass Quantized.params, or what jqx.quantize_params returned for this plan.",
-            )
+            problem = "`weights` do not belong to this plan."
+            detail, expected = f"{kind} {weight.path!r}", f"a QTensor of {weight.spec}"
+            fix = "pass Quantized.params, or what jqx.quantize_params returned for this plan."
+            raise fail(function, problem, given=detail, expected=expected, fix=fix)
         codes[weight.path] = x
         return x
 

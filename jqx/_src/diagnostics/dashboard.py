@@ -35,7 +35,7 @@ from .page import (
 )
 from .report import Report, WeightError, report, scheme_of_site, short_scheme
 from .search import Assignment, in_words, totals
-from .sensitivity import Sensitivities, Sensitivity
+from .sensitivity import Sensitivities
 
 _NAME = "diagnostics.dashboard"
 
@@ -154,22 +154,18 @@ def dashboard(
       ('Sensitivities', 'What the chip runs', 'Search')
     """
     plan, weights = _plan_and_report(model, params)
-    for name, value, kind in (
-        ("comparison", comparison, Comparison),
-        ("sensitivities", sensitivities, Sensitivities),
-        ("explanation", explanation, (Explanation, Lowering)),
-        ("assignment", assignment, Assignment),
-    ):
+    kinds = {
+        "comparison": (comparison, Comparison),
+        "explanation": (explanation, (Explanation, Lowering)),
+        "sensitivities": (sensitivities, Sensitivities),
+        "assignment": (assignment, Assignment),
+    }
+    for name, (value, kind) in kinds.items():
         if value is not None:
             fix = f"{next(call for argument, call in _SECTIONS.values() if argument == name)}."
             check_instance(_NAME, name, value, kind, fix=fix)
     check_instance(_NAME, "title", title, str, fix='pass title="a name".')
-    results = {
-        "comparison": comparison,
-        "explanation": explanation,
-        "sensitivities": sensitivities,
-        "assignment": assignment,
-    }
+    results = {name: value for name, (value, _) in kinds.items()}
     _check_one_model(plan, weights, results)
     arguments = {**results, "report": weights, "plan": plan}
     missing = tuple(name for name, (key, _) in _SECTIONS.items() if arguments[key] is None)
@@ -190,12 +186,10 @@ def dashboard(
 
 
 def _plan_and_report(model: Any, params: Any) -> tuple[Plan | None, Report | None]:
+    kind = type(model).__name__
     if params is not None and not isinstance(model, Plan):
-        raise fail(
-            _NAME,
-            f"`params` is passed without a plan, with an object of type {type(model).__name__}.",
-            fix="leave params out: only a Plan needs them, for its report.",
-        )
+        problem = f"`params` is passed without a plan, with an object of type {kind}."
+        raise fail(_NAME, problem, fix="leave params out: only a Plan needs them, for its report.")
     if isinstance(model, Plan):
         return model, None if params is None else report(model, params)
     if isinstance(model, Report):
@@ -203,13 +197,9 @@ def _plan_and_report(model: Any, params: Any) -> tuple[Plan | None, Report | Non
     plan, weights = getattr(model, "plan", None), getattr(model, "report", None)
     if isinstance(plan, Plan) and isinstance(weights, Report):
         return plan, weights
-    raise fail(
-        _NAME,
-        "`model` is not a quantized model.",
-        given=f"an object of type {type(model).__name__}",
-        fix="pass jqx.ptq(f, policy)(params, batches), a Report, or a Plan and its params.",
-        error=TypeError,
-    )
+    problem = f"`model` is not a quantized model, but of type {kind}."
+    fix = "pass jqx.ptq(f, policy)(params, batches), a Report, or a Plan and its params."
+    raise fail(_NAME, problem, fix=fix, error=TypeError)
 
 
 def _summary(
@@ -299,16 +289,14 @@ def _weights(report: Report) -> str:
     """Returns the signal-to-noise ratio of each weight, the worst first."""
     weights = [report.weights[i] for i in in_model_order([w.path for w in report.weights])]
     top = max((w.sqnr for w in weights if math.isfinite(w.sqnr)), default=1.0) or 1.0
-    rows = [
-        Row(
-            w.path or "(argument)",
-            _sqnr(w.sqnr),
-            1.0 if w.sqnr == math.inf else w.sqnr / top,
-            f"{short_scheme(w.scheme)}, {size(w.bytes_after)}",
-            _faults(w),
-        )
-        for w in sorted(weights, key=lambda w: (not math.isnan(w.sqnr), w.sqnr))
-    ]
+    rows = []
+    for w in sorted(weights, key=lambda w: (not math.isnan(w.sqnr), w.sqnr)):
+        clipped = f"{100 * w.clipped:.2g} % clipped" if w.clipped > 0 else ""
+        dead = f"{_count(w.dead, 'group')} of zeros" if w.dead else ""
+        share = 1.0 if w.sqnr == math.inf else w.sqnr / top
+        detail = f"{short_scheme(w.scheme)}, {size(w.bytes_after)}"
+        problems = ", ".join(filter(None, [clipped, dead]))
+        rows.append(Row(w.path or "(argument)", _sqnr(w.sqnr), share, detail, problems))
     faults = _count(len(report.faults), "weight")
     warning = f"{faults} with clipped values, or with groups that stand for zeros alone."
     return section(
@@ -319,17 +307,17 @@ def _weights(report: Report) -> str:
     )
 
 
-def _faults(w: WeightError) -> str:
-    clipped = f"{100 * w.clipped:.2g} % clipped" if w.clipped > 0 else ""
-    dead = f"{_count(w.dead, 'group')} of zeros" if w.dead else ""
-    return ", ".join(filter(None, [clipped, dead]))
-
-
 def _costs(costs: Sensitivities, plan: Plan | None) -> str:
     """Returns the cost of quantizing each weight, the worst first; a plan tells which of them were
     measured with other formats.
     """
-    differing = _measured_in_other_formats(costs, plan) if plan else set()
+    differing = set()
+    if plan is not None:
+        formats = _formats_of(plan)
+        for row in (row for row in costs.ranked if row.scheme):
+            planned = _without_axes(formats.get(row.path, ()))
+            if not _without_axes(row.scheme.split("; ")) <= planned:
+                differing.add(row.path)
     largest = max((row.cost for row in costs.ranked), default=0.0) or 1.0
     total = sum(row.cost for row in costs.ranked if row.cost > 0) or 1.0
     rows = [
@@ -535,7 +523,7 @@ def _check_one_model(plan: Plan | None, report: Report | None, results: Mapping[
         assert report is not None
         formats, paths = {}, {weight.path for weight in report.weights}
     else:
-        formats = _gathered((site.path, scheme_of_site(site)) for site in plan.sites)
+        formats = _formats_of(plan)
         others = (*plan.skipped, *plan.unreached, *plan.weights)
         paths = {*formats, *(item.path for item in others)}
     for name, result in results.items():
@@ -546,14 +534,8 @@ def _check_one_model(plan: Plan | None, report: Report | None, results: Mapping[
             _check_paths(name, _paths_in(result), paths, subset=plan is not None)
 
 
-def _measured_in_other_formats(costs: Sensitivities, plan: Plan) -> set[str]:
-    formats = _gathered((site.path, scheme_of_site(site)) for site in plan.sites)
-
-    def differs(row: Sensitivity) -> bool:
-        schemes = _without_axes(row.scheme.split("; "))
-        return not schemes <= _without_axes(formats.get(row.path, ()))
-
-    return {row.path for row in costs.ranked if row.scheme and differs(row)}
+def _formats_of(plan: Plan) -> dict[str, set[str]]:
+    return _gathered((site.path, scheme_of_site(site)) for site in plan.sites)
 
 
 def _gathered(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
@@ -586,13 +568,10 @@ def _check_formats(name: str, result: Formats, model: Formats) -> None:
     for path in {**result, **model}:
         schemes, expected = result.get(path, set()), model.get(path, set())
         if _without_axes(schemes) != _without_axes(expected) and "" not in schemes | expected:
-            raise fail(
-                _NAME,
-                f"`{name}` is of another plan than the plan of the model.",
-                given=f"{path or '(argument)'} as {_joined(schemes)} in `{name}`",
-                expected=f"{_joined(expected)}, as in the plan of the model",
-                fix=_FIXES[name],
-            )
+            problem = f"`{name}` is of another plan than the plan of the model."
+            detail = f"{path or '(argument)'} as {_joined(schemes)} in `{name}`"
+            expected = f"{_joined(expected)}, as in the plan of the model"
+            raise fail(_NAME, problem, given=detail, expected=expected, fix=_FIXES[name])
 
 
 def _check_paths(name: str, paths: list[str], model: set[str], subset: bool) -> None:
@@ -602,13 +581,10 @@ def _check_paths(name: str, paths: list[str], model: set[str], subset: bool) -> 
     parts = {part for path in paths for part in (path, *path.split("+"), _STEPS.sub("", path))}
     if not unknown or (not subset and all(_is_part(path, parts) for path in model)):
         return
-    raise fail(
-        _NAME,
-        f"`{name}` is of another model.",
-        given=f"the paths {some(map(repr, unknown), 3)} in `{name}`",
-        expected=f"paths of the model, such as {', '.join(map(repr, sorted(model)[:3]))}",
-        fix=_FIXES[name],
-    )
+    detail = f"the paths {some(map(repr, unknown), 3)} in `{name}`"
+    expected = f"paths of the model, such as {', '.join(map(repr, sorted(model)[:3]))}"
+    problem = f"`{name}` is of another model."
+    raise fail(_NAME, problem, given=detail, expected=expected, fix=_FIXES[name])
 
 
 def _is_part(path: str, paths: set[str]) -> bool:

@@ -21,7 +21,7 @@ from ..transforms.paths import by_argument
 from ..transforms.plan import GivenAffines, Plan, label_of
 from ..transforms.quantize_params import quantize_params
 from ..transforms.quantize_weight import lay_out_weights
-from ..transforms.trace import is_array
+from ..transforms.trace import is_array, is_quantized
 from .compare import params_and_others
 from .hlo import CODES
 from .lowering import Contraction, Lowering, lowering, multiplied, remarks, target_of
@@ -198,9 +198,16 @@ def explain(
     program = lowering(quantized, *insert_params(plan.params, weights, others), target=target)
     # Weights that quantize_params would leave as they are for this target, because of their views.
     laid_out = lay_out_weights(weights, plan, target)
-    changed = jax.tree.map(_unless_same, weights, laid_out, is_leaf=_is_quantized)
+
+    def unless_same(x: Any, y: Any) -> Any:
+        return None if is_quantized(x) and is_quantized(y) and x.layout == y.layout else x
+
+    changed = jax.tree.map(unless_same, weights, laid_out, is_leaf=is_quantized)
     plain = _plain(insert_params(plan.params, changed, others), target)
-    return _with_plan(program, plan, plain, _schemes_outside(params, plan))
+    planned = {operand.path for site in plan.sites for operand in site.operands}
+    leaves = _quantized_leaves(by_argument(plan.params, params))
+    outside = {path: scheme_of(q) for path, q in leaves if path not in planned}
+    return _with_plan(program, plan, plain, outside)
 
 
 def _plain(args: Any, target: str) -> tuple[str, ...]:
@@ -213,35 +220,19 @@ def _plain(args: Any, target: str) -> tuple[str, ...]:
     )
 
 
-def _unless_same(x: Any, laid_out: Any) -> Any:
-    same = _is_quantized(x) and _is_quantized(laid_out) and x.layout == laid_out.layout
-    return None if same else x
-
-
-def _schemes_outside(params: Any, plan: Plan) -> dict[str, str]:
-    """Returns the schemes of the QTensors that the plan does not quantize, by path."""
-    planned = {operand.path for site in plan.sites for operand in site.operands}
-    leaves = _quantized_leaves(by_argument(plan.params, params))
-    return {path: scheme_of(q) for path, q in leaves if path not in planned}
-
-
 def _quantized_leaves(tree: Any) -> list[tuple[str, QTensor]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantized)
-    return [(keystr(path, simple=True, separator="/"), q) for path, q in flat if _is_quantized(q)]
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
+    return [(keystr(path, simple=True, separator="/"), q) for path, q in flat if is_quantized(q)]
 
 
 def _with_codes(params: Any, plan: Plan) -> Any:
     """Returns parameters with the weights of a plan as abstract QTensors, unless they are some."""
-    if any(map(_is_quantized, jax.tree.leaves(params, is_leaf=_is_quantized))):
+    if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
         return params
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, params
     )
     return quantize_params(shapes, plan)
-
-
-def _is_quantized(x: Any) -> bool:
-    return isinstance(x, QTensor)
 
 
 def _with_plan(
@@ -289,18 +280,18 @@ def _really(op: str, contractions: tuple[Contraction, ...]) -> Really:
         return "lookup" if op == "gather" else "gone"
     if any(c.widened for c in contractions):
         return "widened first"
-    reached = [c for c in contractions if any(map(_are_codes, (c.dtypes, *c.reads)))]
-    if not reached:
+    reading = [c for c in contractions if any(map(_are_codes, (c.dtypes, *c.reads)))]
+    if not reading:
         return "float"
-    return "codes" if all(map(_multiplies_codes, reached)) else "converted"
+    return "codes" if all(map(_multiplies_codes, reading)) else "converted"
 
 
 def _multiplies_codes(c: Contraction) -> bool:
     """Returns whether both operands are codes; or integers, or elements read as codes, if no
     product for matrices runs.
     """
-    kinds = zip(c.dtypes, c.reads, strict=True)
     if "by elements" in c.runs:
+        kinds = zip(c.dtypes, c.reads, strict=True)
         return all(_are_codes((dtype, *reads)) or dtype[0] in "su" for dtype, reads in kinds)
     return all(_are_codes((dtype,)) for dtype in c.dtypes)
 

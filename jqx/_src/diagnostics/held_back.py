@@ -101,13 +101,10 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
     """
     check_function(_NAME, f)
     if not is_quantized_function(quantized):
-        raise fail(
-            _NAME,
-            "`quantized` is not a quantized function.",
-            given=f"an object of type {type(quantized).__name__}",
-            fix="pass quantized = jqx.ptq(f, policy)(params, batches).",
-            error=TypeError,
-        )
+        kind = type(quantized).__name__
+        problem = f"`quantized` is not a quantized function, but of type {kind}."
+        fix = "pass quantized = jqx.ptq(f, policy)(params, batches)."
+        raise fail(_NAME, problem, fix=fix, error=TypeError)
 
     def measured(params: Any, used: Iterable[Any], others: Iterable[Any]) -> HeldBack:
         compiled: list[Callable[[Any], _All]] = []
@@ -163,11 +160,8 @@ def _summed(sums_of_batch: Callable[[Any], _All], batches: Iterable[Any]) -> _Al
         sums = sums_of_batch(batch)
         total = sums if total is None else _merged(total, sums)
     if total is None:
-        raise fail(
-            _NAME,
-            "there is no batch: an empty list, or an exhausted generator.",
-            fix="pass lists: held_back(f, quantized)(params, used, others).",
-        )
+        problem = "there is no batch: an empty list, or an exhausted generator."
+        raise fail(_NAME, problem, fix="pass lists: held_back(f, quantized)(params, used, others).")
     return total
 
 

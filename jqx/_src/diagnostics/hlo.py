@@ -335,15 +335,6 @@ class _Walk:
         index = int(step.instruction.attribute(r"parameter\((\d+)\)"))
         return step.arguments[index] if step.arguments else Value.of_argument(step.instruction)
 
-    def nothing(self, step: _Step) -> Any:
-        return Value()
-
-    def all_read(self, step: _Step) -> Any:
-        return step.read
-
-    def first_read(self, step: _Step) -> Any:
-        return step.read[0]
-
     def view(self, step: _Step) -> Any:
         return step.read[0] if len(step.read) == 1 else step.read
 
@@ -387,20 +378,14 @@ class _Walk:
 
 _OPCODES: dict[str, Callable[[_Walk, _Step], Any]] = {
     "parameter": _Walk.parameter,
-    "constant": _Walk.nothing,
-    "iota": _Walk.nothing,
-    "after-all": _Walk.nothing,
-    "partition-id": _Walk.nothing,
-    "tuple": _Walk.all_read,
+    **dict.fromkeys(("constant", "iota", "after-all", "partition-id"), lambda walk, step: Value()),
+    "tuple": lambda walk, step: step.read,
     "get-tuple-element": _Walk.element,
-    "bitcast": _Walk.view,
-    "optimization-barrier": _Walk.view,
-    "copy-start": _Walk.first_read,
-    "copy-done": _Walk.view,
-    "fusion-done": _Walk.view,
-    "async-done": _Walk.view,
-    "async-start": _Walk.call,
-    "call": _Walk.call,
+    "copy-start": lambda walk, step: step.read[0],
+    **dict.fromkeys(
+        ("bitcast", "optimization-barrier", "copy-done", "fusion-done", "async-done"), _Walk.view
+    ),
+    **dict.fromkeys(("async-start", "call"), _Walk.call),
     "while": _Walk.loop,
     "conditional": _Walk.branches,
 }

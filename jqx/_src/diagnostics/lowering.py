@@ -386,20 +386,15 @@ TARGETS = {
 def target_of(function: str, target: str) -> Target:
     """Returns a target by name, after checking that its compiler is installed."""
     if target not in TARGETS:
-        raise fail(
-            function,
-            f"`target` is unknown: {target!r}.",
-            fix=f"pass one of {', '.join(map(repr, TARGETS))}.",
-        )
+        fix = f"pass one of {', '.join(map(repr, TARGETS))}."
+        raise fail(function, f"`target` is unknown: {target!r}.", fix=fix)
     machine = TARGETS[target]
     if machine.modules and not any(map(_is_installed, machine.modules)):
-        raise fail(
-            function,
-            f"the compiler for {target!r} is not installed.",
-            given=f"no module {' or '.join(machine.modules)}",
-            fix=f'pip install "jqx[{machine.extra}]"; no accelerator is needed.',
-            error=ImportError,
+        problem = (
+            f"the compiler for {target!r} is not installed: no {' or '.join(machine.modules)}."
         )
+        fix = f'pip install "jqx[{machine.extra}]"; no accelerator is needed.'
+        raise fail(function, problem, fix=fix, error=ImportError)
     return machine
 
 
@@ -469,14 +464,10 @@ def _device(function: str, target: str) -> Any:
                 topology=machine.topology,
             )[0]
     except (RuntimeError, NotImplementedError) as error:
-        raise fail(
-            function,
-            f"the compiler for {target!r} cannot be loaded.",
-            given=" ".join(str(error).split())[:200],
-            fix=f"install the release that fits jax {jax.__version__}: "
-            f'pip install "jqx[{machine.extra}]".',
-            error=RuntimeError,
-        ) from error
+        problem = f"the compiler for {target!r} cannot be loaded."
+        text, extra = " ".join(str(error).split())[:200], machine.extra
+        fix = f'install the release that fits jax {jax.__version__}: pip install "jqx[{extra}]".'
+        raise fail(function, problem, given=text, fix=fix, error=RuntimeError) from error
 
 
 @contextlib.contextmanager

@@ -58,17 +58,19 @@ def sqnr_bars(
       >>> plots.sqnr_bars(found).axes[0].get_xlabel()
       'SQNR, dB'
     """
-    check_instance(
-        "diagnostics.plots.sqnr_bars", "found", found, (Comparison, Report), fix="pass either."
-    )
-    unsorted_rows = _bars_of(found)
-    check_some("diagnostics.plots.sqnr_bars", unsorted_rows)
-    rows = [unsorted_rows[i] for i in in_model_order([row.name for row in unsorted_rows])]
+    name = "diagnostics.plots.sqnr_bars"
+    check_instance(name, "found", found, (Comparison, Report), fix="pass either.")
+    if isinstance(found, Comparison):
+        bars_of = [_Bar(x.name, x.local_sqnr, short_scheme(x.scheme), x.sqnr) for x in found.sites]
+    else:
+        bars_of = [_Bar(x.path, x.sqnr, short_scheme(x.scheme), math.nan) for x in found.weights]
+    check_some(name, bars_of)
+    rows = [bars_of[i] for i in in_model_order([row.name for row in bars_of])]
     values = [row.value for row in rows]
     schemes = [row.scheme for row in rows]
 
     height = height_of(len(rows))
-    figure, axis = axes_for("diagnostics.plots.sqnr_bars", ax, 8, height + 1.3)
+    figure, axis = axes_for(name, ax, 8, height + 1.3)
     labels = Rows(axis, [row.name for row in rows], None if ax else 72 * height / len(rows))
     formats = sorted(set(schemes), key=lambda scheme: (-schemes.count(scheme), scheme))
     colors = {scheme: COLORS[i] if i < len(COLORS) else OTHERS for i, scheme in enumerate(formats)}
@@ -164,13 +166,6 @@ class _Bar(NamedTuple):
     value: float
     scheme: str
     gathered: float
-
-
-def _bars_of(errors: Comparison | Report) -> list[_Bar]:
-    """Returns the bars of a comparison, or of a report, which has no line."""
-    if isinstance(errors, Comparison):
-        return [_Bar(x.name, x.local_sqnr, short_scheme(x.scheme), x.sqnr) for x in errors.sites]
-    return [_Bar(x.path, x.sqnr, short_scheme(x.scheme), math.nan) for x in errors.weights]
 
 
 def _schemes(formats: Sequence[str], schemes: Sequence[str], colors: dict[str, str]) -> list[Any]:
@@ -346,18 +341,12 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
       >>> plots.front(search(f, ways["int8"], ways, Bytes(400))(w, w)).axes[0].get_xlabel()
       'bytes of the weights, and bits a weight, with scales'
     """
-    check_instance(
-        "diagnostics.plots.front", "found", found, Assignment, fix="pass the result of search."
-    )
-    figure, axis = axes_for("diagnostics.plots.front", ax, 7, 4.4)
+    name = "diagnostics.plots.front"
+    check_instance(name, "found", found, Assignment, fix="pass the result of search.")
+    figure, axis = axes_for(name, ax, 7, 4.4)
     points = [point for point in found.front if point.error > 0]
-    handles = axis.plot(
-        [p.bytes for p in points],
-        [p.error for p in points],
-        "-",
-        color=COLORS[0],
-        label="best mixtures, predicted",
-    )
+    x, y = zip(*((p.bytes, p.error) for p in points), strict=True) if points else ((), ())
+    handles = axis.plot(x, y, "-", color=COLORS[0], label="best mixtures, predicted")
     handles += axis.plot(
         [found.bytes],
         [found.measured],
@@ -383,22 +372,19 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
         )
     axis.set(xscale="log", yscale="log")
     axis.margins(0.07, 0.09)
-    _label_sizes(axis, found.bits / found.bytes)
+    low, high = axis.get_xlim()
+    axis.xaxis.set_major_locator(
+        LogLocator(subs=_DENSE if high < 10 * low else _SPARSE, numticks=50)
+    )
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    bits = found.bits / found.bytes
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{size(x)}\n{x * bits:.2g}"))
     axis.set_xlabel("bytes of the weights, and bits a weight, with scales", fontsize=SMALL)
     axis.set_ylabel("metric", fontsize=SMALL)
     tidy(axis, "both")
     axis.tick_params(which="both", labelsize=SMALL)
     titled(axis, "error against bytes" if title is None else title, handles)
     return figure
-
-
-def _label_sizes(axis: Axes, bits: float) -> None:
-    """Labels the axis of bytes with units, and with bits per weight: `bits` for each byte."""
-    low, high = axis.get_xlim()
-    decade = _DENSE if high < 10 * low else _SPARSE
-    axis.xaxis.set_major_locator(LogLocator(subs=decade, numticks=50))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{size(x)}\n{x * bits:.2g}"))
 
 
 # A heat map: the error of each site under several schemes.
@@ -439,15 +425,14 @@ def heat_map(
       >>> [label.get_text() for label in plots.heat_map(found).axes[0].get_xticklabels()]
       ['w8a16', 'w4a16']
     """
-    check_some("diagnostics.plots.heat_map", found)
+    name = "diagnostics.plots.heat_map"
+    check_some(name, found)
     names = [[row.name for row in comparison.sites] for comparison in found.values()]
     if not all(sites == names[0] for sites in names):
-        raise fail(
-            "diagnostics.plots.heat_map",
-            f"the comparisons have different sites, {', '.join(str(len(x)) for x in names)}.",
-            fix="compare one function under policies that quantize the same contractions.",
-        )
-    check_some("diagnostics.plots.heat_map", names[0])
+        counts = ", ".join(str(len(x)) for x in names)
+        fix = "compare one function under policies that quantize the same contractions."
+        raise fail(name, f"the comparisons have different sites, {counts}.", fix=fix)
+    check_some(name, names[0])
     order = in_model_order(names[0])
     values = np.array([[c.sites[i].local_sqnr for c in found.values()] for i in order], float)
     finite = values[np.isfinite(values)]
@@ -455,7 +440,7 @@ def heat_map(
     drawn = np.clip(values, *ends)
 
     height, width = height_of(len(order)), max(2.0, min(_CELL * len(found), 12))
-    figure, axis = axes_for("diagnostics.plots.heat_map", ax, width + 3.6, height + 1.0)
+    figure, axis = axes_for(name, ax, width + 3.6, height + 1.0)
     axis.set_facecolor("#d8d8d8")
     image = axis.imshow(np.ma.masked_invalid(drawn), aspect="auto", cmap="viridis")
     rows = Rows(axis, [names[0][i] for i in order], None if ax else 72 * height / len(order))
@@ -533,19 +518,15 @@ def histogram(
       >>> plots.histogram(x, q).axes[0].get_title(loc="left")
       'int4 per_axis(1)'
     """
-    check_instance(
-        "diagnostics.plots.histogram", "q", q, QTensor, fix="pass QTensor.quantize(x, spec)."
-    )
+    name = "diagnostics.plots.histogram"
+    check_instance(name, "q", q, QTensor, fix="pass QTensor.quantize(x, spec).")
     if np.shape(x) != q.shape:
-        raise fail(
-            "diagnostics.plots.histogram",
-            f"`x` and `q` have different shapes: {np.shape(x)} and {q.shape}.",
-            fix="pass the array that q was made from.",
-        )
+        problem = f"`x` and `q` have different shapes: {np.shape(x)} and {q.shape}."
+        raise fail(name, problem, fix="pass the array that q was made from.")
     values = _some(in_steps(jnp.asarray(x), q))
     grid = np.unique(_some(in_steps(q.dequantize(), q)).round(4))
     form = format_of(q.qtype)
-    figure, axis = axes_for("diagnostics.plots.histogram", ax, 8, 3.6)
+    figure, axis = axes_for(name, ax, 8, 3.6)
     axis.hist(values, bins=bins, color=COLORS[4])
     count = "values" if values.size == q.size else f"{values.size:,} of {q.size:,} values"
     handles: list[Any] = [Patch(color=COLORS[4], label=count)]

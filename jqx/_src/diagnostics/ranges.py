@@ -135,12 +135,9 @@ def ranges(
     check_function("diagnostics.ranges", f)
     params = params_of("diagnostics.ranges", plan)
     if bounds is not None and not isinstance(bounds, Mapping):
-        raise fail(
-            "diagnostics.ranges",
-            f"`bounds` is not a mapping, but of type {type(bounds).__name__}.",
-            fix="pass positions or names of arguments, for example bounds={1: (0.0, 1.0)}.",
-            error=TypeError,
-        )
+        problem = f"`bounds` is not a mapping, but of type {type(bounds).__name__}."
+        fix = "pass positions or names of arguments, for example bounds={1: (0.0, 1.0)}."
+        raise fail("diagnostics.ranges", problem, fix=fix, error=TypeError)
 
     def found(*args: Any, **kwargs: Any) -> Ranges:
         call = trace_call("diagnostics.ranges", f, params, args, kwargs)
@@ -174,12 +171,9 @@ def _leaves(
     for name in bounds:
         if name not in inputs:
             kind = "an argument of weights, which are known" if name in arguments else "no argument"
-            raise fail(
-                "diagnostics.ranges",
-                f"bounds[{name!r}] names {kind}.",
-                expected=f"one of {', '.join(map(repr, inputs)) or 'no arguments'}",
-                fix="count positions from 0, as in f(*args); pass the names of keyword arguments.",
-            )
+            names = ", ".join(map(repr, inputs)) or "no arguments"
+            fix = f"pass one of {names}, counted from 0 as in f(*args), or by keyword."
+            raise fail("diagnostics.ranges", f"bounds[{name!r}] names {kind}.", fix=fix)
     pairs = {name: iter(_pairs(name, bounds[name], arguments[name])) for name in bounds}
 
     def interval(keys: Any, x: Any, path: str | None) -> Interval:
@@ -197,12 +191,9 @@ def _parameter(x: Any, path: str | None, plan: Plan, scales: Mapping[str, Affine
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays):
         return anything(x)
     if not all(map(compat.is_concrete, arrays)):
-        raise fail(
-            "diagnostics.ranges",
-            f"the parameter {path!r} is traced, so that its values are not known.",
-            fix="call it outside jax.jit and other transformations, or pass jax.ShapeDtypeStructs "
-            "for weights that may be anything.",
-        )
+        problem = f"the parameter {path!r} is traced, so that its values are not known."
+        fix = "call it outside jax.jit, or pass jax.ShapeDtypeStructs for weights that may be "
+        raise fail("diagnostics.ranges", problem, fix=f"{fix}anything.")
     weight = plan.weight_at(path)
     q = x if is_quantized(x) else None
     if weight is not None and q is None:
@@ -229,13 +220,11 @@ def _pairs(name: int | str, bounds: Any, argument: Any) -> list[Bound]:
     fits = len(pairs) == len(leaves) and all(map(_is_pair, pairs))
     pairs = [pair for pair, x in zip(pairs, leaves, strict=False) if is_array(x)]
     if not (fits and pairs and all(low <= high for low, high in pairs)):
-        raise fail(
-            "diagnostics.ranges",
-            f"`bounds` does not fit the argument {name!r}.",
-            given=f"an argument of {len(leaves)} leaves, {sum(map(is_array, leaves))} arrays",
-            fix=f"pass a pair with low <= high, such as bounds={{{name!r}: (0.0, 1.0)}}, or a "
-            "pytree of pairs for its arrays.",
-        )
+        counts = f"{len(leaves)} leaves, {sum(map(is_array, leaves))} of them arrays"
+        problem = f"`bounds` does not fit the argument {name!r} of {counts}."
+        pair = f"bounds={{{name!r}: (0.0, 1.0)}}"
+        fix = f"pass a pair with low <= high, such as {pair}, or a pytree of pairs for its arrays."
+        raise fail("diagnostics.ranges", problem, fix=fix)
     return pairs
 
 
@@ -245,9 +234,7 @@ def _bounded(name: int | str, x: Any, pair: Bound) -> Interval:
         return flushed(low, high, x.dtype)
     smallest, largest = limits(x.dtype)
     if low < smallest or high > largest:
-        raise fail(
-            "diagnostics.ranges",
-            f"`bounds` of the argument {name!r} exceed its dtype: {pair} for {x.dtype}.",
-            fix=f"pass bounds of at least {smallest} and at most {largest}.",
-        )
+        problem = f"`bounds` of the argument {name!r} exceed its dtype: {pair} for {x.dtype}."
+        fix = f"pass bounds of at least {smallest} and at most {largest}."
+        raise fail("diagnostics.ranges", problem, fix=fix)
     return Interval(math.ceil(pair[0]), math.floor(pair[1]))

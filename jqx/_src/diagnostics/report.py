@@ -182,21 +182,18 @@ def report_of(plan: Plan, params: Any, quantize: Callable[[], Any]) -> Report:
     leaves = _named(plan, params)
     abstract = [path for path, x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
-        raise fail(
-            "report",
-            f"the parameters have no values, only shapes: {some(map(repr, abstract))}.",
-            fix="pass float arrays, or print the plan, which needs no values.",
-        )
+        problem = f"the parameters have no values, only shapes: {some(map(repr, abstract))}."
+        fix = "pass float arrays, or print the plan, which needs no values."
+        raise fail("report", problem, fix=fix)
     floats, quantized = dict(leaves), dict(_named(plan, quantize()))
-
-    def measured(path: str) -> WeightError:
-        return measure(read(floats[path]), read(quantized[path]), path)
 
     macs = [item.macs for item in (*plan.sites, *plan.skipped)]
     counted = [n for n in macs if n is not None]
     complete = len(counted) == len(macs) and sum(counted) > 0
     return Report(
-        weights=tuple(measured(w.path) for w in plan.weights),
+        weights=tuple(
+            measure(read(floats[w.path]), read(quantized[w.path]), w.path) for w in plan.weights
+        ),
         kept=sum(x.nbytes for path, x in leaves if plan.weight_at(path) is None),
         sites=len(plan.sites),
         skipped=len(plan.skipped),
@@ -249,11 +246,8 @@ def measure(x: ArrayLike, q: QTensor, path: str = "") -> WeightError:
     x = as_real("report", "x", x)
     check_instance("report", "q", q, QTensor, fix="pass QTensor.quantize(x, spec).")
     if x.shape != q.shape:
-        raise fail(
-            "report",
-            f"`x` and `q` have different shapes: {x.shape} and {q.shape}.",
-            fix="pass the array that q was made from.",
-        )
+        problem = f"`x` and `q` have different shapes: {x.shape} and {q.shape}."
+        raise fail("report", problem, fix="pass the array that q was made from.")
     clipped, dead = _count(x, q, *limits_of(format_of(q.qtype)))
     values = np.asarray(x)
     return WeightError(

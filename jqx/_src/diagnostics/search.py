@@ -110,6 +110,8 @@ class Assignment(Tabular):
 
 
 FLOAT = "float"
+_NAME = "diagnostics.search"
+
 """Name of the scheme that leaves a weight in float."""
 
 
@@ -176,33 +178,20 @@ def search(
       >>> search(f, ways["int8"], ways, Bytes(64 * 64 * 1.5 + 512))(p, x).schemes
       {'a': 'int8', 'b': 'int4'}
     """
-    check_function("diagnostics.search", f)
-    check_plan(
-        "diagnostics.search",
-        plan,
-        order="diagnostics.search(f, plan, candidates, budget)",
-        policies=True,
-    )
-    check_instance(
-        "diagnostics.search", "candidates", candidates, Mapping, fix="pass {name: policy}."
-    )
+    check_function(_NAME, f)
+    check_plan(_NAME, plan, order="diagnostics.search(f, plan, candidates, budget)", policies=True)
+    check_instance(_NAME, "candidates", candidates, Mapping, fix="pass {name: policy}.")
     for policy in candidates.values():
-        check_policy("diagnostics.search", policy, "a candidate")
+        check_policy(_NAME, policy, "a candidate")
     fix = "pass Bytes(n), Bits(mean) or Error(limit) of jqx.diagnostics."
-    check_instance("diagnostics.search", "budget", budget, (Bytes, Bits, Error), fix=fix)
+    check_instance(_NAME, "budget", budget, (Bytes, Bits, Error), fix=fix)
     if not candidates or FLOAT in candidates:
-        raise fail(
-            "diagnostics.search",
-            f"`candidates` has no entry, or one named {FLOAT!r}, which is always included.",
-            given=f"names {', '.join(map(repr, candidates)) or '(none)'}",
-            fix='name them by their formats, such as {"int8": jqx.presets.w8a16()}.',
-        )
+        problem = f"`candidates` has no entry, or one named {FLOAT!r}, which is always included."
+        fix = 'name them by their formats, such as {"int8": jqx.presets.w8a16()}.'
+        raise fail(_NAME, problem, given=f"{[*candidates]}", fix=fix)
     if steps and not isinstance(plan, Policy):
-        raise fail(
-            "diagnostics.search",
-            "the scans of a finished plan cannot be split, as steps=True asks.",
-            fix="pass the policy instead of the plan.",
-        )
+        problem = "the scans of a finished plan cannot be split, as steps=True asks."
+        raise fail(_NAME, problem, fix="pass the policy instead of the plan.")
 
     def searched(params: Any, *batches: Any) -> Assignment:
         base = plan
@@ -214,14 +203,12 @@ def search(
             plan_of_batches(f, policy, params, batches, base) for policy in candidates.values()
         ]
         plans = [_restricted(policy, base) for policy in whole_plans]
-        sweep = Sweep("diagnostics.search", f, plans, metric, params, batches, progress)
+        sweep = Sweep(_NAME, f, plans, metric, params, batches, progress)
         units = [unit for unit in sweep.units if sweep.paths(unit)]
         if not units:
-            raise fail(
-                "diagnostics.search",
-                "there is no weight to search for: the plan has no quantized weights.",
-                fix="print the plan: it shows why each contraction stays in float.",
-            )
+            problem = "there is no weight to search for: the plan has no quantized weights."
+            fix = "print the plan: it shows why each contraction stays in float."
+            raise fail(_NAME, problem, fix=fix)
         sizes = {unit: _sizes(sweep, unit) for unit in units}
         problem = _Problem(sweep, units, sizes, [FLOAT, *candidates], budget)
         count = len(candidates) * (len(units) + 1) if additive else None
@@ -272,38 +259,25 @@ def policy_of(
     """Returns the policy that assigns a candidate, by name, to each unit, given as the paths of its
     weights. A name without a candidate leaves the unit in float.
     """
-    return Policy(
-        rule
-        for parts, name in _joined(units, candidates, base)
-        for rule in _rules(parts, candidates.get(name), base)
-    )
-
-
-def _joined(
-    units: Sequence[tuple[Sequence[str], str]], candidates: Mapping[str, Policy], base: Plan
-) -> list[tuple[list[Part], str]]:
-    """Returns the weights of each unit, and its scheme. Consecutive parts with one scheme are
-    joined, unless the policy of that scheme selects steps.
-    """
     parts = {part.path: part for split in base.splits for part in split.parts}
     uneven = {n for n, policy in candidates.items() if any(rule.selector for rule in policy.rules)}
     joined: dict[tuple[str, ...], list[tuple[list[Part], str]]] = {}
     for paths, name in units:
         unit_parts = [parts.get(path, Part(path, path, 0, 0, 0)) for path in paths]
         pairs = joined.setdefault(tuple(part.whole for part in unit_parts), [])
-        same = pairs and pairs[-1][1] == name and name not in uneven
-        follows = same and _follow(pairs[-1][0], unit_parts)
-        if follows:
-            steps = zip(pairs[-1][0], unit_parts, strict=True)
-            unit_parts = [new._replace(start=old.start) for old, new in steps]
-            pairs.pop()
+        # Consecutive parts with one scheme are joined, unless its policy selects steps.
+        if pairs and pairs[-1][1] == name and name not in uneven:
+            steps = list(zip(pairs[-1][0], unit_parts, strict=True))
+            if all(a.stop == b.start and b.length for a, b in steps):
+                unit_parts = [b._replace(start=a.start) for a, b in steps]
+                pairs.pop()
         pairs.append((unit_parts, name))
-    return [pair for pairs in joined.values() for pair in pairs]
-
-
-def _follow(parts: Sequence[Part], next_parts: Sequence[Part]) -> bool:
-    """Returns whether parts of the same weights are consecutive."""
-    return all(a.stop == b.start and b.length for a, b in zip(parts, next_parts, strict=True))
+    return Policy(
+        rule
+        for pairs in joined.values()
+        for unit_parts, name in pairs
+        for rule in _rules(unit_parts, candidates.get(name), base)
+    )
 
 
 def _rules(parts: Sequence[Part], policy: Policy | None, base: Plan) -> list[Rule]:
@@ -410,7 +384,7 @@ class _Problem:
             for unit, sizes in self.sizes.items():
                 for i, size in enumerate(sizes):
                     growth = size - sizes[state[unit]]
-                    if growth > 0 and self._fits(front[-1].bytes + growth):
+                    if growth > 0 and front[-1].bytes + growth <= self.most:
                         point = self._point({**state, unit: i})
                         steps.append(
                             ((front[-1].error - point.error) / growth, point, {**state, unit: i})
@@ -427,13 +401,14 @@ class _Problem:
         """
         met = [point for point in (*front, *uniform) if self._is_met(point)]
         if not met:
-            raise fail(
-                "diagnostics.search",
-                "no assignment meets the budget.",
-                given=f"{type(self.budget).__name__}({self.budget.limit:g}): {self._in_words()}",
-                expected=self._smallest_budget(front),
-                fix="raise the budget, or add a candidate with fewer bits.",
-            )
+            words = in_words(self.budget)
+            if isinstance(self.budget, Bits):
+                words += f", {self.most:,.0f} bytes for {self.count:,} weights"
+            detail = f"{type(self.budget).__name__}({self.budget.limit:g}): {words}"
+            expected = self._smallest_budget(front)
+            fix = "raise the budget, or add a candidate with fewer bits."
+            problem = "no assignment meets the budget."
+            raise fail(_NAME, problem, given=detail, expected=expected, fix=fix)
         if self.most < math.inf:
             likely = sorted(met, key=lambda point: (point.error, point.bytes))[:_MEASURED]
             trials = dict.fromkeys([*likely, *(point for point in uniform if point in met)])
@@ -460,19 +435,10 @@ class _Problem:
         size = sum(self.sizes[unit][i] for unit, i in state.items())
         return Point(size, self.sweep(dict(state)), tuple(self.names[i] for i in state.values()))
 
-    def _fits(self, size: float) -> bool:
-        return size <= self.most
-
     def _is_met(self, point: Point) -> bool:
         if isinstance(self.budget, Error):
             return point.error <= self.budget.limit
-        return self._fits(point.bytes)
-
-    def _in_words(self) -> str:
-        """Returns the budget in words, for errors."""
-        if not isinstance(self.budget, Bits):
-            return in_words(self.budget)
-        return f"{in_words(self.budget)}, {self.most:,.0f} bytes for {self.count:,} weights"
+        return point.bytes <= self.most
 
     def _smallest_budget(self, front: Sequence[Point]) -> str:
         """Returns the least budget that could be met, in its own units, rounded up."""

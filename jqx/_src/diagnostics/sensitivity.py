@@ -169,18 +169,16 @@ def sensitivity(
     check_function("diagnostics.sensitivity", f)
     params_of("diagnostics.sensitivity", plan)
     if estimate not in ESTIMATES:
-        raise fail(
-            "diagnostics.sensitivity",
-            f"`estimate` is unknown: {estimate!r}.",
-            fix=f"use one of {', '.join(map(repr, ESTIMATES))}; the first, the default, measures.",
-        )
+        fix = f"use one of {', '.join(map(repr, ESTIMATES))}; the first, the default, measures."
+        raise fail("diagnostics.sensitivity", f"`estimate` is unknown: {estimate!r}.", fix=fix)
 
     def ranked(params: Any, *batches: Any) -> Sensitivities:
         batch_plan = plan if isinstance(plan, Plan) else plan_of_batches(f, plan, params, batches)
         sweep = Sweep("diagnostics.sensitivity", f, [batch_plan], metric, params, batches, progress)
         everything = None
         measured = estimate in ("one_at_a_time", "all_but_one")
-        count = len(sweep.units) + 1 if measured else _steps(estimate, samples, batches)
+        steps = len(batches) * {"hessian": samples, "fisher": 1}.get(estimate, 0)
+        count = len(sweep.units) + 1 if measured else steps
         with advancing("sensitivity", "step", count, progress) as sweep.advance:
             if measured:
                 everything = sweep(dict.fromkeys(sweep.units, 1))
@@ -221,13 +219,10 @@ def check_floats(caller: str, result: Any) -> None:
     """Checks that `relative_error` can compare results."""
     kinds = [jnp.result_type(y).name for y in jax.tree.leaves(result)]
     if not any(jnp.issubdtype(kind, jnp.floating) for kind in kinds):
-        raise fail(
-            caller,
-            "the result of `f` has no floats, so the default metric cannot compare it.",
-            given=f"results of {some(dict.fromkeys(kinds))}",
-            fix="return what the integers are chosen by, such as logits, or pass "
-            "metric=lambda y, exact: jnp.mean(y != exact).",
-        )
+        problem = "the result of `f` has no floats, so the default metric cannot compare it."
+        fix = "return what the integers are chosen by, such as logits, or pass "
+        fix += "metric=lambda y, exact: jnp.mean(y != exact)."
+        raise fail(caller, problem, given=f"results of {some(dict.fromkeys(kinds))}", fix=fix)
 
 
 # Evaluates a function whose every weight and site is quantized in a way chosen at run time.
@@ -326,14 +321,22 @@ class Sweep:
         batches: Sequence[Any],
         progress: bool,
     ):
-        _check(caller, params, batches)
+        if not batches:
+            fix = f"call it as jqx.{caller}(...)(params, batch, ...); a batch is a tuple of the "
+            raise fail(caller, "there is no batch.", fix=f"{fix}other arguments, or a single one.")
+        leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+        if quantized := [x for x in leaves if is_quantized(x)]:
+            fix = "pass the original parameters, not the result of jqx.quantize_params."
+            raise fail(caller, f"a parameter is quantized already: {quantized[0]!r}.", fix=fix)
         check_concrete(caller, params, batches)
         self.advance: Callable[[], Any] = lambda: None
         self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
         self._arrays = [x for x in jax.tree.leaves(params) if is_array(x)]
         self._batches = [Batch(x) for x in batches]
         self._like = jax.tree.map(lambda x: _Array() if is_array(x) else x, params)
-        self._sites = _ways(plans)
+        by_address = [{site.address: site for site in plan.sites} for plan in plans]
+        addresses = sorted(set().union(*by_address))
+        self._sites = {address: [x.get(address) for x in by_address] for address in addresses}
         merged_sites = tuple(map(_together, self._sites.values()))
         self._plan = dataclasses.replace(plans[0], sites=merged_sites)
         self._unit_of = _units(merged_sites, plans)
@@ -449,32 +452,6 @@ class Sweep:
         return _evaluated(call, call.leaves, _Chosen(nothing))
 
 
-def _check(caller: str, params: Any, batches: Sequence[Any]) -> None:
-    """Checks that there are batches, and that parameters are in float."""
-    if not batches:
-        raise fail(
-            caller,
-            "there is no batch.",
-            fix=f"call it as jqx.{caller}(...)(params, batch, ...); a batch is a tuple of the "
-            "other arguments, or a single one.",
-        )
-    quantized = [x for x in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(x)]
-    if quantized:
-        raise fail(
-            caller,
-            "a parameter is quantized already.",
-            given=f"{quantized[0]!r}",
-            fix="pass the original parameters, not the result of jqx.quantize_params.",
-        )
-
-
-def _ways(plans: Sequence[Plan]) -> dict[tuple[int, ...], list[Site | None]]:
-    """Returns the site of each plan at each address, in order."""
-    by_address = [{site.address: site for site in plan.sites} for plan in plans]
-    addresses = sorted(set().union(*by_address))
-    return {address: [sites.get(address) for sites in by_address] for address in addresses}
-
-
 def _scales(
     f: Callable[..., Any],
     plans: Sequence[Plan],
@@ -551,11 +528,6 @@ def _units(sites: Sequence[Site], plans: Sequence[Plan]) -> dict[str, str]:
     return {**{path: path for path in weights}, **unit}
 
 
-def _steps(estimate: str, samples: int, batches: Sequence[Any]) -> int:
-    """Returns the number of steps of an estimate from the weights."""
-    return len(batches) * {"hessian": samples, "fisher": 1}.get(estimate, 0)
-
-
 def _of_weights(
     sweep: Sweep, estimate: str, samples: int, key: jax.Array | None
 ) -> dict[str, float]:
@@ -579,13 +551,11 @@ def _of_weights(
             # From one program: results of two programs would differ by rounding.
             at_itself = gradient(weights, sweep.pairs()[0][0], None)
             if not any(bool((g != 0).any()) for g in at_itself.values()):
-                raise fail(
-                    "diagnostics.sensitivity",
-                    "the metric has no gradient at the float weights.",
-                    given="a gradient of 0, such as that of a distance from the float result",
-                    fix="let f return a loss, such as one with labels, with metric=lambda loss, _: "
-                    "loss; or use 'hessian'.",
-                )
+                problem = "the metric has no gradient at the float weights."
+                detail = "a gradient of 0, such as that of a distance from the float result"
+                fix = "let f return a loss, such as one with labels, with metric=lambda loss, _: "
+                fix += "loss; or use 'hessian'."
+                raise fail("diagnostics.sensitivity", problem, given=detail, fix=fix)
             gradients = [*_advanced(sweep, (gradient(weights, *pair) for pair in sweep.pairs()))]
             of_path = {
                 path: sum(jnp.sum((tree[path] * e) ** 2) for tree in gradients) / len(gradients)

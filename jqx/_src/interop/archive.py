@@ -19,7 +19,7 @@ from ..tensor.segments import Lazy
 from ..tensor.serialize import NONE, Values, check_values, check_version
 from ..transforms.calibrate import advancing
 from .codec import CodedLeaf
-from .safetensors import KEY, shape_of
+from .safetensors import KEY, check_dtype, shape_of
 from .source import files_of, open_source, read_leaves
 from .tree import Read, Stored, map_stored, parse, unbound
 
@@ -79,7 +79,9 @@ class Archive:
     ) -> None:
         values = NONE if values is None else values
         check_values("load", values)
-        real = _real(dtype)
+        real = None if dtype is None else as_dtype("load", "dtype", dtype)
+        if real is not None:
+            check_real("load", "`dtype`", real)
         if config is not None:
             check_instance("load", "config", config, Mapping, fix="pass the result of json.load.")
         self._reader = open_source(path, config)
@@ -140,7 +142,7 @@ class Archive:
         mapped.) Codes of formats that do not use all values of a byte are checked at once, as in
         `read`.
         """
-        return self._made(path, self._reader.view)
+        return self._made(path, partial(self._reader.read, mapped=True))
 
     def map(self, f: Callable[[str], Any]) -> Any:
         """Returns the tree with the result of `f` for the path of each leaf."""
@@ -202,16 +204,8 @@ class Archive:
         entries = self._reader.entries
         if name not in entries:
             raise _not_as_written(f"the tensor {name!r} is missing.")
-        self._reader.check_dtype(name, dtype)
+        check_dtype(self._reader, name, dtype)
         return jax.ShapeDtypeStruct(shape_of(entries[name], dtype), dtype)
-
-
-def _real(dtype: DTypeLike | None) -> np.dtype | None:
-    if dtype is None:
-        return None
-    real = as_dtype("load", "dtype", dtype)
-    check_real("load", "`dtype`", real)
-    return real
 
 
 def as_jax(x: np.ndarray) -> jax.Array | np.ndarray:

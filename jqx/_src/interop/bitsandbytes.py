@@ -41,7 +41,6 @@ from .codec import (
     Encoded,
     abstract,
     check_names_in_float,
-    checked,
     codes_of,
     module_of,
     real_dtype,
@@ -49,6 +48,7 @@ from .codec import (
     refuse_leaf,
     repacked,
     scale_of,
+    shape_and_dtype,
     weight,
 )
 from .config import Config
@@ -85,20 +85,21 @@ def bitsandbytes_leaves(source: Source, dtype: np.dtype | None) -> Iterator[Code
 def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | None) -> CodedLeaf:
     state_config = _read_state(source, state)
     state_config.one_of("quant_type", (kind,))
-    size, (rows, columns) = state_config.integer("blocksize"), _shape(state_config)
+    size, shape = state_config.integer("blocksize"), state_config.data.get("shape")
+    rows, columns = state_config.two_sizes("shape", shape, "two sizes")
     if columns % size or columns % 2:
         refuse(source, path, f"has blocks of {size} that cross rows of {columns}.")
     storage = source.dtype(path) if path in source.entries else _U8
     total = rows * columns // 2
     storage = storage if total % storage.itemsize == 0 else _U8
-    checked(source, path, (total // storage.itemsize, 1), (_U8, *_STORAGE))
+    shape_and_dtype(source, path, (total // storage.itemsize, 1), (_U8, *_STORAGE))
     form, code_order = _table(source, f"{path}.quant_map", 16, kind)
     pairs = _pairs(code_order)
     groups = Groups((rows, columns), (1, size))
     count = columns // size
     tensors: list[tuple[str, np.dtype]] = [(path, storage)]
     consumed = [state, f"{path}.quant_map"]
-    _, absmax = checked(source, f"{path}.absmax", (rows * count,), (_U8, _F32))
+    _, absmax = shape_and_dtype(source, f"{path}.absmax", (rows * count,), (_U8, _F32))
     tensors.append((f"{path}.absmax", absmax))
     scale: Any = _F32
     nested = _Nested.of(source, path, state_config, rows, count) if absmax == _U8 else None
@@ -120,13 +121,11 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
 def _int8(source: Source, module: str, asked: np.dtype | None) -> CodedLeaf:
     """Returns a weight of LLM.int8."""
     path, scales, layout = f"{module}.weight", f"{module}{_ROWS}", f"{module}.weight_format"
-    shape, _ = checked(source, path, None, (_I8,))
-    if len(shape) != 2 or 0 in shape:
-        checked(source, path, (0, 0), (_I8,), "two axes")
-    checked(source, scales, shape[:1], (_F32,))
+    shape, _ = shape_and_dtype(source, path, None, (_I8,), axes=(2,))
+    shape_and_dtype(source, scales, shape[:1], (_F32,))
     consumed = [layout] if layout in source.entries else []
     for name in consumed:
-        checked(source, name, (), (_U8,))
+        shape_and_dtype(source, name, (), (_U8,))
         if source.read(name, _U8).item() != 0:
             layout = source.read(name, _U8).item()
             refuse(source, name, f"is {layout}, a layout for kernels of some GPUs, not 0.")
@@ -142,7 +141,7 @@ def _int8(source: Source, module: str, asked: np.dtype | None) -> CodedLeaf:
 
 def _read_state(source: Source, name: str) -> Config:
     """Returns the description of a weight."""
-    (length, *_), _ = checked(source, name, None, (_U8,))
+    (length, *_), _ = shape_and_dtype(source, name, None, (_U8,))
     text = source.read(name, _U8).tobytes() if length <= _MOST else b""
     try:
         return Config(json.loads(text), name)
@@ -150,20 +149,11 @@ def _read_state(source: Source, name: str) -> Config:
         refuse(source, name, f"is not JSON of at most {_MOST} bytes: {length} bytes.")
 
 
-def _shape(state_config: Config) -> tuple[int, int]:
-    shape = state_config.data.get("shape")
-    if isinstance(shape, list) and len(shape) == 2:
-        rows, columns = shape
-        if type(rows) is type(columns) is int and min(rows, columns) > 0:
-            return rows, columns
-    state_config.refuse("shape", "two sizes")
-
-
 def _table(source: Source, name: str, count: int, label: str) -> tuple[Codebook, np.ndarray]:
     """Returns the format of codes, and the entry of the format for each code: tables in files need
     not be sorted, and may have a zero of either sign.
     """
-    checked(source, name, (count,), (_F32,))
+    shape_and_dtype(source, name, (count,), (_F32,))
     numbers = source.read(name, _F32)
     entries = np.unique(numbers)
     if not np.isfinite(numbers).all() or len(entries) < 2:
@@ -205,7 +195,7 @@ class _Nested(NamedTuple):
         if type(offset) not in (int, float) or not np.isfinite(np.float32(offset)):
             state_config.refuse("nested_offset", "a finite number")
         assert offset is not None
-        checked(source, f"{path}.nested_absmax", (-(-rows * count // size),), (_F32,))
+        shape_and_dtype(source, f"{path}.nested_absmax", (-(-rows * count // size),), (_F32,))
         name = f"{path}.nested_quant_map"
         form, code_order = _table(source, name, 256, "scales")
         template: Any = _F32

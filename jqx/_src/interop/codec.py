@@ -113,8 +113,14 @@ def refuse(source: Source, name: str, problem: str, *, given: str = "") -> NoRet
     raise fail("interop.read", problem, given=given, fix=fix)
 
 
-def checked(
-    source: Source, name: str, shape: Sequence[int] | None, dtypes: Sequence[Any], reason: str = ""
+def shape_and_dtype(
+    source: Source,
+    name: str,
+    shape: Sequence[int] | None,
+    dtypes: Sequence[Any],
+    reason: str = "",
+    *,
+    axes: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], np.dtype]:
     """Returns shape and dtype of a tensor, after checking them.
 
@@ -124,18 +130,28 @@ def checked(
       shape: the expected shape; `None` for any.
       dtypes: the allowed dtypes.
       reason: the reason for the expected shape.
+      axes: the allowed numbers of axes, none of which may be empty; `()` for any.
     """
     if name not in source.entries:
         problem = f"the tensor {name!r} is missing in {source.path!r}."
         fix = "download the checkpoint again; if this is a part of it, read the whole folder."
         raise fail("interop.read", problem, fix=fix)
-    entry, dtype = source.entries[name], source.dtype(name)
+    stored, dtype = source.entries[name].shape, source.dtype(name)
     allowed = {jnp.dtype(option) for option in dtypes}
-    if dtype not in allowed or (shape is not None and tuple(shape) != entry.shape):
+    fits = shape is None or tuple(shape) == stored
+    if axes:
+        fits = len(stored) in axes and 0 not in stored
+        reason = f"with {' or '.join(map(str, axes))} axes, none of them empty"
+    if dtype not in allowed or not fits:
         names = " or ".join(sorted(option.name for option in allowed))
         kind = f"{names}{'' if shape is None else list(shape)}{reason and f', {reason}'}"
-        refuse(source, name, f"is {dtype.name}{list(entry.shape)}; its layer needs {kind}.")
-    return entry.shape, dtype
+        refuse(source, name, f"is {dtype.name}{list(stored)}; its layer needs {kind}.")
+    return stored, dtype
+
+
+def modules_with(source: Source, end: str) -> list[str]:
+    """Returns the modules that have a tensor whose name ends so, in the order of the file."""
+    return [name.removesuffix(end) for name in source.entries if name.endswith(end)]
 
 
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -161,13 +177,10 @@ def group_size(source: Source, config: Config, scales: str, columns: int) -> int
     """Returns the size of the groups of GPTQ and AWQ. If the config does not say it, readers take
     128 or, old ones, the whole row; the number of scales tells which.
     """
-    stored = config.data.get("group_size", -1 if _length(source, scales) == 1 else 128)
+    entry = source.entries.get(scales)
+    default = -1 if entry is not None and entry.shape[:1] == (1,) else 128
+    stored = config.data.get("group_size", default)
     return columns if stored == -1 else min(config.integer("group_size", 128), columns)
-
-
-def _length(source: Source, name: str) -> int:
-    entry = source.entries.get(name)
-    return entry.shape[0] if entry is not None and entry.shape else 0
 
 
 def order_of(source: Source, name: str, groups: np.ndarray, size: int) -> np.ndarray | None:
@@ -190,9 +203,9 @@ def order_of(source: Source, name: str, groups: np.ndarray, size: int) -> np.nda
     return None if np.array_equal(order, np.arange(len(groups))) else order
 
 
-def leading(ndim: int, count: int) -> tuple[int, ...]:
-    """Returns the shape of the `order` of a last axis of `count` elements."""
-    return (*(1,) * (ndim - 1), count)
+def order_field(order: np.ndarray | None, ndim: int) -> dict[str, Any]:
+    """Returns the field `order` of an abstract QTensor; nothing for `None`."""
+    return {} if order is None else {"order": abstract((*(1,) * (ndim - 1), len(order)), "int32")}
 
 
 # A QTensor in a checkpoint format of another library: its tensors and their numbers.
@@ -237,19 +250,16 @@ def check_names_in_float(
     skipped = [name.removesuffix(".weight") for name in floats]
     for path in layers:
         module = path.removesuffix(".weight")
-        part = next(
-            (
-                name
-                for name in skipped
-                if module.endswith(name)
-                or f"{module}.".startswith(f"{name}.")
-                or (inside and name in module)
-            ),
-            None,
-        )
-        if part is not None:
-            expected = f"no layer in float such as {part!r}: loaders skip names with this part"
-            fix = f"quantize {part!r} too, or write GPTQ or compressed-tensors."
+        names = [
+            name
+            for name in skipped
+            if module.endswith(name)
+            or f"{module}.".startswith(f"{name}.")
+            or (inside and name in module)
+        ]
+        if names:
+            expected = f"no layer in float such as {names[0]!r}: loaders skip names with this part"
+            fix = f"quantize {names[0]!r} too, or write GPTQ or compressed-tensors."
             refuse_leaf(path, "a quantized layer", format, expected=expected, fix=fix)
 
 
@@ -272,7 +282,13 @@ def as_numpy(path: str, leaf: Any, format: str) -> Any:
         if a separate scale is not above 0.
     """
     leaf = jax.tree.map(np.asarray, leaf)
-    wrong = _wrong_numbers(leaf) if isinstance(leaf, QTensor) else _wrong_scale(path, leaf)
+    wrong = None
+    if isinstance(leaf, QTensor):
+        wrong = _wrong_numbers(leaf)
+    elif _SEPARATE.fullmatch(path) and jnp.issubdtype(leaf.dtype, jnp.floating):
+        scales = leaf.astype(np.float64)
+        is_valid = (np.isfinite(scales) & (scales > 0)).all()
+        wrong = None if is_valid else "a scale that is not above 0"
     if wrong is not None:
         shape = leaf if isinstance(leaf, QTensor) else f"{leaf.dtype.name}{list(leaf.shape)}"
         fix = "check the weight or the statistics that it comes from; jqx.save keeps it as it is."
@@ -282,14 +298,6 @@ def as_numpy(path: str, leaf: Any, format: str) -> Any:
 
 _SEPARATE = re.compile(r"(.*[./])?(input|output|[qkv])(_global)?_scale")
 """Names of the scales of activations and caches."""
-
-
-def _wrong_scale(path: str, x: np.ndarray) -> str | None:
-    """Returns what is wrong with a separate scale; `None` if nothing is, or it is none."""
-    if not _SEPARATE.fullmatch(path) or not jnp.issubdtype(x.dtype, jnp.floating):
-        return None
-    values = x.astype(np.float64)
-    return None if (np.isfinite(values) & (values > 0)).all() else "a scale that is not above 0"
 
 
 def _wrong_numbers(q: QTensor) -> str | None:
@@ -491,15 +499,12 @@ def _codes_of(bits: int) -> np.ndarray:
     """Returns a table of several codes, one per byte, indexed by the value of their bits: 8 codes
     with 1 or 2 bits, 4 codes with 3 or 4 bits.
     """
-    codes_per_entry = 8 if bits <= 2 else 4
-    numbers, codes = (
-        np.arange(2 ** (codes_per_entry * bits)),
-        np.zeros(2 ** (codes_per_entry * bits), f"<u{codes_per_entry}"),
-    )
-    for i in range(codes_per_entry):
-        codes |= (numbers >> (i * bits) & (2**bits - 1)).astype(codes.dtype) << codes.dtype.type(
-            8 * i
-        )
+    count = 8 if bits <= 2 else 4
+    entries = np.arange(2 ** (count * bits))
+    codes = np.zeros(len(entries), f"<u{count}")
+    for i in range(count):
+        code = (entries >> (i * bits) & (2**bits - 1)).astype(codes.dtype)
+        codes |= code << codes.dtype.type(8 * i)
     return codes
 
 

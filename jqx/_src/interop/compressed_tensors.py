@@ -36,19 +36,20 @@ from .codec import (
     Encoded,
     abstract,
     check_no_offset,
-    checked,
     codes_of,
     for_rows,
     from_stream,
     integers_of,
-    leading,
     module_of,
+    modules_with,
+    order_field,
     order_of,
     real_dtype,
     refuse,
     refuse_leaf,
     repacked,
     scale_of,
+    shape_and_dtype,
     stream_length,
     to_stream,
     weight,
@@ -89,33 +90,21 @@ def compressed_leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedL
     """Yields the QTensors of a checkpoint."""
     config = quantization_of(source.config)
     assert config is not None
-    _check_plain(config)
+    if config.data.get("transform_config"):
+        config.refuse("transform_config", "none: such rotations run in the model")
+    if config.data.get("sparsity_config"):
+        config.part("sparsity_config").one_of("format", ("dense",), "dense")
     schemes, ignored = _schemes(config), config.names("ignore")
-    for module in _modules(source):
-        if any(matches(pattern, module, config.where) for pattern in ignored):
-            continue
-        scheme = _scheme_of(source, module, schemes, config)
-        yield READ[_kind(source, module, scheme)](source, module, scheme.weights, dtype)
+    for module in modules_with(source, ".weight_scale"):
+        if not any(matches(pattern, module, config.where) for pattern in ignored):
+            scheme = _scheme_of(source, module, schemes, config)
+            yield READ[_kind(source, module, scheme)](source, module, scheme.weights, dtype)
 
 
 def keeps_weights(source: Source) -> bool:
     """Returns whether the config quantizes no weights, only activations or caches."""
     config = quantization_of(source.config)
     return config is not None and not _schemes(config)
-
-
-def _check_plain(config: Config) -> None:
-    """Checks that layers multiply by their weights, and that the weights are dense."""
-    if config.data.get("transform_config"):
-        config.refuse("transform_config", "none: such rotations run in the model")
-    if config.data.get("sparsity_config"):
-        config.part("sparsity_config").one_of("format", ("dense",), "dense")
-
-
-def _modules(source: Source) -> list[str]:
-    """Returns the modules that have the scale of a weight, in the order of the file."""
-    end = ".weight_scale"
-    return [name.removesuffix(end) for name in source.entries if name.endswith(end)]
 
 
 def _schemes(config: Config) -> list[_Scheme]:
@@ -125,16 +114,16 @@ def _schemes(config: Config) -> list[_Scheme]:
     for name in groups.data:
         group = groups.part(name)
         if "weights" in group:
-            kind = group.one_of("format", _KNOWN, format)
-            schemes.append(_Scheme(group.names("targets"), kind, _lower(group.part("weights"))))
+            kind, args = group.one_of("format", _KNOWN, format), group.part("weights")
+            texts = {key: x for key, x in args.data.items() if isinstance(x, str)}
+            lower = {key: texts[key].lower() for key in _LOWER if key in texts}
+            args = Config({**args.data, **lower}, args.where)
+            schemes.append(_Scheme(group.names("targets"), kind, args))
     return schemes
 
 
-def _lower(args: Config) -> Config:
-    """Returns arguments with names in lower case, as the package reads them."""
-    keys = ("type", "strategy", "actorder")
-    names = {key: args.data[key].lower() for key in keys if isinstance(args.data.get(key), str)}
-    return Config({**args.data, **names}, args.where)
+_LOWER = ("type", "strategy", "actorder")
+"""Arguments whose values the package reads in lower case."""
 
 
 def _scheme_of(source: Source, module: str, schemes: list[_Scheme], config: Config) -> _Scheme:
@@ -155,11 +144,10 @@ def _scheme_of(source: Source, module: str, schemes: list[_Scheme], config: Conf
     matching = named or of_class
     if len(matching) == 1 or (named and matching):
         return matching[0]
-    problem = "belongs to a layer that several groups of the config describe."
-    if not matching:
-        problem = "belongs to a layer that no group of the config describes."
-    targets = [scheme.targets for scheme in schemes][:4]
-    refuse(source, f"{module}.weight_scale", problem, given=f"groups for {targets}")
+    count = "several groups" if matching else "no group"
+    problem = f"belongs to a layer that {count} of the config describe{'s' * (not matching)}."
+    texts = [scheme.targets for scheme in schemes][:4]
+    refuse(source, f"{module}.weight_scale", problem, given=f"groups for {texts}")
 
 
 def _fits(source: Source, module: str, scheme: _Scheme) -> bool:
@@ -342,9 +330,9 @@ def _groups(
     lead_sizes = tuple(lead) if strategy == "tensor" else (1,) * len(lead)
     groups = Groups(shape, (*lead_sizes, min(sizes[0], rows), min(sizes[1], columns)))
     name = f"{module}.weight_scale"
-    stored, dtype = checked(source, name, None, dtypes)
+    stored, dtype = shape_and_dtype(source, name, None, dtypes)
     if _wide(stored) != _wide(groups.scale_shape):
-        checked(source, name, groups.scale_shape, dtypes, f"for the strategy {strategy}")
+        shape_and_dtype(source, name, groups.scale_shape, dtypes, f"for the strategy {strategy}")
     return groups, dtype
 
 
@@ -357,11 +345,7 @@ def _block(args: Config) -> tuple[int, int]:
     block: Any = args.data.get("block_structure")
     if isinstance(block, str) and block.count("x") == 1:  # as in old releases
         block = [int(text) if text.isdecimal() else text for text in block.split("x")]
-    if isinstance(block, list) and len(block) == 2:
-        rows, columns = block
-        if type(rows) is type(columns) is int and min(rows, columns) > 0:
-            return rows, columns
-    args.refuse("block_structure", "two sizes, such as [128, 128]")
+    return args.two_sizes("block_structure", block, "two sizes, such as [128, 128]")
 
 
 def _packed(source: Source, module: str, args: Config, asked: np.dtype | None) -> CodedLeaf:
@@ -377,9 +361,9 @@ def _packed(source: Source, module: str, args: Config, asked: np.dtype | None) -
         points = [_packed_zeros(points, groups.scale_shape, form) for points in zeros]
         return [values, scale, *points, *([] if order is None else [order])]
 
-    parts = {} if order is None else {"order": abstract(leading(len(shape), shape[-1]), "int32")}
     real = real_dtype(source, asked, dtype)
-    template = weight(groups, form, dtype, real, zero_point=bool(zeros), **parts)
+    fields = order_field(order, len(shape))
+    template = weight(groups, form, dtype, real, zero_point=bool(zeros), **fields)
     tensors = (codes, np.dtype(np.int32)), (f"{module}.weight_scale", dtype), *zeros
     return _leaf(source, module, tensors, template, decode)
 
@@ -389,9 +373,11 @@ def _packed_shape(source: Source, module: str, bits: int) -> tuple[tuple[int, ..
     two words, as in old releases; 0 if codes are dense.
     """
     name, packed = f"{module}.weight_shape", f"{module}.weight_packed"
-    stored, _ = checked(source, packed, None, (jnp.int32,))
+    stored, _ = shape_and_dtype(source, packed, None, (jnp.int32,))
     rank = len(stored)
-    _, dtype = checked(source, name, (rank,), (jnp.int64, jnp.int32), "a size for each axis")
+    _, dtype = shape_and_dtype(
+        source, name, (rank,), (jnp.int64, jnp.int32), "a size for each axis"
+    )
     shape = tuple(source.read(name, dtype).tolist())
     if 2 <= rank <= 3 and shape[:-1] == stored[:-1] and shape[-1] > 0:
         if stored[-1] == stream_length(shape[-1], bits) // 4:
@@ -417,18 +403,14 @@ def _values(
     rows = codes.reshape(-1, codes.shape[-1])
 
     def dense(raw: np.ndarray) -> np.ndarray:
-        return to_stream(_from_words(raw, bits, count, per_word), bits)
+        words = raw.view("<u4")[..., None]
+        shifts = np.arange(0, per_word * bits, bits, dtype=np.uint32)
+        parts = ((words >> shifts) & np.uint32(2**bits - 1)).astype(np.uint8)
+        return to_stream(parts.reshape(len(raw), -1)[:, :count], bits)
 
     convert = dense if per_word else None
     values = repacked(rows, bits, count, flip=2 ** (bits - 1), order=order, convert=convert)
     return values.view(np.int8) if bits == 8 else values
-
-
-def _from_words(raw: np.ndarray, bits: int, count: int, per_word: int) -> np.ndarray:
-    """Returns the codes of words in which no code crosses two words."""
-    words = raw.view("<u4")[..., None]
-    codes = (words >> np.arange(0, per_word * bits, bits, dtype=np.uint32)) & np.uint32(2**bits - 1)
-    return codes.astype(np.uint8).reshape(len(raw), -1)[:, :count]
 
 
 def _zeros(
@@ -443,10 +425,10 @@ def _zeros(
     *lead, rows, columns = groups.scale_shape
     if packed and args.data.get("strategy") != "tensor":
         shape = (*lead, stream_length(rows, form.bits) // 4, columns)
-        return ((name, checked(source, name, shape, (jnp.int32,))[1]),)
-    stored, dtype = checked(source, name, None, (jnp.int8,))
+        return ((name, shape_and_dtype(source, name, shape, (jnp.int32,))[1]),)
+    stored, dtype = shape_and_dtype(source, name, None, (jnp.int8,))
     if _wide(stored) != _wide(groups.scale_shape):
-        checked(source, name, groups.scale_shape, (jnp.int8,), "as many as scales")
+        shape_and_dtype(source, name, groups.scale_shape, (jnp.int8,), "as many as scales")
     return ((name, dtype),)
 
 
@@ -467,7 +449,7 @@ def _order(source: Source, module: str, args: Config, groups: Groups) -> np.ndar
     sorted_inputs = args.data.get("actorder") in ("group", "dynamic", True)
     if name not in source.entries and not sorted_inputs:
         return None
-    _, dtype = checked(source, name, groups.shape[-1:], (jnp.int32,))
+    _, dtype = shape_and_dtype(source, name, groups.shape[-1:], (jnp.int32,))
     indices = source.read(name, dtype)
     if (indices == -1).all():  # not used
         return None
@@ -478,7 +460,8 @@ def _plain(source: Source, module: str, args: Config, asked: np.dtype | None) ->
     """Reads a weight of `int-quantized`, `float-quantized`, `mxfp8-quantized`: a code per byte."""
     integers = args.one_of("type", ("int", "float"), "int") == "int"
     form: Any = Integer(8) if integers else jnp.dtype(jnp.float8_e4m3fn)
-    shape, codes = _stored(source, f"{module}.weight", form.storage if integers else form)
+    kinds = (form.storage if integers else form,)
+    shape, codes = shape_and_dtype(source, f"{module}.weight", None, kinds, axes=(2, 3))
     powers = source.dtype(f"{module}.weight_scale") == np.uint8
     groups, dtype = _groups(source, module, args, shape, (jnp.uint8,) if powers else FLOATS)
     zeros = _zeros(source, module, args, groups, Integer(8), packed=False) if integers else ()
@@ -497,7 +480,8 @@ def _small_floats(source: Source, module: str, args: Config, asked: np.dtype | N
     """Reads a weight of `nvfp4-pack-quantized` or `mxfp4-pack-quantized`: two codes per byte, the
     first in the low half. Codes of nvfp4 are divided by its single scale.
     """
-    stored, dtype = _stored(source, f"{module}.weight_packed", np.dtype(np.uint8))
+    packed = f"{module}.weight_packed"
+    stored, dtype = shape_and_dtype(source, packed, None, (jnp.uint8,), axes=(2, 3))
     shape, unit_shape = (*stored[:-1], 2 * stored[-1]), (1,) * len(stored)
     second = f"{module}.weight_global_scale"
     two = second in source.entries
@@ -509,9 +493,9 @@ def _small_floats(source: Source, module: str, args: Config, asked: np.dtype | N
     scale: Any = E8M0
     second_scale: tuple[tuple[str, np.dtype], ...] = ()
     if two:
-        _, real = checked(source, second, None, (jnp.float32,))
+        _, real = shape_and_dtype(source, second, None, (jnp.float32,))
         if _wide(source.entries[second].shape):
-            checked(source, second, (1,), (real,))
+            shape_and_dtype(source, second, (1,), (real,))
         second_scale = ((second, real),)
         entries = abstract(groups.scale_shape, kind)
         scale = QTensor(entries, abstract(unit_shape, real), qtype=kind, dtype=real)
@@ -523,7 +507,7 @@ def _small_floats(source: Source, module: str, args: Config, asked: np.dtype | N
         return [values, *parts]
 
     template = weight(groups, form, scale, real_dtype(source, asked, _HALF))
-    tensors = (f"{module}.weight_packed", dtype), (f"{module}.weight_scale", kind), *second_scale
+    tensors = (packed, dtype), (f"{module}.weight_scale", kind), *second_scale
     return _leaf(source, module, tensors, template, decode)
 
 
@@ -538,18 +522,6 @@ def _leaf(
     read = {f"{module}.weight_{end}" for end in ("shape", "g_idx", "zero_point")}
     consumed = read.intersection(source.entries) - {name for name, _ in tensors}
     return CodedLeaf(f"{module}.weight", tensors, template, decode, tuple(sorted(consumed)))
-
-
-def _stored(source: Source, name: str, dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns shape and dtype of a tensor of codes with two or three axes."""
-    shape, stored_as = checked(source, name, None, (dtype,))
-    if not 2 <= len(shape) <= 3 or 0 in shape:
-        refuse(
-            source,
-            name,
-            f"is {stored_as.name}{list(shape)}, neither a matrix nor a stack of matrices.",
-        )
-    return shape, stored_as
 
 
 READ = {
@@ -582,7 +554,9 @@ def encode_compressed(path: str, leaf: QTensor, activation: QSpec | None = None)
       ValueError: if the format cannot hold it; the message names the tensor.
     """
     module, form = module_of(path, leaf, NAME), format_of(leaf.qtype)
-    _check_encodable(path, leaf)
+    if leaf.ndim not in (2, 3):
+        _refuse(path, leaf, "two axes, or three if matrices are stacked", "reshape it")
+    check_no_offset(path, leaf, NAME)
     if isinstance(form, Integer):
         return _encode_integers(path, module, leaf, form, activation)
     if leaf.order is not None:
@@ -593,17 +567,6 @@ def encode_compressed(path: str, leaf: QTensor, activation: QSpec | None = None)
         formats = "integers of 2 to 8 bits, float8_e4m3fn, mxfp8_e4m3, mxfp4 or nvfp4"
         _refuse(path, leaf, formats, "quantize it again in one of these formats")
     return _encode_floats(path, module, leaf)
-
-
-def _check_encodable(path: str, leaf: QTensor) -> None:
-    if leaf.ndim not in (2, 3):
-        _refuse(path, leaf, "two axes, or three if matrices are stacked", "reshape it")
-    check_no_offset(path, leaf, NAME)
-    integers = isinstance(format_of(leaf.qtype), Integer)
-    tail = leaf.shape[-1] % leaf.groups.sizes[-1] if integers else 0
-    if tail:
-        expected = f"groups of equal size along the last axis: the last group has {tail}"
-        _refuse(path, leaf, expected, "quantize it with a group size that divides its inputs")
 
 
 def _refuse(path: str, leaf: QTensor, expected: str, fix: str) -> NoReturn:
@@ -617,6 +580,9 @@ def _encode_integers(
     unsigned codes have a zero point.
     """
     bits, group = form.bits, leaf.groups.sizes[-1]
+    if tail := leaf.shape[-1] % group:
+        expected = f"groups of equal size along the last axis: the last group has {tail}"
+        _refuse(path, leaf, expected, "quantize it with a group size that divides its inputs")
     if bits > 8:
         _refuse(path, leaf, "integers of 2 to 8 bits", "quantize it to 8 bits")
     entries, kind = _entries(path, leaf)
@@ -746,13 +712,8 @@ def _divisor(path: str, leaf: QTensor, factor: np.ndarray) -> np.ndarray:
     """Returns the float32 divisor whose reciprocal is nearest to a factor."""
     with np.errstate(divide="ignore"):
         reciprocal = np.float32(1) / factor
-        candidates = np.stack(
-            [
-                np.nextafter(reciprocal, np.float32(-np.inf)),
-                reciprocal,
-                np.nextafter(reciprocal, np.inf),
-            ]
-        )
+        ends = [np.nextafter(reciprocal, np.float32(x)) for x in (-np.inf, np.inf)]
+        candidates = np.stack([ends[0], reciprocal, ends[1]])
         off = np.abs(np.float32(1) / candidates.astype(np.float32) - factor)
     divisor = candidates[np.argmin(off, axis=0), 0].astype(np.float32)
     if not np.isfinite(divisor).all():

@@ -32,7 +32,7 @@ class Config:
     def __init__(self, data: Any, where: str) -> None:
         self.where = where
         if not isinstance(data, Mapping):
-            self._refuse(f"a {type(data).__name__}", "a JSON object", where)
+            self._refuse(f"a {type(data).__name__}", "a JSON object")
         self.data: Mapping[str, Any] = data
 
     def __contains__(self, key: str) -> bool:
@@ -81,12 +81,20 @@ class Config:
         """Returns an inner object."""
         return Config(self.data.get(key), f"{self.where}.{key}")
 
+    def two_sizes(self, key: str, value: Any, expected: str) -> tuple[int, int]:
+        """Returns a list of two positive integers, the value of a field."""
+        if isinstance(value, list) and len(value) == 2:
+            rows, columns = value
+            if type(rows) is type(columns) is int and min(rows, columns) > 0:
+                return rows, columns
+        self.refuse(key, expected)
+
     def refuse(self, key: str, expected: str) -> NoReturn:
         """Raises an error: the value of a field is not allowed."""
-        self._refuse(f"{key} == {shown(self.data.get(key))}", expected, self.where)
+        self._refuse(f"{key} == {shown(self.data.get(key))}", expected)
 
-    def _refuse(self, detail: str, expected: str, where: str) -> NoReturn:
-        problem = f"{where} has a value that jqx does not support."
+    def _refuse(self, detail: str, expected: str) -> NoReturn:
+        problem = f"{self.where} has a value that jqx does not support."
         fix = "correct the config, or convert the checkpoint with the library that wrote it."
         raise fail("interop.read", problem, given=detail, expected=expected, fix=fix)
 

@@ -28,14 +28,15 @@ from .codec import (
     CodedLeaf,
     Encoded,
     check_names_in_float,
-    checked,
     codes_of,
     module_of,
+    modules_with,
     real_dtype,
     refuse,
     refuse_leaf,
     repacked,
     scale_of,
+    shape_and_dtype,
     weight,
 )
 from .config import Config, method_of, quantization_of
@@ -84,20 +85,15 @@ def _blocks(config: Config) -> tuple[int, int] | None:
     block = config.data.get("weight_block_size", _UNSAID)
     if block is None or block is _UNSAID:
         return block
-    if isinstance(block, list) and len(block) == 2:
-        rows, columns = block
-        if type(rows) is type(columns) is int and min(rows, columns) > 0:
-            return rows, columns
-    config.refuse("weight_block_size", "two sizes, such as [128, 128], or null")
+    expected = "two sizes, such as [128, 128], or null"
+    return config.two_sizes("weight_block_size", block, expected)
 
 
 def _fp8_leaf(
     source: Source, name: str, scale: str, blocks: tuple[int, int] | None, asked: np.dtype | None
 ) -> CodedLeaf:
-    shape, _ = checked(source, name, None, (_CODE,))
-    if not 2 <= len(shape) <= 3 or 0 in shape:
-        checked(source, name, (0, 0), (_CODE,), "two axes, or three if matrices are stacked")
-    stored, kind = checked(source, scale, None, (*FLOATS, E8M0))
+    shape, _ = shape_and_dtype(source, name, None, (_CODE,), axes=(2, 3))
+    stored, kind = shape_and_dtype(source, scale, None, (*FLOATS, E8M0))
     unit_shape = (1,) * len(shape)
     entries = unit_shape if stored in ((), (1,)) else (*stored, *unit_shape[len(stored) :])
     sizes = tuple(n if m == 1 else 1 for n, m in zip(shape, entries, strict=False))
@@ -188,17 +184,18 @@ _U8 = np.dtype(np.uint8)
 
 def mxfp4_leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     """Yields the QTensors of a checkpoint."""
-    for name in source.entries:
-        if name.endswith("_blocks"):
-            yield _mxfp4_leaf(source, name.removesuffix("_blocks"), dtype)
+    for path in modules_with(source, "_blocks"):
+        yield _mxfp4_leaf(source, path, dtype)
 
 
 def _mxfp4_leaf(source: Source, path: str, asked: np.dtype | None) -> CodedLeaf:
     names = f"{path}_blocks", f"{path}_scales"
-    stored, _ = checked(source, names[0], None, (_U8,))
+    stored, _ = shape_and_dtype(source, names[0], None, (_U8,))
     if not 3 <= len(stored) <= 4 or stored[-1] != 16 or 0 in stored:
-        checked(source, names[0], (1, 1, 1, 16), (_U8,), "three axes or four, the last of 16 bytes")
-    checked(source, names[1], stored[:-1], (_U8,), "a scale for each block")
+        shape_and_dtype(
+            source, names[0], (1, 1, 1, 16), (_U8,), "three axes or four, the last of 16 bytes"
+        )
+    shape_and_dtype(source, names[1], stored[:-1], (_U8,), "a scale for each block")
     shape = (*stored[:-2], stored[-2] * 32)
     groups = Groups(shape, (*(1,) * (len(shape) - 1), 32))
 

@@ -6,8 +6,8 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from ..calibrators.granularity import Groups
 from ..checks import called, shown
 from ..errors import fail, nesting
-from ..files import Path, as_path, open_regular
+from ..files import Path, as_path
 from ..numerics.blocks import Block
 from ..numerics.lookup import E8M0
 from .codec import CodedLeaf, abstract, in_runs, weight
@@ -146,16 +146,10 @@ def read_gguf(path: Path) -> Gguf:
       >>> file.tensors["w"], file.tensors["w"].dequantize()
       (GgufTensor('w', F32[2]), array([ 1.5, -2. ], dtype=float32))
     """
-    named = as_path("interop.read_gguf", path)
-    with nesting("interop.read_gguf"):
-        metadata, tensors, _ = read_parts(named, _mapped)
-    return Gguf(metadata, {name: GgufTensor(name, e, x) for name, (_, x, e) in tensors.items()})
-
-
-def _mapped(path: str) -> tuple[None, np.ndarray]:
-    with open_regular("interop.read_gguf", path) as file:
-        empty = not file.peek(1)
-        return None, np.empty(0, np.uint8) if empty else np.asarray(np.memmap(file, np.uint8, "r"))
+    with nesting("interop.read_gguf"), contextlib.ExitStack() as files:
+        text = as_path("interop.read_gguf", path)
+        metadata, tensors, _ = read_parts(text, files, "interop.read_gguf")
+        return Gguf(metadata, {name: GgufTensor(name, e, x) for name, (_, x, e) in tensors.items()})
 
 
 # The files of a model in GGUF: one, or several that llama-gguf-split wrote.
@@ -166,36 +160,37 @@ def _mapped(path: str) -> tuple[None, np.ndarray]:
 
 
 _NAME = re.compile(r"(?P<model>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-_MEND = (
+_FIX = (
     "pass the first file, with all others next to it; or merge them with llama-gguf-split --merge."
 )
 
-F = TypeVar("F")
-
 
 def read_parts(
-    path: str, mapped: Callable[[str], tuple[F, np.ndarray]]
-) -> tuple[dict[str, Any], dict[str, tuple[F, np.ndarray, TensorInfo]], list[str]]:
-    """Returns the metadata of a model; its tensors by name, each with what `mapped` returns for its
-    file; and the paths of its files.
+    path: str, opened: contextlib.ExitStack, function: str
+) -> tuple[dict[str, Any], dict[str, tuple[Bytes, np.ndarray, TensorInfo]], list[str]]:
+    """Returns the metadata of a model; its tensors by name, each with its file and all bytes of it;
+    and the paths of its files.
 
     Args:
       path: path of the only file, or of the first.
-      mapped: opens a file, and returns something for it and all its bytes.
+      opened: closes the files.
+      function: the public function, for errors.
 
     Raises:
       OSError: if a file cannot be opened.
       ValueError: if a file is not a GGUF file that can be read, or not one of the model.
     """
-    file, data = mapped(path)
-    metadata, entries = read_header(path, data)
-    tensors = {name: (file, data, entry) for name, entry in entries.items()}
-    paths = [path, *_others(path, metadata)]
-    for no, part in enumerate(paths[1:], 1):
-        file, data = mapped(part)
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, tuple[Bytes, np.ndarray, TensorInfo]] = {}
+    paths = [path]
+    for no, part in enumerate(paths):  # the first part names the others
+        file = opened.enter_context(Bytes(part, function))
+        data = file.view("", 0, file.size)
         part_metadata, entries = read_header(part, data)
-        position = part_metadata.get("split.no"), part_metadata.get("split.count")
-        if position != (no, len(paths)):
+        if no == 0:
+            metadata = part_metadata
+            paths += _others(path, metadata)
+        elif (part_metadata.get("split.no"), part_metadata.get("split.count")) != (no, len(paths)):
             raise _misplaced(part, part_metadata, f"file {no + 1} of {len(paths)}")
         twice = next((name for name in entries if name in tensors), None)
         if twice is not None:
@@ -205,7 +200,7 @@ def read_parts(
     if len(paths) > 1:
         if count != len(tensors):
             detail = f"{len(tensors)} tensors in {len(paths)} files, not {shown(count)}"
-            raise malformed(path, detail, "split.tensors.count tensors", _MEND)
+            raise malformed(path, detail, "split.tensors.count tensors", _FIX)
         metadata["split.count"] = np.uint16(0)  # as in files that llama-gguf-split has merged
     return metadata, tensors, paths
 
@@ -227,7 +222,7 @@ def _others(path: str, metadata: Mapping[str, Any]) -> list[str]:
 
 def _misplaced(path: str, metadata: Mapping[str, Any], expected: str) -> Exception:
     fields = [f"split.{key} == {shown(metadata.get(f'split.{key}'))}" for key in ("no", "count")]
-    return malformed(path, f"a part of a model, {' and '.join(fields)}", expected, _MEND)
+    return malformed(path, f"a part of a model, {' and '.join(fields)}", expected, _FIX)
 
 
 # The header of a GGUF file: metadata, and which tensors there are and where. No tensor is read.
@@ -240,9 +235,7 @@ def _misplaced(path: str, metadata: Mapping[str, Any], expected: str) -> Excepti
 # differs in nothing else than that no file is big-endian).
 
 
-_FUNCTION = "interop.read_gguf"
-
-_NUMBERS = {
+NUMBERS = {
     **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
     **{10: "<u8", 11: "<i8", 12: "<f8"},
 }
@@ -253,10 +246,10 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _PYTHON_DTYPES = ("uint32", "float32")
 """Dtypes that Python numbers are written as; numbers of other dtypes are read as NumPy's."""
 
-_LEAST = {**{kind: np.dtype(d).itemsize for kind, d in _NUMBERS.items()}, _STRING: 8, _ARRAY: 12}
+_LEAST = {**{kind: np.dtype(d).itemsize for kind, d in NUMBERS.items()}, _STRING: 8, _ARRAY: 12}
 """Minimum size in bytes of a value."""
 
-_MOST_AXES = 4
+MOST_AXES = 4
 """Maximum number of axes of a ggml tensor."""
 
 _MOST_BYTES = 2**63 - 1
@@ -264,15 +257,14 @@ _MOST_BYTES = 2**63 - 1
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a file: number of its type, shape, start and end of its bytes.
-
-    For types that cannot be read the end is unknown.
+    """A tensor of a file: number of its type, shape, start and end of its bytes. Types that cannot
+    be read have no known end.
     """
 
     kind: int
     shape: tuple[int, ...]
     start: int
-    stop: int | None
+    stop: int
 
 
 def read_header(path: str, data: np.ndarray) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
@@ -282,7 +274,18 @@ def read_header(path: str, data: np.ndarray) -> tuple[dict[str, Any], dict[str, 
       ValueError: if the header does not follow the format.
     """
     cursor = _Cursor(path, data)
-    _check_begin(cursor, data[:4].tobytes())
+    magic = cursor.take(min(len(MAGIC), len(data)), "the first bytes").tobytes()
+    if magic != MAGIC:
+        fix = "pass a file that begins with b'GGUF'; jqx.load reads safetensors."
+        raise malformed(path, f"a file that begins with {magic!r}", fix=fix)
+    raw = cursor.take(4, "the version").tobytes()
+    version, turned = (int.from_bytes(raw, order) for order in ("little", "big"))
+    if version >= 2**16 > turned:
+        fix = "convert it with gguf_convert_endian.py of llama.cpp."
+        raise malformed(path, f"a big-endian file, of version {turned}", fix=fix)
+    if version not in (2, 3):
+        fix = "write it again with a current version of llama.cpp."
+        raise malformed(path, f"version {version}", "version 2 or 3", fix)
     tensors = cursor.number("<u8", "the number of its tensors")
     pairs = cursor.number("<u8", "the number of its entries of metadata")
     metadata: dict[str, Any] = {}
@@ -302,8 +305,7 @@ def read_header(path: str, data: np.ndarray) -> tuple[dict[str, Any], dict[str, 
         if name in entries:
             raise malformed(path, f"the tensor {shown(name)} twice")
         entries[name] = _entry(cursor, name, alignment)
-    data_start = -(-cursor.place // alignment) * alignment
-    return metadata, _placed(path, entries, data_start, len(data))
+    return metadata, _in_file(path, entries, -(-cursor.start // alignment) * alignment, len(data))
 
 
 def malformed(
@@ -314,24 +316,24 @@ def malformed(
 ) -> Exception:
     """Returns the error for a file that does not follow the format."""
     problem = f"{path!r} is not a GGUF file that can be read."
-    return fail(_FUNCTION, problem, given=detail, expected=expected, fix=fix)
+    return fail("interop.read_gguf", problem, given=detail, expected=expected, fix=fix)
 
 
 class _Cursor:
     """A position in the header, which advances as it is read."""
 
     def __init__(self, path: str, data: np.ndarray) -> None:
-        self.path, self.place = path, 0
+        self.path, self.start = path, 0
         self._data = data
 
     def take(self, size: int, subject: str) -> np.ndarray:
         """Returns the next bytes."""
-        bytes_left = len(self._data) - self.place
+        bytes_left = len(self._data) - self.start
         if size > bytes_left:
             left = f"{bytes_left} of {size} bytes"
             raise malformed(self.path, f"{len(self._data)} bytes, which end in {subject} ({left})")
-        self.place += size
-        return self._data[self.place - size : self.place]
+        self.start += size
+        return self._data[self.start - size : self.start]
 
     def number(self, dtype: str, subject: str) -> Any:
         """Returns a number as a Python number."""
@@ -359,7 +361,7 @@ class _Cursor:
         self._check_kind(kind, subject)
         if kind == _BOOL:
             return self.number("<u1", subject) != 0
-        x = self.scalar(_NUMBERS[kind], subject)
+        x = self.scalar(NUMBERS[kind], subject)
         as_python = x.dtype.name in _PYTHON_DTYPES or (x.dtype.name == "int32" and x < 0)
         return x.item() if as_python else x.dtype.newbyteorder("=").type(x)
 
@@ -368,43 +370,27 @@ class _Cursor:
         kind = self.number("<u4", subject)
         count = self.number("<u8", subject)
         self._check_kind(kind, subject)
-        if kind in _NUMBERS:
-            raw = self.take(count * _LEAST[kind], subject)
-            if kind == _BOOL:
-                return raw != 0
-            array = raw.view(_NUMBERS[kind])
-            return array.astype(array.dtype.newbyteorder("="))
-        self.take(count * _LEAST[kind], subject)
-        self.place -= count * _LEAST[kind]
-        return [self.value(kind, key) for _ in range(count)]
+        if kind not in NUMBERS:
+            self.take(count * _LEAST[kind], subject)  # refuses a count beyond the file
+            self.start -= count * _LEAST[kind]
+            return [self.value(kind, key) for _ in range(count)]
+        raw = self.take(count * _LEAST[kind], subject)
+        if kind == _BOOL:
+            return raw != 0
+        array = raw.view(NUMBERS[kind])
+        return array.astype(array.dtype.newbyteorder("="))
 
     def _check_kind(self, kind: int, subject: str) -> None:
         if kind not in _LEAST:
             raise malformed(self.path, f"{subject} is of type {kind}", "types from 0 to 12")
 
 
-def _check_begin(cursor: _Cursor, magic: bytes) -> None:
-    """Checks that a file is a GGUF file with a supported version and byte order."""
-    if magic != MAGIC:
-        fix = "pass a file that begins with b'GGUF'; jqx.load reads safetensors."
-        raise malformed(cursor.path, f"a file that begins with {magic!r}", fix=fix)
-    cursor.place = len(magic)
-    raw = cursor.take(4, "the version").tobytes()
-    version, turned = (int.from_bytes(raw, order) for order in ("little", "big"))
-    if version >= 2**16 > turned:
-        fix = "convert it with gguf_convert_endian.py of llama.cpp."
-        raise malformed(cursor.path, f"a big-endian file, of version {turned}", fix=fix)
-    if version not in (2, 3):
-        fix = "write it again with a current version of llama.cpp."
-        raise malformed(cursor.path, f"version {version}", "version 2 or 3", fix)
-
-
 def _entry(cursor: _Cursor, name: str, alignment: int) -> TensorInfo:
     """Returns a tensor, whose offset is relative to the end of the header."""
     subject = f"the tensor {shown(name)}"
     axes = cursor.number("<u4", subject)
-    if axes > _MOST_AXES:
-        raise malformed(cursor.path, f"{subject} of {axes} axes", f"{_MOST_AXES} at most")
+    if axes > MOST_AXES:
+        raise malformed(cursor.path, f"{subject} of {axes} axes", f"{MOST_AXES} at most")
     sizes = cursor.take(8 * axes, subject).view("<u8").tolist()
     kind = cursor.number("<u4", subject)
     start = cursor.number("<u8", subject)
@@ -415,29 +401,23 @@ def _entry(cursor: _Cursor, name: str, alignment: int) -> TensorInfo:
     if room > _MOST_BYTES:
         raise malformed(cursor.path, f"{subject} of the impossible shape {shape}")
     if kind not in FORMATS:
-        return TensorInfo(kind, shape, start, None)
+        return TensorInfo(kind, shape, start, start)
     form = FORMATS[kind]
     row = shape[-1] if shape else 1
     if row % form.size:
         detail = f"{subject} of type {name_of(kind)} with rows of {row}"
         raise malformed(cursor.path, detail, f"rows of a multiple of {form.size}")
-    return TensorInfo(
-        kind, shape, start, start + math.prod(shape) // form.size * form.fields.itemsize
-    )
+    size = math.prod(shape) // form.size * form.fields.itemsize
+    return TensorInfo(kind, shape, start, start + size)
 
 
-def _place(item: tuple[str, TensorInfo]) -> tuple[int, int]:
-    _, entry = item
-    return entry.start, entry.start if entry.stop is None else entry.stop
-
-
-def _placed(
+def _in_file(
     path: str, entries: dict[str, TensorInfo], data_start: int, length: int
 ) -> dict[str, TensorInfo]:
     """Returns tensors with their offsets in the file, after checking that they fit in it."""
     placed, stop, previous = {}, 0, ""
-    for name, entry in sorted(entries.items(), key=_place):
-        _, end = _place((name, entry))
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
+        end = entry.stop
         if data_start + end > length and end:
             detail = f"{length} bytes, and the tensor {shown(name)} up to {data_start + end}"
             raise malformed(path, detail)
@@ -483,7 +463,7 @@ class GgufSource:
         self._open = contextlib.ExitStack()
         self._bytes: dict[str, Bytes] = {}
         try:
-            self.metadata, tensors, self.files = read_parts(self.path, self._mapped)
+            self.metadata, tensors, self.files = read_parts(self.path, self._open, "load")
         except BaseException:
             self.__exit__()
             raise
@@ -491,17 +471,11 @@ class GgufSource:
             self._bytes[name], self.kinds[name] = file, kind
             form = FORMATS.get(kind)
             if form is not None and form.form is not None:
-                row = shape[-1] // form.size * form.fields.itemsize
-                shape = (*shape[:-1], row)
-            self.entries[name] = Entry(name_of(kind), shape, start, start if stop is None else stop)
+                shape = (*shape[:-1], shape[-1] // form.size * form.fields.itemsize)
+            self.entries[name] = Entry(name_of(kind), shape, start, stop)
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-
-    def _mapped(self, path: str) -> tuple[Bytes, np.ndarray]:
-        file = Bytes(path)
-        self._open.callback(file.__exit__)
-        return file, file.view("", 0, file.size)
 
     def dtype(self, name: str) -> np.dtype:
         """Returns the dtype of a tensor; for quantized tensors, that of bytes."""
@@ -510,24 +484,11 @@ class GgufSource:
             raise unread_type("interop.read", name, self.entries[name].dtype)
         return form.fields if form.form is None else _U8
 
-    def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that a tensor is stored in the way of arrays with a dtype."""
-        assert self.dtype(name) == dtype, f"{name}: {self.dtype(name)} is not {dtype}"
-
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a copy of a tensor."""
-        return self._array(name, self._bytes[name].read(name, *self._place(name)))
-
-    def view(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a tensor, mapped into memory."""
-        return self._array(name, self._bytes[name].view(name, *self._place(name)))
-
-    def _place(self, name: str) -> tuple[int, int]:
-        entry = self.entries[name]
-        return entry.start, entry.stop - entry.start
-
-    def _array(self, name: str, raw: np.ndarray) -> np.ndarray:
-        return raw.view(self.dtype(name)).reshape(self.entries[name].shape)
+    def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray:
+        """Returns a copy of a tensor, or the tensor mapped into memory."""
+        entry, file = self.entries[name], self._bytes[name]
+        raw = (file.view if mapped else file.read)(name, entry.start, entry.stop - entry.start)
+        return raw.view(self.dtype(name)).reshape(entry.shape)
 
 
 # GGUF files as checkpoints: the QTensor for a tensor of each type.

@@ -20,14 +20,11 @@ from ..numerics.qtype import Integer
 from ..tensor.qtensor import QTensor
 from ..transforms.calibrate import with_bar
 from .codec import as_numpy, codes_of, exact_halves, for_rows, minimums_of, refuse_leaf, scale_of
-from .gguf import MAGIC
+from .gguf import MAGIC, MOST_AXES, NUMBERS
 from .gguf_blocks import FORMATS, NUMBER_OF
 from .named_tree import Leaf
 
-_TYPES = {
-    **{"uint8": 0, "int8": 1, "uint16": 2, "int16": 3, "uint32": 4, "int32": 5, "float32": 6},
-    **{"bool": 7, "uint64": 10, "int64": 11, "float64": 12},
-}
+_TYPES = {np.dtype(dtype).name: kind for kind, dtype in NUMBERS.items()}
 """Metadata types that are numbers, by dtype."""
 
 _STRING, _ARRAY = 8, 9
@@ -50,14 +47,24 @@ def write_gguf(
       TypeError: if metadata has a type that the format does not support.
       ValueError: if the format cannot hold a tensor.
     """
-    _check_metadata(metadata)
+    fix = "pass metadata={'general.architecture': 'llama', ...}, such as read_gguf(...).metadata."
+    check_instance("interop.write", "metadata", metadata, Mapping, fix=fix)
     assert metadata is not None
+    architecture = metadata.get(_ARCHITECTURE)
+    if not (isinstance(architecture, str) and architecture):
+        problem = f"`metadata` does not say which model a GGUF file has: {_ARCHITECTURE} is "
+        raise fail("interop.write", f"{problem}{shown(architecture)}.", fix=fix)
+    stored = metadata.get(_ALIGNMENT, 32)
+    is_integer = isinstance(stored, (int, np.integer)) and not isinstance(stored, bool)
+    if not (is_integer and 8 <= stored <= 2**16 and stored & (stored - 1) == 0):
+        problem = f"{_ALIGNMENT!r} is {shown(stored)}, not a power of two from 8 to 65536."
+        raise fail("interop.write", problem, fix="leave it out: tensors are aligned to 32 bytes.")
+    alignment = int(stored)
     target = as_path("interop.write", path)
     if not overwrite and os.path.lexists(target):
         problem = f"{target!r} exists already."
         fix = "choose another name, or pass overwrite=True."
         raise fail("interop.write", problem, fix=fix, error=FileExistsError)
-    alignment = int(metadata.get(_ALIGNMENT, 32))
     entries = {name: encode(name, leaf.spec) for name, leaf in leaves.items()}
     offsets, stop = {}, 0
     for name, entry in entries.items():
@@ -75,22 +82,6 @@ def write_gguf(
             file.write(data_start + offsets[name], raw.data)
             file.write(data_start + offsets[name] + raw.size, bytes(-raw.size % alignment))
         file.commit()
-
-
-def _check_metadata(metadata: Any) -> None:
-    fix = "pass metadata={'general.architecture': 'llama', ...}, such as read_gguf(...).metadata."
-    check_instance("interop.write", "metadata", metadata, Mapping, fix=fix)
-    architecture = metadata.get(_ARCHITECTURE)
-    if not (isinstance(architecture, str) and architecture):
-        problem = "`metadata` does not say which model a GGUF file has."
-        raise fail(
-            "interop.write", problem, given=f"{_ARCHITECTURE} == {shown(architecture)}", fix=fix
-        )
-    alignment = metadata.get(_ALIGNMENT, 32)
-    fits = isinstance(alignment, (int, np.integer)) and not isinstance(alignment, bool)
-    if not (fits and 8 <= alignment <= 2**16 and alignment & (alignment - 1) == 0):
-        problem = f"{_ALIGNMENT!r} is {shown(alignment)}, not a power of two from 8 to 65536."
-        raise fail("interop.write", problem, fix="leave it out: tensors are aligned to 32 bytes.")
 
 
 def _header(
@@ -159,7 +150,7 @@ def _as_numbers(value: Any) -> np.ndarray | None:
 
 
 _NAME = "GGUF"
-_MOST_AXES, _MOST_OF_NAME = 4, 63
+_MOST_OF_NAME = 63
 _HALF = np.dtype(np.float16)
 
 
@@ -189,8 +180,8 @@ def encode(path: str, leaf: Any) -> GgufEntry:
     Raises:
       ValueError: if the format cannot hold it; the message names the tensor.
     """
-    if len(path.encode()) > _MOST_OF_NAME or len(leaf.shape) > _MOST_AXES:
-        expected = f"names of at most {_MOST_OF_NAME} bytes, and at most {_MOST_AXES} axes"
+    if len(path.encode()) > _MOST_OF_NAME or len(leaf.shape) > MOST_AXES:
+        expected = f"names of at most {_MOST_OF_NAME} bytes, and at most {MOST_AXES} axes"
         fix = "name it as llama.cpp does, such as blk.0.attn_q.weight; merge or split its axes."
         refuse_leaf(path, leaf, _NAME, expected=expected, fix=fix)
     name, make = _coded(path, leaf) if isinstance(leaf, QTensor) else _encode_floats(path, leaf)

@@ -29,22 +29,22 @@ from .codec import (
     FLOATS,
     CodedLeaf,
     Encoded,
-    abstract,
     check_names_in_float,
     check_no_offset,
-    checked,
     exact_halves,
     from_stream,
     group_size,
     in_runs,
     integers_of,
-    leading,
     module_of,
+    modules_with,
+    order_field,
     order_of,
     real_dtype,
     refuse,
     refuse_leaf,
     repacked,
+    shape_and_dtype,
     to_stream,
     weight,
 )
@@ -79,28 +79,16 @@ def gptq_leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     config = quantization_of(source.config)
     assert config is not None
     config.one_of("pack_dtype", ("int32",), "int32")
-    adds_one = _version(config) == "gptq"
-    for module in modules(source):
-        layer = _gptq_layer(config, module)
-        if layer is not None:
-            yield gptq_leaf(source, module, layer, adds_one, dtype)
-
-
-def modules(source: Source) -> Iterator[str]:
-    """Yields the layers that have codes, by name."""
-    end = ".qweight"
-    yield from (name.removesuffix(end) for name in source.entries if name.endswith(end))
-
-
-def _version(config: Config) -> str:
-    """Returns the version, `"gptq"` or `"gptq_v2"`."""
     if config.data.get("is_marlin_format"):
         config.refuse("is_marlin_format", "false: marlin is a layout for special kernels")
     keys = [key for key in ("checkpoint_format", "format") if key in config]
     version = config.common(keys, "gptq")
     if version not in ("gptq", "gptq_v2"):
         config.refuse(keys[0], "one of 'gptq', 'gptq_v2'")
-    return version
+    for module in modules_with(source, ".qweight"):
+        layer = _gptq_layer(config, module)
+        if layer is not None:
+            yield gptq_leaf(source, module, layer, version == "gptq", dtype)
 
 
 def _gptq_layer(config: Config, module: str) -> Config | None:
@@ -133,28 +121,34 @@ def gptq_leaf(
     bits = config.one_of("bits", _BITS)
     form = Integer(bits)
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros", "g_idx")]
-    (words, rows), _ = _matrix(source, names[0], None, (_I32,))
+    words, rows = shape_and_dtype(source, names[0], None, (_I32,), axes=(2,))[0]
     columns = words * 32 // bits
     size = group_size(source, config, names[1], columns)
     groups = Groups((rows, columns), (1, size))
     count = groups.scale_shape[1]
-    if words * 32 % bits or not rows * columns:
+    if words * 32 % bits:
         problem = f"of {words} words of {rows} rows holds no whole number of codes of {bits} bits."
         refuse(source, names[0], problem)
-    _, kind = _matrix(source, names[1], (count, rows), FLOATS)
-    _matrix(source, names[2], (count, -(-rows * bits // 32)), (_I32,))
+    _, kind = shape_and_dtype(source, names[1], (count, rows), FLOATS)
+    shape_and_dtype(source, names[2], (count, -(-rows * bits // 32)), (_I32,))
     order = None
-    said = "sym" in config
-    sym = config.flag("sym") if said else _has_one_zero(source, names[2], bits, rows)
+    sym, zeros = "sym" not in config or config.flag("sym"), np.zeros((1, 1))
+    if sym:
+        zeros = _zero_points(source.read(names[2], _I32), bits, rows, adds_one)
+        sym = "sym" in config or bool((zeros == zeros[:1, :1]).all())
     consumed = [names[2]] if sym else []
     if names[3] in source.entries:
         consumed.append(names[3])
-        checked(source, names[3], (columns,), (_I32,))
+        shape_and_dtype(source, names[3], (columns,), (_I32,))
         order = order_of(source, names[3], source.read(names[3], _I32), size)
     elif config.flag("desc_act", False):
-        checked(source, names[3], (columns,), (_I32,), "as desc_act == true")
-    if sym:
-        _check_symmetric(source, names[2], bits, rows, adds_one)
+        shape_and_dtype(source, names[3], (columns,), (_I32,), "as desc_act == true")
+    if sym and zeros.any():
+        versions = ("gptq", "gptq_v2") if adds_one else ("gptq_v2", "gptq")
+        problem = "has several zero points, which the config excludes by sym == true."
+        if not _zero_points(source.read(names[2], _I32), bits, rows, not adds_one).any():
+            problem = f"has zero points of {versions[1]!r}, which the config calls {versions[0]!r}."
+        refuse(source, names[2], problem)
 
     def decode(codes: np.ndarray, scales: np.ndarray, *zeros: np.ndarray) -> list[np.ndarray]:
         values = repacked(codes.T, bits, columns, flip=2 ** (bits - 1), order=order)
@@ -164,20 +158,11 @@ def gptq_leaf(
         values = values.view(np.int8) if bits == 8 else values
         return [values, scales.T, *points, *([] if order is None else [order])]
 
-    parts = {} if order is None else {"order": abstract(leading(2, columns), "int32")}
-    real = real_dtype(source, asked, kind)
-    template = weight(groups, form, kind, real, zero_point=not sym, **parts)
+    real, fields = real_dtype(source, asked, kind), order_field(order, 2)
+    template = weight(groups, form, kind, real, zero_point=not sym, **fields)
     tensors = [(names[0], _I32), (names[1], kind)]
     tensors += [] if sym else [(names[2], _I32)]
     return CodedLeaf(f"{module}.weight", tuple(tensors), template, decode, tuple(consumed))
-
-
-def _matrix(source: Source, name: str, shape: Any, dtypes: Any) -> tuple[Any, np.dtype]:
-    """Returns shape and dtype of a tensor with two axes."""
-    stored, dtype = checked(source, name, shape, dtypes)
-    if len(stored) != 2:
-        checked(source, name, (0, 0), dtypes, "two axes")
-    return stored, dtype
 
 
 def _zero_points(words: np.ndarray, bits: int, rows: int, adds_one: bool) -> np.ndarray:
@@ -185,27 +170,6 @@ def _zero_points(words: np.ndarray, bits: int, rows: int, adds_one: bool) -> np.
     stored = from_stream(np.ascontiguousarray(words).view(np.uint8), bits, rows).astype(np.int16)
     points = (stored + 1) % 2**bits if adds_one else stored
     return points - 2 ** (bits - 1)
-
-
-def _has_one_zero(source: Source, name: str, bits: int, rows: int) -> bool:
-    """Returns whether all zero points are equal, as of symmetric codes."""
-    points = _zero_points(source.read(name, _I32), bits, rows, adds_one=False)
-    return bool((points == points[:1, :1]).all())
-
-
-def _check_symmetric(source: Source, name: str, bits: int, rows: int, adds_one: bool) -> None:
-    """Checks that all zero points are those of symmetric codes."""
-    words = source.read(name, _I32)
-    points = _zero_points(words, bits, rows, adds_one)
-    if not points.any():
-        return
-    is_other_version = not _zero_points(words, bits, rows, not adds_one).any()
-    versions = ("gptq", "gptq_v2") if adds_one else ("gptq_v2", "gptq")
-    if is_other_version:
-        problem = f"has zero points of {versions[1]!r}, which the config calls {versions[0]!r}."
-    else:
-        problem = "has several zero points, which the config excludes by sym == true."
-    refuse(source, name, problem)
 
 
 def encode_gptq(path: str, leaf: QTensor) -> Encoded:
@@ -321,7 +285,7 @@ def awq_leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedLeaf]:
     if config.data.get("backend") == "llm-awq":
         config.refuse("backend", "another one: llm-awq has a layout for its kernels")
     excluded = config.names("modules_to_not_convert")
-    for module in modules(source):
+    for module in modules_with(source, ".qweight"):
         if not any(f".{part}." in f".{module}." for part in excluded):
             yield awq_leaf(source, module, config, dtype)
 
@@ -337,15 +301,13 @@ def awq_leaf(source: Source, module: str, config: Config, asked: np.dtype | None
     """
     config.one_of("bits", (4,), 4)
     names = [f"{module}.{end}" for end in ("qweight", "scales", "qzeros")]
-    stored, _ = checked(source, names[0], None, (_I32,))
-    if len(stored) != 2 or 0 in stored:
-        checked(source, names[0], (0, 0), (_I32,), "two axes")
+    stored, _ = shape_and_dtype(source, names[0], None, (_I32,), axes=(2,))
     columns, rows = stored[0], stored[1] * 8
     size = group_size(source, config, names[1], columns)
     groups = Groups((rows, columns), (1, size))
     count = groups.scale_shape[1]
-    _, kind = checked(source, names[1], (count, rows), FLOATS)
-    checked(source, names[2], (count, rows // 8), (_I32,))
+    _, kind = shape_and_dtype(source, names[1], (count, rows), FLOATS)
+    shape_and_dtype(source, names[2], (count, rows // 8), (_I32,))
     zeros = config.flag("zero_point", True)
     if not zeros and (_nibbles(source.read(names[2], _I32)) != 8).any():
         refuse(
@@ -483,9 +445,9 @@ def auto_round_leaves(source: Source, dtype: np.dtype | None) -> Iterator[CodedL
     assert config is not None
     layout = config.one_of("packing_format", _LAYOUTS)
     config.one_of("data_type", ("int",), "int")
-    names = set(modules(source))
-    for module in modules(source):
-        layer = _auto_round_layer(config, module, names)
+    modules = modules_with(source, ".qweight")
+    for module in modules:
+        layer = _auto_round_layer(config, module, set(modules))
         if layer is None:
             continue
         if layout == "auto_round:auto_awq":

@@ -30,7 +30,6 @@ from .codec import (
     CodedLeaf,
     Encoded,
     abstract,
-    checked,
     codes_of,
     for_rows,
     minimums_of,
@@ -40,6 +39,7 @@ from .codec import (
     refuse_leaf,
     repacked,
     scale_of,
+    shape_and_dtype,
     stream_length,
     to_stream,
     weight,
@@ -96,7 +96,7 @@ def _layer_config(config: Config, of_model: bool) -> LayerConfig:
 def _leaf(source: Source, module: str, layer: LayerConfig, asked: np.dtype | None) -> CodedLeaf:
     size, bits, mode = layer
     names = [f"{module}.{end}" for end in ("weight", "scales", "biases")]
-    stored, _ = checked(source, names[0], None, (_U32,))
+    stored, _ = shape_and_dtype(source, names[0], None, (_U32,))
     columns = stored[-1] * 32 // bits if stored else 0
     if len(stored) not in (2, 3) or stored[-1] * 32 % bits or columns % size or 0 in stored:
         problem = f"of {list(stored)} words does not hold whole groups of {size} {bits}-bit codes."
@@ -105,12 +105,12 @@ def _leaf(source: Source, module: str, layer: LayerConfig, asked: np.dtype | Non
     groups = Groups(shape, (*(1,) * (len(shape) - 1), size))
     entries = (*shape[:-1], columns // size)
     kinds = FLOATS if mode == "affine" else (_U8,)
-    _, kind = checked(source, names[1], entries, kinds)
+    _, kind = shape_and_dtype(source, names[1], entries, kinds)
     tensors = [(names[0], _U32), (names[1], kind)]
     parts: dict[str, Any] = {}
     real, scale, form = real_dtype(source, asked, kind), kind, Integer(bits, signed=False)
     if mode == "affine":
-        checked(source, names[2], entries, (kind,))
+        shape_and_dtype(source, names[2], entries, (kind,))
         tensors.append((names[2], kind))
         parts["offset"] = abstract(groups.scale_shape, kind)
     else:

@@ -20,6 +20,7 @@ from ..checks import called, check_instance, check_integer, shown
 from ..errors import fail, some
 from ..tensor.qtensor import QTensor
 from ..tensor.shardings import put
+from ..transforms.trace import is_quantized
 from .archive import Archive, as_jax
 from .safetensors import stored_dtype
 
@@ -74,17 +75,25 @@ def tree(
     shapes = {path: _spec(archive, stack) for path, stack in stacks.items()}
     paths = None if like is None else _check_like(shapes, like)
 
-    def made(path: str) -> Any:
+    leaves = {}
+    for path, (rule, _, stack) in stacks.items():
+        spec = shapes[path]
         if abstract:
-            return shapes[path]
-        leaf = _stack_leaf(archive, stacks[path], shapes[path])
-        where = sharding_of(sharding, path, shapes[path])
-        return jax.tree.map(as_jax, leaf) if where is None else placed(path, leaf, where)
-
-    leaves = {path: made(path) for path in stacks}
+            leaves[path] = spec
+            continue
+        if () in stack:
+            leaf = rule.view(stack[()], archive.numpy(stack[()]))
+        else:
+            leaf = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), spec)
+            for index, name in stack.items():
+                part = jax.tree.leaves(rule.view(name, archive.numpy(name)))
+                for target, x in zip(jax.tree.leaves(leaf), part, strict=True):
+                    target[index] = x
+        where = sharding_of(sharding, path, spec)
+        leaves[path] = jax.tree.map(as_jax, leaf) if where is None else placed(path, leaf, where)
     if paths is None:
         return _nested(leaves)
-    structure = jax.tree.structure(like, is_leaf=_is_leaf)
+    structure = jax.tree.structure(like, is_leaf=is_quantized)
     return structure.unflatten(leaves[path] for path in paths)
 
 
@@ -141,7 +150,12 @@ def _places(archive: Archive, rules: Sequence[Name]) -> dict[str, Place]:
         if rule.target is None:
             continue
         path = rule.path_of(parts)
-        index = tuple(_index(name, rule, part, parts[part]) for part in rule.stacked)
+        for part in rule.stacked:
+            if not (parts[part].isdecimal() and len(parts[part]) < 7):
+                problem = f"the tensor {name!r} cannot be stacked: {{{part}}} is {parts[part]!r}, "
+                fix = f"put {{{part}}} into the path, or one rule for each {{{part}}}: {rule!r}."
+                raise fail("interop.tree", f"{problem}not an index.", fix=fix)
+        index = tuple(int(parts[part]) for part in rule.stacked)
         first_rule, stack = stacks.setdefault(path, (rule, {}))
         if first_rule is not rule or index in stack:
             raise _doubled("interop.tree", path)
@@ -153,24 +167,11 @@ def _places(archive: Archive, rules: Sequence[Name]) -> dict[str, Place]:
     return {path: (rule, _sizes(path, stack), stack) for path, (rule, stack) in stacks.items()}
 
 
-def _index(name: str, rule: Name, part: str, text: str) -> int:
-    if not (text.isdecimal() and len(text) < 7):
-        problem = f"the tensor {name!r} cannot be stacked: {{{part}}} is {text!r}, not an index."
-        fix = f"put {{{part}}} into the path, or write one rule for each {{{part}}} for {rule!r}."
-        raise fail("interop.tree", problem, fix=fix)
-    return int(text)
-
-
 def _sizes(path: str, stack: Mapping[tuple[int, ...], str]) -> tuple[int, ...]:
     """Returns the sizes of the stacked axes, after checking that no tensor is missing."""
     sizes = tuple(max(axis) + 1 for axis in zip(*stack, strict=True))
-    count = 1
-    for n in sizes:
-        count *= n
-    missing = None
-    if count != len(stack):
+    if math.prod(sizes) != len(stack):
         missing = next(i for i in itertools.product(*map(range, sizes)) if i not in stack)
-    if missing is not None:
         problem = f"the stack {path!r} of sizes {sizes} has no tensor at {missing}."
         raise fail("interop.tree", problem, fix="give different layers different paths.")
     return sizes
@@ -184,27 +185,14 @@ def _spec(archive: Archive, tensors: Place) -> Any:
         leaf = jax.eval_shape(partial(rule.view, name), archive.spec(name))
         spec = leaf if spec is None else spec
         if _kind(leaf) != _kind(spec):
-            problem = f"the tensor {name!r} cannot be stacked with the others."
+            problem = f"the tensor {name!r} cannot be stacked with the others: {leaf!r}, not "
             fix = "give different layers different paths."
-            raise fail("interop.tree", problem, given=repr(leaf), expected=repr(spec), fix=fix)
+            raise fail("interop.tree", f"{problem}{spec!r}.", fix=fix)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), spec)
 
 
 def _kind(leaf: Any) -> Any:
     return jax.tree.structure(leaf), [(x.shape, x.dtype) for x in jax.tree.leaves(leaf)]
-
-
-def _stack_leaf(archive: Archive, tensors: Place, spec: Any) -> Any:
-    """Returns a leaf of NumPy arrays."""
-    rule, _, stack = tensors
-    if () in stack:
-        return rule.view(stack[()], archive.numpy(stack[()]))
-    stacked = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), spec)
-    for index, name in stack.items():
-        part = rule.view(name, archive.numpy(name))
-        for target, x in zip(jax.tree.leaves(stacked), jax.tree.leaves(part), strict=True):
-            target[index] = x
-    return stacked
 
 
 def _check_like(shapes: Mapping[str, Any], like: Any) -> list[str]:
@@ -227,13 +215,9 @@ def _check_like(shapes: Mapping[str, Any], like: Any) -> list[str]:
     return list(leaves)
 
 
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, QTensor)
-
-
 def _paths(function: str, params: Any) -> list[tuple[str, Any]]:
     """Returns the leaves of a tree by path, after checking that they have shapes."""
-    flat = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
+    flat = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     pairs = [(jax.tree_util.keystr(keys, simple=True, separator="/"), x) for keys, x in flat]
     for path, x in pairs:
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
@@ -415,10 +399,7 @@ class Name:
             sizes = self.split.get(axis, leaf.shape[offset : offset + 1])
             fits = tuple(leaf.shape[offset : offset + len(sizes)]) == tuple(sizes)
             self._require(fits, name, leaf, f"axis {axis} split into {tuple(sizes)}")
-            size = 1
-            for n in sizes:
-                size *= n
-            shape.append(size)
+            shape.append(math.prod(sizes))
             axes += [axis] * len(sizes)
             offset += len(sizes)
         if tuple(shape) != tuple(leaf.shape):
@@ -487,9 +468,8 @@ class Name:
     def _require(self, fits: bool, name: str, leaf: Any, expected: str) -> None:
         if not fits:
             problem = f"the tensor {name!r} of shape {tuple(leaf.shape)} does not fit its rule."
-            raise fail(
-                "interop.tree", problem, expected=expected, fix=f"correct the rule: {self!r}."
-            )
+            fix = f"correct the rule: {self!r}."
+            raise fail("interop.tree", problem, expected=expected, fix=fix)
 
 
 Place = tuple[Name, tuple[int, ...], dict[tuple[int, ...], str]]
@@ -638,15 +618,10 @@ def leaves_of(tree: Any) -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     for name, leaf in _walk(tree, ()):
         if name in leaves:
-            raise fail(
-                "interop.write", f"two leaves have the name {name!r}.", fix="rename one of them."
-            )
-        leaves[name] = Leaf(leaf, partial(_same, leaf))
+            problem = f"two leaves have the name {name!r}."
+            raise fail("interop.write", problem, fix="rename one of them.")
+        leaves[name] = Leaf(leaf, lambda leaf=leaf: leaf)
     return leaves
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -662,10 +637,10 @@ def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     is_array = isinstance(tree, (QTensor, jax.Array, np.ndarray))
     is_array = is_array and not isinstance(tree, np.ma.MaskedArray)
     if not (is_array and keys):
-        problem = f"there is no tensor at {name!r}." if keys else "`tree` is not a dict of tensors."
-        detail = f"an object of type {type(tree).__name__}"
+        problem = f"there is no tensor at {name!r}" if keys else "`tree` is not a dict of tensors"
         fix = "pass quantized.params by the names of the checkpoint; see jqx.interop.tree."
-        raise fail("interop.write", problem, given=detail, fix=fix, error=TypeError)
+        kind = type(tree).__name__
+        raise fail("interop.write", f"{problem}: {kind}.", fix=fix, error=TypeError)
     if not isinstance(tree, QTensor) and stored_dtype(tree.dtype) is None:
         problem = f"the array {name!r} has the dtype {tree.dtype}, which files cannot hold."
         raise fail("interop.write", problem, fix="convert it.")

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +70,8 @@ class OrbaxSource:
         """Returns the dtype of an array."""
         return self._dtypes[name]
 
-    def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that an array has a dtype."""
-        assert self.dtype(name) == dtype, f"{name}: {self.dtype(name)} is not {dtype}"
-
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns an array."""
+    def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray:
+        """Returns an array; Orbax maps none."""
         spec = jax.ShapeDtypeStruct(self.entries[name].shape, dtype)
         item, args = self._alone(self._known, self._keys[name], spec)
         restore_args = self._orbax.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
@@ -88,8 +84,6 @@ class OrbaxSource:
         array = np.asarray(item_read)
         assert (array.shape, array.dtype) == (spec.shape, dtype), name
         return array
-
-    view = read
 
     def _named(self, node: Any, keys: tuple[Any, ...]) -> Any:
         """Returns a tree of names, after recording its arrays."""
@@ -118,10 +112,7 @@ class OrbaxSource:
         item, args = self._alone(node[key], inner_keys, spec)
         if isinstance(node, Mapping):
             return {key: item}, {key: args}
-        items, restore_args = (
-            [self._orbax.PLACEHOLDER] * len(node),
-            [as_numpy] * len(node),
-        )
+        items, restore_args = [self._orbax.PLACEHOLDER] * len(node), [as_numpy] * len(node)
         items[key], restore_args[key] = item, args
         return items, restore_args
 
@@ -200,21 +191,16 @@ def from_orbax(stored: Any, like: Any) -> Any:
     """
     shapes = jax.tree.structure(stored), jax.tree.structure(like)
     if shapes[0] != shapes[1]:
-        stored_text, expected = (str(shape)[:300] for shape in shapes)
-        raise fail(
-            "interop.from_orbax",
-            "the trees differ.",
-            given=stored_text,
-            expected=expected,
-            fix=_FIX,
-        )
+        stored_text, like_text = (str(shape)[:300] for shape in shapes)
+        problem = f"the trees differ: {stored_text}, and `like` {like_text}."
+        raise fail("interop.from_orbax", problem, fix=_FIX)
 
     def back(x: Any, kind: Any) -> Any:
         dtype = np.dtype(kind.dtype)
-        expected = np.dtype(_STORED.get(dtype, dtype))
-        if not (x.dtype == expected and tuple(x.shape) == tuple(kind.shape)):
-            announced = f"{expected}{list(kind.shape)} for {dtype}"
-            problem = f"an array is {x.dtype}{list(x.shape)}, not {announced}."
+        stored_as = np.dtype(_STORED.get(dtype, dtype))
+        if x.dtype != stored_as or tuple(x.shape) != tuple(kind.shape):
+            expected = f"{stored_as}{list(kind.shape)} for {dtype}"
+            problem = f"an array is {x.dtype}{list(x.shape)}, not {expected}."
             raise fail("interop.from_orbax", problem, fix=_FIX)
         return _viewed(x, dtype)
 
@@ -285,11 +271,9 @@ def read_tree(source: OrbaxSource, asked: np.dtype | None) -> tuple[str, Any]:
     """Returns the format of an Orbax checkpoint, and its tree with a reader for each leaf."""
 
     def leaf(path: tuple[str, ...], kernel: str, scale: str) -> CodedLeaf:
-        arrays = [
-            _Named(source.entries[name].shape, source.dtype(name)) for name in (kernel, scale)
-        ]
-        groups = _groups(path, *arrays)
-        kinds = [x.dtype for x in arrays]
+        shapes = [source.entries[name].shape for name in (kernel, scale)]
+        kinds = [source.dtype(name) for name in (kernel, scale)]
+        groups = _groups(path, *map(jax.ShapeDtypeStruct, shapes, kinds))
         template = weight(groups, kinds[0], np.dtype(np.float32), asked or kinds[1])
 
         def decode(codes: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
@@ -310,13 +294,6 @@ def read_tree(source: OrbaxSource, asked: np.dtype | None) -> tuple[str, Any]:
 
     tree, count = _replaced(source.tree, leaf, source.dtype, lambda x: isinstance(x, str))
     return "gemma" if count else "orbax", stored(tree)
-
-
-class _Named(NamedTuple):
-    """Shape and dtype of an array that is not read."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
 
 
 def _replaced(

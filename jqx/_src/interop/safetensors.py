@@ -243,16 +243,12 @@ def placed(tensors: Iterable[tuple[str, np.dtype, Sequence[int]]]) -> dict[str, 
     """Returns the offset of each tensor, by name; wider dtypes come first."""
     stored = [(name, stored_dtype(kind), stored_shape(kind, n)) for name, kind, n in tensors]
     entries, start = {}, 0
-    for name, dtype, shape in sorted(stored, key=lambda item: -_width(item[1])):
+    for name, dtype, shape in sorted(stored, key=lambda item: -item[1].itemsize if item[1] else 0):
         assert dtype is not None, "the tree was checked before"
         stop = start + math.prod(shape) * dtype.itemsize
         entries[name] = Entry(NAMES[dtype.name], shape, start, stop)
         start = stop
     return entries
-
-
-def _width(dtype: np.dtype | None) -> int:
-    return 0 if dtype is None else dtype.itemsize
 
 
 # An open file of tensors, whose parts are read or mapped into memory.
@@ -272,10 +268,10 @@ class Bytes:
       OSError: if the file cannot be opened or is not a regular file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = as_path("load", path)
+    def __init__(self, path: Path, function: str = "load") -> None:
+        self.path = as_path(function, path)
         self._lock = threading.Lock()
-        self._file = open_regular("load", self.path)
+        self._file = open_regular(function, self.path)
 
     def __enter__(self) -> "Bytes":
         return self
@@ -378,33 +374,14 @@ class Reader:
             raise fail("load", problem, expected=f"one of {', '.join(DTYPES)}", fix=fix)
         return DTYPES[stored]
 
-    def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that a tensor is stored in the way of arrays with a dtype."""
-        shape = self.entries[name].shape
-        if not (
-            self.dtype(name) == stored_dtype(dtype)
-            and shape == stored_shape(dtype, shape_of(self.entries[name], dtype))
-        ):
-            entry = self.entries[name]
-            problem = f"{name!r} is {entry.dtype}{list(shape)}, in the tree {dtype.name}."
-            raise fail("load", problem, fix="write the file again with jqx.save.")
-
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a copy of a tensor, in the dtype in the description of the tree."""
-        return self._array(name, self._bytes.read(name, *self._place(name)), dtype)
-
-    def view(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a tensor, mapped into memory: read when it is used, dropped when it is freed."""
-        return self._array(name, self._bytes.view(name, *self._place(name)), dtype)
-
-    def _place(self, name: str) -> tuple[int, int]:
-        """Returns the offset and the size of the bytes of a tensor."""
+    def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray:
+        """Returns a tensor in the dtype in the description of the tree: a copy, or mapped into
+        memory, where it is read when it is used and dropped when it is freed.
+        """
         entry = self.entries[name]
-        return self._first + entry.start, entry.stop - entry.start
-
-    def _array(self, name: str, raw: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        x = from_stored(name, raw, self.dtype(name), dtype)
-        return x.reshape(shape_of(self.entries[name], dtype))
+        load = self._bytes.view if mapped else self._bytes.read
+        raw = load(name, self._first + entry.start, entry.stop - entry.start)
+        return from_stored(name, raw, self.dtype(name), dtype).reshape(shape_of(entry, dtype))
 
     def _open(self) -> None:
         """Reads the header, and checks that the file has the length in the header."""
@@ -441,7 +418,14 @@ class Source(Protocol):
     config: Mapping[str, Any] | None
 
     def dtype(self, name: str) -> np.dtype: ...
-    def check_dtype(self, name: str, dtype: np.dtype) -> None: ...
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray: ...
-    def view(self, name: str, dtype: np.dtype) -> np.ndarray: ...
+    def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray: ...
     def __exit__(self, *_: object) -> None: ...
+
+
+def check_dtype(source: Source, name: str, dtype: np.dtype) -> None:
+    """Checks that a tensor is stored in the way of arrays with a dtype."""
+    entry, stored = source.entries[name], source.dtype(name)
+    shape = stored_shape(dtype, shape_of(entry, dtype))
+    if stored != dtype and (stored != stored_dtype(dtype) or entry.shape != shape):
+        problem = f"{name!r} is {entry.dtype}{list(entry.shape)}, in the tree {dtype.name}."
+        raise fail("load", problem, fix="write the file again with jqx.save.")

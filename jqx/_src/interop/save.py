@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -117,13 +118,16 @@ def save_tree(
 ) -> None:
     """Writes a tree and further metadata; see `save`."""
     node, named = _described(tree, values)
-    _check_known(named)
+    for leaf_path, leaf in named:
+        arrays = () if isinstance(leaf, Lazy) else tensors_of(leaf_path, leaf)
+        for name in (name for name, x in arrays if isinstance(x, jax.ShapeDtypeStruct)):
+            problem = f"the array {name!r} has no values, only a shape."
+            fix = "pass arrays; jqx.interop.save_leaves takes shapes, and arrays one by one."
+            raise fail("save", problem, fix=fix, error=TypeError)
     if resume:
         _write_resumed(path, node, named, metadata, progress)
-        return
-    leaves = [leaf for _, leaf in named]
-    with _bar(leaves, progress) as advance:
-        _write(path, node, named, map(read, leaves), metadata, advance)
+    else:
+        _write(path, node, named, (read(leaf) for _, leaf in named), metadata, progress)
 
 
 def save_leaves(
@@ -159,34 +163,22 @@ def save_leaves(
     """
     values = NONE if values is None else values
     check_values("save", values)
-    _check_metadata(metadata)
+    is_text = isinstance(metadata, Mapping) and all(
+        isinstance(text, str) for item in metadata.items() for text in item
+    )
+    if metadata is not None and not (is_text and not {KEY, QUANTIZED} & {*metadata}):
+        problem = (
+            f"`metadata` is no dict of strings, or has a key that jqx needs: {shown(metadata)}."
+        )
+        fix = "pass for example metadata={'format': 'pt'}."
+        raise fail("interop.save_leaves", problem, fix=fix, error=TypeError)
     node, named = _described(tree, values)
-    with _bar([leaf for _, leaf in named], progress) as advance:
-        _write(path, node, named, leaves, metadata or {}, advance)
+    _write(path, node, named, leaves, metadata or {}, progress)
 
 
 def _described(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
     with nesting("save"):
         return describe(tree, values)
-
-
-def _check_known(named: list[tuple[str, Any]]) -> None:
-    for path, leaf in named:
-        for name, array in () if isinstance(leaf, Lazy) else tensors_of(path, leaf):
-            if isinstance(array, jax.ShapeDtypeStruct):
-                problem = f"the array {name!r} has no values, only a shape."
-                fix = "pass arrays; jqx.interop.save_leaves takes shapes, and arrays one by one."
-                raise fail("save", problem, fix=fix, error=TypeError)
-
-
-def _check_metadata(metadata: Any) -> None:
-    fits = isinstance(metadata, Mapping) and all(
-        isinstance(text, str) for item in metadata.items() for text in item
-    )
-    if metadata is not None and not (fits and not {KEY, QUANTIZED} & {*metadata}):
-        problem = "`metadata` is not a dict of strings, or has a key that jqx needs."
-        fix = "pass for example metadata={'format': 'pt'}."
-        raise fail("interop.save_leaves", problem, given=shown(metadata), fix=fix, error=TypeError)
 
 
 def _write(
@@ -195,9 +187,10 @@ def _write(
     named: list[tuple[str, Any]],
     leaves: Iterable[Any],
     metadata: Mapping[str, str],
-    advance: Callable[[], None] = lambda: None,
+    progress: bool,
 ) -> None:
-    with Writer(path, *_announced(node, named, metadata)) as out:
+    bar = _bar([leaf for _, leaf in named], progress)
+    with bar as advance, Writer(path, *_announced(node, named, metadata)) as out:
         for (leaf_path, kind), leaf in zip(named, leaves, strict=True):
             _write_leaf(out, leaf_path, abstract(kind), leaf)
             advance()
@@ -210,9 +203,8 @@ def _write_resumed(
     metadata: Mapping[str, str],
     progress: bool,
 ) -> None:
-    leaves = [leaf for _, leaf in named]
-    announced = _announced(node, named, metadata)
-    with _bar(leaves, progress) as advance, ResumedWriter(path, *announced) as out:
+    bar = _bar([leaf for _, leaf in named], progress)
+    with bar as advance, ResumedWriter(path, *_announced(node, named, metadata)) as out:
         for leaf_path, leaf in named:
             source = leaf.source if isinstance(leaf, Lazy) else ""
             if not out.has(leaf_path, source):
@@ -239,8 +231,8 @@ def _announced(
 
 def _write_leaf(out: Writer, path: str, kind: Any, leaf: Any) -> None:
     if jax.tree.structure(kind) != jax.tree.structure(leaf):
-        structure, expected = (str(jax.tree.structure(x)) for x in (leaf, kind))
-        raise _not_announced(f"the leaf {path!r}", structure, expected)
+        structure, announced = (str(jax.tree.structure(x)) for x in (leaf, kind))
+        raise _not_announced(f"the leaf {path!r}", structure, announced)
     array_leaf = jax.tree.map(np.asarray, leaf)
     if isinstance(array_leaf, QTensor):
         check_codes("save", array_leaf, path)
@@ -259,10 +251,10 @@ def _bar(leaves: Sequence[Any], progress: bool) -> Iterator[Callable[[], None]]:
         yield lambda: advance(next(remaining))
 
 
-def _not_announced(subject: str, detail: str, expected: str) -> Exception:
-    problem = f"{subject} differs from what was announced."
+def _not_announced(subject: str, detail: str, announced: str) -> Exception:
+    problem = f"{subject} differs from what was announced: {detail}, not {announced}."
     fix = "make both from one function, for example with jax.eval_shape."
-    return fail("save", problem, given=detail, expected=expected, fix=fix)
+    return fail("save", problem, fix=fix)
 
 
 # A safetensors file that is written tensor by tensor, completely or not at all.
@@ -305,8 +297,8 @@ class Writer:
         """Writes a tensor, with the dtype and shape that were announced."""
         dtype, shape = self._tensors[name]
         if x.dtype.name != dtype.name or x.shape != shape:
-            kind, expected = f"{x.dtype.name}{list(x.shape)}", f"{dtype.name}{list(shape)}"
-            raise _not_announced(f"the tensor {name!r}", kind, expected)
+            kind, announced = f"{x.dtype.name}{list(x.shape)}", f"{dtype.name}{list(shape)}"
+            raise _not_announced(f"the tensor {name!r}", kind, announced)
         numbers = np.ascontiguousarray(to_stored(x)).reshape(-1).view(np.uint8)
         self._file.write(len(self._head) + self._entries[name].start, numbers.data)
         self._missing.pop(name, None)
@@ -329,13 +321,6 @@ class Writer:
 
 
 # Writes a folder of safetensors files with an index, completely or not at all.
-
-
-_EXCHANGE = 2
-"""RENAME_EXCHANGE of Linux."""
-
-_HERE = -100
-"""AT_FDCWD."""
 
 
 class FolderWriter:
@@ -370,7 +355,7 @@ class FolderWriter:
         self._check_target()
         self._part = new_part(self._target)
         self._shards = _shards(tensors, limit)
-        self._place = {name: file for file, names in self._shards.items() for name in names}
+        self._file_of = {name: file for file, names in self._shards.items() for name in names}
         self._tensors, self._metadata = tensors, metadata
         self._open = contextlib.ExitStack()
         self._writers: dict[str, Writer] = {}
@@ -391,7 +376,7 @@ class FolderWriter:
 
     def write(self, name: str, x: np.ndarray) -> None:
         """Writes a tensor, with the dtype and shape that were announced."""
-        self._writers[self._place[name]].write(name, x)
+        self._writers[self._file_of[name]].write(name, x)
 
     def __exit__(
         self,
@@ -403,7 +388,10 @@ class FolderWriter:
             self._open.__exit__(kind, error, where)  # raises unless each file is complete
             if kind is None:
                 for name, data in {**self._files, **self._index()}.items():
-                    _write_synced(self._part / name, data)
+                    with open(self._part / name, "xb") as file:
+                        file.write(data)
+                        file.flush()
+                        os.fsync(file.fileno())
                 _sync(self._part)
                 self._commit()
         finally:
@@ -429,25 +417,25 @@ class FolderWriter:
         return naming_file("interop.write", str(self._target), "cannot be written", expected)
 
     def _check_target(self) -> None:
+        path, fix, error = str(self._target), "choose another name.", FileExistsError
         is_there = os.path.lexists(self._target)
-        if is_there and not self._target.is_dir():
-            problem = f"{str(self._target)!r} is a file, not a folder."
-            raise fail("interop.write", problem, fix="choose another name.", error=FileExistsError)
-        if is_there and not self._overwrite and any(self._target.iterdir()):
-            problem = f"the folder {str(self._target)!r} exists already, and is not empty."
+        is_folder = is_there and self._target.is_dir()
+        problem = f"{path!r} is a file, not a folder." if is_there and not is_folder else ""
+        if is_folder and not self._overwrite and any(self._target.iterdir()):
+            problem = f"the folder {path!r} exists already, and is not empty."
             fix = "choose another name, or pass overwrite=True, which replaces all its contents."
-            raise fail("interop.write", problem, fix=fix, error=FileExistsError)
         if not self._target.parent.is_dir():
             problem = f"there is no folder {str(self._target.parent)!r} to write in."
-            fix = "make it first, for example with os.makedirs."
-            raise fail("interop.write", problem, fix=fix, error=FileNotFoundError)
+            fix, error = "make it first, for example with os.makedirs.", FileNotFoundError
+        if problem:
+            raise fail("interop.write", problem, fix=fix, error=error)
 
     def _index(self) -> dict[str, bytes]:
         """Returns the index, or nothing if there is only one file."""
         if len(self._shards) < 2:
             return {}
-        total = sum(_size(*self._tensors[name]) for name in self._place)
-        index = {"metadata": {"total_size": total}, "weight_map": self._place}
+        total = sum(_size(*self._tensors[name]) for name in self._file_of)
+        index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
         return {INDEX: json.dumps(index, indent=1).encode()}
 
 
@@ -487,17 +475,7 @@ def _shards(tensors: Tensors, limit: int) -> dict[str, list[str]]:
 def _size(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     stored = stored_dtype(dtype)
     assert stored is not None
-    size = stored.itemsize
-    for n in shape:
-        size *= n
-    return size
-
-
-def _write_synced(path: pathlib.Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    return stored.itemsize * math.prod(shape)
 
 
 def _sync(folder: pathlib.Path) -> None:
@@ -513,9 +491,8 @@ def _sync(folder: pathlib.Path) -> None:
 def _exchange(a: pathlib.Path, b: pathlib.Path) -> bool:
     """Exchanges two names in one step; `False` if the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    if rename is None:
-        return False
-    return rename(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0
+    # The constants of Linux: AT_FDCWD is -100, RENAME_EXCHANGE is 2.
+    return rename is not None and rename(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0
 
 
 class _KeptFile(Replacement):

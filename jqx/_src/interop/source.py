@@ -59,9 +59,6 @@ class Folder:
             self._open.close()
             raise
 
-    def __enter__(self) -> "Folder":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
@@ -69,17 +66,9 @@ class Folder:
         """Returns the dtype of a tensor in its file."""
         return self._readers[name].dtype(name)
 
-    def check_dtype(self, name: str, dtype: np.dtype) -> None:
-        """Checks that a tensor is stored in the way of arrays with a dtype."""
-        self._readers[name].check_dtype(name, dtype)
-
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a copy of a tensor."""
-        return self._readers[name].read(name, dtype)
-
-    def view(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a tensor, mapped into memory."""
-        return self._readers[name].view(name, dtype)
+    def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray:
+        """Returns a copy of a tensor, or the tensor mapped into memory."""
+        return self._readers[name].read(name, dtype, mapped=mapped)
 
     def _add(self, file: str, listed: set[str] | None) -> None:
         """Opens a file and adds its tensors to those of the folder."""
@@ -118,34 +107,24 @@ def open_source(path: Path, config: Mapping[str, Any] | None) -> Source:
       ValueError: if it has no format that jqx reads.
     """
     text = as_path("load", path)
-    kind = _kind_of(text)
+    if os.path.isdir(text):
+        kind: Any = OrbaxSource if is_orbax(text) else Folder
+    else:
+        with Bytes(text) as file:
+            kind = GgufSource if file.head(len(MAGIC)) == MAGIC else Reader
     if config is not None and kind not in (Folder, Reader):
         problem = f"`config` has no use for {text!r}: the file describes each tensor."
         raise fail("load", problem, fix="leave it out.")
     source: Source = kind(text)
     source.asked = config is not None
-    if kind is Reader and config is None:
-        _check_whole(source)
+    part = _PART.fullmatch(os.path.basename(text))
     if config is not None:
         source.config = wrapped(config, source.entries)
-    return source
-
-
-def _check_whole(source: Source) -> None:
-    """Checks that a file by itself is not one of several, by its name."""
-    part = _PART.fullmatch(os.path.basename(source.path))
-    if part is not None and not int(part["count"]) < 2 and KEY not in source.metadata:
-        problem = f"{source.path!r} is only one of {part['count']} files of a model by its name."
+    elif kind is Reader and part and int(part["count"]) > 1 and KEY not in source.metadata:
+        problem = f"{text!r} is only one of {part['count']} files of a model by its name."
         fix = "pass the folder; config={} reads the tensors of this file alone, as plain arrays."
         raise fail("interop.read", problem, fix=fix)
-
-
-def _kind_of(path: str) -> type:
-    """Returns the class that opens a file or folder."""
-    if os.path.isdir(path):
-        return OrbaxSource if is_orbax(path) else Folder
-    with Bytes(path) as file:
-        return GgufSource if file.head(len(MAGIC)) == MAGIC else Reader
+    return source
 
 
 def _files_of(folder: str) -> dict[str, set[str] | None]:
@@ -153,8 +132,7 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
     index = os.path.join(folder, INDEX)
     if os.path.lexists(index):
         files = _listed(index)
-        has_other = os.path.lexists(os.path.join(folder, _ONE)) and _ONE not in files
-        if has_other:
+        if os.path.lexists(os.path.join(folder, _ONE)) and _ONE not in files:
             raise _ambiguous(folder, f"{_ONE!r}, and {INDEX} of other files")
         return files
     with naming_file("interop.read", folder, "cannot be opened", "a readable folder"):
@@ -163,11 +141,9 @@ def _files_of(folder: str) -> dict[str, set[str] | None]:
     files_to_read = [_ONE] if _ONE in tensor_files else tensor_files
     parts = [part for name in files_to_read if (part := _PART.fullmatch(name)) is not None]
     count = int(parts[0]["count"]) if parts else 1
-    detail = (
-        f"{', '.join(map(repr, tensor_files[:4]))} and no {INDEX}"
-        if tensor_files
-        else f"a folder of {some(map(repr, names))}"
-    )
+    detail = f"a folder of {some(map(repr, names))}"
+    if tensor_files:
+        detail = f"{', '.join(map(repr, tensor_files[:4]))} and no {INDEX}"
     complete = len(parts) == len(files_to_read) and len({part["model"] for part in parts}) == 1
     if len(files_to_read) != 1 and not complete:
         raise _ambiguous(folder, detail, ValueError if tensor_files else IsADirectoryError)
@@ -189,17 +165,16 @@ def _listed(index: str) -> dict[str, set[str] | None]:
     """Returns the tensors in each file of an index, after checking that these are in the folder."""
     data = read_json(index)
     weights = data.get("weight_map") if isinstance(data, dict) else None
-    fits = isinstance(weights, dict) and all(
+    has_files = isinstance(weights, dict) and all(
         isinstance(file, str)
         and file == os.path.basename(file)
         and file.endswith(".safetensors")
         and "\0" not in file
         for file in weights.values()
     )
-    if not (fits and weights):
+    if not (has_files and weights):
         problem = f"{index!r} has no weight_map with safetensors files of its folder."
         raise fail("interop.read", problem, fix="download the folder again.")
-    assert isinstance(weights, dict)
     files: dict[str, set[str]] = {}
     for name, file in weights.items():
         files.setdefault(file, set()).add(name)
@@ -243,10 +218,6 @@ def _method(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return matches
 
 
-def _is_mlx(config: Mapping[str, Any]) -> bool:
-    return isinstance(config.get("quantization"), Mapping)
-
-
 FORMATS = (
     Format(
         "compressed-tensors",
@@ -257,22 +228,11 @@ FORMATS = (
     ),
     Format("gptq", _method("gptq"), GPTQ_MARKS, gptq_leaves),
     Format("awq", _method("awq"), AWQ_MARKS, awq_leaves),
-    Format(
-        "auto-round",
-        _method("auto-round", "intel/auto-round"),
-        GPTQ_MARKS,
-        auto_round_leaves,
-    ),
+    Format("auto-round", _method("auto-round", "intel/auto-round"), GPTQ_MARKS, auto_round_leaves),
     Format("fp8", _method("fp8", "fbgemm_fp8"), FP8_MARKS, fp8_leaves),
     Format("mxfp4", _method("mxfp4"), MXFP4_MARKS, mxfp4_leaves),
-    Format("mlx", _is_mlx, MLX_MARKS, mlx_leaves),
-    Format(
-        "bitsandbytes",
-        _method("bitsandbytes"),
-        BITSANDBYTES_MARKS,
-        bitsandbytes_leaves,
-        alone=True,
-    ),
+    Format("mlx", lambda c: isinstance(c.get("quantization"), Mapping), MLX_MARKS, mlx_leaves),
+    Format("bitsandbytes", _method("bitsandbytes"), BITSANDBYTES_MARKS, bitsandbytes_leaves, True),
     Format("gguf", lambda _: False, (), gguf_leaves, source=GgufSource),
 )
 """The formats that can be read, in the order in which they are tried."""
@@ -318,33 +278,21 @@ def format_of_source(source: Source) -> Format | None:
     by_source = next((form for form in FORMATS if form.source is type(source)), None)
     if by_source is not None:
         return by_source
-    config = source.config or {}
+    config, names = source.config or {}, source.entries
     fitting = [form for form in FORMATS if form.matches(config)]
-    form_of_config = next(
-        (form for form in fitting if form.name == "mlx" and _has_mlx(source)), None
-    )
-    form_of_config = form_of_config or next(iter(fitting), None)
+    # mlx-lm looks at `quantization` first: `quantization_config` may be left from the model that
+    # was converted.
+    has_mlx = any(x.endswith(".scales") and f"{x[:-6]}qweight" not in names for x in names)
+    fitting = [form for form in fitting if form.name == "mlx" and has_mlx] + fitting
     quantization = quantization_of(config)
-    if form_of_config is None and quantization is not None:
+    if not fitting and quantization is not None:
         method = method_of(config)
         reason = _UNREAD.get(method, "no such format is known") if isinstance(method, str) else ""
-        quantization.refuse(
-            "quant_method",
-            f"one of {', '.join(form.name for form in FORMATS)}{reason and f': {reason}'}",
-        )
-    return (
-        _marked(source)
-        if form_of_config is None and (config or not source.asked)
-        else form_of_config
-    )
-
-
-def _has_mlx(source: Source) -> bool:
-    """Returns whether tensors are those of MLX: mlx-lm looks at `quantization` first, as
-    `quantization_config` may be left from the model that was converted.
-    """
-    names = source.entries
-    return any(name.endswith(".scales") and f"{name[:-6]}qweight" not in names for name in names)
+        formats = ", ".join(form.name for form in FORMATS)
+        quantization.refuse("quant_method", f"one of {formats}{reason and f': {reason}'}")
+    if fitting:
+        return fitting[0]
+    return _marked(source) if config or not source.asked else None
 
 
 def _marked(source: Source) -> Format | None:
@@ -380,9 +328,7 @@ def _check_left(source: Source, form: Format, used: Mapping[str, Any]) -> None:
     name = next((n for n in left if n.endswith(form.marks) or _are_codes(source, n)), None)
     if name is not None:
         problem = f"the tensor {shown(name)} of {source.path!r} does not belong to a layer."
-        detail = (
-            f"a tensor of {form.name} that lacks others of its layer, or is float in the config"
-        )
+        detail = f"a tensor of {form.name} that lacks others of its layer, or is in float"
         fix = "download the checkpoint again; if this is a part of it, read the whole folder."
         raise fail("interop.read", problem, given=detail, fix=fix)
     if not used and not form.plain(source):

@@ -50,6 +50,7 @@ from ..transforms.paths import by_argument
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import named_leaves
 from ..transforms.quantize_weight import check_scales_of_weights
+from ..transforms.trace import is_quantized
 from .safetensors import METADATA, stored_dtype
 
 Read = Callable[[str, np.dtype], Any]
@@ -193,19 +194,18 @@ def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
         fix = "make numbers arrays, jnp.asarray(x), and other containers dicts."
         raise fail("save", problem, fix=fix, error=TypeError)
     for name, array in tensors_of("/".join(keys) or _EMPTY, x):
+        problem, fix, error = "", "", TypeError
         if not isinstance(array, kinds[1:]):
             problem = f"{name!r} is not an array: {type(array).__name__}."
             fix = "save the original QTensors, not the result of a map over their arrays."
-            raise fail("save", problem, fix=fix, error=TypeError)
-        if isinstance(array, jax.Array) and not compat.is_concrete(array):
+        elif isinstance(array, jax.Array) and not compat.is_concrete(array):
             problem = f"the array {name!r} is traced, and has no values yet."
             fix = "return it from the jitted function, and save the result."
-            raise fail("save", problem, fix=fix, error=TypeError)
-        if stored_dtype(array.dtype) is None:
+        elif stored_dtype(array.dtype) is None:
             problem = f"the array {name!r} has the dtype {array.dtype}, which files cannot hold."
-            raise fail(
-                "save", problem, fix="convert it; for random keys, save jax.random.key_data(key)."
-            )
+            fix, error = "convert it; for random keys, save jax.random.key_data(key).", ValueError
+        if problem:
+            raise fail("save", problem, fix=fix, error=error)
 
 
 def _place(keys: tuple[str, ...]) -> str:
@@ -340,7 +340,11 @@ def contents_of(quantized: Quantized, values: Values) -> tuple[Any, str]:
     if any(weight.key in affines for weight in plan.weights):
         named = named_leaves("save", by_argument(plan.params, packed), plan)
         check_scales_of_weights("save", plan, named, affines)
-    structured = _is_described(packed, values)
+    try:
+        describe(packed, values)
+        structured = True
+    except TypeError:  # files hold only its leaves
+        structured = False
     node, shapes = _inputs_of(quantized.inputs, values)
     parents, shapes_of_parents = _inputs_of(quantized.parents, values)
     contents = _Contents(
@@ -388,16 +392,12 @@ def _packed(tree: Any) -> Any:
             return x.then(_packed, "packed")
         return of_kinds(pack, x) if isinstance(x, QTensor) else x
 
-    return jax.tree.map(packed, tree, is_leaf=lambda x: isinstance(x, QTensor))
+    return jax.tree.map(packed, tree, is_leaf=is_quantized)
 
 
 def _unpacked(tree: Any) -> Any:
     """Returns parameters with QTensors in the default layout."""
-
-    def unpacked(x: Any) -> Any:
-        return x.unpack() if isinstance(x, QTensor) else x
-
-    return jax.tree.map(unpacked, tree, is_leaf=lambda x: isinstance(x, QTensor))
+    return jax.tree.map(lambda x: x.unpack() if is_quantized(x) else x, tree, is_leaf=is_quantized)
 
 
 def _fields(x: Any) -> dict[str, Any]:
@@ -448,7 +448,10 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
         contents = record_from_json("load", fields, _Contents, values, "the quantized function")
         inputs = _inputs(node, dict(contents.shapes), values)
         parents = _inputs(node_of_parents, dict(contents.shapes_of_parents), values)
-    affines = {entry.key: _affine(entry) for entry in contents.affines}
+    affines = {
+        x.key: Affine(x.scale.array(), None if x.zero_point is None else x.zero_point.array())
+        for x in contents.affines
+    }
     plan.check_affines("load", affines)
     maps: Maps = {}
     if contents.maps:
@@ -457,20 +460,6 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
     params = _unpacked(tree)
     parts = params, plan, affines, contents.report, inputs, contents.structured, maps
     return Unbound(*parts, parents, Basis.of_given(maps) if contents.given else None)
-
-
-def _affine(entry: _Scale) -> Affine:
-    zero = entry.zero_point
-    return Affine(entry.scale.array(), None if zero is None else zero.array())
-
-
-def _is_described(tree: Any, values: Values) -> bool:
-    """Returns whether files hold a tree as it is, not only its leaves."""
-    try:
-        describe(tree, values)
-    except TypeError:
-        return False
-    return True
 
 
 def _inputs_of(inputs: Any, values: Values) -> tuple[Any, tuple[tuple[str, tuple[int, ...]], ...]]:

@@ -20,11 +20,12 @@ from ..diagnostics.compare import Comparison, compare
 from ..diagnostics.report import scheme_of, sqnr
 from ..errors import fail
 from ..policy import Policy, Rule
-from ..table import Table, Tabular, decibels, finite
+from ..table import Table, Tabular, decibels
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.calibrate import with_bar
 from ..transforms.make_plan import make_plan
+from ..transforms.trace import is_quantized
 from .archive import Archive, load
 from .named_tree import Rules, tree
 
@@ -100,11 +101,18 @@ def verify(
       2 tensors, 1 of them wrong
     """
     least = float(least)
-    _check_arguments(function, batch, ignore)
+    if (function is None) != (batch is None):
+        problem = "a function needs a batch, and a batch a function."
+        fix = "pass both or neither: function=f, batch=(x, ...), for f(reference, x, ...)."
+        raise fail("interop.verify", problem, fix=fix)
+    if not (isinstance(ignore, (list, tuple)) and all(isinstance(x, str) for x in ignore)):
+        problem = f"`ignore` does not hold patterns: {shown(ignore)}."
+        fix = "pass for example ignore=['lm_head.weight']."
+        raise fail("interop.verify", problem, fix=fix, error=TypeError)
     with contextlib.ExitStack() as opened:
         leaves = _opened(file, names, opened)
         reference_leaves = _opened(reference, None, opened)
-        rows = tuple(_rows(leaves, reference_leaves, least, [*ignore], progress))
+        rows = tuple(_rows(leaves, reference_leaves, least, ignore, progress))
     problems = [f"{row.path!r}: {problem}" for row in rows for problem in row.problems]
     sites = None
     if function is not None and not problems:
@@ -134,14 +142,17 @@ def _opened(source: Any, names: Rules | None, opened: contextlib.ExitStack) -> _
         archive: Any = source
         check_instance("interop.verify", "file", archive, Archive, fix="pass a path, with names.")
         source = tree(archive, names)
-    flat = jax.tree_util.tree_leaves_with_path(source, is_leaf=_is_coded)
-    leaves = {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in flat}
-    fits = leaves and all(hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves.values())
-    if not fits:
+    leaves = dict(_by_path(source))
+    if not leaves or not all(hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves.values()):
         problem = f"there is nothing to compare: {type(source).__name__}."
         fix = "pass a path, an open Archive, or a tree of arrays and QTensors."
         raise fail("interop.verify", problem, fix=fix, error=TypeError)
     return _leaves([*leaves], leaves.__getitem__)
+
+
+def _by_path(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
+    return [(jax.tree_util.keystr(keys, simple=True, separator="/"), x) for keys, x in leaves]
 
 
 def _leaves(paths: Sequence[str], read: Callable[[str], Any]) -> _Leaves:
@@ -155,10 +166,6 @@ def _leaves(paths: Sequence[str], read: Callable[[str], Any]) -> _Leaves:
 
 def _key(path: str) -> str:
     return path.replace("/", ".")
-
-
-def _is_coded(x: Any) -> bool:
-    return isinstance(x, QTensor)
 
 
 def _rows(
@@ -177,20 +184,18 @@ def _rows(
             continue
         if key not in checked.paths:
             yield TensorCheck(path, "-", math.nan, math.nan, ("missing in the file",))
-        elif key not in reference.paths:
-            yield _alone(path, checked.read(path))
+        elif key in reference.paths:
+            real = reference.read(reference.paths[key])
+            yield _compared(path, checked.read(path), real, min_sqnr)
         else:
-            yield _compared(
-                path, checked.read(path), reference.read(reference.paths[key]), min_sqnr
-            )
+            x = checked.read(path)
+            is_scale = not is_quantized(x) and _SCALES.fullmatch(path)
+            problems = _wrong_scales(x) if is_scale else ["not in the float model"]
+            yield TensorCheck(path, _kind(x), math.nan, math.nan, tuple(problems))
 
 
-def _alone(path: str, x: Any) -> TensorCheck:
-    """Returns the problems of a tensor that the float model does not have."""
-    kind = scheme_of(x) if _is_coded(x) else x.dtype.name
-    is_scale = not _is_coded(x) and _SCALES.fullmatch(path)
-    problems = _wrong_scales(x) if is_scale else ["not in the float model"]
-    return TensorCheck(path, kind, math.nan, math.nan, tuple(problems))
+def _kind(x: Any) -> str:
+    return scheme_of(x) if is_quantized(x) else x.dtype.name
 
 
 def _wrong_scales(x: Any) -> list[str]:
@@ -204,24 +209,22 @@ def _wrong_scales(x: Any) -> list[str]:
 
 
 def _compared(path: str, x: Any, real: Any, min_sqnr: float) -> TensorCheck:
-    kind = scheme_of(x) if _is_coded(x) else x.dtype.name
+    kind, coded = _kind(x), is_quantized(x)
     if tuple(x.shape) != tuple(real.shape):
         text = f"shape {tuple(x.shape)}, not {tuple(real.shape)}"
         return TensorCheck(path, kind, math.nan, math.nan, (text,))
-    want = np.asarray(real.dequantize() if _is_coded(real) else real)
+    want = np.asarray(real.dequantize() if is_quantized(real) else real)
     if not jnp.issubdtype(want.dtype, jnp.floating):
-        same = not _is_coded(x) and np.array_equal(np.asarray(x), want)
-        error = 0.0 if same else math.nan
-        return TensorCheck(
-            path, kind, math.inf if same else math.nan, error, () if same else ("differs",)
-        )
-    if not _is_coded(x) and not jnp.issubdtype(x.dtype, jnp.floating):
+        if not coded and np.array_equal(np.asarray(x), want):
+            return TensorCheck(path, kind, math.inf, 0.0)
+        return TensorCheck(path, kind, math.nan, math.nan, ("differs",))
+    if not coded and not jnp.issubdtype(x.dtype, jnp.floating):
         text = f"{x.dtype.name}, and {want.dtype.name} in the model"
         return TensorCheck(path, kind, math.nan, math.nan, (text,))
     real, want = want.astype(np.float32), want.astype(np.float32)
-    values = np.asarray(x.dequantize() if _is_coded(x) else x).astype(np.float32)
+    values = np.asarray(x.dequantize() if coded else x).astype(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        if not _is_coded(x):
+        if not coded:
             want, min_sqnr = want.astype(x.dtype).astype(np.float32), _CLOSE
         error = float(np.abs(values - real).max()) if values.size else 0.0
     decibel, problems = sqnr(real, values), []
@@ -229,10 +232,10 @@ def _compared(path: str, x: Any, real: Any, min_sqnr: float) -> TensorCheck:
         problems.append("numbers that are not finite")
     elif not decibel >= min_sqnr and not np.array_equal(values, real, equal_nan=True):
         problems.append(f"less than {min_sqnr:g} dB")
-    elif not (sqnr(want, values) >= _SAME or _is_coded(x) or np.array_equal(values, want, True)):
+    elif not (sqnr(want, values) >= _SAME or coded or np.array_equal(values, want, True)):
         problems.append(f"less than {_SAME:g} dB")
     problems += _wrong_rows(values, real, problems)
-    if not _is_coded(x) and _SCALES.fullmatch(path):
+    if not coded and _SCALES.fullmatch(path):
         problems += _wrong_scales(x)
     return TensorCheck(path, kind, decibel, error, tuple(problems))
 
@@ -262,23 +265,20 @@ def _sites(
     """Returns the error of each contraction with a quantized weight."""
     if isinstance(file, (str, os.PathLike)):
         with Archive(file) as archive:
-            is_function = archive.quantized is not None
-            params = None if is_function else _tree(archive, names)
-        if is_function:
-            loaded = load(file)
-            return compare(function, loaded.plan, loaded.affines, weights=loaded.params)(
-                reference, *batch
-            )
+            if archive.quantized is None:
+                params = _tree(archive, names)
+            else:
+                loaded = load(file)
+                compared = compare(function, loaded.plan, loaded.affines, weights=loaded.params)
+                return compared(reference, *batch)
     else:
         params = _tree(file, names) if isinstance(file, Archive) else file
-    flat, structure = jax.tree_util.tree_flatten_with_path(reference)
-    keys = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
-    pairs = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_coded)
-    leaves = {_key(jax.tree_util.keystr(p, simple=True, separator="/")): x for p, x in pairs}
-    codes = {key: leaves[_key(key)] for key in keys if _is_coded(leaves.get(_key(key)))}
+    flat, structure = _by_path(reference), jax.tree.structure(reference, is_leaf=is_quantized)
+    coded = {_key(path): x for path, x in _by_path(params) if is_quantized(x)}
+    codes = {path: coded[_key(path)] for path, _ in flat if _key(path) in coded}
     rules = [Rule(re.escape(key), weight=_spec(q)) for key, q in codes.items()]
     plan = make_plan(function, Policy(rules))(reference, *batch)
-    weights = structure.unflatten(codes.get(key, x) for key, (_, x) in zip(keys, flat, strict=True))
+    weights = structure.unflatten(codes.get(path, x) for path, x in flat)
     return compare(function, plan, weights=weights)(reference, *batch)
 
 
@@ -289,18 +289,6 @@ def _tree(archive: Archive, names: Rules | None) -> Any:
 def _spec(q: QTensor) -> QSpec:
     """Returns a spec with the format of a QTensor: to find which site has which codes."""
     return QSpec(q.qtype, per_block(dict(enumerate(q.groups.sizes)), tail=True))
-
-
-def _check_arguments(function: Any, batch: Any, ignore: Any) -> None:
-    if (function is None) != (batch is None):
-        problem = "a function needs a batch, and a batch a function."
-        fix = "pass both or neither: function=f, batch=(x, ...), for f(reference, x, ...)."
-        raise fail("interop.verify", problem, fix=fix)
-    fits = isinstance(ignore, (list, tuple)) and all(isinstance(x, str) for x in ignore)
-    if not fits:
-        problem = "`ignore` does not hold patterns."
-        fix = "pass for example ignore=['lm_head.weight']."
-        raise fail("interop.verify", problem, given=shown(ignore), fix=fix, error=TypeError)
 
 
 # The result of `verify`: each tensor compared with the float model, and the problems found.
@@ -374,7 +362,3 @@ class Verification(Tabular):
         unlisted = len(self.problems) - sum(len(row.problems) for row in self.tensors)
         footer += f"\n{unlisted} sites wrong" if unlisted else ""
         return Table(("path", "scheme", "wrong", "SQNR dB", "max error"), rows, footer, texts=3)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dict for `json.dumps`; infinite and NaN values are `None`."""
-        return finite(dataclasses.asdict(self))

@@ -65,10 +65,6 @@ def _refused(path: str, leaf: QTensor) -> Encoded:
     refuse_leaf(path, leaf, "safetensors", expected=expected, fix=fix)
 
 
-def _nothing(layers: Any, floats: Any) -> dict[str, Any]:
-    return {}
-
-
 TARGETS = {
     "compressed-tensors": Target(encode_compressed, compressed_config, activations=True),
     "gptq": Target(encode_gptq, gptq_config),
@@ -76,7 +72,7 @@ TARGETS = {
     "fp8": Target(encode_fp8, fp8_config),
     "bitsandbytes": Target(encode_bitsandbytes, bitsandbytes_config),
     "mlx": Target(encode_mlx, mlx_config, "quantization", metadata={"format": "mlx"}),
-    "safetensors": Target(_refused, _nothing, ""),
+    "safetensors": Target(_refused, lambda layers, floats: {}, ""),
 }
 """The formats of folders that can be written, by name."""
 
@@ -159,7 +155,12 @@ dtype=float32, 2,560 bytes)
             metadata = tree.metadata
         write_gguf(path, leaves_of(tree), metadata, overwrite=overwrite, progress=progress)
         return
-    target = _target(format)
+    if not (isinstance(format, str) and format in TARGETS):
+        formats = ", ".join(map(repr, (*TARGETS, GGUF)))
+        problem = f"there is no format {shown(format)} to write."
+        fix = f"pass one of {formats}; jqx.save writes jqx's own."
+        raise fail("interop.write", problem, fix=fix)
+    target = TARGETS[format]
     _check_unused(metadata, "metadata", format)
     limit = MOST if limit is None else check_integer("interop.write", "limit", limit)
     if limit < 1:
@@ -182,40 +183,26 @@ dtype=float32, 2,560 bytes)
         for name, leaf in leaves.items()
         if name not in encoded and name.endswith(".weight") and len(leaf.spec.shape) > 1
     ]
-    layers = {name: each.layer for name, each in encoded.items()}
+    layers = {name: item.layer for name, item in encoded.items()}
     model = _config(config, tree)
     if target.key:
         model[target.key] = target.config(layers, floats, *arguments)
     tensors = _tensors(leaves, encoded)
-    files = {**_tokenizer(tokenizer), "config.json": _text_of(model)}
+    try:
+        text = json.dumps(model, indent=2).encode()
+    except (TypeError, ValueError) as error:
+        problem = f"`config` is not JSON: {error}."
+        fix = "convert other values, such as NumPy's numbers with float(x)."
+        raise fail("interop.write", problem, fix=fix, error=TypeError) from None
+    files = {**_tokenizer(tokenizer), "config.json": text}
     with FolderWriter(
         path, tensors, files, limit=limit, metadata=target.metadata, overwrite=overwrite
     ) as out:
         for name in with_bar("write", "tensor", leaves, progress):
             leaf = as_numpy(name, leaves[name].read(), format)
             arrays = encoded[name].make(leaf) if name in encoded else {name: leaf}
-            for each, array in arrays.items():
-                out.write(each, np.asarray(array))
-
-
-def _target(format: Any) -> Target:
-    if not (isinstance(format, str) and format in TARGETS):
-        formats = ", ".join(map(repr, (*TARGETS, GGUF)))
-        problem = f"there is no format {shown(format)} to write."
-        raise fail(
-            "interop.write", problem, fix=f"pass one of {formats}; jqx.save writes jqx's own."
-        )
-    return TARGETS[format]
-
-
-def _text_of(config: Mapping[str, Any]) -> bytes:
-    """Returns `config.json`."""
-    try:
-        return json.dumps(config, indent=2).encode()
-    except (TypeError, ValueError) as error:
-        problem = f"`config` is not JSON: {error}."
-        fix = "convert other values, such as NumPy's numbers with float(x)."
-        raise fail("interop.write", problem, fix=fix, error=TypeError) from None
+            for tensor, array in arrays.items():
+                out.write(tensor, np.asarray(array))
 
 
 def _check_unused(value: Any, name: str, format: str) -> None:
