@@ -574,8 +574,8 @@ class FourOverSix(FromPoints):
     def search(self, points: Points, spec: Affinity) -> Affine:
         """Returns the scale of least error for weighted values."""
         form = format_of(spec.qtype)
-        is_block = isinstance(form, Block) and form.scale_qtype != E8M0
-        if not is_block or form.elements.high != 6:
+        elements = form.elements if isinstance(form, Block) and form.two_level else None
+        if elements is None or elements.high != 6:
             problem = f"{form.name} has other elements or scales than formats like nvfp4."
             fix = "use another calibrator for it, such as jqx.calibrators.mse."
             raise fail("calibrators.four_over_six", problem, fix=fix)

@@ -213,6 +213,6 @@ def with_rule(
     function = jax.custom_vjp(f)
     function.defvjp(
         lambda operands, others: (value(operands, others), (operands, others)),
-        lambda primals, cotangent: (rule(*primals, cotangent), None),
+        lambda primals, cotangent: (rule(primals[0], primals[1], cotangent), None),
     )
     return function

@@ -240,4 +240,6 @@ def dequantized(q: Any) -> jax.Array:
         real = narrow(real + groups.split_scale(offset.astype(wide)), q.dtype)
     real = groups.join(real)
     axis = None if q.order is None else permuted_axis(q.order)
-    return real if axis is None else taken(real, inverse_of(q.order), axis)
+    if q.order is None or axis is None:
+        return real
+    return taken(real, inverse_of(q.order), axis)

@@ -443,10 +443,13 @@ def check_dtypes(function: str, q: Any, where: str = "") -> None:
 def wrong_codes(q: Any) -> str | None:
     """Returns the name of a leaf whose dtype is not that of codes; `None` if there is none."""
     values, zero_point = (getattr(leaf, "dtype", None) for leaf in (q.values, q.zero_point))
-    form = format_of(q.qtype) if values is not None or zero_point is not None else None
+    if values is None and zero_point is None:
+        return None
+    form = format_of(q.qtype)
     if values is not None and values != values_dtype(q.layout, form):
         return "values"
-    return "zero_point" if zero_point is not None and zero_point != form.storage else None
+    has_codes = zero_point is None or zero_point == form.storage
+    return None if has_codes else "zero_point"
 
 
 _SIZE = whole(1, math.inf)
