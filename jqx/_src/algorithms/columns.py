@@ -402,7 +402,7 @@ class Stack:
           importance: of each column, [matrices, columns].
           factors: factors that are tried besides 1.
         """
-        tried = np.float32([1, *factors])
+        tried = np.asarray([1, *factors], np.float32)
         for i, labels in enumerate(self._scales_of_rows):
             if labels is not None:
                 grid, groups = self.grids.at(self.label[i]), self.columns[i]
@@ -515,9 +515,9 @@ _nearest = jax.jit(rounded_to, static_argnames="spec")
 
 @partial(jax.jit, static_argnames=("spec", "count"))
 def _errors_of_scales(
-    w: Array,
-    scale: Array,
-    zero_point: Array | None,
+    w: Any,
+    scale: Any,
+    zero_point: Any,
     factors: Array,
     importance: Array,
     groups: Array,
@@ -528,7 +528,7 @@ def _errors_of_scales(
     """Returns the weighted squared error of rounding with each factor, [factors, rows, groups]."""
 
     def error(factor: jax.Array) -> jax.Array:
-        difference = w - rounded_to(jnp.asarray(w), scale * factor, zero_point, spec)
+        difference = w - rounded_to(w, scale * factor, zero_point, spec)
         weighted = jnp.square(difference) * importance[None]
         return jax.ops.segment_sum(weighted.T, groups, num_segments=count).T
 
