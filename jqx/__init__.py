@@ -33,13 +33,13 @@ from ._src.contractions.ragged_dot import ragged_dot as ragged_dot
 from ._src.contractions.take import take as take
 from ._src.late import late as _late
 from ._src.numerics.exact import RoundMode as RoundMode
+from ._src.ops.affine import affine_from_range as affine_from_range
 from ._src.ops.fake_quantize import fake_quantize as fake_quantize
 from ._src.ops.onednn import dynamic_quantize as dynamic_quantize
 from ._src.ops.quantize import dequantize as dequantize
 from ._src.ops.quantize import quantize as quantize
 from ._src.ops.quantize import quantize_dequantize as quantize_dequantize
 from ._src.ops.quantize import round as round
-from ._src.ops.range import affine_from_range as affine_from_range
 from ._src.policy import Policy as Policy
 from ._src.policy import Rule as Rule
 from ._src.ptq.ptq import ptq as ptq

@@ -2,13 +2,13 @@
 
 import typing as _typing
 
-from ._src.gradients.estimator import Gradient as Gradient
-from ._src.gradients.estimator import GradientEstimator as GradientEstimator
-from ._src.gradients.estimator import Surrogate as Surrogate
 from ._src.gradients.estimators import ElementwiseGradientScaling as ElementwiseGradientScaling
+from ._src.gradients.estimators import Gradient as Gradient
+from ._src.gradients.estimators import GradientEstimator as GradientEstimator
 from ._src.gradients.estimators import LearnedStep as LearnedStep
 from ._src.gradients.estimators import LearnedStepAndOffset as LearnedStepAndOffset
 from ._src.gradients.estimators import StochasticRounding as StochasticRounding
+from ._src.gradients.estimators import Surrogate as Surrogate
 from ._src.gradients.estimators import additive_noise as additive_noise
 from ._src.gradients.estimators import dorefa as dorefa
 from ._src.gradients.estimators import dorefa_weights as dorefa_weights

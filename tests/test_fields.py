@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jqx._src.fields import check_fields, choice, flag, instance, nothing, number, whole
+from jqx._src.checks import check_fields, choice, flag, instance, nothing, number, whole
 
 RULES = {
     "rate": (number(0, 1, above=True), [1, 0.5, np.float32(0.5)], [0, 1.5, np.nan], ["1", True]),

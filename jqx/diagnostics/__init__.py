@@ -4,15 +4,15 @@ import typing as _typing
 
 from .._src.diagnostics.accumulators import Accumulator as Accumulator
 from .._src.diagnostics.compare import Comparison as Comparison
+from .._src.diagnostics.compare import HeldBack as HeldBack
 from .._src.diagnostics.compare import SiteError as SiteError
 from .._src.diagnostics.compare import compare as compare
+from .._src.diagnostics.compare import held_back as held_back
 from .._src.diagnostics.dashboard import Dashboard as Dashboard
 from .._src.diagnostics.dashboard import dashboard as dashboard
 from .._src.diagnostics.explain import Explained as Explained
 from .._src.diagnostics.explain import Explanation as Explanation
 from .._src.diagnostics.explain import explain as explain
-from .._src.diagnostics.held_back import HeldBack as HeldBack
-from .._src.diagnostics.held_back import held_back as held_back
 from .._src.diagnostics.interval_walk import Overflow as Overflow
 from .._src.diagnostics.lowering import Contraction as Contraction
 from .._src.diagnostics.lowering import Lowering as Lowering

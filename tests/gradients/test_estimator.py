@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx._src.gradients.estimator import check_estimator
-from jqx._src.gradients.estimators import StraightThrough
+from jqx._src.gradients.estimators import StraightThrough, check_estimator
 from jqx.gradients import ste
 
 from ..oracles.refusals import assert_refused

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jqx._src.gradients.estimator import grid, rounding_error
+from jqx._src.gradients.estimators import grid, rounding_error
 
 from .points import RANGES
 

@@ -7,7 +7,7 @@ import pytest
 
 import jqx
 from jqx._src.gradients import estimators
-from jqx._src.gradients.estimator import check_estimator
+from jqx._src.gradients.estimators import check_estimator
 from jqx.gradients import (
     ElementwiseGradientScaling,
     LearnedStep,

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jqx import gradients
-from jqx._src.gradients.estimator import moves_limits
+from jqx._src.gradients.estimators import moves_limits
 
 EXPECTED = {
     "ste": (False, True),

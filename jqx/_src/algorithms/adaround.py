@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..calibrators.calibrator import Calibrator
+from ..checks import choice, number, whole
 from ..errors import fail
-from ..fields import choice, number, whole
 from ..files import Path
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import format_of
@@ -20,11 +20,11 @@ from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen
 from ..transforms.plan import Plan, Weight
 from ..transforms.stats import OnNonfinite
+from .chain import algorithm, check_options
 from .columns import Stack, parted
 from .grids import Grids, calibrated
 from .layers import layer_by_layer
 from .matrices import Matrix, Unsupported, observers_of, settled
-from .options import algorithm, check_options
 from .report import MatrixReport
 from .store import Where
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from ..calibrators.calibrator import Affine, Calibrator
 from ..calibrators.granularity import Groups
-from ..checks import check_pattern
+from ..checks import check_pattern, flag, nothing, number, whole
 from ..errors import fail
-from ..fields import flag, nothing, number, whole
 from ..gradients.estimators import straight_through
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import E8M0, format_of
@@ -27,9 +26,9 @@ from ..transforms.plan import Plan, Site
 from ..transforms.stats import OnNonfinite, check_mode
 from ..transforms.trace import TracedOnce
 from ..transforms.views import Address
+from .chain import algorithm, check_options
 from .engine import Leaves, Pairs, Stream, Traced, Walk
 from .grids import Grids, Part, apart, bodies_of, calibrated
-from .options import algorithm, check_options
 from .report import NOT_REACHED, BlockReport, BlocksReport, Few, name_of
 from .stages import Replaced, Scope, Stage, Steps, labels_of
 from .store import InMemory, Offload, Where, on_device

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..fields import check_fields, flag, whole
+from ..checks import check_fields, flag, whole
 from ..observers.observer import check_weight
 from ..observers.statistics import absmax, hessian, mean_abs
 from ..table import Printed
@@ -19,11 +19,11 @@ from ..transforms.algorithm import Chosen
 from ..transforms.plan import Plan
 from ..transforms.quantize_weight import quantize_weight
 from ..transforms.stats import OnNonfinite
+from .chain import algorithm
 from .channels import Visit
 from .grids import Grids
 from .labels import Array
 from .matrices import objective
-from .options import algorithm
 from .scaled import Scaled, Unpaired, scaled_together
 
 _NO_LESS = 1e-4

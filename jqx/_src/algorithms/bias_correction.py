@@ -41,8 +41,8 @@ from ..transforms.stats import (
 )
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
+from .chain import algorithm
 from .labels import Array
-from .options import algorithm
 from .report import Few
 from .stages import body_of
 

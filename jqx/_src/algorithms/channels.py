@@ -28,6 +28,7 @@ from ..transforms.rules import CONTRACTIONS
 from ..transforms.stats import observed_parts
 from ..transforms.trace import Call, is_array
 from ..transforms.views import Address
+from .chain import components
 from .grids import Elements
 from .labels import (
     FIXED,
@@ -48,7 +49,6 @@ from .labels import (
     step_of,
     with_line,
 )
-from .options import components
 from .stages import Steps
 
 

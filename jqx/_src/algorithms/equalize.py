@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..fields import check_fields, flag, whole
+from ..checks import check_fields, flag, whole
 from ..observers.observer import ObservedSite, Observer
 from ..transforms.algorithm import Chosen
 from ..transforms.channel_map import ChannelMap
 from ..transforms.plan import Plan
 from ..transforms.stats import OnNonfinite
+from .chain import algorithm
 from .channels import Visit, at_most_one, clips_of, most
 from .labels import Array
-from .options import algorithm
 from .scaled import Scaled
 
 # Bias absorption: moves the least value of a channel to the result of the site that reads it,

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ..calibrators.calibrator import Calibrator
+from ..checks import Rule, check_fields, choice, nothing, number, whole
 from ..errors import fail
-from ..fields import Rule, check_fields, choice, nothing, number, whole
 from ..files import Path
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
@@ -20,6 +20,7 @@ from ..transforms.algorithm import Chosen
 from ..transforms.calibrate import calibrate_batches
 from ..transforms.plan import Plan, Weight
 from ..transforms.stats import OnNonfinite
+from .chain import algorithm, check_options
 from .columns import Stack, parted
 from .engine import calls_of
 from .grids import Grids, Group, calibrated
@@ -40,7 +41,6 @@ from .matrices import (
     stacked,
     unknown,
 )
-from .options import algorithm, check_options
 from .report import AlgorithmReport, MatrixReport
 from .store import Where
 

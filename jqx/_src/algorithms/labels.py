@@ -19,7 +19,7 @@ from ..transforms.find import addressed
 from ..transforms.higher_order import FORMS
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.views import SHARDINGS, Address
-from .options import components
+from .chain import components
 from .stages import Steps, body_of
 
 Array = np.ndarray

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..calibrators.calibrator import Affine
+from ..checks import check_fields, whole
 from ..errors import fail
-from ..fields import check_fields, whole
 from ..observers.observer import check_weight
 from ..observers.statistics import hessian
 from ..table import Printed
@@ -20,9 +20,9 @@ from ..transforms.channel_map import LowRank
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import dequantize_params, quantize_params
 from ..transforms.stats import OnNonfinite
+from .chain import algorithm
 from .channels import Folds, Visit
 from .labels import Array
-from .options import algorithm
 from .scaled import find_pairs
 
 _NAME = "algorithms.eora"

@@ -13,8 +13,8 @@ from ..observers.observer import ObservedSite, Weight
 from ..observers.statistics import Hessian, has_rows, hessian, places
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import flags_of
+from .chain import linalg
 from .grids import Group
-from .options import linalg
 from .report import UNKNOWN, MatrixReport, effective, left_rounded, name_of, reached, why_few
 
 Array = np.ndarray

@@ -14,8 +14,8 @@ import numpy as np
 from ..compat import Eqn
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.views import SHARDINGS
+from .chain import components
 from .labels import FIXED, FREE, VIEWED, Array, Known, moved, narrowed, of_product, with_line
-from .options import components
 
 Axes = frozenset[int]
 

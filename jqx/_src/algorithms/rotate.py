@@ -10,9 +10,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import check_integer, check_pattern
+from ..checks import check_fields, check_integer, check_pattern, choice, flag
 from ..errors import fail, some
-from ..fields import check_fields, choice, flag
 from ..table import Printed
 from ..transforms.algorithm import Chosen, Inapplicable
 from ..transforms.calibrate import arguments_of
@@ -20,11 +19,11 @@ from ..transforms.channel_map import ChannelMap
 from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import OnNonfinite, observed_parts
+from .chain import algorithm
 from .channels import Named
 from .grids import Every, every_site
 from .hadamard import Orthogonal, factors_of, largest_block
 from .labels import FIXED, Array
-from .options import algorithm
 from .rotatable import Blocks
 from .streams import Lookup, Read, Streams, Table, different
 

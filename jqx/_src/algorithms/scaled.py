@@ -22,10 +22,10 @@ from ..transforms.channel_map import ChannelMap
 from ..transforms.plan import Plan
 from ..transforms.quantize_weight import quantize_weight
 from ..transforms.stats import OnNonfinite
+from .chain import components
 from .channels import Folds, Pair, Visit, followed_through, least, most, spread
 from .grids import every_site
 from .labels import Array, channels_of
-from .options import components
 from .report import Few
 
 # Pairs: channels that can be scaled in the weights before a site and in its own weight, so that

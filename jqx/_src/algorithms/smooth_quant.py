@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..fields import check_fields, flag, nothing, number
+from ..checks import check_fields, flag, nothing, number
 from ..numerics.lookup import format_of
 from ..observers.observer import Observer, check_weight
 from ..observers.statistics import Mean, absmax
@@ -17,9 +17,9 @@ from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen
 from ..transforms.plan import Plan
 from ..transforms.stats import OnNonfinite
+from .chain import algorithm
 from .channels import Visit
 from .labels import Array
-from .options import algorithm
 from .scaled import Scaled, Unpaired, scaled_together
 
 _LEAST = 1e-5

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from ..numerics.qtype import QType
 from ..numerics.runtimes import Numerics
-from ..ops.range import affine_from_range
+from ..ops.affine import affine_from_range
 from .granularity import Granularity, Groups
 
 T = TypeVar("T")

@@ -12,10 +12,19 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from .. import package_cpu
-from ..checks import called, check_instance, is_at_least, normalize_axes, shown
+from ..checks import (
+    called,
+    check_fields,
+    check_instance,
+    flag,
+    instance,
+    is_at_least,
+    normalize_axes,
+    shown,
+    whole,
+)
 from ..compat_kernels import alone_or_in_parts
 from ..errors import fail
-from ..fields import check_fields, flag, instance, whole
 
 # Groups: which elements of an array share a scale, expressed as shapes. They reshape an array so
 # that a scale broadcasts to it, and reduce an array to one value per scale.

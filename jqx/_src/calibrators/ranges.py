@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..checks import check_fields, number
 from ..errors import fail
-from ..fields import check_fields, number
 from .calibrator import (
     Affine,
     Affinity,

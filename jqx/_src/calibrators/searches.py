@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..checks import added, check_fields, flag, number, whole
 from ..errors import fail
-from ..fields import added, check_fields, flag, number, whole
 from ..numerics.blocks import Block
 from ..numerics.exact import RoundMode, round_to_integer, saturating_sum
 from ..numerics.lookup import E8M0, format_of

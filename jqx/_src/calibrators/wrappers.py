@@ -11,9 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .. import compat
-from ..checks import as_dtype, check_instance, shown
+from ..checks import as_dtype, check_fields, check_instance, instance, number, shown, whole
 from ..errors import fail, some
-from ..fields import check_fields, instance, number, whole
 from ..numerics.blocks import Block
 from ..numerics.lookup import format_of
 from .calibrator import (

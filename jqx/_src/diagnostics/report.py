@@ -13,9 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..calibrators.calibrator import Affine
-from ..checks import as_real, called, check_instance
+from ..checks import added, as_real, called, check_instance
 from ..errors import fail, some
-from ..fields import added
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import format_of
 from ..numerics.qtype import QType

@@ -27,10 +27,9 @@ from jax import dtypes
 
 from .. import compat
 from ..calibrators.calibrator import Affine
-from ..checks import as_dtype, check_instance, shown
+from ..checks import added, as_dtype, check_instance, shown, unwritten
 from ..diagnostics.report import Report
 from ..errors import fail, nesting
-from ..fields import added, unwritten
 from ..numerics.lookup import format_of
 from ..ptq.quantized import Basis, Quantized, Unbound, leaves_by_path
 from ..tensor.qtensor import QTensor

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from ..checks import check_instance
 from ..errors import fail
-from ..modules.members import forwards, read
+from ..modules.layers import forwards, read
 from ..modules.quantized_function import (
     Mode,
     QuantizedFunction,

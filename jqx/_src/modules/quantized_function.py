@@ -15,7 +15,7 @@ from ..calibrators.calibrator import Affine
 from ..calibrators.ranges import AbsMax
 from ..checks import check_instance
 from ..errors import fail, message, some, warn
-from ..gradients.estimator import draws, moves_limits
+from ..gradients.estimators import draws, moves_limits
 from ..policy import Policy, check_policy
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Segments

@@ -23,9 +23,17 @@ from ..tensor.shardings import pack_for
 from ..tensor.targets import check_target
 from ..transforms.plan import Plan
 from .layers import Contraction
-from .pure import Path, is_coded, is_node, replace_variables, variable_at
 from .quantized import Quantized
-from .state import QParam, SearchResult, State
+from .state import (
+    Path,
+    QParam,
+    SearchResult,
+    State,
+    is_coded,
+    is_node,
+    replace_variables,
+    variable_at,
+)
 
 
 def convert(

@@ -28,9 +28,8 @@ from ..modules.quantized_function import Mode, Scales, nest
 from ..policy import Policy
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
-from .pure import Path, replace_variables, variable_at
 from .quantized import ATTRIBUTES, Quantized
-from .state import STATE, QParam, State, become
+from .state import STATE, Path, QParam, State, become, replace_variables, variable_at
 
 
 class _Layer(Quantized):

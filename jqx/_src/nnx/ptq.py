@@ -18,8 +18,8 @@ from ..ptq.quantized import Hoist, Quantized, Target, Unbound
 from ..transforms.algorithm import Algorithm
 from ..transforms.stats import OnNonfinite
 from ..transforms.trace import is_parameter
-from .pure import is_node, leaves_by_path, replaced_by, values, was_written, with_values
 from .quantized import check_float
+from .state import is_node, leaves_by_path, replaced_by, values, was_written, with_values
 
 
 class QuantizeModel(Protocol):

@@ -19,8 +19,17 @@ from ..modules.quantized_function import (
     optional,
 )
 from ..policy import Policy
-from .pure import PureCall, pure_call
-from .state import STATE, Run, State, Wrapper, become, has_members, wrapper_class
+from .state import (
+    STATE,
+    PureCall,
+    Run,
+    State,
+    Wrapper,
+    become,
+    has_members,
+    pure_call,
+    wrapper_class,
+)
 
 COPIED = ("policy", "mode", "backward", "quant_dynamic")
 """Attributes of a quantized module that are copied to its parts."""

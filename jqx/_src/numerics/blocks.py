@@ -22,9 +22,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..checks import check_instance
+from ..checks import check_fields, check_instance, number, whole
 from ..errors import fail
-from ..fields import check_fields, number, whole
 from .exact import RoundMode, exponent_of
 from .lookup import E8M0, as_qtype, format_of
 from .minifloats import float6_e2m3fn, float6_e3m2fn

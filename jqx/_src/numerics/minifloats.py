@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import shown
+from ..checks import check_fields, flag, instance, nothing, shown, whole
 from ..errors import fail
-from ..fields import check_fields, flag, instance, nothing, whole
 from .exact import RoundMode, round_to_integer, step_of
 from .qtype import QType
 

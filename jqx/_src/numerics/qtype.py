@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..checks import check_integer, shown
+from ..checks import check_fields, check_integer, flag, shown
 from ..errors import fail
-from ..fields import check_fields, flag
 from .exact import RoundMode, divide, round_to_integer, saturating_float_sum, saturating_sum
 
 

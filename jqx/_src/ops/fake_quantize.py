@@ -10,8 +10,7 @@ from jax.typing import ArrayLike
 from .. import compat
 from ..checks import as_like, as_real, called, check_dtype, check_integer
 from ..errors import fail
-from ..gradients.estimator import Gradient, Surrogate, check_estimator, check_key, with_rule
-from ..gradients.estimators import ste
+from ..gradients.estimators import Gradient, Surrogate, check_estimator, check_key, ste, with_rule
 from ..numerics.exact import (
     RoundMode,
     compute_dtype,

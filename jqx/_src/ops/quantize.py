@@ -20,14 +20,18 @@ from ..checks import (
     normalize_axes,
 )
 from ..errors import fail
-from ..gradients.estimator import Gradient, check_estimator, check_key
-from ..gradients.estimators import ste
+from ..gradients.estimators import Gradient, check_estimator, check_key, ste
 from ..numerics.blocks import Block
 from ..numerics.exact import RoundMode, round_to_integer, widen
 from ..numerics.lookup import as_qtype, format_of
 from ..numerics.qtype import QType
-from .affine import affine_dequantize, affine_fake_quantize, affine_quantize, expand_to_axes
-from .range import check_zero_point
+from .affine import (
+    affine_dequantize,
+    affine_fake_quantize,
+    affine_quantize,
+    check_zero_point,
+    expand_to_axes,
+)
 
 # `round`: the nine round modes on real arrays.
 

@@ -11,8 +11,7 @@ from ..calibrators.calibrator import Affine
 from ..calibrators.granularity import Groups
 from ..calibrators.ranges import absmax
 from ..errors import fail
-from ..gradients.estimator import check_key
-from ..gradients.estimators import ste, ste_unclipped, straight_through
+from ..gradients.estimators import check_key, ste, ste_unclipped, straight_through
 from ..numerics.blocks import Block
 from ..numerics.exact import RoundMode, common_dtype, narrow, widen
 from ..numerics.lookup import E8M0, format_of

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import check_real, shown
+from ..checks import added, check_real, shown, whole
 from ..errors import fail
-from ..fields import added, whole
 from ..numerics.blocks import Block
 from ..numerics.exact import is_signed
 from ..numerics.lookup import E8M0, format_of
@@ -25,7 +24,7 @@ from ..numerics.packing import (
     unpack_neighbours,
 )
 from ..numerics.qtype import Integer, QType
-from ..ops.range import check_zero_point as check_has_zero_point
+from ..ops.affine import check_zero_point as check_has_zero_point
 
 # The order of a QTensor with a permuted axis: which axis that is, and which views it forbids.
 

@@ -37,9 +37,8 @@ from ..calibrators.granularity import (
 from ..calibrators.ranges import AbsMax, Fixed, MinMax, Rms
 from ..calibrators.searches import Ceil, Entropy, FourOverSix, Hqq, Mse, Percentile
 from ..calibrators.wrappers import AcrossDevices, Delayed, Rounded
-from ..checks import as_dtype
+from ..checks import as_dtype, unwritten
 from ..errors import fail
-from ..fields import unwritten
 from ..gradients.estimators import (
     AdditiveNoise,
     ElementwiseGradientScaling,

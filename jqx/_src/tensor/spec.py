@@ -24,18 +24,25 @@ from ..calibrators.granularity import (
 from ..calibrators.ranges import absmax, minmax
 from ..calibrators.searches import ceil, entropy, four_over_six, hqq, mse, percentile
 from ..calibrators.wrappers import delayed
-from ..checks import called, check_instance, normalize_axes, shown, shown_as
+from ..checks import (
+    added,
+    called,
+    check_fields,
+    check_instance,
+    flag,
+    normalize_axes,
+    shown,
+    shown_as,
+)
 from ..errors import fail
-from ..fields import added, check_fields, flag
-from ..gradients.estimator import Gradient, check_estimator
-from ..gradients.estimators import ste
+from ..gradients.estimators import Gradient, check_estimator, ste
 from ..numerics.blocks import Block
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import as_qtype, format_of, formats_by_name
 from ..numerics.qtype import Integer, QType
 from ..numerics.runtimes import Numerics, ngraph
+from ..ops.affine import check_symmetric
 from ..ops.quantize import check_round_mode
-from ..ops.range import check_symmetric
 
 _PER_TENSOR = per_tensor()
 

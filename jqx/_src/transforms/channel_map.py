@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..checks import added
 from ..compat import Eqn
-from ..fields import added
 from ..observers.observer import ObservedSite
 from .find import HIDDEN
 from .rules import CONTRACTIONS

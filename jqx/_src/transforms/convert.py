@@ -14,11 +14,11 @@ from ..policy import Policy, pattern_of
 from ..signatures import P, R
 from .integers import OnIntegers, quantized_leaf
 from .interpret import interpret
+from .known_values import Escape, check_unsupported, followed, known_values
 from .operands import real_of
 from .partitioned import gathered, partial_sums, weight_shardings
 from .plan import GivenAffines, Plan
 from .plan_call import as_plan, params_of
-from .reach import Escape, check_unsupported, followed, known_values
 from .trace import Call, check_function, is_quantized, trace_call
 
 

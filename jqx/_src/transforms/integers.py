@@ -22,11 +22,11 @@ from ..tensor.segments import abstract
 from .find import Found
 from .higher_order import FORMS, Records
 from .interpret import Rules, interpret
+from .known_values import reaching
 from .operands import is_coded, real_of
 from .partitioned import Gathered, PartialSums
 from .plan import Operand, Plan, Site, Weight
 from .quantize_weight import quantize_weight
-from .reach import reaching
 from .rules import CONTRACTIONS
 from .trace import Call, is_quantized
 from .views import Address

@@ -9,10 +9,10 @@ from ..policy import Policy, check_policy
 from ..signatures import P
 from .convert import check_reach
 from .hoist import Hoisted
+from .known_values import check_unsupported
 from .paths import Names, Params, Weights, check_names
 from .plan import Plan
 from .plan_call import plan_call
-from .reach import check_unsupported
 from .trace import TracedOnce, as_params, check_function, trace_call
 
 

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import jax
 
 from ..calibrators.calibrator import Affine
-from ..checks import FLOATS, name_of
+from ..checks import FLOATS, added, name_of
 from ..errors import fail, nesting, some
-from ..fields import added
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer
 from ..table import Table, Tabular

@@ -20,9 +20,9 @@ from ..tensor.spec import QSpec
 from .arguments import check_plan, operations_of, same_nesting
 from .find import Found, contractions, contractions_with_reads, dtypes_of, rule_for, selecting
 from .integers import unfollowed
+from .known_values import NO_WEIGHT, reasons, unreached
 from .paths import AGAIN, Part, Weights, addresses_of, check_ranks, check_same, without_addresses
 from .plan import Operand, Plan, Shape, Site, Skipped, Weight
-from .reach import NO_WEIGHT, reasons, unreached
 from .trace import Call, trace_call
 from .unused_rules import check_inputs, check_used, warn_of_unused_alternatives
 from .views import Address, Origin, close_over_merges

@@ -15,7 +15,7 @@ from .. import compat
 from ..checks import as_dtype, called, check_real
 from ..compat import Eqn
 from ..errors import fail
-from ..gradients.estimator import Surrogate, draws
+from ..gradients.estimators import Surrogate, draws
 from ..policy import Policy
 from ..signatures import P, R
 from ..tensor.grid import fake_quantize_as

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from ..errors import fail, message, warn
 from ..policy import Policy, Rule
 from .find import Found, find, selects
+from .known_values import sources
 from .paths import Weights
 from .plan import Skipped
-from .reach import sources
 from .trace import Call
 from .views import Origin
 
