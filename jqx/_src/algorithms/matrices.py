@@ -387,8 +387,8 @@ def by_shape(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
 
 
 def _refusal(function: str, site: Site) -> Exception:
-    problem = f"the inputs of {site.name!r}, a {site.op}, were not observed: only products of an "
-    problem += "activation and a weight whose elements can be located are, none in a shard_map."
+    problem = f"the inputs of {site.name!r}, in a {site.op}, were not observed: only products of "
+    problem += "an activation and a weight whose elements can be located are, none in a shard_map."
     fix = "pass the statistics of calibrate_batches(..., observers=algorithm.observers); replace a "
     fix += "shard_map by jit over sharded arrays; or add a rule that leaves that site in float."
     return fail(function, problem, fix=fix, error=NotImplementedError)
