@@ -21,7 +21,7 @@ LISTS = sorted({*PACKAGE.rglob("*.py")} - {*FILES} - {PACKAGE / "__main__.py"})
 LAYERS = [
     ("errors", "signatures"),
     ("checks", "compat"),
-    ("compat_kernels", "fields", "files", "heap", "late", "table", "xla_cpu"),
+    ("compat_kernels", "files", "heap", "late", "table", "xla_cpu"),
     ("package_cpu",),
     ("numerics",),
     ("gradients",),
@@ -148,7 +148,7 @@ def test_third_parties_are_the_core_dependencies(path):
     roots = {module.split(".")[0] for module, _, _ in imports(path)} - {"jqx"}
     more = {"flax"} if layer_of(path) in ("linen", "nnx") else set()
     more |= {"scipy"} if layer_of(path) == "algorithms" else set()
-    more |= {"matplotlib"} if path.name in ("canvas.py", "plots.py") else set()
+    more |= {"matplotlib"} if path.name == "plots.py" else set()
     yield from sorted(roots - {"jax", "chex", "numpy"} - more - set(sys.stdlib_module_names))
 
 

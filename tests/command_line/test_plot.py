@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx._src.diagnostics import plots
+from jqx.diagnostics import plots
 from jqx._src.diagnostics.report import measure
 
 from ..arrays import on_device
