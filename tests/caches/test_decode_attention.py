@@ -251,7 +251,7 @@ def test_the_gradient_is_that_of_floats_and_does_not_see_what_is_behind():
 @pytest.fixture(params=KERNELS)
 def chosen(request, monkeypatch):
     """Caches that are laid out for a kernel; on this platform the other form is what runs."""
-    monkeypatch.setattr(decode_attention, "_kernel_of", lambda *cache: request.param)
+    monkeypatch.setattr(decode_attention, "kernel_of", lambda *cache: request.param)
     return request.param
 
 
@@ -411,7 +411,7 @@ def test_a_cache_is_read_as_it_lies(target, case, monkeypatch):
     known = targets.TARGETS[target]
     if not any(map(targets._is_installed, known.modules)):
         pytest.skip(f"no compiler for {target}: the extra {known.extra} is not installed")
-    monkeypatch.setattr(decode_attention, "_kernel_of", lambda *cache: TARGETS[target])
+    monkeypatch.setattr(decode_attention, "kernel_of", lambda *cache: TARGETS[target])
     shape = len(case.lengths), case.length, case.heads, case.width
     keys = jax.eval_shape(
         functools.partial(quantized, case=case), jax.ShapeDtypeStruct(shape, jnp.float32)

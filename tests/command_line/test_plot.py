@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.diagnostics import plots
 from jqx._src.diagnostics.report import measure
+from jqx.diagnostics import plots
 
 from ..arrays import on_device
 from .files import error_of, run, run_json, saved, torch_weights

@@ -10,7 +10,7 @@ from jax import lax
 
 import jqx
 from jqx._src import package_cpu
-from jqx._src.contractions.kernels_cpu import _table_of
+from jqx._src.contractions.kernels import numbers_of_codes
 from jqx._src.interop.codec import as_numpy, codes_of
 from jqx._src.kernels.products_cpu import decoded_product_cpu
 from jqx._src.tensor.targets import kernel_of
@@ -59,7 +59,7 @@ def test_every_code_is_decoded_exactly():
     for qtype in FORMATS:
         form = format_of(qtype)
         count = 2**form.bits
-        table = np.float32(_table_of(form))
+        table = np.float32(numbers_of_codes(form))
         codes = jnp.arange(count, dtype=jnp.uint8)
         np.testing.assert_array_equal(table, form.decode(codes))
         # A column for each code, and a row that is 1 where it stands; beside it are zeros.
@@ -71,7 +71,7 @@ def test_every_code_is_decoded_exactly():
             bytes_ = packed(w) if form.bits == 4 else w
             given.append((x, bytes_[None], np.ones((1, 1, count), np.float32)))
             expected.append(np.broadcast_to(table, (1, rows, count)))
-    tables = [_table_of(format_of(qtype)) for qtype in FORMATS for _ in range(2)]
+    tables = [numbers_of_codes(format_of(qtype)) for qtype in FORMATS for _ in range(2)]
 
     def run(given):
         return [decoded_product_cpu(*x, table=t) for x, t in zip(given, tables, strict=True)]
@@ -90,7 +90,7 @@ def test_products_are_as_near_as_sums_of_float32():
     forms = [format_of(t) for t in (nf4, jnp.float8_e4m3fn, jnp.float8_e5m2)]
     for (i, m), size, form in itertools.product(enumerate(ROWS), GROUPS, forms):
         groups, k, n = (3 + i, size * (3 + i), 66 + i) if size else (1, 650 + 2 * i, 130)
-        table = np.float32(_table_of(form))
+        table = np.float32(numbers_of_codes(form))
         codes = rng.integers(0, 2**form.bits, (1, n, k), np.uint8)
         codes[~np.isfinite(table)[codes]] = 0
         # Rows of very different sizes.
@@ -98,7 +98,7 @@ def test_products_are_as_near_as_sums_of_float32():
         x = np.float32(rng.standard_normal((1, m, k)) * power)
         scale = np.float32(rng.standard_normal((1, groups, n)))
         given.append((x, packed(codes) if form.bits == 4 else codes, scale))
-        tables.append(_table_of(form))
+        tables.append(numbers_of_codes(form))
         real = np.float64(table)[codes[0]] * scale[0].T.repeat(k // groups, 1)
         rows = np.float64(x[0])
         # Each product is rounded twice, with its scale, and each sum once; the least normal number
@@ -170,7 +170,10 @@ def test_numbers_that_are_none_pass_on():
     for rows in (4, 12):
         x = np.ones((1, rows, 256), np.float32)
         x[0, 1, 3], x[0, 2, 200] = np.nan, -np.inf
-        table, scale = _table_of(format_of(jnp.float8_e4m3fn)), np.ones((1, 1, 80), np.float32)
+        table, scale = (
+            numbers_of_codes(format_of(jnp.float8_e4m3fn)),
+            np.ones((1, 1, 80), np.float32),
+        )
         expected = np.full((rows, 80), 256, np.float32)
         expected[1], expected[2], expected[:, 5] = np.nan, -np.inf, np.nan
         found = decoded_product_cpu(x, w, scale, table=table)
@@ -179,7 +182,7 @@ def test_numbers_that_are_none_pass_on():
 
 def test_large_and_small_rows_stay_in_range():
     """Sums of codes times a row may leave float32 where their product with the scale does not."""
-    table = _table_of(format_of(jnp.float8_e4m3fn))
+    table = numbers_of_codes(format_of(jnp.float8_e4m3fn))
     w, scale = np.full((1, 64, 256), 0x7E, np.uint8), np.full((1, 1, 64), 2.0**-30, np.float32)
     for power in (2.0**110, 2.0**-80):
         x = np.full((1, 2, 256), power, np.float32)
@@ -229,7 +232,7 @@ def test_lowering_tells_the_kernel():
         assert found.reads[1] == (reads,)
 
 
-FLOATS = _table_of(format_of(jnp.float8_e4m3fn))
+FLOATS = numbers_of_codes(format_of(jnp.float8_e4m3fn))
 
 
 def beside(k=64, width=64, groups=1, table=None, dtype=np.uint8, scales=4):

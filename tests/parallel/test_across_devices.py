@@ -93,7 +93,7 @@ def test_errors():
         in_specs=P("model"),
         out_specs=P("model"),
     )
-    with pytest.raises(ValueError, match="no such axis"):
+    with pytest.raises(ValueError, match="has no axis 'tensor'"):
         f(jnp.ones(8))
 
 

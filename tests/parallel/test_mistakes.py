@@ -32,7 +32,7 @@ def permuted(perm):
 
 
 MISTAKES = {
-    "integers": (lambda: reduced(x=np.ones((4, 3), np.int32)), TypeError, "jnp.float32"),
+    "integers": (lambda: reduced(x=np.ones((4, 3), np.int32)), TypeError, "float32"),
     "no axis": (lambda: reduced(axis_name="j"), NameError, "inside jax.shard_map"),
     "outside": (lambda: parallel.all_reduce(X, "i", INT8), NameError, "inside jax.shard_map"),
     "no spec": (lambda: reduced(jnp.int8), TypeError, "int8"),
@@ -46,7 +46,7 @@ MISTAKES = {
     "no signs": (lambda: reduced("float8_e8m0fnu:group=32"), ValueError, "pass int8"),
     "a spec backward": (lambda: reduced(backward="int8:channel"), ValueError, "`backward`"),
     "a form": (lambda: reduced(form="tree"), ValueError, 'form="ring"'),
-    "a flag": (lambda: reduced(hadamard=1), TypeError, "pass one of these"),
+    "a flag": (lambda: reduced(hadamard=1), TypeError, "hadamard=False"),
     "no order": (lambda: reduced("int8:group=6", hadamard=True), ValueError, "jqx.per_group(256)"),
     "no group": (lambda: reduced("int8", hadamard=True), ValueError, "jqx.per_group(256)"),
     "a seed": (lambda: reduced(key=0), TypeError, "jax.random.key(0)"),
@@ -95,7 +95,7 @@ MISTAKES = {
     "tiled": (
         lambda: on_four(lambda x: parallel.all_gather(x, "i", INT8, tiled="yes")),
         TypeError,
-        "pass one of these",
+        "tiled=False",
     ),
     "a destination twice": (lambda: permuted([(0, 1), (2, 1)]), ValueError, "(i, (i + 1) % 4)"),
     "a device too many": (lambda: permuted([(0, 4)]), ValueError, "(i, (i + 1) % 4)"),

@@ -183,5 +183,5 @@ def test_positions_that_are_none_are_refused(params, error, fact):
 @pytest.mark.parametrize("given", [ENCODER, (ENCODER,), (ENCODER, DECODER, X)])
 def test_as_many_arguments_are_quantized_as_the_plan_names(given):
     plan = jqx.make_plan(several, w8a16(), params=(1, 3))(X, ENCODER, 2.0, DECODER)
-    with pytest.raises(ValueError, match=r"several arguments(.|\n)*a tuple of 2 arguments"):
+    with pytest.raises(ValueError, match=r"several arguments(.|\n)*a tuple of the 2 arguments"):
         jqx.quantize_params(given, plan)

@@ -555,7 +555,7 @@ class _Watch(Walk):
         loop_steps = tuple(int(step) for address, step in around if address in loops)
         observed_site = replace(entry.part.observed, path="")  # one program for all equal sites
         same = replace(
-            entry, key="", part=entry.part._replace(key="", about=observed_site), site=None
+            entry, key="", part=entry.part._replace(key="", observed=observed_site), site=None
         )
         values = jnp.asarray(value_of(x))
         batch_stats = _observed(values, sizes, weights, entry=same, leaves_out=self._ignores)

@@ -210,8 +210,8 @@ class Groups:
         int32. Without any number the extremes are infinite.
         """
         blocks = self.split(x)
-        is_too_large = self.per_scale > _MAX_COUNTED
-        if not self._has_kernel(blocks) or blocks.size != x.size or is_too_large:
+        is_for_kernel = self._has_kernel(blocks) and blocks.size == x.size
+        if not is_for_kernel or self.per_scale > _MAX_COUNTED:
             return self._extremes_at_once(x)
 
         @jax.custom_jvp

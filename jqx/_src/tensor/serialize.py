@@ -206,10 +206,9 @@ def _value(function: str, data: Any, kind: Any, values: Values, where: str) -> A
             raise fail(function, problem, fix=fix)
         return values[content]
     version_1 = _VERSION_1.fullmatch(name)
-    if version_1 is not None:
-        name = _RENAMED.get(version_1[1], version_1[1])
-    if name in CLASSES:
-        return record_from_json(function, content, CLASSES[name], values, where)
+    class_name = name if version_1 is None else _RENAMED.get(version_1[1], version_1[1])
+    if class_name in CLASSES:
+        return record_from_json(function, content, CLASSES[class_name], values, where)
     is_class = isinstance(cls, type)
     if is_class and (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")):
         return record_from_json(function, data, cls, values, where)

@@ -125,8 +125,9 @@ def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
     is_plain = leaf.offset is None and leaf.order is None
     if not (is_alike and is_plain and (leaf.zero_point is None) == spec.symmetric):
         problem = f"a QTensor does not fit the plan, which has {spec} for {path!r}."
+        expected = f"scale {list(groups.scale_shape)}, one for each {list(groups.sizes)} elements"
         fix = "quantize the parameters with this plan: jqx.quantize_params(params, plan)."
-        raise fail("convert", problem, given=repr(leaf), fix=fix)
+        raise fail("convert", problem, given=repr(leaf), expected=expected, fix=fix)
 
 
 # Which weights cannot be quantized as planned, because scales in blocks cannot follow the views of
