@@ -356,7 +356,7 @@ def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
-      >>> from jqx.transforms import View, primitive_rules
+      >>> from jqx.extend import View, primitive_rules
       >>> def f(w, x):
       ...     return x @ jax.lax.reduce_precision(w, 8, 23)
       >>> same = View(track=lambda eqn, known: known, apply=lambda eqn, operands: list(operands))
