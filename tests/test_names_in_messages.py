@@ -1,8 +1,11 @@
 """Messages name the function that was called by its public name, with its folder."""
 
 import ast
+import dataclasses
 import functools
 import pathlib
+import pkgutil
+import re
 import warnings
 
 import jqx
@@ -39,6 +42,38 @@ def is_public(name, folder):
     except (AttributeError, DeprecationWarning):
         return name in OTHERS
     return not (folder and hasattr(getattr(jqx, folder), name.partition(".")[0]))
+
+
+NO_ATTRIBUTES = {
+    "jqx.bind": "what a file with the result of ptq has as a method",
+    "jqx.quantized": "a key in the metadata of files",
+    "jqx.transforms.Stats": "a name in programs of jax.export, which stays",
+}
+"""Names with dots that stand in texts of jqx, and are no attributes."""
+
+
+def exists(name):
+    """Whether a dotted name is an attribute, or a field of a dataclass, which has no default."""
+    try:
+        pkgutil.resolve_name(name)
+        return True
+    except (AttributeError, ImportError):
+        owner, _, field = name.rpartition(".")
+        return "." in owner and exists(owner) and field in fields_of(pkgutil.resolve_name(owner))
+
+
+def fields_of(value):
+    return {x.name for x in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else ()
+
+
+def test_every_name_of_jqx_in_a_text_exists():
+    """Fixes, docstrings and comments name what a user can write."""
+    wrong = []
+    for path in sorted(ROOT.parent.rglob("*.py")):
+        for name in {*re.findall(r"\bjqx(?:\.[A-Za-z]\w*)+", path.read_text())}:
+            if name not in NO_ATTRIBUTES and not exists(name):
+                wrong.append(f"{path.relative_to(ROOT.parent)}: {name}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_function_in_a_message_has_its_public_name():

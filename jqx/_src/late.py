@@ -37,7 +37,6 @@ def late(
     """
     sources = {name: source for source, taken in names.items() for name in taken}
     modules = {x.removeprefix(f"{module}."): x for x in names if x.startswith(f"{module}.")}
-    modules = {name: x for name, x in modules.items() if "." not in name}
 
     def getattr_of_late(name: str) -> Any:
         if name == "__all__":  # for `import *`

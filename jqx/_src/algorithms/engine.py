@@ -488,12 +488,13 @@ def calibrate_stages(
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
     if beyond:
         problem = "the inputs of a site cannot be observed between stages, and its parameters are "
+        problem += "lazy."
         detail = f"{[site.name for site in beyond[:4]]}, in a while loop or a shard_map, with a "
         detail += "static scale, or a weight that is used more than once"
         fix = "read the parameters, jax.tree.map(lambda x: x.read(), params), give these sites "
         fix += "dynamic scales, or add a rule that leaves such a weight in float."
         error = NotImplementedError
-        raise fail("ptq", f"{problem}lazy.", given=detail, fix=fix, error=error)
+        raise fail("ptq", problem, given=detail, fix=fix, error=error)
     needed = any(x.part.argnum < 0 for x in entries.recorded.values())
     scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
     bar = progress_bar("calibrate", "site", total=len(entries.recorded)) if progress else None

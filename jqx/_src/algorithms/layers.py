@@ -415,7 +415,8 @@ def layer_by_layer(
             if isinstance(leaf, Lazy) and not leaf.source:
                 problem = f"the checkpoint cannot identify the leaf {path!r}, {shown(leaf)}."
                 fix = "give it a `source` that identifies its values, as archive.lazy does, or "
-                raise fail(solver.function, problem, fix=f"{fix}leave `checkpoint` out.")
+                fix += "leave `checkpoint` out."
+                raise fail(solver.function, problem, fix=fix)
         stored = Checkpoint(solver.function, checkpoint, digests or {})
     items = {item.address: item for item in contractions(first_call) if item.address}
     parts = {

@@ -184,9 +184,10 @@ def compensated(
     supported = [x for x in visits if x.site.op == "dot_general"]
     if not supported:
         problem = "no site can have a compensation: none is a plain product with a quantized "
+        problem += "weight that has no other use."
         detail = ", ".join(x.name for x in folds.sites[:4]) or "no site with a weight"
         fix = "leave this algorithm out."
-        raise fail(function, f"{problem}weight that has no other use.", given=detail, fix=fix)
+        raise fail(function, problem, given=detail, fix=fix)
     return folds, supported
 
 

@@ -363,7 +363,8 @@ def written(
             if not bool(text[1]):
                 problem = f"logits hold a NaN, at one of the positions {begin} to {end - 1}."
                 fix = "look for what is not finite in the model, or pass a shorter length=, if the "
-                raise fail(_NAME, problem, fix=f"{fix}model has fewer positions.")
+                fix += "model has fewer positions."
+                raise fail(_NAME, problem, fix=fix)
             advance(rows * (end - begin))
             if saved is not None and (end % (_SAVED * _CHUNK) == 0 or end == length - 1):
                 saved.write(end, (text[0], state_cache, text[1]))

@@ -630,9 +630,10 @@ def _shape(read: Read) -> tuple[int, ...]:
 def _check_some(report: list[Rotation]) -> None:
     if not any(x.factors for x in report):
         problem = "no site can be rotated: none has a weight of its own, and an even number of "
+        problem += "channels."
         detail = "; ".join(f"{x.site}: {x.why}" for x in report[:4]) or "no site with a weight"
         fix = "leave this algorithm out."
-        raise fail(_NAME, f"{problem}channels.", given=detail, fix=fix, error=Inapplicable)
+        raise fail(_NAME, problem, given=detail, fix=fix, error=Inapplicable)
 
 
 def _rotated_products(

@@ -94,7 +94,8 @@ class Pairs(Printed):
         problem = "no weight of the plan has channels that can be scaled."
         detail = "; ".join(f"{name}: {reason}" for name, reason in [*self.reasons.items()][:4])
         fix = "leave this algorithm out; jqx.algorithms.find_pairs(f, plan)(params, x) lists all "
-        raise fail(function, problem, given=detail, fix=f"{fix}sites.", error=Inapplicable)
+        fix += "sites."
+        raise fail(function, problem, given=detail, fix=fix, error=Inapplicable)
 
 
 @called("algorithms.find_pairs", "call it in two steps: find_pairs(f, plan)(params, x).")

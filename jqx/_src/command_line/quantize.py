@@ -414,7 +414,8 @@ def choose(archive: Archive, args: argparse.Namespace) -> dict[str, Choice]:
             if detail:
                 problem = f"the tensor {path!r} is quantized already: {detail}."
                 fix = "start from the float file, or keep it with an earlier rule: --rule "
-                raise fail("quantize", problem, fix=f"{fix}'.*mlp.*=float'.")
+                fix += "'.*mlp.*=float'."
+                raise fail("quantize", problem, fix=fix)
             used.add(rule_of_path)
             reason = "quantized already" if rule_of_path is None else rule_of_path.text
             choices[path] = Choice(None, reason)

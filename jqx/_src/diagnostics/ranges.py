@@ -193,7 +193,8 @@ def _parameter(x: Any, path: str | None, plan: Plan, scales: Mapping[str, Affine
     if not all(map(compat.is_concrete, arrays)):
         problem = f"the parameter {path!r} is traced, so that its values are not known."
         fix = "call it outside jax.jit, or pass jax.ShapeDtypeStructs for weights that may be "
-        raise fail("diagnostics.ranges", problem, fix=f"{fix}anything.")
+        fix += "anything."
+        raise fail("diagnostics.ranges", problem, fix=fix)
     weight = plan.weight_at(path)
     q = x if is_quantized(x) else None
     if weight is not None and q is None:

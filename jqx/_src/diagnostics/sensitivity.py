@@ -323,7 +323,8 @@ class Sweep:
     ):
         if not batches:
             fix = f"call it as jqx.{caller}(...)(params, batch, ...); a batch is a tuple of the "
-            raise fail(caller, "there is no batch.", fix=f"{fix}other arguments, or a single one.")
+            fix += "other arguments, or a single one."
+            raise fail(caller, "there is no batch.", fix=fix)
         leaves = jax.tree.leaves(params, is_leaf=is_quantized)
         if quantized := [x for x in leaves if is_quantized(x)]:
             fix = "pass the original parameters, not the result of jqx.quantize_params."

@@ -53,7 +53,8 @@ def write_gguf(
     architecture = metadata.get(_ARCHITECTURE)
     if not (isinstance(architecture, str) and architecture):
         problem = f"`metadata` does not say which model a GGUF file has: {_ARCHITECTURE} is "
-        raise fail("interop.write", f"{problem}{shown(architecture)}.", fix=fix)
+        problem += f"{shown(architecture)}."
+        raise fail("interop.write", problem, fix=fix)
     stored = metadata.get(_ALIGNMENT, 32)
     is_integer = isinstance(stored, (int, np.integer)) and not isinstance(stored, bool)
     if not (is_integer and 8 <= stored <= 2**16 and stored & (stored - 1) == 0):

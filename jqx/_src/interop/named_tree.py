@@ -153,8 +153,9 @@ def _places(archive: Archive, rules: Sequence[Name]) -> dict[str, Place]:
         for part in rule.stacked:
             if not (parts[part].isdecimal() and len(parts[part]) < 7):
                 problem = f"the tensor {name!r} cannot be stacked: {{{part}}} is {parts[part]!r}, "
+                problem += "not an index."
                 fix = f"put {{{part}}} into the path, or one rule for each {{{part}}}: {rule!r}."
-                raise fail("interop.tree", f"{problem}not an index.", fix=fix)
+                raise fail("interop.tree", problem, fix=fix)
         index = tuple(int(parts[part]) for part in rule.stacked)
         first_rule, stack = stacks.setdefault(path, (rule, {}))
         if first_rule is not rule or index in stack:
@@ -186,8 +187,9 @@ def _spec(archive: Archive, tensors: Place) -> Any:
         spec = leaf if spec is None else spec
         if _kind(leaf) != _kind(spec):
             problem = f"the tensor {name!r} cannot be stacked with the others: {leaf!r}, not "
+            problem += f"{spec!r}."
             fix = "give different layers different paths."
-            raise fail("interop.tree", f"{problem}{spec!r}.", fix=fix)
+            raise fail("interop.tree", problem, fix=fix)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), spec)
 
 

@@ -147,8 +147,9 @@ def to_json(function: str, value: Any, kind: Any = Any, values: Values = NONE) -
         return value.name
     if not is_annotated and cls not in _NAMES:
         problem = f"an object of type {cls.__name__} is neither of a class of jqx nor among "
+        problem += "`values`."
         fix = 'give it a name: values={"mine": object}, here and when you read it.'
-        raise fail(function, f"{problem}`values`.", fix=fix)
+        raise fail(function, problem, fix=fix)
     defaults = unwritten(cls)
     fields = {
         name: to_json(function, getattr(value, name), kind, values)

@@ -270,9 +270,10 @@ def reshaped(groups: Groups, new: Sequence[int]) -> tuple[Groups, Groups]:
                 finer[i] = size
         else:
             problem = f"the scale cannot follow: only some of axes {sources}, now {targets}, have "
+            problem += "one."
             facts = f"shape {tuple(old)}, scale {groups.scale_shape}, new shape {tuple(new)}"
             fix = "reshape before quantizing, or quantize with a coarser granularity."
-            raise fail("QTensor.reshape", f"{problem}one.", given=facts, fix=fix)
+            raise fail("QTensor.reshape", problem, given=facts, fix=fix)
         for j, size in zip(targets, spread, strict=True):
             new_sizes[j] = size
     return Groups(old, tuple(finer)), Groups(tuple(new), tuple(new_sizes))

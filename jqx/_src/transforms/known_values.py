@@ -405,10 +405,6 @@ def _fixed(eqn: Eqn, operands: Sequence[Value], shape: Sequence[Any]) -> tuple[b
     return tuple(takes_all for _ in shape)
 
 
-# Where the codes of parameters go, which parameters no contraction multiplies by, and the reasons
-# why no weight reaches a contraction.
-
-
 # Where the codes of weights go outside of contractions, as `convert` carries them: through views,
 # updates, loops and branches. Elsewhere they have no quantized form.
 

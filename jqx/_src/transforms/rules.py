@@ -367,7 +367,7 @@ def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
       ['dot_general']
     """
     name = "extend.primitive_rules"
-    fix = "pass for example {'my_primitive': jqx.transforms.View(track, apply)}."
+    fix = "pass for example {'my_primitive': jqx.extend.View(track, apply)}."
     check_instance(name, "rules", rules, Mapping, fix=fix)
     for primitive, rule in rules.items():
         check_instance(name, f"rules[{primitive!r}]", rule, (Contraction, View), fix=fix)
