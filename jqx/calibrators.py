@@ -10,12 +10,10 @@ from ._src.calibrators.ranges import absmax as absmax
 from ._src.calibrators.ranges import fixed as fixed
 from ._src.calibrators.ranges import minmax as minmax
 from ._src.calibrators.ranges import rms as rms
-from ._src.calibrators.searches import Entropy as Entropy
 from ._src.calibrators.searches import Hqq as Hqq
 from ._src.calibrators.searches import Mse as Mse
 from ._src.calibrators.searches import Percentile as Percentile
 from ._src.calibrators.searches import ceil as ceil
-from ._src.calibrators.searches import entropy as entropy
 from ._src.calibrators.searches import four_over_six as four_over_six
 from ._src.calibrators.searches import hqq as hqq
 from ._src.calibrators.searches import mse as mse

@@ -2,22 +2,16 @@
 
 import typing as _typing
 
-from ._src.gradients.estimators import ElementwiseGradientScaling as ElementwiseGradientScaling
 from ._src.gradients.estimators import Gradient as Gradient
 from ._src.gradients.estimators import GradientEstimator as GradientEstimator
 from ._src.gradients.estimators import LearnedStep as LearnedStep
 from ._src.gradients.estimators import LearnedStepAndOffset as LearnedStepAndOffset
 from ._src.gradients.estimators import StochasticRounding as StochasticRounding
 from ._src.gradients.estimators import Surrogate as Surrogate
-from ._src.gradients.estimators import additive_noise as additive_noise
-from ._src.gradients.estimators import dorefa as dorefa
-from ._src.gradients.estimators import dorefa_weights as dorefa_weights
-from ._src.gradients.estimators import ewgs as ewgs
 from ._src.gradients.estimators import lsq as lsq
 from ._src.gradients.estimators import lsq_plus as lsq_plus
 from ._src.gradients.estimators import pact as pact
 from ._src.gradients.estimators import parq as parq
-from ._src.gradients.estimators import proximal_round as proximal_round
 from ._src.gradients.estimators import ste as ste
 from ._src.gradients.estimators import ste_unclipped as ste_unclipped
 from ._src.gradients.estimators import stochastic as stochastic

@@ -241,7 +241,7 @@ PUBLIC = {
     """,
     "calibrators": """
         Affine Calibrator Granularity Groups advance moving_average
-        absmax AcrossDevices Delayed delayed Entropy entropy fixed Hqq hqq
+        absmax AcrossDevices Delayed delayed fixed Hqq hqq
         minmax Mse mse Percentile percentile rms Rounded ceil four_over_six
     """,
     "diagnostics": """
@@ -258,9 +258,9 @@ PUBLIC = {
     """,
     "gradients": """
         Gradient GradientEstimator Surrogate straight_through ste ste_unclipped
-        LearnedStep lsq LearnedStepAndOffset lsq_plus pact dorefa dorefa_weights
-        ElementwiseGradientScaling ewgs StochasticRounding stochastic stochastic_round
-        additive_noise parq proximal_round
+        LearnedStep lsq LearnedStepAndOffset lsq_plus pact
+        StochasticRounding stochastic stochastic_round
+        parq
     """,
     "interop": """
         Archive Gguf GgufBlocks GgufTensor Lazy Name TensorCheck Verification from_gemma from_orbax
@@ -285,8 +285,8 @@ PUBLIC = {
         Numerics SymmetricRange ngraph onednn onednn_runtime onnx openvino qwix tflite torchao
     """,
     "observers": """
-        Observer ObservedSite AbsMax absmax Cross cross Hessian hessian Mean mean MeanAbs mean_abs
-        Places places Samples samples
+        Observer ObservedSite AbsMax absmax Hessian hessian Mean mean MeanAbs mean_abs
+        Places places
     """,
     "onednn": "dynamic_dequantize onednn_dequantize onednn_quantize",
     "parallel": "all_gather all_reduce all_to_all ppermute reduce_scatter shardings",

@@ -211,7 +211,6 @@ CALIBRATORS = {
     "minmax": jqx.calibrators.minmax,
     "percentile": jqx.calibrators.percentile,
     "mse": jqx.calibrators.mse,
-    "entropy": jqx.calibrators.entropy,
 }
 
 

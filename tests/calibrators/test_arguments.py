@@ -20,7 +20,6 @@ HOSTILE = [
 ]
 MADE = {
     calibrators.Delayed: {},
-    calibrators.Entropy: {},
     Fixed: {"low": -1.0, "high": 1.0},
     calibrators.Hqq: {},
     calibrators.Mse: {},

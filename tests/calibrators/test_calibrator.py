@@ -29,7 +29,6 @@ FIXED, RMS = calibrators.fixed(-2.0, 3.0), calibrators.rms(3.0)
 OF_A_HISTOGRAM = [
     calibrators.Percentile(90),
     calibrators.Mse(10, 0.3),
-    calibrators.Entropy(64, 4),
     calibrators.Hqq(3),
 ]
 EVERY = [

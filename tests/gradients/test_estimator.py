@@ -205,7 +205,7 @@ def test_an_estimator_of_ones_own_works_through_a_spec_and_simulate(gradient):
     np.testing.assert_array_equal(dw, np.full((2, 2), 2 if surrogate else 3))
 
 
-@pytest.mark.parametrize("name", ["lsq", "ewgs", "pact", "dorefa", "lsq_plus", "ste_unclipped"])
+@pytest.mark.parametrize("name", ["lsq", "pact", "lsq_plus", "ste_unclipped"])
 def test_the_estimators_work_through_a_spec_and_simulate(name):
     w, x = f32([0.3, -1.1], [-0.7, 0.9]), np.ones((1, 2), np.float32)
     weight = {"gradient": getattr(jqx.gradients, name)}

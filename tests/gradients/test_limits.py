@@ -9,10 +9,8 @@ from jqx._src.gradients.estimators import moves_limits
 EXPECTED = {
     "ste": (False, True),
     "ste_unclipped": (False, False),
-    "dorefa": (False, False),
     "lsq": (True, True),
-    "ewgs": (True, True),
-    "additive_noise": (True, True),
+    "pact": (False, True),
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx.gradients import parq, proximal_round
+from jqx.gradients import parq
 
 from ..arrays import on_device
 from ..oracles.refusals import assert_refused
@@ -19,47 +19,6 @@ def paper(v, r):
     """The map with levels at the integers, m and d = 1 of the interval that holds `v`."""
     m = np.floor(v) + 0.5
     return m + np.clip((v - m) / r, -0.5, 0.5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("r", SLOPES)
-def test_proximal_round_is_the_map_of_the_paper(r, dtype):
-    with jax.enable_x64(dtype == "float64"):
-        x = np.linspace(-4, 4, 257).astype(jnp.dtype(dtype))  # 1/32, exact in every dtype
-        y = proximal_round(x, r)
-    assert y.dtype == jnp.dtype(dtype)
-    v = np.asarray(x).astype(np.float64)
-    atol = {"float32": 1e-6, "float64": 1e-12, "bfloat16": 2.0**-7}[dtype]
-    np.testing.assert_allclose(np.asarray(y).astype(np.float64), paper(v, r), rtol=0, atol=atol)
-
-
-def test_the_ends_are_rounding_and_the_identity():
-    x = np.float32([-2.5, -1.5, -0.3, 0, 1e-9, 0.5, 1.5, 2.7, 1e7, 3e38, np.inf, -np.inf, np.nan])
-    np.testing.assert_array_equal(proximal_round(x, 0.0), np.rint(x))
-    np.testing.assert_array_equal(proximal_round(x, 1.0), x)
-
-
-def test_a_traced_schedule_compiles_once():
-    traces = []
-
-    @jax.jit
-    def f(x, r):
-        traces.append(None)
-        return proximal_round(x, r)
-
-    x = np.float32(np.linspace(-2, 2, 33))
-    for r in (0.0, 0.3, 1.0):
-        expected = np.rint(x) if r == 0 else paper(np.float64(x), np.float32(r))
-        np.testing.assert_allclose(f(x, r), expected, atol=1e-6)
-    assert len(traces) == 1
-
-
-def test_the_gradient_is_straight_through_and_the_slope_has_none():
-    x = np.float32([-1.3, 0.1, 0.5, 2])
-    f = jax.grad(lambda x, r: (proximal_round(x, r) * jnp.arange(4.0)).sum(), (0, 1))
-    dx, dr = f(x, jnp.float32(0.4))
-    np.testing.assert_array_equal(dx, np.arange(4))
-    assert dr == 0
 
 
 @pytest.mark.many

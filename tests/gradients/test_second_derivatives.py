@@ -25,8 +25,6 @@ LINEAR = {
     "lsq": gradients.lsq,
     "lsq_plus": gradients.lsq_plus,
     "pact": gradients.pact,
-    "dorefa": gradients.dorefa,
-    "ewgs": gradients.ElementwiseGradientScaling(0.0),
     "parq": gradients.parq(0.0),
     "a user's": Centered(),
 }

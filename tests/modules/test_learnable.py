@@ -26,7 +26,11 @@ def planned(gradient, calibrator):
     ("gradient", "calibrator", "fact"),
     [
         ("ste", "absmax", "start with a gradient of 0(.|\n)*gradient ste at :weight\n"),
-        ("dorefa", "mse", "no gradient(.|\n)*gradient dorefa at :weight, :dot_general:lhs\n"),
+        (
+            "ste_unclipped",
+            "mse",
+            "no gradient(.|\n)*ste_unclipped at :weight, :dot_general:lhs\n",
+        ),
         ("ste", "mse", None),
         ("lsq", "absmax", None),
     ],

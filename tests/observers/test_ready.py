@@ -18,11 +18,9 @@ from jqx.observers import (
     mean,
     mean_abs,
     places,
-    samples,
 )
 
 from .test_custom_observer import ROWS, K, expected, forms, integers, weights
-from .test_patches import Rows
 
 RULE = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_channel()))])
 U = 2.0**-24
@@ -129,7 +127,7 @@ def test_statistics_of_two_batches_are_those_of_numpy():
 SITE = ObservedSite("w", "dot_general", "lhs", "activation", True, (1,), (0,), (), None)
 
 
-READY = [hessian, mean, mean_abs, absmax, samples(3), samples(9)]
+READY = [hessian, mean, mean_abs, absmax]
 
 
 @pytest.mark.parametrize("observer", READY, ids=str)
@@ -179,7 +177,7 @@ def test_statistics_of_each_expert_are_of_the_rows_that_reach_it():
     x[8] = np.nan  # no expert has it
     w, sizes = np.ones((4, 3, 2), np.float32), np.array([2, 0, 5, 1], np.int32)
     plan = jqx.make_plan(f, RULE)(w, x, sizes)
-    observers = (hessian, mean, mean_abs, absmax, samples(3), places)
+    observers = (hessian, mean, mean_abs, absmax, places)
     calibrate = jax.jit(jqx.calibrate(f, plan, observers={"": observers}))
     stats = calibrate(w, x, sizes)[1]
     ends = np.cumsum(sizes)
@@ -194,40 +192,8 @@ def test_statistics_of_each_expert_are_of_the_rows_that_reach_it():
     ]:
         np.testing.assert_array_equal(of(name)[0], want)
         np.testing.assert_array_equal(of(name).rows, sizes[:, None])
-    for i, part in enumerate(parts):
-        found = [v[i] for v in of("samples(3)")]
-        jax.tree.map(np.testing.assert_array_equal, found, sampled(3, part))
     elements = np.arange(24).reshape(4, 3, 2).swapaxes(1, 2)
     np.testing.assert_array_equal(stats[":ragged_dot:rhs@places"], elements)
-
-
-def numbers_of(rows):
-    """The numbers that samples are chosen by, in Python's integers."""
-
-    def mixed(x):
-        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
-        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
-        return x ^ (x >> 16)
-
-    def number(row, salt):
-        salted = (int(v) ^ ((i * 0x9E3779B9 + salt) % 2**32) for i, v in enumerate(row))
-        return min(mixed(sum(map(mixed, salted)) % 2**32), 2**32 - 2)
-
-    bits = np.float32(rows).view(np.uint32)
-    return [(number(row, 0x2545F491), number(row, 0x6C078965)) for row in bits]
-
-
-def sampled(count, *operands):
-    """A sample of rows, one after another."""
-    rows = np.float32(np.concatenate(operands) if operands else np.zeros((0, K)))
-    seen = {}
-    for number, row in zip(numbers_of(rows), rows, strict=True):
-        seen[number] = (row, seen.get(number, (row, 0))[1] + 1)
-    size = rows.shape[-1]
-    chosen = [(row, n, number) for number, (row, n) in sorted(seen.items())][:count]
-    chosen += [(np.zeros(size), 0, (2**32 - 1,) * 2)] * (count - len(chosen))
-    values, often, numbers = zip(*chosen, strict=True)
-    return [np.float32(values), np.float32(often), np.uint32(numbers)]
 
 
 class Seen:
@@ -240,10 +206,10 @@ class Seen:
         return Seen(*self.operands, *other.operands)
 
 
-def test_samples_and_means_are_taken_in_every_form_and_merged_over_batches():
+def test_means_and_magnitudes_are_taken_in_every_form_and_merged_over_batches():
     params, batches = weights(), [integers(seed, ROWS, K) for seed in range(2)]
     plan = jqx.make_plan(forms, RULE)(params, batches[0])
-    given = {".*": (mean_abs, absmax), "untaken|while|shard_map in scan": samples(5)}
+    given = {".*": (mean_abs, absmax)}
     stats = jqx.calibrate_batches(forms, plan, params, batches, observers=given, progress=False)
     one, two = (expected(x, Seen) for x in batches)
     for path in one:
@@ -257,45 +223,13 @@ def test_samples_and_means_are_taken_in_every_form_and_merged_over_batches():
             np.testing.assert_array_equal(
                 found["absmax"].largest[0], np.abs(rows).max(0, initial=0)
             )
-            if "samples(5)" in found:
-                want = sampled(5, *step.operands)
-                jax.tree.map(np.testing.assert_array_equal, list(found["samples(5)"]), want)
-
-
-def test_samples_of_patches_and_of_stacks_are_of_each_group():
-    rng = np.random.default_rng(0)
-    conv = lambda w, x: lax.conv_general_dilated(  # noqa: E731
-        x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=2
-    )
-    x = rng.integers(0, 2, (B, T, D)).astype(np.float32)
-    shapes = {conv: (3, D // 2, 4), experts: (B, D, 2)}
-    for f, shape in shapes.items():
-        w = np.zeros(shape, np.float32)
-        plan = jqx.make_plan(f, RULE)(w, x)
-        stats = jax.jit(jqx.calibrate(f, plan, observers={"": (samples(4), Rows())}))(w, x)[1]
-        (kept,) = (v for key, v in stats.items() if key.endswith("lhs@samples(4)"))
-        (rows,) = (v for key, v in stats.items() if key.endswith("lhs@rows"))
-        assert kept.rows.shape == (len(rows), 4, rows.shape[-1])
-        for i, part in enumerate(np.asarray(rows)):
-            found = [v[i] for v in kept]
-            jax.tree.map(np.testing.assert_array_equal, found, sampled(4, part))
-
-
-def test_samples_are_equally_likely_to_be_any_row():
-    x = np.random.default_rng(0).normal(size=(4096, 3)).astype(np.float32)
-    kept = np.asarray(jax.jit(lambda x: samples(512).observe(x, SITE))(x).rows)
-    # Means of a sample of n lie within 4 / sqrt(n) of those of all but once in 16,000.
-    assert (np.abs(kept.mean(0) - x.mean(0)) < 4 / 512**0.5).all()
-    assert (np.abs((kept > 0).mean(0) - 0.5) < 4 * 0.5 / 512**0.5).all()
 
 
 @pytest.mark.parametrize(
     ("make", "error", "fact"),
     [
-        (lambda: samples(0), ValueError, "below 1"),
-        (lambda: samples(2.5), TypeError, "integer"),
         (lambda: hessian(weight=3), TypeError, "observers.hessian: `weight` is not a function"),
-        (lambda: samples(3, weight=np.ones(3)), TypeError, "ndarray"),
+        (lambda: mean(weight=np.ones(3)), TypeError, "ndarray"),
     ],
 )
 def test_mistakes_are_errors_in_four_parts(make, error, fact):

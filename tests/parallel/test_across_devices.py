@@ -18,7 +18,6 @@ CALIBRATORS = {
     "minmax": jqx.calibrators.minmax,
     "mse": jqx.calibrators.mse,
     "percentile": jqx.calibrators.percentile,
-    "entropy": jqx.calibrators.entropy,
 }
 
 

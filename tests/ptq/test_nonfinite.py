@@ -16,7 +16,7 @@ import jqx
 import jqx.linen
 import jqx.nnx
 from jqx import algorithms, presets
-from jqx.observers import absmax, hessian, mean, samples
+from jqx.observers import absmax, hessian, mean
 
 from ..arrays import normal, on_device
 
@@ -108,7 +108,7 @@ def every(p, x):
 POLICY = presets.w8a8(activation={"calibrator": jqx.calibrators.minmax})
 OBSERVERS = {
     ".*": (hessian, mean, absmax),
-    "plain/.*": (samples(40), jqx.calibrators.percentile),
+    "plain/.*": jqx.calibrators.percentile,
 }
 
 
@@ -232,7 +232,6 @@ def test_weights_that_are_not_finite_are_an_error_and_other_leaves_are_not():
 CALIBRATORS = {
     "absmax": jqx.calibrators.absmax,
     "delayed": jqx.calibrators.delayed,
-    "entropy": jqx.calibrators.entropy,
     "minmax": jqx.calibrators.minmax,
     "mse": jqx.calibrators.mse,
     "percentile": jqx.calibrators.Percentile(90),

@@ -18,9 +18,7 @@ CALIBRATORS = [
     *(calibrators.delayed, calibrators.fixed(-3, 3)),
     *(
         pytest.param(calibrator, marks=pytest.mark.slow)
-        for calibrator in (
-            *(calibrators.percentile, calibrators.mse, calibrators.hqq, calibrators.entropy),
-        )
+        for calibrator in (*(calibrators.percentile, calibrators.mse, calibrators.hqq),)
     ),
 ]
 

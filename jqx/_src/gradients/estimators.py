@@ -13,7 +13,6 @@ from jax.typing import ArrayLike
 
 from ..checks import (
     added,
-    as_like,
     as_real,
     check_fields,
     check_integer,
@@ -203,8 +202,8 @@ def rounding_error(x: jax.Array, low: jax.Array, high: jax.Array, levels: int) -
 # when it differentiates a gradient, as in `jax.jvp(jax.grad(f))` and `jax.hessian(f)`.
 #
 # Forward mode then needs the tangent of the value that reverse mode keeps. It is the transpose of
-# the rule. A rule that is not linear in the cotangent, as that of `ewgs`, has none; its linear part
-# at a cotangent of zero is transposed instead.
+# the rule. A rule that is not linear in the cotangent has none; its linear part at a cotangent of
+# zero is transposed instead.
 
 
 def with_rule(
@@ -453,108 +452,6 @@ class ParameterizedClipping:
 pact: ParameterizedClipping = ParameterizedClipping()
 
 
-# DoReFa-Net: a fixed range, and a map of weights into it.
-#
-#     quantize_k(r_i) = round((2^k - 1) * r_i) / (2^k - 1) for r_i in [0, 1]
-#     backward: d r_o = d r_i
-#     f_w^k(w) = 2 * quantize_k(tanh(w) / (2 * max|tanh(w)|) + 1/2) - 1
-#
-# The second is `fake_quantize(dorefa_weights(w), -1, 1, -1, 1, levels=2**k, gradient=dorefa)`.
-#
-# Source: Zhou et al., "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks with Low
-# Bitwidth Gradients", 2016, arXiv:1606.06160.
-
-
-@dataclasses.dataclass(frozen=True)
-class FixedRange:
-    """Passes the cotangent to `x` inside the range. The limits are fixed and get none."""
-
-    def bwd(
-        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
-        dx, dlow, dhigh = ste.bwd(x, low, high, levels, cotangent)
-        return dx, jnp.zeros_like(dlow), jnp.zeros_like(dhigh)
-
-
-dorefa: FixedRange = FixedRange()
-
-
-def dorefa_weights(w: ArrayLike) -> jax.Array:
-    """Returns `tanh(w) / max|tanh(w)|`, in `[-1, 1]`; zeros if all of `w` is zero.
-
-    Args:
-      w: weights, any shape; float16, bfloat16, float32 or float64.
-
-    Returns:
-      Array of the shape and dtype of `w`.
-
-    Raises:
-      TypeError: `w` is not floating point.
-
-    Gradient: JAX differentiates it, including the maximum.
-    NaN and infinities: one NaN makes all elements NaN; infinities give -1 and 1.
-    Source: DoReFa-Net, equation 9.
-
-    Example:
-      >>> import jqx, jax.numpy as jnp
-      >>> jqx.gradients.dorefa_weights(jnp.array([-1.0, 0.0, 1.0]))
-      Array([-1.,  0.,  1.], dtype=float32)
-    """
-    t = jnp.tanh(as_real("gradients.dorefa_weights", "w", w))
-    largest = jnp.max(jnp.abs(t), initial=0)
-    return t / jnp.where(largest == 0, jnp.ones_like(largest), largest)
-
-
-# Element-wise gradient scaling (EWGS): a gradient scaled by the rounding error.
-#
-#     x_n = (clip(x, l, u) - l) / (u - l),   x_q = round((levels - 1) * x_n) / (levels - 1)
-#     G_xn = G_xq * (1 + delta * sign(G_xq) * (x_n - x_q))
-#
-# Let `y = l + (u - l) * x_q`, let `g` be the cotangent of y and `h` the same scaled as above.
-# Inside the range, the chain rule gives
-#
-#     dx = h,   dl = g * (1 - x_q) - h * (1 - x_n),   du = g * x_q - h * x_n
-#
-# and `delta = 0` gives LSQ without its gradient scale. Outside the range, the rule is that of
-# `ste`. The paper derives delta from the Hessian; here it is fixed, as in the authors' code by
-# default.
-#
-# Source: Lee, Kim, Ham, "Network Quantization with Element-wise Gradient Scaling", CVPR 2021,
-# arXiv:2104.00903.
-
-
-@dataclasses.dataclass(frozen=True)
-class ElementwiseGradientScaling:
-    """Enlarges a gradient whose descent moves `x` to its level, and shrinks one that moves it away.
-
-    Attributes:
-      delta: the scaling factor, 0 or more.
-    """
-
-    delta: float = 1e-3
-    uniform_only: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        fix = "pass a small number, such as delta=1e-3."
-        check_fields(type(self).__name__, self, fix, delta=number())
-
-    def bwd(
-        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, cotangent: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the cotangents of `x`, `low` and `high`; a NaN in `x` gets none."""
-        dx, dlow, dhigh = ste.bwd(x, low, high, levels, cotangent)
-        span = jnp.where(high > low, high - low, jnp.ones_like(low))
-        x_n = jnp.clip((jnp.nan_to_num(x) - low) / span, 0, 1)
-        error = -rounding_error(x, low, high, levels) / (levels - 1)  # x_n - x_q
-        # With h = dx + extra: g * (1 - x_q) - h * (1 - x_n) = dx * error - extra * (1 - x_n).
-        extra = self.delta * jnp.abs(dx) * error
-        return dx + extra, dlow + dx * error - extra * (1 - x_n), dhigh - dx * error - extra * x_n
-
-
-ewgs: ElementwiseGradientScaling = ElementwiseGradientScaling()
-
-
 # Stochastic rounding: up or down, with probabilities that make it unbiased.
 #
 #     Round(x) = floor(x) with probability 1 - (x - floor(x)), floor(x) + 1 with x - floor(x)
@@ -652,37 +549,6 @@ def _in_steps(
 stochastic: StochasticRounding = StochasticRounding()
 
 
-# Additive noise: uniform noise of one step in place of the rounding.
-#
-#     Q_tilde(x) = clip(x, low, high) + Delta * u,   u ~ U[-1/2, 1/2],
-#     Delta = (high - low) / (levels - 1)
-#
-# The noise has the mean and the variance of a rounding error. The derivative is exact, also for the
-# limits: they scale the noise with the step.
-#
-# Source: Defossez, Adi, Synnaeve, "Differentiable Model Compression via Pseudo Quantization Noise"
-# (DiffQ), TMLR 2022, arXiv:2104.09987, with its uniform noise; after Balle, Laparra, Simoncelli,
-# "End-to-end Optimized Image Compression", ICLR 2017, arXiv:1611.01704.
-
-
-@dataclasses.dataclass(frozen=True)
-class AdditiveNoise:
-    """Adds a uniform random number of up to half a step to each element; no rounding."""
-
-    needs_key: ClassVar[bool] = True
-
-    def surrogate(
-        self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
-    ) -> jax.Array:
-        """Returns `x` clamped, plus noise; a NaN gets no gradient."""
-        assert key is not None
-        u = jax.random.uniform(key, x.shape, x.dtype, minval=-0.5, maxval=0.5)
-        return clamp(x, low, high) + (high - low) / (levels - 1) * u
-
-
-additive_noise: AdditiveNoise = AdditiveNoise()
-
-
 # PARQ: the proximal map of a piecewise-affine regularizer, a rounding with a slope.
 #
 # Between two neighbouring levels at distance d, with the midpoint m and the inverse slope r:
@@ -697,43 +563,16 @@ additive_noise: AdditiveNoise = AdditiveNoise()
 # arXiv:2503.15748.
 
 
-def proximal_round(x: ArrayLike, inverse_slope: ArrayLike) -> jax.Array:
-    """Moves each element toward the nearest integer; rounds it if `inverse_slope` is 0.
-
-    Args:
-      x: real array, any shape; float16, bfloat16, float32 or float64. 16-bit floats are computed in
-        float32.
-      inverse_slope: number in `[0, 1]`, broadcast to the shape of `x`. It may be traced, so that a
-        schedule does not recompile.
-
-    Returns:
-      Array of the shape and dtype of `x`. Elements halfway between two integers stay as they are
-      (if `inverse_slope` is 0, they are rounded to even).
-
-    Raises:
-      TypeError: `x` is not floating point.
-
-    Gradient: `x` gets the cotangent unchanged; `inverse_slope` gets none.
-    NaN and infinities: unchanged.
-    Source: PARQ, proximal map for levels that are the integers.
-
-    Example:
-      >>> import jqx, jax.numpy as jnp
-      >>> jqx.gradients.proximal_round(jnp.array([0.125, 0.375, 0.5, 0.625]), 0.5)
-      Array([0.  , 0.25, 0.5 , 0.75], dtype=float32)
-    """
-    x = as_real("gradients.proximal_round", "x", x)
-    wide = x.astype(compute_dtype(x.dtype))
-    r = as_like("gradients.proximal_round", "inverse_slope", inverse_slope, wide.dtype)
-    r = r.astype(wide.dtype)
-    nearest = jnp.round(wide)
-    error = wide - nearest
+def _toward_integers(x: jax.Array, inverse_slope: float) -> jax.Array:
+    """Moves each element toward the nearest integer; rounds it if `inverse_slope` is 0."""
+    r = jnp.asarray(inverse_slope, x.dtype)
+    nearest = jnp.round(x)
+    error = x - nearest
     # The formula relative to the nearest level: the remaining error, which is 0 near the level.
     gained = (0.5 - jnp.abs(error)) * (1 - r) / r
     left = jnp.where(r > 0, jnp.maximum(jnp.abs(error) - gained, 0), jnp.zeros_like(error))
     moved = nearest + jnp.sign(error) * left
-    moved = jnp.where(jnp.isfinite(wide), moved, wide)
-    return straight_through(moved.astype(x.dtype), x)
+    return straight_through(jnp.where(jnp.isfinite(x), moved, x), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -741,8 +580,7 @@ class Parq:
     """Moves `x` toward its level with a slope; its gradient is that of `ste`. See `parq`.
 
     Attributes:
-      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each new value recompiles;
-        for a schedule within one program see `proximal_round`.
+      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each new value recompiles.
     """
 
     inverse_slope: float
@@ -756,7 +594,7 @@ class Parq:
         self, x: jax.Array, low: jax.Array, high: jax.Array, levels: int, key: jax.Array | None
     ) -> jax.Array:
         """Returns `x` clamped and moved toward its level; a NaN gets no gradient."""
-        round_steps = partial(proximal_round, inverse_slope=self.inverse_slope)
+        round_steps = partial(_toward_integers, inverse_slope=self.inverse_slope)
         return _in_steps(round_steps, x, low, high, levels)
 
 
@@ -766,8 +604,7 @@ def parq(inverse_slope: float) -> Parq:
     Its gradient is that of `ste`.
 
     Args:
-      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each new value recompiles;
-        for a schedule within one program see `proximal_round`.
+      inverse_slope: 1 leaves `x` as it is inside the range, 0 rounds it. Each new value recompiles.
 
     Raises:
       TypeError: `inverse_slope` is not a number.

@@ -103,7 +103,7 @@ def fix_scales(
     """Returns variables in which scales replace the statistics of activations.
 
     In `Mode.SIMULATE` every call computes scales from statistics. This function computes them once,
-    which saves time if a calibrator searches (`mse`, `entropy`).
+    which saves time if a calibrator searches (`mse`, `percentile`).
 
     Args:
       module: a module in `Mode.SIMULATE`.

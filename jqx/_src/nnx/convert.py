@@ -113,7 +113,7 @@ def fix_scales(
     """Replaces the statistics of activations by scales, in place.
 
     In `Mode.SIMULATE` every call computes scales from statistics. This function computes them once,
-    which saves time if a calibrator searches (`mse`, `entropy`). The mode of every part becomes
+    which saves time if a calibrator searches (`mse`, `percentile`). The mode of every part becomes
     `Mode.SIMULATE`, except that parts in `Mode.FLOAT` stay unchanged.
 
     Args:

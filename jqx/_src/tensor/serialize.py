@@ -35,14 +35,11 @@ from ..calibrators.granularity import (
     PerTensor,
 )
 from ..calibrators.ranges import AbsMax, Fixed, MinMax, Rms
-from ..calibrators.searches import Ceil, Entropy, FourOverSix, Hqq, Mse, Percentile
+from ..calibrators.searches import Ceil, FourOverSix, Hqq, Mse, Percentile
 from ..calibrators.wrappers import AcrossDevices, Delayed, Rounded
 from ..checks import as_dtype, unwritten
 from ..errors import fail
 from ..gradients.estimators import (
-    AdditiveNoise,
-    ElementwiseGradientScaling,
-    FixedRange,
     LearnedStep,
     LearnedStepAndOffset,
     ParameterizedClipping,
@@ -74,9 +71,6 @@ CLASSES: dict[str, type] = {
     "Minifloat": Minifloat,
     "Numerics": Numerics,
     "PowerOfTwo": PowerOfTwo,
-    "AdditiveNoise": AdditiveNoise,
-    "ElementwiseGradientScaling": ElementwiseGradientScaling,
-    "FixedRange": FixedRange,
     "LearnedStep": LearnedStep,
     "LearnedStepAndOffset": LearnedStepAndOffset,
     "ParameterizedClipping": ParameterizedClipping,
@@ -88,7 +82,6 @@ CLASSES: dict[str, type] = {
     "AcrossDevices": AcrossDevices,
     "Ceil": Ceil,
     "Delayed": Delayed,
-    "Entropy": Entropy,
     "Fixed": Fixed,
     "FourOverSix": FourOverSix,
     "Groups": Groups,

@@ -22,7 +22,7 @@ from ..calibrators.granularity import (
     per_token,
 )
 from ..calibrators.ranges import absmax, minmax
-from ..calibrators.searches import ceil, entropy, four_over_six, hqq, mse, percentile
+from ..calibrators.searches import ceil, four_over_six, hqq, mse, percentile
 from ..calibrators.wrappers import delayed
 from ..checks import (
     added,
@@ -254,7 +254,6 @@ _CALIBRATORS: dict[str, Calibrator] = {
     "absmax": absmax,
     "minmax": minmax,
     "ceil": ceil,
-    "entropy": entropy,
     "four_over_six": four_over_six,
     "hqq": hqq,
     "mse": mse,

@@ -25,7 +25,7 @@ from ..compat import Eqn
 from ..errors import fail, message, some, warn
 from ..observers.observer import Weight as RowWeight
 from ..observers.observer import check_weight, flags, in_total
-from ..observers.statistics import BOTH, places
+from ..observers.statistics import places
 from ..policy import Policy
 from ..signatures import P, R
 from ..tensor.segments import check_read
@@ -37,7 +37,7 @@ from .paths import Params, by_argument, flatten, path_of, positions_of
 from .places import places_of
 from .plan import Plan, Site, Weight
 from .plan_call import params_of, with_contractions
-from .quantize_params import dequantize_params, quantize_params
+from .quantize_params import quantize_params
 from .row_counts import counted, tainted, tainted_results, tainted_rows
 from .stats import (
     Entries,
@@ -452,7 +452,6 @@ def calibrate_batches(
     batches: Iterable[Any],
     *,
     observers: GivenObservers = None,
-    quantized: Any = None,
     weight: RowWeight | None = None,
     on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
@@ -471,9 +470,6 @@ def calibrate_batches(
         leaves are arrays or numbers. Python's numbers are static, and each other number compiles
         another function.
       observers: other statistics to record, as in `calibrate`.
-      quantized: the same parameters quantized, from `quantize_params`. For
-        `jqx.observers.cross`, `f` is also run with their dequantized values, side by side with the
-        float ones. All other statistics stay the same.
       weight: how much rows count, as in `calibrate`.
       on_nonfinite: `"error"` raises if a row of an operand holds a NaN or an infinity. `"ignore"`
         leaves such rows out, as in `calibrate`, with a warning that counts them.
@@ -484,8 +480,7 @@ def calibrate_batches(
       TypeError: if `f` is not a function, `plan` is not a `Plan`, `observers` is not a dict of
         observers, or `batches` is not iterable or is an array.
       ValueError: if there is no batch, the plan was made for another function, `observers` does not
-        fit it, `quantized` are other parameters, or activations are not finite; the error names the
-        sites and the batch.
+        fit it, or activations are not finite; the error names the sites and the batch.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -510,22 +505,12 @@ def calibrate_batches(
     others = {pattern: tuple(x for x in kinds if x != places) for pattern, kinds in checked}
     recorded = {pattern: kinds for pattern, kinds in others.items() if kinds}
     arrays, filled = arrays_of(params)
-    if quantized is not None:
-        arrays = _stacked(arrays, jax.tree.structure(params), quantized)
-
-    def stats_of_batch(arrays: list[Any], batch: Any) -> Stats:
-        arguments = arguments_of(plan, filled(arrays), batch)
-        options: Any = {"weight": weight, "on_nonfinite": on_nonfinite}
-        return calibrate(f, plan, observers=recorded, **options)(*arguments)[1]
 
     @jax.jit
     def observe(arrays: list[Any], batch: Any) -> tuple[_SharedStats, jax.Array]:
-        if quantized is None:
-            stats = stats_of_batch(arrays, batch)
-        else:  # both functions have the same statistics, but for their flags
-            both = jax.vmap(lambda x: stats_of_batch(x, batch), axis_name=BOTH)(arrays)
-            flag_counts = jax.tree.map(lambda x: jnp.max(x, 0), (both.flags, both.left_out))
-            stats = Stats(jax.tree.map(lambda x: x[0], both), *flag_counts)
+        arguments = arguments_of(plan, filled(arrays), batch)
+        options: Any = {"weight": weight, "on_nonfinite": on_nonfinite}
+        stats = calibrate(f, plan, observers=recorded, **options)(*arguments)[1]
         return _SharedStats(stats), in_total([*stats.flags.values(), *stats.left_out.values()])
 
     @jax.jit
@@ -598,25 +583,6 @@ def look_at_batches(
     if ignores:
         warn_left_out(function, in_order(plan, merged.left_out), spoilt)
     return merged
-
-
-def _stacked(arrays: list[Any], tree: Any, quantized: Any) -> list[Any]:
-    """Returns float parameters and dequantized ones, stacked along a new leading axis."""
-    leaves, structure = jax.tree.flatten(dequantize_params(quantized))
-    quantized_arrays = [x for x in leaves if is_array(x)]
-    kinds = [
-        [f"{x.dtype.name}{list(x.shape)}" for x in arrays_of_kind]
-        for arrays_of_kind in (arrays, quantized_arrays)
-    ]
-    if structure != tree or kinds[0] != kinds[1]:
-        problem = "`quantized` are not the same parameters."
-        details = f"arrays {some(kinds[1])}, and in float {some(kinds[0])}"
-        fix = "pass jqx.quantize_params(params, plan), or what an algorithm chose."
-        raise fail("calibrate_batches", problem, given=details, fix=fix)
-    return [
-        jnp.stack([jnp.asarray(a), jnp.asarray(b)])
-        for a, b in zip(arrays, quantized_arrays, strict=True)
-    ]
 
 
 def elements_of(
