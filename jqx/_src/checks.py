@@ -435,14 +435,15 @@ def check_fields(
     """
     for name, rule in rules.items():
         value = getattr(options, name)
-        if not rule.is_kind(value) or not rule.holds(value):
+        is_kind = rule.is_kind(value)
+        if not is_kind or not rule.holds(value):
             raise fail(
                 function,
-                f"`{name}` is out of range.",
+                f"`{name}` is out of range." if is_kind else f"`{name}` has the wrong type.",
                 given=f"{name} == {shown(value)}",
                 expected=rule.expected,
                 fix=fix,
-                error=ValueError if rule.is_kind(value) else TypeError,
+                error=ValueError if is_kind else TypeError,
             )
         converted = rule.convert(value)
         if converted is not value:

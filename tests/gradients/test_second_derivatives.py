@@ -136,7 +136,7 @@ def test_the_gradient_of_a_scale_adds_up_over_parts_if_elements_are_given():
 @pytest.mark.parametrize(
     "given, error, words",
     [
-        ({"elements": 1.5}, TypeError, "`elements` is out of range"),
+        ({"elements": 1.5}, TypeError, "`elements` has the wrong type"),
         ({"elements": 0}, ValueError, "`elements` is out of range"),
         (
             {"elements": 8, "gradient_scale": False},

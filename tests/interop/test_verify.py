@@ -1,6 +1,7 @@
 """What was written is read again and compared with the float model."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -87,6 +88,20 @@ def test_a_file_of_a_quantized_function(tmp_path, floats):
     assert found.ok and len(found.sites.sites) == 4
     other = {**params, "head": params["head"][::-1]}
     assert any("'head'" in line for line in verify(tmp_path / "q", other).problems)
+
+
+@pytest.mark.parametrize("by", [jqx.algorithms.rotate(), jqx.algorithms.smooth_quant()], ids=str)
+def test_a_file_of_rewritten_weights_is_refused(tmp_path, by):
+    params = {
+        "norm": jnp.linspace(0.5, 9, 32),
+        "up": jax.random.normal(jax.random.key(0), (32, 32)),
+    }
+    f = lambda p, x: (x * p["norm"][None]) @ p["up"]  # noqa: E731
+    batch = (jax.random.normal(jax.random.key(5), (8, 32)),)
+    jqx.save(tmp_path / "q", jqx.ptq(f, jqx.presets.w8a8(), by, progress=False)(params, [batch]))
+    for options in ({}, {"function": f, "batch": batch}):
+        call = functools.partial(verify, tmp_path / "q", params, **options)
+        assert_error(call, "the weights of the file are not those of the float model")
 
 
 def with_scale(q, scale):

@@ -209,13 +209,13 @@ def test_equal_block_formats_are_one_value_however_they_are_written():
         ({"unit": float("nan")}, ValueError, "`unit` is out of range", "unit == nan"),
         ({"element": jnp.float32}, TypeError, "element type (float32)", "Block"),
         ({"element": "int9"}, TypeError, "`element` is not a dtype", "int9"),
-        ({"size": 32.0}, TypeError, "`size` is out of range", "size == 32.0"),
-        ({"size": True}, TypeError, "`size` is out of range", "size == True"),
+        ({"size": 32.0}, TypeError, "`size` has the wrong type", "size == 32.0"),
+        ({"size": True}, TypeError, "`size` has the wrong type", "size == True"),
         ({"label": 3}, TypeError, "`label` is not a str", "label == 3"),
         ({"scale_qtype": jnp.float32}, TypeError, "element type (float32)", "Scale"),
         ({"scale_qtype": jnp.int8}, TypeError, "not a float format", "`scale_qtype` (int8)"),
         ({"scale_qtype": nf4}, TypeError, "not a float format", "`scale_qtype` (nf4)"),
-        ({"unit": "1"}, TypeError, "`unit` is out of range", "unit == '1'"),
+        ({"unit": "1"}, TypeError, "`unit` has the wrong type", "unit == '1'"),
     ],
 )
 def test_fields_that_make_no_format_are_refused_by_name(fields, error, problem, fact):

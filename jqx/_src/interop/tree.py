@@ -461,6 +461,17 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
     return Unbound(*parts, parents, Basis.of_given(maps) if contents.given else None)
 
 
+def is_rewritten(text: str) -> bool:
+    """Whether the JSON of a quantized function says that its codes stand for other weights than the
+    float model has. Version 1 does not say it.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError:  # an error of `load`
+        return False
+    return isinstance(data, dict) and data.get("version") == VERSION and not data.get("given")
+
+
 def _inputs_of(inputs: Any, values: Values) -> tuple[Any, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Returns the stored form of inputs, and the shapes of their arrays by name; nothing if they
     are not trees of arrays.

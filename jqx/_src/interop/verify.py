@@ -28,6 +28,7 @@ from ..transforms.make_plan import make_plan
 from ..transforms.trace import is_quantized
 from .archive import Archive, load
 from .named_tree import Rules, tree
+from .tree import is_rewritten
 
 _SAME = 45.0
 """Minimum SQNR in dB of floats that are not weights of codes, relative to the float model: two
@@ -83,8 +84,8 @@ def verify(
       A `Verification`: rows by tensor, `problems`, `ok`. It prints as a table. `check()` raises.
 
     Raises:
-      OSError, ValueError: if a file cannot be read, a rule or pattern matches nothing, or `batch`
-        is missing.
+      OSError, ValueError: if a file cannot be read, a rule or pattern matches nothing, `batch` is
+        missing, or the file has weights that an algorithm has scaled or rotated.
       TypeError: if an argument has another type.
 
     Example:
@@ -110,7 +111,14 @@ def verify(
         fix = "pass for example ignore=['lm_head.weight']."
         raise fail("interop.verify", problem, fix=fix, error=TypeError)
     with contextlib.ExitStack() as opened:
-        leaves = _opened(file, names, opened)
+        is_path = isinstance(file, (str, os.PathLike))
+        source = opened.enter_context(Archive(file)) if is_path else file
+        if isinstance(source, Archive) and is_rewritten(source.quantized or "{}"):
+            problem = "the weights of the file are not those of the float model: an algorithm has "
+            problem += "scaled or rotated them before it chose codes."
+            fix = "pass the result of ptq to jqx.compare(f, quantized), before it is saved."
+            raise fail("interop.verify", problem, fix=fix)
+        leaves = _opened(source, names, opened)
         reference_leaves = _opened(reference, None, opened)
         rows = tuple(_rows(leaves, reference_leaves, least, ignore, progress))
     problems = [f"{row.path!r}: {problem}" for row in rows for problem in row.problems]
