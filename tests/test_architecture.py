@@ -202,7 +202,7 @@ def callers(name):
 
 def test_one_walk_gives_equations_their_addresses():
     """Nobody else asks which equations count in addresses."""
-    assert callers("is_marked") == ["transforms/find.py"]
+    assert callers("is_marked") == ["transforms/walk.py"]
     assert "diagnostics/interval_walk.py" in callers("addressed")
 
 

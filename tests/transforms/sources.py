@@ -58,7 +58,7 @@ def assert_same(found, expected):
 
 def assert_quantized(f, axes, params, *args, wrap=jax.jit):
     """`axes` names the weights of `f`; simulated and converted, it is `f` of rounded ones: three
-    results of one compiled program.
+    results of one compiled program. Converted, up to the rounding of 16 sums.
     """
     plan = jqx.make_plan(f, POLICY)(params, *args)
     assert axes_of(plan) == axes
@@ -73,6 +73,9 @@ def assert_quantized(f, axes, params, *args, wrap=jax.jit):
         return f(on_grid, *args), converted, jqx.simulate(f, plan)(params, *args)
 
     expected, converted, simulated = wrap(run)(params, on_grid, *args)
-    assert_same(converted, expected)
     assert_same(simulated, expected)
+    # XLA sums products with codes in another order, which depends on the vectors of a processor.
+    assert jax.tree.structure(converted) == jax.tree.structure(expected)
+    for a, b in zip(*map(jax.tree.leaves, (converted, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=16 * 2.0**-24 * np.abs(b).max(initial=0))
     return plan

@@ -21,8 +21,8 @@ from ..table import Printed
 from ..transforms.algorithm import Chosen, Unstacked
 from ..transforms.calibrate import Batch, Observe, arguments_of, arrays_of, observed, progress_bar
 from ..transforms.channel_map import ChannelMap, Channels
-from ..transforms.find import addressed, contractions
-from ..transforms.higher_order import FORMS, Records
+from ..transforms.find import contractions
+from ..transforms.higher_order import Records
 from ..transforms.map_channels import map_channels
 from ..transforms.operands import is_counted, value_of
 from ..transforms.plan import Plan, Site
@@ -41,6 +41,7 @@ from ..transforms.stats import (
 )
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
+from ..transforms.walk import HOLDING, addressed
 from .chain import algorithm
 from .labels import Array
 from .report import Few
@@ -209,7 +210,7 @@ class _Walk:
             inside += [None] * carried
             inside += [x if isinstance(x, _Elements) else None for x in operands[count + carried :]]
             self.body(eqn.params["jaxpr"], address, inside, (*loops, address))
-        elif name in FORMS and name not in ("while", "cond", "shard_map"):
+        elif name in HOLDING and name not in ("while", "cond", "shard_map"):
             body = body_of(eqn)
             if len(compat.open_jaxpr(body)[0].invars) == len(operands):
                 return self.body(body, address, operands, loops)
@@ -571,7 +572,7 @@ def _run_once(plan: Plan, jaxpr: Any) -> set[str]:
             site, name = plan.site_at(eqn_address), eqn.primitive.name
             if site is not None:
                 keys.add(site.output_key)
-            elif marked and name in FORMS and name not in ("while", "cond", "shard_map"):
+            elif marked and name in HOLDING and name not in ("while", "cond", "shard_map"):
                 if name != "scan" or eqn_address in stepped:
                     look(body_of(eqn), eqn_address)
 

@@ -21,8 +21,7 @@ from ..ops.affine import affine_dequantize, affine_quantize
 from ..policy import Policy, Rule
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
-from ..transforms.find import addressed, contractions
-from ..transforms.higher_order import FORMS, REMAT
+from ..transforms.find import contractions
 from ..transforms.places import places_of, renumbered
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.plan_call import as_plan, plan_call
@@ -30,7 +29,7 @@ from ..transforms.quantize_weight import quantize_weight
 from ..transforms.stats import Entry, observed_parts
 from ..transforms.trace import Call, trace_call
 from ..transforms.views import Address
-from .stages import body_of
+from ..transforms.walk import HOLDING, REMAT, addressed, bodies
 
 Array = np.ndarray
 
@@ -438,18 +437,12 @@ def _reached(
         site, name = plan.site_at(eqn_address), eqn.primitive.name
         if site is not None:
             yield site, scans, around
-        elif not marked or name in ("while", "shard_map"):
-            continue
-        elif name == "cond":
-            for i, branch in enumerate(eqn.params["branches"]):
-                yield from _reached(plan, branch, (*eqn_address, i), scans, around)
-        elif name == "scan":
-            yield from _reached(
-                plan, eqn.params["jaxpr"], eqn_address, (*scans, eqn_address), eqn_address
-            )
-        elif name in FORMS:
-            inside = eqn_address if name in REMAT else around
-            yield from _reached(plan, body_of(eqn), eqn_address, scans, inside)
+        elif marked and name in HOLDING and name not in ("while", "shard_map"):
+            inner_scans = (*scans, eqn_address) if name == "scan" else scans
+            inner_around = eqn_address if name == "scan" or name in REMAT else around
+            for inner in bodies(eqn):
+                inside = (*eqn_address, *inner.part)
+                yield from _reached(plan, inner.jaxpr, inside, inner_scans, inner_around)
 
 
 def apart(

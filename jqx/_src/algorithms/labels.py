@@ -15,10 +15,9 @@ from .. import compat
 from ..compat import Eqn
 from ..contractions.dimensions import OperandAxes
 from ..observers.observer import ObservedSite
-from ..transforms.find import addressed
-from ..transforms.higher_order import FORMS
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.views import SHARDINGS, Address
+from ..transforms.walk import HOLDING, addressed
 from .chain import components
 from .stages import Steps, body_of
 
@@ -613,7 +612,7 @@ class Walk:
         constants = [x.value for x in inputs if isinstance(x, Known)]
         if len(constants) == len(inputs) and not eqn.effects:
             return [Known(x) for x in compat.bind(eqn, constants)]
-        if eqn.primitive.name in FORMS:
+        if eqn.primitive.name in HOLDING:
             return self._form(eqn, inputs, address, steps)
         return self.evaluate(eqn, inputs, address, steps)
 

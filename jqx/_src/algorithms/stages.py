@@ -20,13 +20,12 @@ from jax import lax
 from .. import compat
 from ..compat import Eqn
 from ..heap import give_back
-from ..transforms.find import addressed
-from ..transforms.higher_order import FORMS
 from ..transforms.interpret import followed
 from ..transforms.operands import is_counted, value_of
 from ..transforms.plan import Plan, Site
 from ..transforms.trace import Call
 from ..transforms.views import Address
+from ..transforms.walk import HOLDING, addressed, bodies
 
 # Blocks: contractions whose weights are learned together, and the equations between them.
 
@@ -304,27 +303,14 @@ def _decides_inside(eqn: Eqn) -> bool:
     if _decides(eqn):
         return True
     name = eqn.primitive.name
-    if name not in FORMS or name in ("scan", "while", "cond", "shard_map"):
+    if name not in HOLDING or name in ("scan", "while", "cond", "shard_map"):
         return False
     return any(_decides_inside(x) for x in compat.open_jaxpr(body_of(eqn))[0].eqns)
 
 
 def body_of(eqn: Eqn) -> Any:
-    """Returns the one function inside an equation that runs once on its operands."""
-    entered: list[Any] = []
-
-    class Finder:
-        address: Address = ()
-
-        def enter(self, jaxpr: Any, known: Sequence[Any], part: Address = ()) -> list[Any]:
-            entered.append(jaxpr)
-            return [None] * len(eqn.outvars)
-
-        def leave(self, jaxpr: Any, reason: str) -> None:
-            """No such function: equations of this kind have none."""
-
-    FORMS[eqn.primitive.name].track(eqn, [None] * len(eqn.invars), Finder())  # pyright: ignore
-    return entered[0]
+    """Returns the one function inside an equation that runs on its operands."""
+    return bodies(eqn)[-1].jaxpr
 
 
 Params = Mapping[int, Any]

@@ -14,10 +14,10 @@ from ..calibrators.calibrator import Affine
 from ..compat import Eqn
 from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
-from ..transforms.find import addressed
 from ..transforms.interpret import view
 from ..transforms.plan import Plan
 from ..transforms.views import Address
+from ..transforms.walk import CALLS, addressed, bodies, passed_on
 from .accumulators import at_site, of_output
 from .intervals import (
     RULES,
@@ -80,13 +80,6 @@ class Notes:
             low, high = min(old.low, low), max(old.high, high)
         dtype = eqn.outvars[0].aval.dtype.name
         self.overflows[id(eqn)] = Overflow(eqn.primitive.name, line, dtype, low, high)
-
-
-_BODY = {
-    **dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr"),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-}
-"""The parameter in which a primitive that calls one function on its operands holds it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +228,7 @@ def _view(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval] | None:
 
 
 def _call(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
-    return self.run(eqn.params[_BODY[eqn.primitive.name]], xs, address)
+    return self.run(bodies(eqn)[0].jaxpr, xs, address)
 
 
 def _cond(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
@@ -314,7 +307,7 @@ def scan(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list
         def step(who: Follower, state: list[Interval], also: Sequence[Any] = ()) -> Any:
             return who.run(body, [*consts, *state, *parts], address, also)
 
-        start, fixed = state, _unchanged(body, num_consts, count)
+        start, fixed = state, _fixed(eqn)
         state = _invariant(self, step, start, fixed, body)
         state = _counted(self, step, start, state, body, num_consts, length)
         results = step(self, state)
@@ -330,6 +323,11 @@ def scan(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list
         if not any(x.is_known for x in stacks) and all(a.holds(b) for a, b in pairs):
             break  # all later steps do the same
     return [*state, *(hull(parts) for parts in zip(*stacked, strict=True))]
+
+
+def _fixed(eqn: Eqn) -> list[int]:
+    """Returns which carried values a loop passes on unchanged."""
+    return [i for i, same in enumerate(passed_on(eqn)) if same]
 
 
 def _slice(x: Interval, i: int) -> Interval:
@@ -398,12 +396,6 @@ def _counted(
     return state
 
 
-def _unchanged(body: Any, consts: int, count: int) -> list[int]:
-    """Returns which carried values a loop passes on unchanged."""
-    body, _ = compat.open_jaxpr(body)
-    return [i for i in range(count) if body.outvars[i] is body.invars[consts + i]]
-
-
 def while_loop(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
     p = eqn.params
     num_consts, inside = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
@@ -423,7 +415,7 @@ def while_loop(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -
         if decided.low == 0:
             break
         state = step(self, state)
-    start, fixed = state, _unchanged(p["body_jaxpr"], p["body_nconsts"], len(state))
+    start, fixed = state, _fixed(eqn)
     state = _invariant(self, step, start, fixed, p["body_jaxpr"])
     tighter = [hull([a, b]) for a, b in zip(start, step(self.aside(), state), strict=True)]
     state = [x if i in fixed else tighter[i].hull_only() for i, x in enumerate(state)]
@@ -474,7 +466,7 @@ def _where_true(condition: Any, args: list[Interval]) -> list[Interval]:
 
 
 _FORMS: dict[str, Callable[..., list[Interval]]] = {
-    **dict.fromkeys(_BODY, _call),
+    **dict.fromkeys(CALLS, _call),
     "cond": _cond,
     "scan": scan,
     "while": while_loop,

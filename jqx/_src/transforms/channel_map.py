@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from ..checks import added
 from ..compat import Eqn
 from ..observers.observer import ObservedSite
-from .find import HIDDEN
 from .rules import CONTRACTIONS
+from .walk import HIDDEN
 
 
 @jax.tree_util.register_dataclass

@@ -19,16 +19,25 @@ from ..checks import is_real
 from ..compat import Eqn
 from ..errors import fail
 from ..policy import Policy, Rule
-from .higher_order import FORMS, Finder
 from .paths import Part, Split
 from .rules import CONTRACTIONS, VIEWS, Contraction, tracked
 from .views import Address, Loop, Origin
+from .walk import (
+    CALLS,
+    CONDITION,
+    Body,
+    Domain,
+    Followed,
+    Read,
+    Where,
+    bodies,
+    enter,
+    holds_contraction,
+    walk,
+)
 
 _PART = re.compile(r"/\[[0-9]+:[0-9]+\](?=/|\Z)|\A\[[0-9]+:[0-9]+\](?:/|\Z)")
 """The name scope of a part of a split scan; rules do not see it."""
-
-HIDDEN = "jqx_channel_map"
-"""Name of jitted functions whose contractions belong to another contraction and are not found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,118 +93,53 @@ def contraction_of(eqn: Eqn) -> Contraction:
     return CONTRACTIONS[eqn.primitive.name]
 
 
-def is_marked(eqn: Eqn) -> bool:
-    """Whether an equation counts in addresses: a contraction, or a form that holds one."""
-    if is_lookup_or_product(eqn):
-        return True
-    return eqn.primitive.name in FORMS and holds_contraction(eqn)
+def find(jaxpr: Any, origins: Sequence[Origin | None]) -> tuple[list[Found], list[Origin | None]]:
+    """Returns the contractions of a jaxpr and the origins of its results."""
+    search = _Search([])
+    results = walk(search, jaxpr, origins)
+    return search.items, results
 
 
-def holds_contraction(eqn: Eqn) -> bool:
-    """Whether the jaxprs inside an equation hold a contraction at any depth that is not hidden."""
-    return compat.name_of_jit(eqn) != HIDDEN and any(
-        is_lookup_or_product(inner) or holds_contraction(inner)
-        for jaxpr in compat.sub_jaxprs(eqn)
-        for inner in jaxpr.eqns
-    )
+@dataclass(frozen=True)
+class _Search(Followed[Origin]):
+    """Follows weights to contractions, which it collects. With a reason, all stay in float."""
 
+    items: list[Found]
+    reason: str | None = None
 
-class Addressed(NamedTuple):
-    """An equation, the address of a site in its place, and whether it counts in addresses."""
+    def enters(self, eqn: Eqn, values: list[Origin | None], where: Where) -> bool:
+        return where.is_marked or super().enters(eqn, values, where)
 
-    address: Address
-    eqn: Eqn
-    is_marked: bool
-
-
-def addressed(jaxpr: Any, address: Address = ()) -> Iterator[Addressed]:
-    """Yields the equations of an open jaxpr, each with the address of a site in its place: the
-    address of the enclosing function, and the number of marked equations before it.
-    """
-    count = 0
-    for eqn in jaxpr.eqns:
-        marked = is_marked(eqn)
-        yield Addressed((*address, count), eqn, marked)
-        count += marked
-
-
-def find(
-    jaxpr: Any,
-    origins: Sequence[Origin | None],
-    address: Address = (),
-    scope: str = "",
-    reason: str | None = None,
-) -> tuple[list[Found], list[Origin | None]]:
-    """Returns the contractions of a jaxpr and the origins of its results.
-
-    `reason` is given if all of them stay in float, and says why.
-    """
-    env: dict[Any, Origin | None] = dict(zip(jaxpr.invars, origins, strict=True))
-
-    def origin_of(atom: Any) -> Origin | None:
-        return None if compat.is_literal(atom) else env.get(atom)
-
-    items: list[Found] = []
-    for eqn_address, eqn, marked in addressed(jaxpr, address):
+    def evaluate(
+        self, eqn: Eqn, values: list[Origin | None], where: Where
+    ) -> Sequence[Origin | None]:
         name = eqn.primitive.name
-        inner_scope = "/".join(part for part in (scope, compat.scope_of(eqn)) if part)
-        origins_of_inputs = tuple(map(origin_of, eqn.invars))
-        results: Sequence[Origin | None] = []
         if name in CONTRACTIONS:
             family = CONTRACTIONS[name]
-            if marked and (origins_of_inputs[0] is not None or not family.needs_weight):
-                unsupported = reason or family.why_unsupported(eqn)
-                origins_here = origins_of_inputs[: len(family.axes(eqn))]
-                items.append(
-                    Found(
-                        () if unsupported else eqn_address,
-                        eqn,
-                        inner_scope,
-                        origins_here,
-                        unsupported,
-                    )
-                )
-        elif not (
-            any(origins_of_inputs) or marked or (name not in FORMS and holds_contraction(eqn))
-        ):
-            pass
-        elif name in FORMS and any(True for _ in compat.sub_jaxprs(eqn)):
-            inside = _InnerSearch(eqn_address, inner_scope, reason)
-            results = FORMS[name].track(eqn, origins_of_inputs, inside)
-            items += inside.items
+            if where.is_marked and (values[0] is not None or not family.needs_weight):
+                unsupported = self.reason or family.why_unsupported(eqn)
+                address = () if unsupported else where.address
+                origins = tuple(values[: len(family.axes(eqn))])
+                self.items.append(Found(address, eqn, where.scope, origins, unsupported))
         elif name in VIEWS:
-            results = tracked(eqn, origins_of_inputs) or []
-        else:
-            inside = _InnerSearch(eqn_address, inner_scope, reason)
-            shown = compat.shown_name(eqn)
-            unsupported = reason or f"it is inside `{shown}`, which jqx does not look into"
-            for body in compat.sub_jaxprs(eqn):
-                inside.leave(body, unsupported)
-            items += inside.items
-        env.update(zip(eqn.outvars, results, strict=False))
-    return items, [origin_of(atom) for atom in jaxpr.outvars]
+            if any(values):
+                return tracked(eqn, values) or super().evaluate(eqn, values, where)
+        elif holds_contraction(eqn):
+            reason = f"it is inside `{compat.shown_name(eqn)}`, which jqx does not look into"
+            for jaxpr in compat.sub_jaxprs(eqn):
+                walk(self._staying(reason), jaxpr, [None] * len(jaxpr.invars), where)
+        return super().evaluate(eqn, values, where)
 
+    def body(
+        self, eqn: Eqn, body: Body, values: list[Origin | None], where: Where
+    ) -> tuple[Domain[Origin | None], list[Origin | None]]:
+        _, values = super().body(eqn, body, values, where)
+        if body.part != CONDITION:
+            return self, values
+        return self._staying("it is in the condition of a while loop"), values
 
-@dataclasses.dataclass
-class _InnerSearch(Finder):
-    """Collects what is found inside an equation."""
-
-    address: Address
-    scope: str
-    reason: str | None
-    items: list[Found] = dataclasses.field(default_factory=list)
-
-    def enter(
-        self, jaxpr: Any, origins: Sequence[Origin | None], part: Address = ()
-    ) -> list[Origin | None]:
-        body, _ = compat.open_jaxpr(jaxpr)
-        items, results = find(body, origins, (*self.address, *part), self.scope, self.reason)
-        self.items += items
-        return results
-
-    def leave(self, jaxpr: Any, reason: str) -> None:
-        body, _ = compat.open_jaxpr(jaxpr)
-        self.items += find(body, [None] * len(body.invars), self.address, self.scope, reason)[0]
+    def _staying(self, reason: str) -> "_Search":
+        return _Search(self.items, self.reason or reason)
 
 
 def contractions(call: Any) -> list[Found]:
@@ -252,17 +196,6 @@ Origins = Sequence[Origin | None]
 _INSIDE = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
-class _Read(dict[str, Any]):
-    """The parameters of an equation that reads a value which is not a weight. Equations that JAX
-    or jqx derives from it keep them.
-    """
-
-
-def is_lookup_or_product(eqn: Eqn) -> bool:
-    """Whether an equation is a contraction: no gather is that is marked as a read."""
-    return eqn.primitive.name in CONTRACTIONS and not isinstance(eqn.params, _Read)
-
-
 def with_reads(jaxpr: Any, origins: Origins) -> Any:
     """Returns an open jaxpr, given the weights among its operands, in which every gather of another
     value is marked; the same object if there is none.
@@ -277,7 +210,7 @@ def without_reads(jaxpr: Any) -> Any:
 
 
 def _unmarked(eqn: Eqn) -> Eqn:
-    if isinstance(eqn.params, _Read):
+    if isinstance(eqn.params, Read):
         return eqn.replace(params=dict(eqn.params))
     return compat.with_bodies(eqn, without_reads)
 
@@ -319,17 +252,22 @@ def _marked(
                 eqns += views
                 continue
             is_read = origins_of_inputs[0] is None or _is_symbolic(eqn)
-            eqns.append(eqn.replace(params=_Read(eqn.params)) if is_read else eqn)
+            eqns.append(eqn.replace(params=Read(eqn.params)) if is_read else eqn)
             continue
-        bodies = list(compat.sub_jaxprs(eqn))
-        holds = any(_holds_lookup(body, holding) for body in bodies)
+        holds = any(_holds_lookup(body, holding) for body in compat.sub_jaxprs(eqn))
         if holds or any(origins_of_inputs):
-            if name in FORMS and bodies:
-                inside = _InnerLookups(holding)
-                results = FORMS[name].track(eqn, origins_of_inputs, inside)
-                new = inside.bodies
+            new: dict[int, Any] = {}
+
+            def mark(_: Any, jaxpr: Any, origins: Any, __: Where, new: Any = new) -> Any:
+                body, _ = compat.open_jaxpr(jaxpr)
+                new[id(body)], inner_results = _marked(body, origins, holding)
+                return inner_results
+
+            if bodies(eqn):
+                results = enter(Followed(), eqn, origins_of_inputs, Where(), mark)
             else:
-                new = {id(x): _marked(x, [None] * len(x.invars), holding)[0] for x in bodies}
+                for body in compat.sub_jaxprs(eqn):
+                    mark(None, body, [None] * len(body.invars), Where())
                 if name in VIEWS:
                     results = VIEWS[name].track(eqn, origins_of_inputs)
             if holds:
@@ -391,21 +329,6 @@ def _constant(atom: Any, producers: Mapping[Any, Eqn]) -> np.ndarray | None:
 def _with_eqns(jaxpr: Any, eqns: Sequence[Eqn]) -> Any:
     changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr.replace(eqns=list(eqns)) if changed else jaxpr
-
-
-class _InnerLookups(Finder):
-    """Marks the functions inside an equation."""
-
-    address: Address = ()
-
-    def __init__(self, holding: dict[int, bool]):
-        self.bodies: dict[int, Any] = {}
-        self._holding = holding
-
-    def enter(self, jaxpr: Any, origins: Origins, part: Address = ()) -> list[Origin | None]:
-        body, _ = compat.open_jaxpr(jaxpr)
-        self.bodies[id(body)], results = _marked(body, origins, self._holding)
-        return results
 
 
 # Finds where the rules of a policy split the weights of scans.
@@ -542,11 +465,6 @@ def check_split(function: str, items: Sequence[Found], splits: Sequence[Split]) 
 # Finds which operands of contractions in a jaxpr are one value, by value numbering.
 
 
-_TRANSPARENT = {"jit", "pjit", "remat2", "remat", "checkpoint"}
-_TRANSPARENT |= {"custom_jvp_call", "custom_vjp_call"}
-"""Forms whose body runs once, on the operands of the equation."""
-
-
 class Numbered(NamedTuple):
     """The operands and the result of a contraction by number.
 
@@ -561,12 +479,12 @@ class Numbered(NamedTuple):
 def numbered(jaxpr: Any) -> dict[Address, Numbered]:
     """Returns the numbers of the operands and the result of each contraction of an open jaxpr."""
     numbering = _Numbering()
-    numbering.follow(jaxpr, [numbering.new() for _ in jaxpr.invars], (), ())
+    walk(numbering, jaxpr, [numbering.constant() for _ in jaxpr.invars])
     return numbering.numbers_at
 
 
 @dataclass
-class _Numbering:
+class _Numbering(Domain[int]):
     """Numbers of values. Two equations with the same primitive, parameters and operands share them,
     and so do two calls of functions that compute the same.
     """
@@ -575,78 +493,48 @@ class _Numbering:
     numbers: dict[Any, int] = field(default_factory=dict)
     count: Iterator[int] = field(default_factory=itertools.count)
 
-    def new(self) -> int:
+    def constant(self) -> int:
+        """Returns a new number."""
         return next(self.count)
+
+    def literal(self, atom: Any) -> int:
+        if atom.aval.shape:
+            return self.constant()
+        return self.number((str(atom.aval), repr(atom.val)))
 
     def number(self, key: Any) -> int:
         """Returns the number for a key; a new one if the key cannot be hashed."""
         try:
-            return self.numbers.setdefault(key, self.new())
+            return self.numbers.setdefault(key, self.constant())
         except TypeError:  # a parameter without a hash
-            return self.new()
+            return self.constant()
 
-    def follow(
-        self, body: Any, operands: Sequence[int], address: Address, inside: Address
-    ) -> list[int]:
-        """Numbers the values of a jaxpr, and returns the numbers of its results."""
-        env = {var: self.new() for var in body.constvars}
-        env.update(zip(body.invars, operands, strict=True))
+    def enters(self, eqn: Eqn, values: list[int], where: Where) -> bool:
+        return where.is_marked or eqn.primitive.name in CALLS
 
-        def read(atom: Any) -> int:
-            if not compat.is_literal(atom):
-                return env[atom]
-            if atom.aval.shape:
-                return self.new()
-            return self.number((str(atom.aval), repr(atom.val)))
-
-        for eqn_address, eqn, marked in addressed(body, address):
-            values = list(map(read, eqn.invars))
-            if eqn.primitive.name in (FORMS if marked else _TRANSPARENT):
-                results = self.form(eqn, values, eqn_address, inside)
-            else:
-                results = self.results(eqn, values)
-            if marked and eqn.primitive.name in CONTRACTIONS:
-                self.numbers_at[eqn_address] = Numbered(inside, tuple(values), results[0])
-            env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, body.outvars))
-
-    def results(self, eqn: Eqn, values: Sequence[int]) -> list[int]:
+    def evaluate(self, eqn: Eqn, values: list[int], where: Where) -> list[int]:
         """Numbers the results of an equation without looking inside."""
         if eqn.effects:
-            return [self.new() for _ in eqn.outvars]
-        computation = (eqn.primitive, tuple(sorted(eqn.params.items(), key=lambda pair: pair[0])))
-        return [self.number((*computation, *values, i)) for i in range(len(eqn.outvars))]
-
-    def form(self, eqn: Eqn, values: Sequence[int], address: Address, inside: Address) -> list[int]:
-        """Numbers the values inside an equation."""
-        transparent = eqn.primitive.name in _TRANSPARENT
-        within = _InnerValues(self, address, inside, values if transparent else None)
-        FORMS[eqn.primitive.name].track(eqn, [None] * len(values), within)
-        return within.results if transparent else [self.new() for _ in eqn.outvars]
-
-
-@dataclass
-class _InnerValues(Finder):
-    """Numbers the values of the functions inside an equation; those of a transparent one get the
-    numbers of its operands.
-    """
-
-    numbering: _Numbering
-    address: Address
-    inside: Address
-    numbers: Sequence[int] | None
-    results: list[int] = field(default_factory=list)
-
-    def enter(self, jaxpr: Any, origins: Sequence[Any], part: Address = ()) -> list[Any]:
-        body, _ = compat.open_jaxpr(jaxpr)
-        address = (*self.address, *part)
-        if self.numbers is not None:
-            self.results = self.numbering.follow(body, self.numbers, address, self.inside)
+            results = [self.constant() for _ in eqn.outvars]
         else:
-            self.numbering.follow(
-                body, [self.numbering.new() for _ in body.invars], address, address
-            )
-        return [None] * len(body.outvars)
+            params = tuple(sorted(eqn.params.items(), key=lambda pair: pair[0]))
+            key = eqn.primitive, params, *values
+            results = [self.number((*key, i)) for i in range(len(eqn.outvars))]
+        if where.is_marked and eqn.primitive.name in CONTRACTIONS:
+            self.numbers_at[where.address] = Numbered(where.inside, tuple(values), results[0])
+        return results
 
-    def leave(self, jaxpr: Any, reason: str) -> None:
-        """Nothing inside is evaluated as a site."""
+    def body(
+        self, eqn: Eqn, body: Body, values: list[int], where: Where
+    ) -> tuple[Domain[int], list[int]]:
+        is_call = eqn.primitive.name in CALLS
+        return self, values if is_call else [self.constant() for _ in values]
+
+    def start(self, eqn: Eqn, values: list[int], where: Where) -> list[int]:
+        return values
+
+    def returned(
+        self, eqn: Eqn, values: list[int], results: list[list[int]], where: Where
+    ) -> list[int]:
+        is_call = eqn.primitive.name in CALLS
+        return results[0] if is_call else [self.constant() for _ in eqn.outvars]

@@ -1,6 +1,6 @@
-"""How the transforms search and run the functions that a primitive holds: a `HigherOrderRule` for
-`cond`, `while`, `scan`, `jax.checkpoint`, `jit`, custom derivatives and `shard_map`, listed in
-`FORMS`.
+"""How the transforms run the functions that a primitive holds: a rule for `cond`, `while`, `scan`,
+`jax.checkpoint`, `jit`, custom derivatives and `shard_map`, listed in `FORMS`. `walk` has which
+functions these are.
 """
 
 import dataclasses
@@ -25,31 +25,11 @@ from ..tensor.shardings import partition_specs
 from ..tensor.targets import kernel_of
 from ..tensor.views import sliceable
 from .operands import Counted, Lost, Trainable, is_coded, map_codes, spread, value_of
-from .views import Address, Loop, Origin, sharded_as
+from .views import Address, sharded_as
+from .walk import REMAT, carried, passed_on, while_starts
 
 Records = dict[str, Any]
 """Records of sites, by key."""
-
-
-class Finder:
-    """How planning looks at the functions inside an equation.
-
-    Attributes:
-      address: the address of the equation.
-    """
-
-    address: Address
-
-    def enter(
-        self, jaxpr: Any, origins: Sequence[Origin | None], part: Address = ()
-    ) -> list[Origin | None]:
-        """Searches a function with operands of known origins; returns those of its results."""
-        raise NotImplementedError
-
-    def leave(self, jaxpr: Any, reason: str) -> None:
-        """Searches a function that stays in float."""
-        body, _ = compat.open_jaxpr(jaxpr)
-        self.enter(body, [None] * len(body.invars))
 
 
 class Runner:
@@ -116,30 +96,6 @@ class Runner:
         return x
 
 
-@dataclasses.dataclass(frozen=True)
-class HigherOrderRule:
-    """How a primitive that holds functions is searched and evaluated.
-
-    Attributes:
-      track: finds what is inside; returns the origins of the results.
-      apply: evaluates it; returns the results and the records of sites.
-    """
-
-    track: Callable[[Eqn, Sequence[Origin | None], Finder], Sequence[Origin | None]]
-    apply: Callable[[Eqn, Sequence[Any], Runner], tuple[list[Any], Records]]
-
-
-def looks_into(body: str) -> Callable[..., Sequence[Origin | None]]:
-    """Returns the `track` of a primitive with one function in the parameter `body`, which has the
-    same operands and results.
-    """
-
-    def track(eqn: Eqn, origins: Sequence[Origin | None], finder: Finder) -> list[Origin | None]:
-        return finder.enter(eqn.params[body], origins)
-
-    return track
-
-
 def as_function(runner: Runner, jaxpr: Any) -> Callable[..., tuple[list[Any], Records]]:
     """Returns a function of what sites are given and of operands that evaluates a body."""
 
@@ -167,11 +123,11 @@ class Carry:
     runner: Runner
 
     @classmethod
-    def of(cls, jaxpr: Any, consts: int, init: Sequence[Any], runner: Runner) -> "Carry":
-        """Reads the body of a loop, whose carried operands come after `consts` others."""
-        unchanged_indices = unchanged(jaxpr, consts, len(init))
-        init = [runner.carried(alone(x)) for x in init]
-        return cls(init, frozenset(i for i in unchanged_indices if is_coded(init[i])), runner)
+    def of(cls, eqn: Eqn, operands: Sequence[Any], runner: Runner) -> "Carry":
+        """Reads the equation of a loop and its operands."""
+        init = [runner.carried(alone(x)) for x in operands[carried(eqn)]]
+        pairs = enumerate(zip(init, passed_on(eqn), strict=True))
+        return cls(init, frozenset(i for i, (x, same) in pairs if same and is_coded(x)), runner)
 
     def start(self) -> list[Any]:
         """Returns the values that change, before the first step."""
@@ -207,23 +163,9 @@ def run_loop(carry: Carry, loop: Callable[[Carry], Any]) -> Any:
             carry = dataclasses.replace(carry, init=init)
 
 
-def unchanged(jaxpr: Any, consts: int, count: int) -> list[int]:
-    """Returns which carried values a loop passes on unchanged."""
-    body, _ = compat.open_jaxpr(jaxpr)
-    return [i for i in range(count) if body.outvars[i] is body.invars[consts + i]]
-
-
-# `cond` and `switch`: each branch is searched; a branch that is not taken records nothing.
+# `cond` and `switch`: a branch that is not taken records nothing.
 #
 # A result that one branch returns quantized has the same format in all branches.
-
-
-def _track_cond(
-    eqn: Eqn, origins: Sequence[Origin | None], finder: Finder
-) -> Sequence[Origin | None]:
-    for i, branch in enumerate(eqn.params["branches"]):
-        finder.enter(branch, origins[1:], (i,))
-    return [None] * len(eqn.outvars)
 
 
 def _apply_cond(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
@@ -254,23 +196,8 @@ def _as_common(
     return [runner.like(x, form) for x, form in zip(results, common, strict=True)], records
 
 
-COND = {"cond": HigherOrderRule(_track_cond, _apply_cond)}
-
-
 # `while`: weights among its constants, or carried unchanged, are shared by its steps. Other
 # carried values keep their format.
-
-
-def _track_while(
-    eqn: Eqn, origins: Sequence[Origin | None], finder: Finder
-) -> Sequence[Origin | None]:
-    cond_count, carry_start = while_starts(eqn)
-    count = len(eqn.outvars)
-    carried = unchanged(eqn.params["body_jaxpr"], carry_start - cond_count, count)
-    state = [origins[carry_start + i] if i in carried else None for i in range(count)]
-    finder.leave(eqn.params["cond_jaxpr"], "it is in the condition of a while loop")
-    finder.enter(eqn.params["body_jaxpr"], [*origins[cond_count:carry_start], *state])
-    return state
 
 
 def _apply_while(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
@@ -295,39 +222,11 @@ def _apply_while(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[lis
         _, values, recorded = lax.while_loop(goes_on, step, start)
         return carry.state(values), recorded
 
-    return run_loop(Carry.of(body, carry_start - cond_count, operands[carry_start:], runner), loop)
-
-
-def while_starts(eqn: Eqn) -> tuple[int, int]:
-    """Returns the indices of the first constant of the body and of the first carried operand."""
-    cond_count = eqn.params["cond_nconsts"]
-    return cond_count, cond_count + eqn.params["body_nconsts"]
-
-
-WHILE = {"while": HigherOrderRule(_track_while, _apply_while)}
+    return run_loop(Carry.of(eqn, operands, runner), loop)
 
 
 # `scan`: each step gets a slice of quantized xs, or, if a kernel reads them, one of the stack.
 # Constants are shared, and carried values keep their format.
-
-
-def _track_scan(
-    eqn: Eqn, origins: Sequence[Origin | None], finder: Finder
-) -> Sequence[Origin | None]:
-    consts, count = compat.scan_counts(eqn)
-    xs_start = consts + count
-    carried = unchanged(eqn.params["jaxpr"], consts, count)
-    loop = Loop(finder.address, eqn.params["length"])
-    inside = [
-        *origins[:consts],
-        *(origins[consts + i] if i in carried else None for i in range(count)),
-        *(None if origin is None else origin.step_of(loop) for origin in origins[xs_start:]),
-    ]
-    finder.enter(eqn.params["jaxpr"], inside)
-    results: list[Origin | None] = [None] * len(eqn.outvars)
-    for i in carried:
-        results[i] = origins[consts + i]
-    return results
 
 
 def _apply_scan(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
@@ -374,10 +273,7 @@ def _apply_scan(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list
         )
         return [*carry.state(values), *ys], recorded | new_records
 
-    return run_loop(Carry.of(body, const_count, operands[const_count:xs_start], runner), loop)
-
-
-SCAN = {"scan": HigherOrderRule(_track_scan, _apply_scan)}
+    return run_loop(Carry.of(eqn, operands, runner), loop)
 
 
 # `jax.checkpoint`: the body is recomputed in the backward pass, quantized.
@@ -387,11 +283,6 @@ def _apply_remat(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[lis
     run = as_function(runner, eqn.params["jaxpr"])
     remat = jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
     return remat(runner.site_inputs, *operands)
-
-
-REMAT = dict.fromkeys(
-    ("remat2", "remat", "checkpoint"), HigherOrderRule(looks_into("jaxpr"), _apply_remat)
-)
 
 
 # `jit`: the inside is jitted again, with the same name and shardings.
@@ -417,9 +308,6 @@ def _apply_jit(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
     if any(out_shardings):
         options["out_shardings"] = (out_shardings, None)
     return jax.jit(run, inline=eqn.params["inline"], **options)(runner.site_inputs, *operands)
-
-
-JIT = dict.fromkeys(("jit", "pjit"), HigherOrderRule(looks_into("jaxpr"), _apply_jit))
 
 
 # `jax.custom_jvp` and `jax.custom_vjp`: the value is quantized, the rule of the user is kept.
@@ -485,20 +373,7 @@ def _no_tangent(x: Any) -> Any:
     return jnp.zeros_like(x) if real else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
-CUSTOM_DERIVATIVE = {
-    "custom_jvp_call": HigherOrderRule(looks_into("call_jaxpr"), _apply_jvp),
-    "custom_vjp_call": HigherOrderRule(looks_into("call_jaxpr"), _apply_vjp),
-}
-
-
 # `shard_map`: each device sees its part; a scale is partitioned in step with its weight.
-
-
-def _track_shard_map(
-    eqn: Eqn, origins: Sequence[Origin | None], finder: Finder
-) -> Sequence[Origin | None]:
-    finder.enter(eqn.params["jaxpr"], origins)
-    return [None] * len(eqn.outvars)
 
 
 def _apply_shard_map(
@@ -535,18 +410,16 @@ def _apply_shard_map(
     return results, merged
 
 
-SHARD_MAP = {"shard_map": HigherOrderRule(_track_shard_map, _apply_shard_map)}
-
-
-# Every primitive that holds functions, by name.
-
-
-FORMS: dict[str, HigherOrderRule] = {
-    **JIT,
-    **SCAN,
-    **WHILE,
-    **COND,
-    **REMAT,
-    **CUSTOM_DERIVATIVE,
-    **SHARD_MAP,
+FORMS: dict[str, Callable[[Eqn, Sequence[Any], Runner], tuple[list[Any], Records]]] = {
+    **dict.fromkeys(("jit", "pjit"), _apply_jit),
+    **dict.fromkeys(REMAT, _apply_remat),
+    "custom_jvp_call": _apply_jvp,
+    "custom_vjp_call": _apply_vjp,
+    "scan": _apply_scan,
+    "while": _apply_while,
+    "cond": _apply_cond,
+    "shard_map": _apply_shard_map,
 }
+"""How each primitive that holds functions is run: from its operands to its results and the records
+of its sites.
+"""

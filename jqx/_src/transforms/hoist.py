@@ -17,8 +17,7 @@ from ..compat import Eqn
 from ..errors import fail, some
 from .arguments import check_function
 from .calibrate import insert_params
-from .find import HIDDEN
-from .higher_order import FORMS, Records, Runner, unchanged, while_starts
+from .higher_order import FORMS, Records, Runner
 from .known_values import CUSTOM, INLINE, KnownValues, What
 from .paths import (
     Hoisting,
@@ -35,6 +34,7 @@ from .paths import (
 from .split import evaluate, live, read_by
 from .trace import Call, as_params, is_array, stand_in, trace_call
 from .views import Address
+from .walk import HIDDEN, bodies, carried, passed_on
 
 Arrays = dict[str, Any]
 """Values that are split off, by name."""
@@ -65,7 +65,7 @@ class _Splitter:
             i, name = indices[id(eqn)], eqn.primitive.name
             is_known = all(self.values.knows(address, var) for var in eqn.outvars)
             if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
-                body, inner = compat.open_jaxpr(eqn.params[INLINE[name]])
+                body, inner = compat.open_jaxpr(bodies(eqn)[0].jaxpr)
                 results, inner_arrays = self.computed(body, inner, operands, (*address, i))
             elif is_known and not any(x is None for x in operands):
                 results, inner_arrays = compat.bind(eqn, operands), {}
@@ -84,39 +84,28 @@ class _Splitter:
         self, eqn: Eqn, operands: Sequence[Any], address: Address
     ) -> tuple[list[Any], Arrays]:
         """Computes what is split off the functions inside an equation."""
-        name, p, results = eqn.primitive.name, eqn.params, [None] * len(eqn.outvars)
+        name, results = eqn.primitive.name, [None] * len(eqn.outvars)
         holds_any = any(key[0][: len(address)] == address for key in self.values.at)
 
         def run(jaxpr: Any, args: Sequence[Any], part: Address = address) -> Arrays:
             body, consts = compat.open_jaxpr(jaxpr)
             return self.computed(body, consts, args, part)[1]
 
-        if name == "while":
-            cond_count, start = while_starts(eqn)
-            same = unchanged(p["body_jaxpr"], start - cond_count, len(results))
-            results = [operands[start + i] if i in same else None for i in range(len(results))]
-            if holds_any:
-                condition = [*operands[:cond_count], *results]
-                arrays = run(p["cond_jaxpr"], condition, (*address, -1))
-                arrays |= run(p["body_jaxpr"], [*operands[cond_count:start], *results])
-                return results, arrays
-        if name == "scan":
-            consts, count = compat.scan_counts(eqn)
-            same = unchanged(p["jaxpr"], consts, count)
-            state = [operands[consts + i] if i in same else None for i in range(count)]
-            results[:count] = state
-            fixed, xs = [*operands[:consts], *state], operands[consts + count :]
-            if holds_any:
-                return results, self._computed_in_scan(eqn, run, fixed, xs, address)
+        operands, state = list(operands), carried(eqn)
+        if name in ("scan", "while"):
+            pairs = zip(operands[state], passed_on(eqn), strict=True)
+            operands[state] = [x if same else None for x, same in pairs]
+            results[: state.stop - state.start] = operands[state]
         if not holds_any:
             return results, {}
-        if name == "cond":
-            arrays = {}
-            for i, branch in enumerate(p["branches"]):
-                arrays |= run(branch, operands[1:], (*address, i))
-            return results, arrays
-        assert name in CUSTOM, name
-        return results, run(p[CUSTOM[name]], operands)
+        if name == "scan":
+            fixed, xs = operands[: state.stop], operands[state.stop :]
+            return results, self._computed_in_scan(eqn, run, fixed, xs, address)
+        arrays: Arrays = {}
+        for body in bodies(eqn):
+            args = [operands[i] for i in body.operands]
+            arrays |= run(body.jaxpr, args, (*address, *body.part))
+        return results, arrays
 
     def _computed_in_scan(
         self, eqn: Eqn, run: Any, fixed: Sequence[Any], xs: Sequence[Any], address: Address
@@ -160,7 +149,7 @@ class _Splitter:
                 results = self._without_rule(eqn, operands, arrays, eqn_address)
             else:
                 runner = _Runner(self, eqn, eqn_address, arrays)
-                results = FORMS[name].apply(eqn, operands, runner)[0]
+                results = FORMS[name](eqn, operands, runner)[0]
             entries = [self.values.at.get((address, i, j)) for j in range(len(results))]
             return [
                 x if entry is None else arrays[self.names[entry.value.number]]
@@ -175,7 +164,7 @@ class _Splitter:
         """Evaluates a function with a derivative rule, which cannot be applied, since it reads
         parameters that are split off. Differentiating it is an error.
         """
-        body, consts = compat.open_jaxpr(eqn.params[CUSTOM[eqn.primitive.name]])
+        body, consts = compat.open_jaxpr(bodies(eqn)[0].jaxpr)
 
         def run(arrays: Arrays, args: Sequence[Any]) -> list[Any]:
             return self.rest(body, consts, args, arrays, address)

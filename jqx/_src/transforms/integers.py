@@ -20,7 +20,7 @@ from ..tensor.grid import groups_of
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import abstract
 from .find import Found
-from .higher_order import FORMS, Records
+from .higher_order import Records
 from .interpret import Rules, interpret
 from .known_values import reaching
 from .operands import is_coded, real_of
@@ -30,6 +30,7 @@ from .quantize_weight import quantize_weight
 from .rules import CONTRACTIONS
 from .trace import Call, is_quantized
 from .views import Address
+from .walk import HOLDING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class OnIntegers(Rules):
         assert eqn is not None
         name = eqn.primitive.name
         problem = f"a quantized array reaches `{name}`, which has no quantized form."
-        if name in FORMS:
+        if name in HOLDING:
             problem = f"a quantized array is carried by `{name}` in place of an array."
         weight_names = [] if self.call is None else reaching(self.call, self.plan, eqn)
         paths = [path for path, _ in weight_names if path is not None and self.plan.weight_at(path)]

@@ -22,7 +22,6 @@ from ..compat import Eqn
 from ..errors import fail, some
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone
-from .find import addressed
 from .higher_order import FORMS, Records, Runner
 from .operands import (
     Counted,
@@ -44,6 +43,7 @@ from .row_counts import counted, tainted_results, tainted_rows
 from .rules import CONTRACTIONS, VIEWS, tracked
 from .trace import Call
 from .views import UPDATES, Address, Origin
+from .walk import addressed
 
 # `jqx.decode_attention` in a traced function, where its name is kept.
 
@@ -194,7 +194,7 @@ def _evaluate(
         return [attend(*operands)], {}
     if name in FORMS and (quantized or has_sites or any(map(is_counted, operands))):
         inside = address if holds_site else (*address, _NOWHERE)
-        return FORMS[name].apply(eqn, operands, _Runner(eqn, rules, inside))
+        return FORMS[name](eqn, operands, _Runner(eqn, rules, inside))
     if not quantized:
         return compat.bind(eqn, operands), {}
     with _noted(f"{name} of a quantized array, scope {compat.scope_of(eqn) or '(none)'}"):

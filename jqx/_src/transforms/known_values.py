@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -23,21 +23,21 @@ from .. import compat
 from ..compat import Eqn
 from ..errors import fail
 from ..tensor.views import axis_groups
-from .find import HIDDEN, Found
-from .higher_order import FORMS, unchanged, while_starts
+from .find import Found
 from .plan import Plan, Unreached
 from .rules import CONTRACTIONS, VIEWS
 from .trace import Call, is_quantized
 from .views import UPDATES, Address, Origin
+from .walk import CALLS, HIDDEN, HOLDING, Body, Domain, Where, bodies, carried, passed_on, walk
 
 What = Literal["all", "weights"]
 """What is split off: all values of parameters, or those that are weights and not larger."""
 
-INLINE = dict.fromkeys(("jit", "pjit", "remat2", "remat", "checkpoint"), "jaxpr")
-"""Primitives whose inside is looked at as if it were outside."""
-
-CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """Primitives that compute a function with a derivative rule; whole ones are split off as one."""
+
+INLINE = frozenset(CALLS) - CUSTOM
+"""Primitives whose inside is looked at as if it were outside."""
 
 _REDUCTIONS = ("reduce_", "arg")
 
@@ -125,9 +125,8 @@ class KnownValues:
 
     def steps(self, eqn: Eqn, address: Address) -> list[bool]:
         """Returns which of the stacks that a scan steps over are known."""
-        consts, count = compat.scan_counts(eqn)
         body, _ = compat.open_jaxpr(eqn.params["jaxpr"])
-        return [self.knows(address, var) for var in body.invars[consts + count :]]
+        return [self.knows(address, var) for var in body.invars[carried(eqn).stop :]]
 
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -162,56 +161,40 @@ class KnownValues:
     ) -> Sequence[KnownValue]:
         name, none = eqn.primitive.name, [None] * len(eqn.outvars)
         if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
-            return self._forward(eqn.params[INLINE[name]], operands, address)
+            return self._forward(bodies(eqn)[0].jaxpr, operands, address)
         if operands and not any(operands):
             self._enter_unknown(eqn, operands, address)
             return none
         if all(operands) and not eqn.effects:
             return self._computed(eqn, [x for x in operands if x is not None])
-        if name in CUSTOM:
-            self._forward(eqn.params[CUSTOM[name]], operands, address)
-        elif name == "cond":
-            for i, branch in enumerate(eqn.params["branches"]):
-                self._forward(branch, operands[1:], (*address, i))
-        elif name == "while":
-            cond_count, carry_start = while_starts(eqn)
-            count = len(eqn.outvars)
-            same = unchanged(eqn.params["body_jaxpr"], carry_start - cond_count, count)
-            state = [operands[carry_start + i] if i in same else None for i in range(count)]
-            self._forward(
-                eqn.params["cond_jaxpr"], [*operands[:cond_count], *state], (*address, -1)
-            )
-            self._forward(
-                eqn.params["body_jaxpr"], [*operands[cond_count:carry_start], *state], address
-            )
-            return state
-        elif name == "scan":
-            consts, count = compat.scan_counts(eqn)
-            same = unchanged(eqn.params["jaxpr"], consts, count)
-            state = [operands[consts + i] if i in same else None for i in range(count)]
-            self.lengths[address] = eqn.params["length"]
-            steps = [self._step(x, address) for x in operands[consts + count :]]
-            self._forward(eqn.params["jaxpr"], [*operands[:consts], *state, *steps], address)
-            return [*state, *none[count:]]
-        else:
+        if name not in HOLDING or name == "shard_map":
             self._enter_unknown(eqn, operands, address)
-        return none
+            return none
+        operands, state = list(operands), carried(eqn)
+        if name in ("scan", "while"):
+            pairs = zip(operands[state], passed_on(eqn), strict=True)
+            operands[state] = [x if same else None for x, same in pairs]
+        if name == "scan":
+            self.lengths[address] = eqn.params["length"]
+            operands[state.stop :] = [self._step(x, address) for x in operands[state.stop :]]
+        for body in bodies(eqn):
+            values = [operands[i] for i in body.operands]
+            self._forward(body.jaxpr, values, (*address, *body.part))
+        if name not in ("scan", "while"):
+            return none
+        return [*operands[state], *none[state.stop - state.start :]]
 
     def _enter_unknown(self, eqn: Eqn, operands: Sequence[KnownValue], address: Address) -> None:
         """Marks all values inside an equation as unknown. Those of a `shard_map` may be parts of
         known ones, so that views of them lead to what is outside.
         """
-        name = eqn.primitive.name
-        if name == "shard_map":
+        if eqn.primitive.name == "shard_map":
             body, _ = compat.open_jaxpr(eqn.params["jaxpr"])
             pairs = zip(body.invars, operands, strict=True)
             self._views.update((address, var) for var, x in pairs if x is not None and x.parents)
-        for i, body in enumerate(compat.sub_jaxprs(eqn)):
-            part = (*address, i) if name == "cond" or i else address
-            if name == "while":
-                tests = body is compat.open_jaxpr(eqn.params["cond_jaxpr"])[0]
-                part = (*address, -1) if tests else address
-            self._forward(body, [None] * len(body.invars), part)
+        for body in _inside(eqn):
+            jaxpr, _ = compat.open_jaxpr(body.jaxpr)
+            self._forward(jaxpr, [None] * len(jaxpr.invars), (*address, *body.part))
 
     def _step(self, x: KnownValue, address: Address) -> KnownValue:
         if x is None or not x.parents or not x.fixed[0]:
@@ -264,7 +247,7 @@ class KnownValues:
         """Splits off results of an equation; returns what the others need of its operands."""
         name, eqn_address, count = eqn.primitive.name, (*address, i), len(eqn.invars)
         if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
-            return self._backward(eqn.params[INLINE[name]], eqn_address, needs)
+            return self._backward(bodies(eqn)[0].jaxpr, eqn_address, needs)
         results = [self._value(address, var) for var in eqn.outvars]
         if name in VIEWS and self._is_view(eqn, address):
             joint_need = _PLAIN.union(*(need for need in needs if need is not None))
@@ -290,30 +273,13 @@ class KnownValues:
 
     def _inner_needs(self, eqn: Eqn, address: Address, count: int) -> Sequence[Need]:
         """Goes back through the functions inside an equation, whose results are all needed."""
-        name = eqn.primitive.name
-
-        def back(body: Any, part: Address) -> list[frozenset[int]]:
-            opened, _ = compat.open_jaxpr(body)
-            needs = self._backward(opened, part, [_PLAIN] * len(opened.outvars))
-            return [need or _PLAIN for need in needs]
-
-        if name == "while":
-            cond_count, carry_start = while_starts(eqn)
-            tested = back(eqn.params["cond_jaxpr"], (*address, -1))
-            inside = back(eqn.params["body_jaxpr"], address)
-            carried = [
-                a | b
-                for a, b in zip(
-                    tested[cond_count:], inside[carry_start - cond_count :], strict=True
-                )
-            ]
-            return [*tested[:cond_count], *inside[: carry_start - cond_count], *carried]
         wants = [_PLAIN] * count
-        for i, body in enumerate(compat.sub_jaxprs(eqn)):
-            needs = back(body, (*address, i) if name == "cond" or i else address)
-            shift = count - len(needs)
-            if shift >= 0:  # the operands of a function are the last ones of its equation
-                wants = [a | b for a, b in zip(wants, [_PLAIN] * shift + needs, strict=True)]
+        for body in _inside(eqn):
+            jaxpr, _ = compat.open_jaxpr(body.jaxpr)
+            results = [_PLAIN] * len(jaxpr.outvars)
+            needs = self._backward(jaxpr, (*address, *body.part), results)
+            for i, need in zip(body.operands, needs, strict=False):
+                wants[i] |= need or _PLAIN
         return wants
 
     def _is_view(self, eqn: Eqn, address: Address) -> bool:
@@ -350,6 +316,17 @@ class KnownValues:
     def size_before(self, value: Value) -> int:
         """Returns the number of elements of the parameters that a value is computed from."""
         return sum(self.sizes[parent] for parent in value.parents)
+
+
+def _inside(eqn: Eqn) -> Sequence[Body]:
+    """Returns the functions inside an equation. Those of a primitive that the walk does not know
+    are taken to have its last operands.
+    """
+    count, others = len(eqn.invars), []
+    for i, jaxpr in enumerate(compat.sub_jaxprs(eqn)):
+        start = count - len(jaxpr.invars)
+        others.append(Body(jaxpr, (i,) if i else (), range(start, count) if start >= 0 else ()))
+    return bodies(eqn) or others
 
 
 def _hashable(eqn: Eqn) -> Any:
@@ -433,7 +410,7 @@ class Escape:
 
 
 @dataclasses.dataclass
-class Codes:
+class Codes(Domain[Paths]):
     """Follows codes through jaxprs.
 
     Attributes:
@@ -446,93 +423,73 @@ class Codes:
     mixed: list[Escape] = dataclasses.field(default_factory=list)
     contracted: set[str] = dataclasses.field(default_factory=set)
 
-    def follow(self, jaxpr: Any, inputs: Sequence[Paths], scope: str = "") -> list[Paths]:
-        """Returns the codes in the results of a jaxpr, given those in its operands."""
-        body, _ = compat.open_jaxpr(jaxpr)
-        env: dict[Any, Paths] = dict(zip(body.invars, inputs, strict=True))
+    nothing: ClassVar[Paths] = _NONE
 
-        def read(atom: Any) -> Paths:
-            return _NONE if compat.is_literal(atom) else env.get(atom, _NONE)
+    def enters(self, eqn: Eqn, values: list[Paths], where: Where) -> bool:
+        return any(values)
 
-        for eqn in body.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            if any(operands):
-                inside = "/".join(part for part in (scope, compat.scope_of(eqn)) if part)
-                env.update(zip(eqn.outvars, self._results(eqn, operands, inside), strict=True))
-        return [read(atom) for atom in body.outvars]
-
-    def _results(self, eqn: Eqn, operands: list[Paths], scope: str) -> list[Paths]:
-        name, nothing = eqn.primitive.name, [_NONE] * len(eqn.outvars)
+    def evaluate(self, eqn: Eqn, values: list[Paths], where: Where) -> Sequence[Paths]:
+        if not any(values):
+            return super().evaluate(eqn, values, where)
+        name, nothing, scope = eqn.primitive.name, [_NONE] * len(eqn.outvars), where.scope
         how = f"reaches `{name}`, which has no quantized form"
         if name in CONTRACTIONS:
             unsupported = CONTRACTIONS[name].why_unsupported(eqn)
             if unsupported is None:
-                self.contracted |= _NONE.union(*operands)
+                self.contracted |= _NONE.union(*values)
                 return nothing
-            if name in UPDATES and operands[0]:
-                return self._indexed(eqn, operands, scope)
+            if name in UPDATES and values[0]:
+                return self._indexed(eqn, values, scope)
             how = f"reaches a `{name}` that has no quantized form: {unsupported}"
-        elif name in FORMS:
-            return self._inside(eqn, operands, scope)
-        elif (viewed := _views(eqn, operands)) is not None:
-            if len(set(filter(None, operands))) > 1 and len(viewed) == 1:
-                self._mixes(eqn, operands, "is joined with others of another format", scope)
+        elif (viewed := _views(eqn, values)) is not None:
+            if len(set(filter(None, values))) > 1 and len(viewed) == 1:
+                self._mixes(eqn, values, "is joined with others of another format", scope)
             return viewed
-        elif name in UPDATES and (name == "select_n") != bool(operands[0]):
+        elif name in UPDATES and (name == "select_n") != bool(values[0]):
             if name == "scatter":
-                return self._indexed(eqn, operands, scope)
-            if sum(map(bool, operands)) > 1:
-                self._mixes(eqn, operands, "is selected among others", scope)
-            return [_NONE.union(*operands)]
-        self.escapes.append(Escape(_NONE.union(*operands), how, eqn, scope))
+                return self._indexed(eqn, values, scope)
+            if sum(map(bool, values)) > 1:
+                self._mixes(eqn, values, "is selected among others", scope)
+            return [_NONE.union(*values)]
+        self.escapes.append(Escape(_NONE.union(*values), how, eqn, scope))
         return nothing
 
-    def _indexed(self, eqn: Eqn, operands: list[Paths], scope: str) -> list[Paths]:
+    def _indexed(self, eqn: Eqn, values: list[Paths], scope: str) -> list[Paths]:
         """Values that are read or written at any places stay codes if the scale can follow."""
         how = f"reaches a `{eqn.primitive.name}` that its scale cannot follow"
-        self._mixes(eqn, operands[:1], how, scope)
-        return operands[:1]
-
-    def _inside(self, eqn: Eqn, operands: list[Paths], scope: str) -> list[Paths]:
-        name, p = eqn.primitive.name, eqn.params
-        if name == "scan":
-            consts, count = compat.scan_counts(eqn)
-            return self._loop(eqn, p["jaxpr"], operands, consts, count, scope)
-        if name == "while":
-            cond_count, count = p["cond_nconsts"], len(eqn.outvars)
-            self.follow(
-                p["cond_jaxpr"], [*operands[:cond_count], *operands[len(operands) - count :]], scope
-            )
-            return self._loop(
-                eqn, p["body_jaxpr"], operands[cond_count:], p["body_nconsts"], count, scope
-            )
-        inputs = operands[1:] if name == "cond" else operands
-        results_of_bodies = [self.follow(body, inputs, scope) for body in compat.sub_jaxprs(eqn)]
-        results = [_NONE.union(*results) for results in zip(*results_of_bodies, strict=True)]
-        if name in ("cond", "shard_map"):
-            self._mixes(eqn, results, f"is returned by `{name}` in its own format", scope)
-        return results
+        self._mixes(eqn, values[:1], how, scope)
+        return values[:1]
 
     def _mixes(self, eqn: Eqn, codes: Sequence[Paths], how: str, scope: str) -> None:
         if any(codes):
             self.mixed.append(Escape(_NONE.union(*codes), how, eqn, scope))
 
-    def _loop(
-        self, eqn: Eqn, body: Any, operands: list[Paths], consts: int, count: int, scope: str
+    def start(self, eqn: Eqn, values: list[Paths], where: Where) -> list[Paths]:
+        return values
+
+    def carry(
+        self, eqn: Eqn, values: list[Paths], results: list[Paths], where: Where
     ) -> list[Paths]:
         """A carried value keeps the format that it has before the first step."""
-        carried_codes = operands[consts : consts + count]
-        results = self.follow(body, operands, scope)
-        widened = [x for x, init in zip(results, carried_codes, strict=False) if x and not init]
+        name, scope = eqn.primitive.name, where.scope
+        widened = [x for x, init in zip(results, values, strict=True) if x and not init]
         if widened:
-            how = f"is carried by `{eqn.primitive.name}` in place of an array"
+            how = f"is carried by `{name}` in place of an array"
             self.escapes.append(Escape(_NONE.union(*widened), how, eqn, scope))
-        inner, _ = compat.open_jaxpr(body)
-        carried = zip(inner.outvars, inner.invars[consts:], results, carried_codes, strict=False)
-        changed = [x for out, value, x, init in carried if init and out is not value]
-        how = f"is carried by `{eqn.primitive.name}`, which changes its format"
-        self._mixes(eqn, changed, how, scope)
-        return [*carried_codes, *results[count:]]
+        carried_values = zip(results, values, passed_on(eqn), strict=True)
+        changed = [x for x, init, same in carried_values if init and not same]
+        self._mixes(eqn, changed, f"is carried by `{name}`, which changes its format", scope)
+        return values
+
+    def returned(
+        self, eqn: Eqn, values: list[Paths], results: list[list[Paths]], where: Where
+    ) -> Sequence[Paths]:
+        name = eqn.primitive.name
+        if name not in ("cond", "shard_map"):
+            return results[-1]
+        joint = [_NONE.union(*x) for x in zip(*results, strict=True)]
+        self._mixes(eqn, joint, f"is returned by `{name}` in its own format", where.scope)
+        return joint
 
 
 def _views(eqn: Eqn, operands: Sequence[Paths]) -> list[Paths] | None:
@@ -592,7 +549,7 @@ def followed(call: Call, paths: set[str]) -> tuple[Codes, set[str]]:
     """Follows the codes of some weights; returns what was found, and which of them `f` returns."""
     codes = Codes()
     inputs = [frozenset({path} & paths) if path is not None else frozenset() for path in call.paths]
-    results = codes.follow(call.jaxpr, inputs)
+    results = walk(codes, call.jaxpr, inputs)
     return codes, set().union(*results)
 
 
@@ -606,7 +563,7 @@ def reaching(call: Call, plan: Plan, eqn: Any) -> list[tuple[str | None, str]]:
         for i, (path, leaf) in named.items()
     ]
     codes = Codes()
-    codes.follow(call.jaxpr, inputs)
+    walk(codes, call.jaxpr, inputs)
     path_sets = [x.paths for x in (*codes.escapes, *codes.mixed) if x.eqn is eqn]
     numbers = sorted(map(int, frozenset().union(*path_sets)))
     return [(named[i][0], _name(call, i)) for i in numbers]
@@ -730,10 +687,6 @@ class Source:
         return "an operand is drawn at random in f" if self.drawn else None
 
 
-_NOTHING = Source()
-_CLOSURE = Source(closure=True)
-
-
 def reasons(call: Call) -> dict[int, str]:
     """Returns the reasons for the operands of contractions, by the `id` of the equation."""
     sources_of = sources(call)
@@ -756,87 +709,50 @@ def sources(call: Call) -> dict[int, list[Source]]:
 
     The sources of a function that is called twice are those of all its calls together.
     """
-    sources_of: dict[int, list[Source]] = {}
     inputs = [
         Source(inputs=True) if path is None else Source(frozenset({path})) for path in call.paths
     ]
-    _follow(call.jaxpr, inputs, sources_of)
-    return sources_of
+    sources = _Sources()
+    walk(sources, call.jaxpr, inputs)
+    return sources.at
 
 
-def _follow(
-    jaxpr: Any, inputs: Sequence[Source], sources_of: dict[int, list[Source]]
-) -> list[Source]:
-    """Follows sources through a jaxpr; returns the sources of its results."""
-    body, _ = compat.open_jaxpr(jaxpr)
-    env = dict.fromkeys(body.constvars, _CLOSURE)
-    env.update(zip(body.invars, inputs, strict=True))
+@dataclasses.dataclass
+class _Sources(Domain[Source]):
+    """Follows sources, and collects those of the operands of contractions."""
 
-    def read(atom: Any) -> Source:
-        return _NOTHING if compat.is_literal(atom) else env[atom]
+    at: dict[int, list[Source]] = dataclasses.field(default_factory=dict)
 
-    for eqn in body.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in CONTRACTIONS:
-            previous = sources_of.get(id(eqn), [_NOTHING] * len(operands))
-            sources_of[id(eqn)] = [a | b for a, b in zip(previous, operands, strict=True)]
-        env.update(zip(eqn.outvars, _results(eqn, operands, sources_of), strict=True))
-    return [read(atom) for atom in body.outvars]
+    nothing: ClassVar[Source] = Source()
 
+    def constant(self) -> Source:
+        return Source(closure=True)
 
-def _results(eqn: Eqn, operands: list[Source], sources_of: dict[int, list[Source]]) -> list[Source]:
-    name, count = eqn.primitive.name, len(eqn.outvars)
-    joint = _NOTHING
-    for source in operands:
-        joint |= source
-    if name in ("scan", "while"):
-        return _loop(eqn, operands, sources_of)
-    if name == "cond":
-        results_of_branches = [
-            _follow(body, operands[1:], sources_of) for body in eqn.params["branches"]
-        ]
-        return [
-            functools.reduce(operator.or_, results, operands[0])
-            for results in zip(*results_of_branches, strict=True)
-        ]
-    bodies = list(compat.sub_jaxprs(eqn))
-    if name.startswith(_DRAWS):
-        return [Source(inputs=joint.inputs, drawn=True)] * count
-    if not bodies:
-        if joint.weights and not joint.through and name not in VIEWS:
+    def evaluate(self, eqn: Eqn, values: list[Source], where: Where) -> Sequence[Source]:
+        name, joint = eqn.primitive.name, functools.reduce(operator.or_, values, self.nothing)
+        if name in CONTRACTIONS:
+            previous = self.at.get(id(eqn), values)
+            self.at[id(eqn)] = [a | b for a, b in zip(previous, values, strict=True)]
+        inner = list(compat.sub_jaxprs(eqn))
+        for jaxpr in inner:
+            walk(self, jaxpr, [joint] * len(jaxpr.invars), where)
+        if name.startswith(_DRAWS):
+            joint = Source(inputs=joint.inputs, drawn=True)
+        elif joint.weights and not joint.through and (inner or name not in VIEWS):
             joint = dataclasses.replace(joint, through=name)
-        return [joint] * count
-    # The operands of a body of a form are the last ones of its equation.
-    is_form = name in FORMS
-    for body in bodies:
-        n = len(body.invars)
-        results = _follow(
-            body, operands[len(operands) - n :] if is_form else [joint] * n, sources_of
-        )
-        if is_form:
-            return results
-    if joint.weights and not joint.through:
-        joint = dataclasses.replace(joint, through=name)
-    return [joint] * count
+        return [joint] * len(eqn.outvars)
 
+    def start(self, eqn: Eqn, values: list[Source], where: Where) -> list[Source]:
+        return values
 
-def _loop(eqn: Eqn, operands: list[Source], sources_of: dict[int, list[Source]]) -> list[Source]:
-    """Follows sources through a loop until those of the carried values stay the same."""
-    if eqn.primitive.name == "scan":
-        consts, count = compat.scan_counts(eqn)
-        body, shared = eqn.params["jaxpr"], operands[:consts]
-        carried, stacked = operands[consts : consts + count], operands[consts + count :]
-        asked = 0
-    else:
-        asked, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        body, shared = eqn.params["body_jaxpr"], operands[asked : asked + consts]
-        carried, stacked = operands[asked + consts :], []
-    while True:
-        results = _follow(body, [*shared, *carried, *stacked], sources_of)
-        joined = [a | b for a, b in zip(carried, results, strict=False)]
-        if joined == carried:
-            break
-        carried = joined
-    if eqn.primitive.name == "while":
-        _follow(eqn.params["cond_jaxpr"], [*operands[:asked], *carried], sources_of)
-    return [*carried, *results[len(carried) :]]
+    def carry(
+        self, eqn: Eqn, values: list[Source], results: list[Source], where: Where
+    ) -> list[Source]:
+        return [a | b for a, b in zip(values, results, strict=True)]
+
+    def returned(
+        self, eqn: Eqn, values: list[Source], results: list[list[Source]], where: Where
+    ) -> Sequence[Source]:
+        if eqn.primitive.name != "cond":
+            return results[-1]
+        return [functools.reduce(operator.or_, x, values[0]) for x in zip(*results, strict=True)]

@@ -15,13 +15,12 @@ from .. import compat
 from ..compat import Eqn
 from ..errors import fail
 from ..tensor.qtensor import QTensor
-from .find import addressed
-from .higher_order import FORMS, Finder
 from .plan import Plan
 from .rules import CONTRACTIONS, VIEWS
 from .stats import Entry
 from .trace import Call
-from .views import SHARDINGS, Address, Loop
+from .views import SHARDINGS, Loop
+from .walk import Body, Domain, Followed, Where, walk
 
 _SAME = {"convert_element_type", "copy", "div", "mul", "neg", "stop_gradient", *SHARDINGS}
 """Views that leave every element in place."""
@@ -87,7 +86,7 @@ def places_of(
     follower = _Follower(plan)
     named = zip(call.leaves, call.paths, strict=True)
     leaves = [None if plan.weight_at(path) is None else _whole(path, leaf) for leaf, path in named]
-    follower.follow(call.jaxpr, leaves, ())
+    walk(follower, call.jaxpr, leaves)
     makers = {}
     for entry in entries:
         elements = follower.makers.get(entry.part.key)
@@ -121,53 +120,35 @@ def _check_numbers(path: str, size: int) -> None:
 
 
 @dataclass
-class _Follower:
-    """Follows the elements of weights through a jaxpr, each equation once."""
+class _Follower(Followed[_Elements]):
+    """Follows the elements of weights, and collects those that sites multiply by."""
 
     plan: Plan
     makers: dict[str, Callable[[], jax.Array]] = field(default_factory=dict)
 
-    def follow(self, jaxpr: Any, operands: Known, address: Address) -> list[_Elements | None]:
-        env: dict[Any, _Elements | None] = dict(zip(jaxpr.invars, operands, strict=True))
-
-        def read(atom: Any) -> _Elements | None:
-            return None if compat.is_literal(atom) else env.get(atom)
-
-        for eqn_address, eqn, marked in addressed(jaxpr, address):
-            values = list(map(read, eqn.invars))
-            if any(x is not None for x in values):
-                inside = eqn_address if marked else (*eqn_address, -1)
-                env.update(zip(eqn.outvars, self._evaluate(eqn, values, inside), strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _evaluate(self, eqn: Eqn, operands: Known, address: Address) -> Sequence[_Elements | None]:
-        name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
-        if name in CONTRACTIONS:
-            site = self.plan.site_at(address)
-            for operand, x in zip(site.operands if site else (), operands, strict=False):
-                if x is None or site is None or operand.path is None:
-                    continue
-                paths = self.plan.weights_in(site)
-                if set(paths) == set(x.sizes):
-                    self.makers[operand.key] = x.among({p: x.sizes[p] for p in paths}).elements
-            return nothing
-        if name in FORMS:
-            # Inside a shard_map each device has only a part.
-            inside = [None] * len(operands) if name == "shard_map" else operands
-            return FORMS[name].track(eqn, inside, _Inside(self, address))  # type: ignore
+    def evaluate(
+        self, eqn: Eqn, values: list[_Elements | None], where: Where
+    ) -> Sequence[_Elements | None]:
+        name = eqn.primitive.name
+        if not self.enters(eqn, values, where) or (name not in CONTRACTIONS and name not in VIEWS):
+            return super().evaluate(eqn, values, where)
         if name in VIEWS:
-            return _viewed(eqn, operands)
-        return nothing
+            return _viewed(eqn, values)
+        site = self.plan.site_at(where.address) if where.is_marked else None
+        for operand, x in zip(site.operands if site else (), values, strict=False):
+            if x is None or site is None or operand.path is None:
+                continue
+            paths = self.plan.weights_in(site)
+            if set(paths) == set(x.sizes):
+                self.makers[operand.key] = x.among({p: x.sizes[p] for p in paths}).elements
+        return super().evaluate(eqn, values, where)
 
-
-@dataclass
-class _Inside(Finder):
-    follower: "_Follower"
-    address: Address
-
-    def enter(self, jaxpr: Any, origins: Any, part: Address = ()) -> Any:
-        body, _ = compat.open_jaxpr(jaxpr)
-        return self.follower.follow(body, origins, (*self.address, *part))
+    def body(
+        self, eqn: Eqn, body: Body, values: list[_Elements | None], where: Where
+    ) -> tuple[Domain[_Elements | None], list[_Elements | None]]:
+        if eqn.primitive.name == "shard_map":  # each device has only a part
+            return self, [None] * len(values)
+        return super().body(eqn, body, values, where)
 
 
 def _viewed(eqn: Eqn, inputs: Known) -> Sequence[_Elements | None]:

@@ -233,7 +233,7 @@ def _results(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
     if name == "scan":
         return _scan(function, eqn, operands)
     if name in FORMS:
-        return FORMS[name].apply(eqn, operands, _Runner(function, eqn))[0]
+        return FORMS[name](eqn, operands, _Runner(function, eqn))[0]
     if name in VIEWS:
         viewed = _view(eqn, operands)
         if viewed is not None:
@@ -254,7 +254,7 @@ def _scan(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
     # Parts are useful only along the axis that the scan steps over.
     xs = [joined(x) if isinstance(x, Segments) and x.axis else x for x in operands[xs_start:]]
     bounds = {x.bounds for x in xs if isinstance(x, Segments)}
-    apply, runner = FORMS["scan"].apply, _Runner(function, eqn)
+    apply, runner = FORMS["scan"], _Runner(function, eqn)
     if len(bounds) != 1:
         return apply(eqn, [*fixed, *carry, *map(joined, xs)], runner)[0]
     (cuts,) = bounds

@@ -1,0 +1,313 @@
+"""The one walk over the equations of a traced function, in the order in which they run. It knows
+every primitive that holds functions. An analysis is a `Domain`: what is known of a value, and how
+equations change that.
+
+Equations are numbered here too: the address of a site is the number of contractions, and of
+equations that hold one, before it in each function around it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+from .. import compat
+from ..compat import Eqn
+from .rules import CONTRACTIONS
+from .views import Address, Loop
+
+V = TypeVar("V")
+
+HIDDEN = "jqx_channel_map"
+"""Name of jitted functions whose contractions belong to another contraction and are not found."""
+
+
+# The functions that an equation holds.
+
+
+REMAT = ("remat2", "remat", "checkpoint")
+"""Names of `jax.checkpoint`."""
+
+CALLS = {
+    **dict.fromkeys(("jit", "pjit", *REMAT), "jaxpr"),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+}
+"""Primitives whose function runs once, on the operands of the equation: where they hold it."""
+
+HOLDING = {*CALLS, "scan", "while", "cond", "shard_map"}
+"""Primitives that hold functions which the transforms search and run."""
+
+
+class Body(NamedTuple):
+    """A function that an equation holds.
+
+    Attributes:
+      jaxpr: the function.
+      part: what addresses inside it have after the address of the equation.
+      operands: for each of its operands the index of that of the equation, or of the stack of which
+        a step of a scan gets a slice.
+    """
+
+    jaxpr: Any
+    part: Address
+    operands: Sequence[int]
+
+
+CONDITION: Address = (-1,)
+"""The part of the address of the condition of a while loop. It holds no site."""
+
+NOWHERE: Address = (-1,)
+"""The part of addresses inside an equation that holds no contraction."""
+
+
+def bodies(eqn: Eqn) -> tuple[Body, ...]:
+    """Returns the functions that an equation holds; the step of a loop comes last."""
+    name, p, count = eqn.primitive.name, eqn.params, len(eqn.invars)
+    if name == "cond":
+        return tuple(Body(x, (i,), range(1, count)) for i, x in enumerate(p["branches"]))
+    if name == "while":
+        consts, start = while_starts(eqn)
+        state = range(start, count)
+        condition = Body(p["cond_jaxpr"], CONDITION, (*range(consts), *state))
+        return condition, Body(p["body_jaxpr"], (), (*range(consts, start), *state))
+    held = p.get(CALLS.get(name, "jaxpr")) if name in HOLDING else None
+    return () if held is None else (Body(held, (), range(count)),)
+
+
+def while_starts(eqn: Eqn) -> tuple[int, int]:
+    """Returns the indices of the first constant of the body and of the first carried operand."""
+    consts = eqn.params["cond_nconsts"]
+    return consts, consts + eqn.params["body_nconsts"]
+
+
+def carried(eqn: Eqn) -> slice:
+    """Returns which operands of an equation a loop carries."""
+    if eqn.primitive.name == "scan":
+        start, count = compat.scan_counts(eqn)
+        return slice(start, start + count)
+    end = len(eqn.invars)
+    return slice(while_starts(eqn)[1] if eqn.primitive.name == "while" else end, end)
+
+
+def passed_on(eqn: Eqn) -> list[bool]:
+    """Returns for each value that a loop carries whether all steps pass it on unchanged."""
+    state, (body, *_) = carried(eqn), bodies(eqn)[::-1]
+    jaxpr, _ = compat.open_jaxpr(body.jaxpr)
+    indices = {index: i for i, index in enumerate(body.operands)}
+    return [
+        jaxpr.outvars[i] is jaxpr.invars[indices[index]]
+        for i, index in enumerate(range(state.start, state.stop))
+    ]
+
+
+# The numbers of equations.
+
+
+class Read(dict[str, Any]):
+    """The parameters of an equation that reads a value which is not a weight. Equations that JAX
+    or jqx derives from it keep them.
+    """
+
+
+def is_lookup_or_product(eqn: Eqn) -> bool:
+    """Whether an equation is a contraction: no gather is that is marked as a read."""
+    return eqn.primitive.name in CONTRACTIONS and not isinstance(eqn.params, Read)
+
+
+def is_marked(eqn: Eqn) -> bool:
+    """Whether an equation counts in addresses: a contraction, or a form that holds one."""
+    if is_lookup_or_product(eqn):
+        return True
+    return eqn.primitive.name in HOLDING and holds_contraction(eqn)
+
+
+def holds_contraction(eqn: Eqn) -> bool:
+    """Whether the jaxprs inside an equation hold a contraction at any depth that is not hidden."""
+    return compat.name_of_jit(eqn) != HIDDEN and any(
+        is_lookup_or_product(inner) or holds_contraction(inner)
+        for jaxpr in compat.sub_jaxprs(eqn)
+        for inner in jaxpr.eqns
+    )
+
+
+class Addressed(NamedTuple):
+    """An equation, the address of a site in its place, and whether it counts in addresses."""
+
+    address: Address
+    eqn: Eqn
+    is_marked: bool
+
+
+def addressed(jaxpr: Any, address: Address = ()) -> Iterator[Addressed]:
+    """Yields the equations of an open jaxpr, each with the address of a site in its place: the
+    address of the enclosing function, and the number of marked equations before it.
+    """
+    count = 0
+    for eqn in jaxpr.eqns:
+        marked = is_marked(eqn)
+        yield Addressed((*address, count), eqn, marked)
+        count += marked
+
+
+# The walk.
+
+
+class Where(NamedTuple):
+    """Where an equation is.
+
+    Attributes:
+      address: the address of a site in its place.
+      is_marked: whether it counts in addresses.
+      scope: the name scopes around it and its own, joined by `/`.
+      inside: the address of the loop, branch or `shard_map` that it is in.
+    """
+
+    address: Address = ()
+    is_marked: bool = False
+    scope: str = ""
+    inside: Address = ()
+
+
+class Domain(Generic[V]):
+    """What an analysis knows of each value, and how equations change that.
+
+    Attributes:
+      nothing: what is known of a literal, of a constant, and of results that no rule describes.
+    """
+
+    nothing: ClassVar[Any] = None
+
+    def literal(self, atom: Any) -> V:
+        """Returns what is known of a number in an equation."""
+        return self.nothing
+
+    def constant(self) -> V:
+        """Returns what is known of an array that a function closes over."""
+        return self.nothing
+
+    def enters(self, eqn: Eqn, values: list[V], where: Where) -> bool:
+        """Whether the functions that an equation holds are walked. If not, it is evaluated."""
+        return True
+
+    def evaluate(self, eqn: Eqn, values: list[V], where: Where) -> Sequence[V]:
+        """Returns the results of an equation that is not entered."""
+        return [self.nothing] * len(eqn.outvars)
+
+    def body(
+        self, eqn: Eqn, body: Body, values: list[V], where: Where
+    ) -> tuple["Domain[V]", list[V]]:
+        """Returns the domain of a function inside an equation, and what is known of its operands,
+        given what is known by default.
+        """
+        return self, values
+
+    def step(self, value: V, loop: Loop) -> V:
+        """Returns what is known of the slice of a stack that a step of a scan gets."""
+        return value
+
+    def start(self, eqn: Eqn, values: list[V], where: Where) -> list[V]:
+        """Returns what is known of the values that a loop carries before its first step."""
+        same = passed_on(eqn)
+        return [x if y else self.nothing for x, y in zip(values, same, strict=True)]
+
+    def carry(self, eqn: Eqn, values: list[V], results: list[V], where: Where) -> list[V]:
+        """Returns what is known of the carried values before any step, given what is known after
+        one. The step is walked again until this changes nothing.
+        """
+        return values
+
+    def returned(
+        self, eqn: Eqn, values: list[V], results: list[list[V]], where: Where
+    ) -> Sequence[V]:
+        """Returns the results of an equation, given those of the functions that it holds; of a
+        loop, what is known of the carried values and of the stacked results of its steps.
+        """
+        return results[-1]
+
+
+TOP = Where()
+"""Where a whole function is."""
+
+
+def walk(domain: Domain[V], jaxpr: Any, values: Sequence[V], where: Where = TOP) -> list[V]:
+    """Returns what is known of the results of a function, given what is known of its operands."""
+    body, _ = compat.open_jaxpr(jaxpr)
+    env = {var: domain.constant() for var in body.constvars}
+    env.update(zip(body.invars, values, strict=True))
+
+    def read(atom: Any) -> V:
+        return domain.literal(atom) if compat.is_literal(atom) else env[atom]
+
+    for address, eqn, marked in addressed(body, where.address):
+        scope = "/".join(part for part in (where.scope, compat.scope_of(eqn)) if part)
+        place = Where(address, marked, scope, where.inside)
+        operands = [read(atom) for atom in eqn.invars]
+        held = bodies(eqn)
+        if held and domain.enters(eqn, operands, place):
+            results = enter(domain, eqn, operands, place)
+        else:
+            results = domain.evaluate(eqn, operands, place)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in body.outvars]
+
+
+def enter(
+    domain: Domain[V],
+    eqn: Eqn,
+    values: Sequence[V],
+    where: Where,
+    run: Callable[[Domain[V], Any, list[V], Where], list[V]] = walk,
+) -> Sequence[V]:
+    """Walks the functions that an equation holds, and returns the results of the equation."""
+    name, state, values = eqn.primitive.name, carried(eqn), list(values)
+    around = where.address if where.is_marked else (*where.address, *NOWHERE)
+    if name == "scan":
+        loop = Loop(where.address, eqn.params["length"])
+        values[state.stop :] = [domain.step(x, loop) for x in values[state.stop :]]
+    is_loop = name in ("scan", "while")
+    values[state] = domain.start(eqn, values[state], where) if is_loop else []
+    while True:
+        results = []
+        for body in bodies(eqn):
+            address = (*around, *body.part)
+            inside = Where(address, True, where.scope, where.inside if name in CALLS else address)
+            operands = [values[i] for i in body.operands]
+            inner, operands = domain.body(eqn, body, operands, where)
+            results.append(run(inner, body.jaxpr, operands, inside))
+        before = values[state]
+        values[state] = domain.carry(eqn, before, results[-1][: len(before)], where)
+        if values[state] == before:
+            results[-1][: len(before)] = before
+            return domain.returned(eqn, values, results, where)
+
+
+class Held(Protocol):
+    """A value that is followed."""
+
+    def step_of(self, loop: Loop, /) -> Any: ...
+
+
+H = TypeVar("H", bound=Held)
+
+
+class Followed(Domain[H | None]):
+    """Follows values as far as `convert` can carry codes: not out of branches, steps of scans and
+    `shard_map`, and through loops only if they pass a value on unchanged.
+    """
+
+    def enters(self, eqn: Eqn, values: list[H | None], where: Where) -> bool:
+        return any(x is not None for x in values)
+
+    def body(
+        self, eqn: Eqn, body: Body, values: list[H | None], where: Where
+    ) -> tuple[Domain[H | None], list[H | None]]:
+        return self, [None] * len(values) if body.part == CONDITION else values
+
+    def step(self, value: H | None, loop: Loop) -> H | None:
+        return None if value is None else value.step_of(loop)
+
+    def returned(
+        self, eqn: Eqn, values: list[H | None], results: list[list[H | None]], where: Where
+    ) -> Sequence[H | None]:
+        if eqn.primitive.name in CALLS:
+            return results[-1]
+        state = values[carried(eqn)] if eqn.primitive.name in ("scan", "while") else []
+        return [*state, *[None] * (len(eqn.outvars) - len(state))]
