@@ -127,7 +127,7 @@ class _Search(Followed[Origin]):
         elif holds_contraction(eqn):
             reason = f"it is inside `{compat.shown_name(eqn)}`, which jqx does not look into"
             for jaxpr in compat.sub_jaxprs(eqn):
-                walk(self._staying(reason), jaxpr, [None] * len(jaxpr.invars), where)
+                walk(self._in_float(reason), jaxpr, [None] * len(jaxpr.invars), where)
         return super().evaluate(eqn, values, where)
 
     def body(
@@ -136,9 +136,9 @@ class _Search(Followed[Origin]):
         _, values = super().body(eqn, body, values, where)
         if body.part != CONDITION:
             return self, values
-        return self._staying("it is in the condition of a while loop"), values
+        return self._in_float("it is in the condition of a while loop"), values
 
-    def _staying(self, reason: str) -> "_Search":
+    def _in_float(self, reason: str) -> "_Search":
         return _Search(self.items, self.reason or reason)
 
 

@@ -279,34 +279,34 @@ def enter(
             return domain.returned(eqn, values, results, where)
 
 
-class Held(Protocol):
-    """A value that is followed."""
+class Stack(Protocol):
+    """A value of which a step of a scan may get a slice."""
 
     def step_of(self, loop: Loop, /) -> Any: ...
 
 
-H = TypeVar("H", bound=Held)
+S = TypeVar("S", bound=Stack)
 
 
-class Followed(Domain[H | None]):
+class Followed(Domain[S | None]):
     """Follows values as far as `convert` can carry codes: not out of branches, steps of scans and
     `shard_map`, and through loops only if they pass a value on unchanged.
     """
 
-    def enters(self, eqn: Eqn, values: list[H | None], where: Where) -> bool:
+    def enters(self, eqn: Eqn, values: list[S | None], where: Where) -> bool:
         return any(x is not None for x in values)
 
     def body(
-        self, eqn: Eqn, body: Body, values: list[H | None], where: Where
-    ) -> tuple[Domain[H | None], list[H | None]]:
+        self, eqn: Eqn, body: Body, values: list[S | None], where: Where
+    ) -> tuple[Domain[S | None], list[S | None]]:
         return self, [None] * len(values) if body.part == CONDITION else values
 
-    def step(self, value: H | None, loop: Loop) -> H | None:
+    def step(self, value: S | None, loop: Loop) -> S | None:
         return None if value is None else value.step_of(loop)
 
     def returned(
-        self, eqn: Eqn, values: list[H | None], results: list[list[H | None]], where: Where
-    ) -> Sequence[H | None]:
+        self, eqn: Eqn, values: list[S | None], results: list[list[S | None]], where: Where
+    ) -> Sequence[S | None]:
         if eqn.primitive.name in CALLS:
             return results[-1]
         state = values[carried(eqn)] if eqn.primitive.name in ("scan", "while") else []
