@@ -123,11 +123,12 @@ LONG = (
 
 
 def pytest_addoption(parser):
-    """Adds how often the slow test of changed checkpoints changes those of each format, and whether
-    all cases of tests marked `many` are there.
+    """Adds how often the slow test of changed checkpoints changes those of each format, whether all
+    cases of tests marked `many` are there, and which share of the tests runs.
     """
     parser.addoption("--mutations", type=int, default=2_000, help="of checkpoints of each format")
     parser.addoption("--every", action="store_true", help="all cases, with -m 'slow or not slow'")
+    parser.addoption("--share", type=int, default=1, help="one in so many of the tests, by a hash")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -156,6 +157,10 @@ def pytest_collection_modifyitems(config, items):
                 if turn % (4 if "numerics" in item.path.parts else 8) and not every:
                     left.append(item)
             cases[kind] += 1
+    share, counted = config.getoption("share"), set(left)
+    left += [
+        item for item in items if item not in counted and zlib.crc32(item.nodeid.encode()) % share
+    ]
     if left:
         config.hook.pytest_deselected(items=left)
         without = set(left)
