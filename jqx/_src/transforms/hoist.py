@@ -34,7 +34,7 @@ from .paths import (
 from .split import evaluate, live, read_by
 from .trace import Call, as_params, is_array, stand_in, trace_call
 from .views import Address
-from .walk import HIDDEN, bodies, carried, passed_on
+from .walk import HIDDEN, bodies, carried, passed_on_alone
 
 Arrays = dict[str, Any]
 """Values that are split off, by name."""
@@ -91,11 +91,8 @@ class _Splitter:
             body, consts = compat.open_jaxpr(jaxpr)
             return self.computed(body, consts, args, part)[1]
 
-        operands, state = list(operands), carried(eqn)
-        if name in ("scan", "while"):
-            pairs = zip(operands[state], passed_on(eqn), strict=True)
-            operands[state] = [x if same else None for x, same in pairs]
-            results[: state.stop - state.start] = operands[state]
+        operands, state = passed_on_alone(eqn, operands), carried(eqn)
+        results[: state.stop - state.start] = operands[state]
         if not holds_any:
             return results, {}
         if name == "scan":

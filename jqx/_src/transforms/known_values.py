@@ -28,7 +28,19 @@ from .plan import Plan, Unreached
 from .rules import CONTRACTIONS, VIEWS
 from .trace import Call, is_quantized
 from .views import UPDATES, Address, Origin
-from .walk import CALLS, HIDDEN, HOLDING, Body, Domain, Where, bodies, carried, passed_on, walk
+from .walk import (
+    CALLS,
+    HIDDEN,
+    HOLDING,
+    Body,
+    Domain,
+    Where,
+    bodies,
+    carried,
+    passed_on,
+    passed_on_alone,
+    walk,
+)
 
 What = Literal["all", "weights"]
 """What is split off: all values of parameters, or those that are weights and not larger."""
@@ -170,18 +182,13 @@ class KnownValues:
         if name not in HOLDING or name == "shard_map":
             self._enter_unknown(eqn, operands, address)
             return none
-        operands, state = list(operands), carried(eqn)
-        if name in ("scan", "while"):
-            pairs = zip(operands[state], passed_on(eqn), strict=True)
-            operands[state] = [x if same else None for x, same in pairs]
+        operands, state = passed_on_alone(eqn, operands), carried(eqn)
         if name == "scan":
             self.lengths[address] = eqn.params["length"]
             operands[state.stop :] = [self._step(x, address) for x in operands[state.stop :]]
         for body in bodies(eqn):
             values = [operands[i] for i in body.operands]
             self._forward(body.jaxpr, values, (*address, *body.part))
-        if name not in ("scan", "while"):
-            return none
         return [*operands[state], *none[state.stop - state.start :]]
 
     def _enter_unknown(self, eqn: Eqn, operands: Sequence[KnownValue], address: Address) -> None:
