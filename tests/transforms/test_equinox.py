@@ -64,7 +64,8 @@ class Decoder(eqx.Module):
 def test_equinox_embeddings_are_lookups_under_vmap():
     model = made(Decoder)
     axes = {"table/weight": (0,), "conv/weight": (0,)}
-    plan = assert_quantized(mapped, axes, model, TOKENS, wrap=eqx.filter_jit)
+    # XLA sums 24 and then 8 products with codes in an order that depends on the processor.
+    plan = assert_quantized(mapped, axes, model, TOKENS, wrap=eqx.filter_jit, roundings=32)
     assert [(site.path, site.op) for site in plan.sites] == [
         ("table/weight", "gather"),
         ("conv/weight", "conv_general_dilated"),
@@ -77,7 +78,9 @@ def test_equinox_attention_is_mapped_over_a_batch():
     attention = made(eqx.nn.MultiheadAttention, 2, 8)
     axes = {f"{name}_proj/weight": (0,) for name in ("query", "key", "value", "output")}
     f = lambda m, x: jax.vmap(lambda x: m(x, x, x))(x)  # noqa: E731
-    plan = assert_quantized(f, axes, attention, normal(2, 3, 5, 8), wrap=eqx.filter_jit)
+    # So here: queries, keys, scores and outputs are sums of 8, and values of 5.
+    x = normal(2, 3, 5, 8)
+    plan = assert_quantized(f, axes, attention, x, wrap=eqx.filter_jit, roundings=37)
     assert len(plan.skipped) == 2
 
 
