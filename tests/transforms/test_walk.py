@@ -4,6 +4,7 @@ import functools
 import operator
 
 import jax
+import numpy as np
 import pytest
 from jax import lax
 
@@ -70,6 +71,38 @@ def test_a_value_that_later_steps_mix_into_another_is_found():
 
     found = walk(Dependence(), traced(f, 1.0, 2.0, 3.0), [frozenset(i) for i in "abc"])
     assert [*map("".join, map(sorted, found))] == ["a", "ab", "abc", "abc"]
+
+
+class Trace(Domain[str]):
+    """What is computed from what, as text, step by step."""
+
+    unrolls = True
+
+    def literal(self, atom):
+        return str(atom.val)
+
+    def evaluate(self, eqn, values, where):
+        return [f"{eqn.primitive.name}{list(where.steps)}({', '.join(values)})"]
+
+    def part(self, value, step):
+        return f"{value}[{step}]"
+
+    def stack(self, values, aval):
+        return f"{list(aval.shape)}: {' '.join(values)}"
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_steps_of_scans_are_walked_in_their_order_if_the_domain_unrolls_them(reverse):
+    def f(x):
+        return lax.scan(lambda c, x: (lax.add(c, x), lax.neg(c)), np.float32(0), x, reverse=reverse)
+
+    order = (1, 0) if reverse else (0, 1)
+    last, stack = walk(Trace(), traced(f, np.ones(2, np.float32)), ["x"])
+    first, second = order
+    inner = f"add[{first}](0.0, x[{first}])"
+    assert last == f"add[{second}]({inner}, x[{second}])"
+    negated = {first: f"neg[{first}](0.0)", second: f"neg[{second}]({inner})"}
+    assert stack == f"[2]: {negated[0]} {negated[1]}"
 
 
 def test_the_functions_of_an_equation_have_its_operands():

@@ -41,7 +41,7 @@ from ..transforms.stats import (
 )
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
-from ..transforms.walk import HOLDING, addressed
+from ..transforms.walk import HOLDING, Enclosing, addressed, contractions_in
 from .chain import algorithm
 from .labels import Array
 from .report import Few
@@ -563,21 +563,14 @@ class _Means:
 
 def _run_once(plan: Plan, jaxpr: Any) -> set[str]:
     """Returns the keys of the results of sites that run once for each part of their weight."""
-    keys: set[str] = set()
     stepped = {loop.address for site in plan.sites for loop in site.loops}
 
-    def look(jaxpr: Any, address: Address) -> None:
-        body, _ = compat.open_jaxpr(jaxpr)
-        for eqn_address, eqn, marked in addressed(body, address):
-            site, name = plan.site_at(eqn_address), eqn.primitive.name
-            if site is not None:
-                keys.add(site.output_key)
-            elif marked and name in HOLDING and name not in ("while", "cond", "shard_map"):
-                if name != "scan" or eqn_address in stepped:
-                    look(body_of(eqn), eqn_address)
+    def is_once(form: Enclosing) -> bool:
+        is_other = form.name not in ("while", "cond", "shard_map")
+        return form.address in stepped if form.name == "scan" else is_other
 
-    look(jaxpr, ())
-    return keys
+    sites = (plan.site_at(x) for x, forms in contractions_in(jaxpr) if all(map(is_once, forms)))
+    return {site.output_key for site in sites if site is not None}
 
 
 def _mean(stats: MeanStats) -> jax.Array:

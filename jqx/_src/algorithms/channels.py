@@ -15,38 +15,37 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr
 
 from ..compat import Eqn
 from ..errors import fail
 from ..observers.observer import ObservedSite
 from ..transforms.algorithm import Unstacked
 from ..transforms.channel_map import ChannelMap, Channels
-from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.stats import observed_parts
-from ..transforms.trace import Call, is_array
+from ..transforms.trace import is_array
 from ..transforms.views import Address
 from .chain import components
-from .grids import Elements
+from .grids import Elements, Every
 from .labels import (
     FIXED,
     VIEWED,
     Array,
+    ChannelDomain,
     Known,
     Labelled,
     Labels,
-    Leaf,
+    Parameter,
     Value,
-    Walk,
     channels_of,
     evaluated,
     gathered,
-    moved,
+    is_lookup_of_rows,
+    looked_up,
     narrowed,
     product,
-    step_of,
+    row_of,
     with_line,
 )
 from .stages import Steps
@@ -84,14 +83,11 @@ class Visit:
         return self.element_ids[self.steps]
 
 
-class Follower(Walk):
-    """Passes labels through a jaxpr.
+class Follower(ChannelDomain):
+    """Labels of channels that have the same factor.
 
     Args:
-      plan: a plan in which all contractions with weights are sites.
-      elements: which elements of its leaf each site multiplies by, by the key of its operand.
-      once: addresses of sites whose matrices no other site multiplies by.
-      call: the traced function.
+      traced: the function.
       fixed: labels that are known to have no factor, independent of the choices at products of two
         values that may both have one, and why.
 
@@ -100,57 +96,20 @@ class Follower(Walk):
         element has one label, however often and wherever it is read. Weights of sites have none.
       visits: the sites in all steps whose weight no other operation uses.
       refused: the other sites, likewise. Not even their own channels may be scaled.
-      elsewhere: leaves that cannot be scaled, and why.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        elements: Mapping[str, Elements],
-        once: set[Address],
-        call: Call,
-        fixed: "tuple[Array, dict[int, str]] | None" = None,
-    ):
-        self.plan: Plan = plan
-        self._elements, self._once = elements, once
-        self._places = {path: i for i, path in enumerate(call.paths) if path is not None}
-        self._weights = {self._places[weight.path] for weight in plan.weights}
-        self.shapes: list[tuple[int, ...]] = [np.shape(leaf) for leaf in call.leaves]
-        self.sizes: list[int] = [math.prod(shape) for shape in self.shapes]
-        self.names: list[str | None] = names_of(call, plan.params)
-        self._items = {item.address: item for item in contractions(call) if item.address}
+    def __init__(self, traced: Every, fixed: "tuple[Array, dict[int, str]] | None" = None):
+        super().__init__(traced)
         self.labels: Labels = Labels(fixed)
         self.made: dict[int, Array] = {}
         self.visits: list[Visit] = []
-        self.refused: list[Visit] = []
-        self.elsewhere: dict[int, str] = {}
-        self._used: dict[int, Array] = {}
         self._alone: set[int] = set()
-
-    def follow(self, call: Call) -> None:
-        """Follows a whole call."""
-        values: list[Value] = []
-        for leaf_index, (leaf, name) in enumerate(zip(call.leaves, self.names, strict=True)):
-            if name is None:
-                values.append(Labelled.fixed(np.shape(leaf), "it is an argument"))
-            elif leaf_index in self._weights:
-                values.append(Leaf(leaf_index, np.shape(leaf), None))
-            else:
-                shape = np.shape(leaf)
-                numbers = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-                values.append(Leaf(leaf_index, shape, numbers))
-        consts = [Known(x) for x in call.consts]
-        for x in self.run(call.jaxpr, consts, values):
-            if not isinstance(x, Known):
-                self.labels.stop(
-                    self.labelled(x, "it is returned"), "it is a result of the function"
-                )
+        self.follow(traced.call)
         visits = self.visits
-        self.refused = [visit for visit in visits if visit.leaf_index in self.elsewhere]
-        self.visits = [visit for visit in visits if visit.leaf_index not in self.elsewhere]
-        for leaf_index, used in self._used.items():
-            if not used.all():  # a call with other shapes may use the rest
-                self.elsewhere.setdefault(leaf_index, "a part of it is not used here")
+        self.refused: list[Visit] = [x for x in visits if x.leaf_index in self.elsewhere]
+        self.visits = [x for x in visits if x.leaf_index not in self.elsewhere]
+        for leaf_index in self.partly_used():
+            self.elsewhere.setdefault(leaf_index, "a part of it is not used here")
         for visit in visits:
             if visit.leaf_index in self.elsewhere:
                 reason = f"its weight has another use: {self.elsewhere[visit.leaf_index]}"
@@ -160,15 +119,23 @@ class Follower(Walk):
             if leaf_index in self.elsewhere:
                 self.labels.stop_labels(labels, f"it has another use: {self.elsewhere[leaf_index]}")
 
-    def evaluate(
+    def argument(self, shape: tuple[int, ...]) -> Labelled:
+        return Labelled.fixed(shape, "it is an argument")
+
+    def stop(self, x: Labelled, reason: str) -> None:
+        self.labels.stop(x, reason)
+
+    def results(
         self, eqn: Eqn, inputs: list[Value], address: Address, steps: Steps
     ) -> Sequence[Value]:
         """Returns the labels of the results of an equation."""
         name = eqn.primitive.name
         if name in CONTRACTIONS:
             return [self._contraction(eqn, inputs, address, steps)]
-        if name in VIEWED and all(isinstance(x, (Leaf, Known)) for x in inputs):
-            views = self._view_of_leaf(eqn, inputs)
+        leaves = [x for x in inputs if isinstance(x, Parameter)]
+        is_view = name in VIEWED and len({x.leaf_index for x in leaves}) == 1
+        if is_view and not any(isinstance(x, Labelled) for x in inputs):
+            views = self.viewed(eqn, inputs, leaves[0])
             if views is not None:
                 return views
         return evaluated(
@@ -189,18 +156,18 @@ class Follower(Walk):
             self._alone.add(x.leaf_index)
             is_new = labels == FIXED
             labels[is_new] = self.labels.new(int(is_new.sum()))
-        self._use(x.leaf_index, x.elements)
+        self.use(x.leaf_index, x.elements)
         return self.labels.made(labels[x.elements], x.shape)
 
     def _labels_of(self, leaf_index: int) -> Array:
         """Returns the label of each element of a leaf, 0 for those that have none yet."""
         return self.made.setdefault(leaf_index, np.zeros(self.sizes[leaf_index], np.int32))
 
-    def _columns(self, x: Leaf, elements: Array) -> Array:
+    def _columns(self, x: Parameter) -> Array:
         """Returns the labels of the columns of a parameter whose rows are looked up."""
-        labels = self._labels_of(x.leaf_index)
+        labels, elements = self._labels_of(x.leaf_index), x.whole
         row_labels = labels[elements]
-        self._use(x.leaf_index, elements)
+        self.use(x.leaf_index, elements)
         if (
             len(row_labels)
             and np.all(row_labels[0] > FIXED)
@@ -211,22 +178,6 @@ class Follower(Walk):
         labels[elements] = np.where(row_labels > FIXED, row_labels, columns)
         self.labels.join(labels[elements], columns, "rows of it are looked up")
         return columns
-
-    def _use(self, leaf_index: int, elements: Array) -> None:
-        self._used.setdefault(leaf_index, np.zeros(self.sizes[leaf_index], bool))[elements] = True
-
-    def _view_of_leaf(self, eqn: Eqn, inputs: Sequence[Value]) -> list[Value] | None:
-        leaves = [x for x in inputs if isinstance(x, Leaf)]
-        leaf = leaves[0]
-        if len({x.leaf_index for x in leaves}) > 1:
-            return None
-        shapes = [v.aval.shape for v in eqn.outvars]
-        if leaf.elements is None:
-            return [Leaf(leaf.leaf_index, shape, None) for shape in shapes]
-        if eqn.primitive.name in ("pad", "dynamic_update_slice"):
-            return None
-        operands = [x.elements if isinstance(x, Leaf) else x.value for x in inputs]  # type: ignore
-        return [Leaf(leaf.leaf_index, x.shape, x) for x in moved(eqn, operands)]
 
     def stopped(self, eqn: Eqn, inputs: Sequence[Value], reason: str = "") -> list[Value]:
         """Fixes the operands of an equation that is not entered."""
@@ -252,26 +203,24 @@ class Follower(Walk):
         """Returns a result of a scan without steps."""
         return Labelled.fixed(shape)
 
-    def step_of(self, x: Leaf | Labelled, i: int) -> Value:
+    def step_of(self, x: Parameter | Labelled, i: int) -> Value:
         """Returns the labels in a step."""
-        return step_of(x, i)
-
-    def is_parameter(self, x: Value) -> bool:
-        """Whether a value is a parameter."""
-        return isinstance(x, Leaf)
+        if isinstance(x, Parameter):
+            return x.step_of(i)
+        return Labelled(row_of(x.labels, i), x.shape[1:])
 
     def _contraction(
         self, eqn: Eqn, inputs: Sequence[Value], address: Address, steps: Steps
     ) -> Labelled:
-        name, site = eqn.primitive.name, self.plan.site_at(address)
-        if site is not None and sum(x.path is not None for x in site.operands) == 1:
+        name, site = eqn.primitive.name, self.site_at(address)
+        if site is not None:
             return self._site(site, eqn, inputs, address, steps)
         if name == "gather":
             return self._gather(eqn, inputs)
         where = with_line(eqn)
-        leaves = [x for x in inputs if isinstance(x, Leaf)]
+        leaves = [x for x in inputs if isinstance(x, Parameter)]
         self.elsewhere |= {x.leaf_index: where for x in leaves}
-        inputs = [Labelled.fixed(x.shape) if isinstance(x, Leaf) else x for x in inputs]
+        inputs = [Labelled.fixed(x.shape) if isinstance(x, Parameter) else x for x in inputs]
         values = [self.labelled(x, where) for x in inputs]
         if name == "dot_general" and not leaves and not all(x.is_fixed for x in values):
             return product(self.labels, eqn, values)
@@ -282,12 +231,12 @@ class Follower(Walk):
     def _site(
         self, site: Site, eqn: Eqn, operands: Sequence[Value], address: Address, steps: Steps
     ) -> Labelled:
-        parts = observed_parts(site, self._items[site.address])
+        parts = observed_parts(site, self.items[site.address])
         (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
         weight_operand = site.operands[1 - argnum]
         x = self.labelled(operands[argnum], site.name)
         leaf, weight_ids = operands[1 - argnum], self._elements.get(weight_operand.key)
-        if address not in self._once or weight_ids is None or not isinstance(leaf, Leaf):
+        if address not in self._once or weight_ids is None or not isinstance(leaf, Parameter):
             reason = f"the weight of {site.name} has another use, or is not a plain matrix"
             self.labels.stop(x, reason)
             return Labelled.fixed(eqn.outvars[0].aval.shape, reason)
@@ -296,7 +245,7 @@ class Follower(Walk):
         batch, rows, columns = elements.shape[:-2], *elements.shape[-2:]
         inputs = np.broadcast_to(inputs, (*batch, columns))
         outputs = self.labels.new(math.prod((*batch, rows))).reshape(*batch, rows)
-        self._use(leaf.leaf_index, elements)
+        self.use(leaf.leaf_index, elements)
         weight_operand = parts[argnum].observed, x.shape, x.reason
         self.visits.append(
             Visit(site, steps, leaf.leaf_index, weight_ids, inputs, outputs, *weight_operand)
@@ -333,42 +282,23 @@ class Follower(Walk):
 
     def _gather(self, eqn: Eqn, inputs: Sequence[Value]) -> Labelled:
         source, indices = inputs
-        shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
-        numbers = eqn.params["dimension_numbers"]
-        if isinstance(source, Leaf) and source.elements is not None:
-            axes = [i for i, n in enumerate(source.shape) if sizes[i] < n]
-            if axes == [0] and len(source.shape) == 2 and not numbers.operand_batching_dims:
-                labels = self._columns(source, source.elements)
-                out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
-                columns = numbers.offset_dims[-1]  # in a vmap an axis of size 1 is before it
-                return self.labels.made(np.moveaxis(out, -1, columns), shape)
+        if isinstance(source, Parameter) and source.elements is not None and is_lookup_of_rows(eqn):
+            labels = looked_up(eqn, self._columns(source))
+            return self.labels.made(labels, eqn.outvars[0].aval.shape)
         return gathered(self.labels, eqn, self.labelled(source, with_line(eqn)), indices)
 
 
-def followed_through(*args: Any) -> Follower:
-    """Returns a `Follower` that has followed a call, with the same arguments. It repeats passes
-    until it is known which operand of each product takes a factor and which must not.
+def followed_through(traced: Every) -> Follower:
+    """Returns the labels of a function. It repeats passes until it is known which operand of each
+    product takes a factor and which must not.
     """
     fixed = None
     while True:
-        follower = Follower(*args, fixed=fixed)
-        follower.follow(args[-1])
+        follower = Follower(traced, fixed)
         previous, fixed = fixed, follower.labels.fixed()
         is_settled = previous is not None and np.array_equal(previous[0], fixed[0])
         if is_settled or not follower.labels.has_choices:
             return follower
-
-
-def names_of(call: Call, params: int | tuple[int, ...]) -> list[str | None]:
-    """Returns for each leaf its name among the parameters, whether weights of a plan can have it or
-    not; `None` if it is not a parameter.
-    """
-    positions, names = (params,) if isinstance(params, int) else params, []
-    for (kind, position, *keys), path in zip(call.keys, call.paths, strict=True):
-        inside = kind.idx == 0 and position.idx in positions
-        name = keystr(tuple(keys), simple=True, separator="/")
-        names.append(path if path is not None else name if inside else None)
-    return names
 
 
 # The sites and the parameters of a function, by their names in a plan.

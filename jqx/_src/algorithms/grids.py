@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import compat
 from ..calibrators.calibrator import Affine, Calibrator
 from ..compat import whole_of
 from ..numerics.lookup import E8M0, format_of
@@ -23,13 +22,13 @@ from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.find import contractions
 from ..transforms.places import places_of, renumbered
-from ..transforms.plan import Plan, Site, Weight
+from ..transforms.plan import Plan, Weight
 from ..transforms.plan_call import as_plan, plan_call
 from ..transforms.quantize_weight import quantize_weight
 from ..transforms.stats import Entry, observed_parts
 from ..transforms.trace import Call, trace_call
 from ..transforms.views import Address
-from ..transforms.walk import HOLDING, REMAT, addressed, bodies
+from ..transforms.walk import REMAT, Enclosing, contractions_in
 
 Array = np.ndarray
 
@@ -410,39 +409,31 @@ def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
     innermost body of a scan or of `jax.checkpoint` around it, or `None`.
     """
     bodies: dict[Address, Address | None] = {}
-    for site, scans, around in _reached(plan, jaxpr):
+    for address, forms in _reached(plan, jaxpr):
+        site = plan.site_at(address)
+        assert site is not None
+        scans = tuple(x.address for x in forms if x.name == "scan")
         weights = sum(x.path is not None for x in site.operands)
         if weights == 1 and tuple(loop.address for loop in site.loops) == scans:
-            bodies[site.address] = around
+            enclosing = [x.address for x in forms if x.name == "scan" or x.name in REMAT]
+            bodies[address] = enclosing[-1] if enclosing else None
     return bodies
 
 
 def scans_around(plan: Plan, jaxpr: Any) -> dict[Address, tuple[Address, ...]]:
     """Returns the sites that a walk over stages reaches, each with the scans around it."""
-    return {site.address: scans for site, scans, _ in _reached(plan, jaxpr)}
+    return {
+        address: tuple(x.address for x in forms if x.name == "scan")
+        for address, forms in _reached(plan, jaxpr)
+    }
 
 
-def _reached(
-    plan: Plan,
-    jaxpr: Any,
-    address: Address = (),
-    scans: tuple[Address, ...] = (),
-    around: Address | None = None,
-) -> Iterator[tuple[Site, tuple[Address, ...], Address | None]]:
-    """Yields sites, each with the scans around it, and with the innermost body of a scan or of
-    `jax.checkpoint`.
-    """
-    body, _ = compat.open_jaxpr(jaxpr)
-    for eqn_address, eqn, marked in addressed(body, address):
-        site, name = plan.site_at(eqn_address), eqn.primitive.name
-        if site is not None:
-            yield site, scans, around
-        elif marked and name in HOLDING and name not in ("while", "shard_map"):
-            inner_scans = (*scans, eqn_address) if name == "scan" else scans
-            inner_around = eqn_address if name == "scan" or name in REMAT else around
-            for inner in bodies(eqn):
-                inside = (*eqn_address, *inner.part)
-                yield from _reached(plan, inner.jaxpr, inside, inner_scans, inner_around)
+def _reached(plan: Plan, jaxpr: Any) -> Iterator[tuple[Address, tuple[Enclosing, ...]]]:
+    """Yields the sites outside of `while` and `shard_map`, each with the equations around it."""
+    for address, forms in contractions_in(jaxpr):
+        is_outside = not any(x.name in ("while", "shard_map") for x in forms)
+        if is_outside and plan.site_at(address) is not None:
+            yield address, forms
 
 
 def apart(

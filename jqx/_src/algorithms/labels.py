@@ -5,23 +5,29 @@ factor are joined; labels that cannot have a factor are fixed, with a reason.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
 from .. import compat
 from ..compat import Eqn
 from ..contractions.dimensions import OperandAxes
 from ..observers.observer import ObservedSite
+from ..transforms.find import contractions
+from ..transforms.plan import Site
 from ..transforms.rules import CONTRACTIONS
+from ..transforms.trace import Call
 from ..transforms.views import SHARDINGS, Address
-from ..transforms.walk import HOLDING, addressed
+from ..transforms.walk import Domain, Where, bodies, carried, walk
 from .chain import components
-from .stages import Steps, body_of
+from .grids import Every
+from .stages import Steps
 
 Array = np.ndarray
+Axes = frozenset[int]
 
 FREE, FIXED = -1, 0
 """FREE labels zeros and infinities, which no factor changes; FIXED labels values without factor."""
@@ -44,18 +50,37 @@ class Known:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A parameter, or a view of one.
+class Parameter:
+    """A parameter, or a view of one, possibly multiplied by a value.
 
     Attributes:
       leaf_index: the index of the leaf.
       shape: its shape.
-      elements: the numbers of its elements; `None` for weights of sites.
+      elements: the numbers of its elements, of its rank, size 1 along axes with equal numbers;
+        `None` for weights of sites.
+      offset: what is added to it, as in `1 + gain`.
+      is_scaled: whether it is multiplied by a value, before or after the offset is added.
+      varies: the axes along which that value varies.
     """
 
     leaf_index: int
     shape: tuple[int, ...]
     elements: Array | None
+    offset: float = 0.0
+    is_scaled: bool = False
+    varies: Axes = frozenset()
+
+    @property
+    def whole(self) -> Array:
+        """The number of each element."""
+        assert self.elements is not None
+        return np.broadcast_to(self.elements, self.shape)
+
+    def step_of(self, i: int) -> "Parameter":
+        """Returns the part that a step of a scan reads."""
+        varies = frozenset(axis - 1 for axis in self.varies if axis)
+        elements = None if self.elements is None else row_of(self.elements, i)
+        return dataclasses.replace(self, shape=self.shape[1:], elements=elements, varies=varies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +127,7 @@ class Labelled:
         return dataclasses.replace(self, labels=labels)
 
 
-Value = Known | Leaf | Labelled
+Value = Known | Parameter | Labelled
 
 
 def is_key(x: Any) -> bool:
@@ -119,11 +144,9 @@ def narrowed(x: Array) -> Array:
     return x
 
 
-def step_of(x: Leaf | Labelled, i: int) -> Value:
-    """Returns the part of a value that a step of a scan reads."""
-    if isinstance(x, Leaf):
-        return Leaf(x.leaf_index, x.shape[1:], None if x.elements is None else x.elements[i])
-    return Labelled(x.labels[i if x.labels.shape[0] > 1 else 0], x.shape[1:])
+def row_of(x: Array, i: int) -> Array:
+    """Returns a row of an array, which has one row if all are equal."""
+    return x[i if x.shape[0] > 1 else 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -542,27 +565,62 @@ def _has_infinity(x: Value) -> bool:
     )
 
 
-# Walks through a traced function with other objects in place of its values: step by step through
-# scans, into both branches, and into all functions that are called once.
+# Follows a traced function with other objects in place of its values: step by step through scans,
+# into both branches, and into all functions that are called once.
 
 
 _MOST = 256
 """Number of steps to follow in a scan that does not step over parameters."""
 
 
-class Walk:
-    """Walks through a jaxpr. Subclasses define what happens to values. Values that do not depend on
-    arguments are `Known`, and are computed.
+class ChannelDomain(Domain[Any]):
+    """Follows labels of channels through a function. Values that do not depend on arguments are
+    `Known`, and are computed. Subclasses are the algebras: what labels are, and what equations do
+    to them.
+
+    Args:
+      traced: the function.
+
+    Attributes:
+      plan: the plan of everything that may be a site.
+      names: the name of each leaf among the parameters, or `None`.
+      shapes: the shape of each leaf.
+      sizes: the number of elements of each leaf.
+      items: the contractions, by address.
+      elsewhere: leaves that cannot be changed, and why.
     """
 
-    def evaluate(
-        self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps
-    ) -> Sequence[Any]:
+    unrolls: ClassVar[bool] = True
+
+    def __init__(self, traced: Every):
+        call = traced.call
+        self.plan, self._elements, self._once = traced.plan, traced.elements, traced.once
+        self.names: list[str | None] = names_of(call, self.plan.params)
+        self.shapes: list[tuple[int, ...]] = [np.shape(leaf) for leaf in call.leaves]
+        self.sizes: list[int] = [math.prod(shape) for shape in self.shapes]
+        self.items = {item.address: item for item in contractions(call) if item.address}
+        self.elsewhere: dict[int, str] = {}
+        self._used: dict[int, Array] = {}
+        self._whole: set[int] = set()
+
+    def argument(self, shape: tuple[int, ...]) -> Any:
+        """Returns an argument that is not a parameter."""
+        raise NotImplementedError
+
+    def labelled(self, x: Any, use: str) -> Any:
+        """Returns a value with labels, given what uses it."""
+        raise NotImplementedError
+
+    def stop(self, x: Any, reason: str) -> None:
+        """Marks a value with labels as one that cannot change."""
+        raise NotImplementedError
+
+    def results(self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps) -> Sequence[Any]:
         """Returns the results of an equation without inner functions."""
         raise NotImplementedError
 
     def stopped(self, eqn: Eqn, inputs: Sequence[Any], reason: str = "") -> list[Any]:
-        """Returns the results of an equation that is not entered."""
+        """Returns the results of an equation whose functions are not followed."""
         raise NotImplementedError
 
     def joined(self, values: Sequence[Any], reason: str) -> Any:
@@ -581,93 +639,135 @@ class Walk:
         """Returns the part of a value that a step of a scan reads; the value is not known."""
         raise NotImplementedError
 
-    def is_parameter(self, x: Any) -> bool:
-        """Whether a value is a parameter."""
-        raise NotImplementedError
+    def literal(self, atom: Any) -> Known:
+        return Known(atom.val)
 
-    def run(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        inputs: Sequence[Any],
-        address: Address = (),
-        steps: Steps = (),
-    ) -> list[Any]:
-        """Returns the results of an open jaxpr."""
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, inputs, strict=True))
+    def constant(self, array: Any) -> Known:
+        return Known(array)
 
-        def read(atom: Any) -> Any:
-            return Known(atom.val) if compat.is_literal(atom) else env[atom]
+    def enters(self, eqn: Eqn, values: list[Any], where: Where) -> bool:
+        is_followed = eqn.primitive.name not in ("while", "shard_map")
+        return is_followed and not _is_known(eqn, values) and not self._is_long(eqn, values)
 
-        for eqn_address, eqn, marked in addressed(jaxpr, address):
-            inside = eqn_address if marked else (*eqn_address, -1)
-            results = self._results(eqn, list(map(read, eqn.invars)), inside, steps)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+    def _is_long(self, eqn: Eqn, values: list[Any]) -> bool:
+        """Whether an equation is a scan of many steps over values that are not parameters."""
+        if eqn.primitive.name != "scan" or eqn.params["length"] <= _MOST:
+            return False
+        return not any(isinstance(x, Parameter) for x in values[carried(eqn).stop :])
 
-    def _results(
-        self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps
+    def evaluate(self, eqn: Eqn, values: list[Any], where: Where) -> Sequence[Any]:
+        if _is_known(eqn, values):
+            return [Known(x) for x in compat.bind(eqn, [x.value for x in values])]
+        if not bodies(eqn):
+            return self.results(eqn, values, where.around, where.steps)
+        is_long = self._is_long(eqn, values)
+        reason = f"a scan of {eqn.params['length']} steps" if is_long else ""
+        return self.stopped(eqn, values, reason)
+
+    def part(self, value: Any, step: int) -> Any:
+        if isinstance(value, Known):
+            return Known(_rows(value.value)[step])
+        return self.step_of(value, step)
+
+    def stack(self, values: list[Any], aval: Any) -> Any:
+        if not values:
+            return self.empty(aval.shape)
+        if all(isinstance(x, Known) for x in values):
+            stack = jnp.stack if is_key(values[0].value) else np.stack
+            return Known(stack([_rows(x.value) for x in values]))
+        return self.stacked(values)
+
+    def returned(
+        self, eqn: Eqn, values: list[Any], results: list[list[Any]], where: Where
     ) -> Sequence[Any]:
-        constants = [x.value for x in inputs if isinstance(x, Known)]
-        if len(constants) == len(inputs) and not eqn.effects:
-            return [Known(x) for x in compat.bind(eqn, constants)]
-        if eqn.primitive.name in HOLDING:
-            return self._form(eqn, inputs, address, steps)
-        return self.evaluate(eqn, inputs, address, steps)
+        if eqn.primitive.name != "cond":
+            return results[-1]
+        index, reason = values[0], with_line(eqn)
+        if isinstance(index, Known):
+            return results[int(np.clip(int(index.value), 0, len(results) - 1))]
+        return [self.joined(x, reason) for x in zip(*results, strict=True)]
 
-    def _form(self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, inputs, address, steps)
-        if name == "cond":
-            index, *operands = inputs
-            branches = [
-                self._inside(branch, operands, (*address, i), steps)
-                for i, branch in enumerate(eqn.params["branches"])
-            ]
-            if isinstance(index, Known):
-                return branches[int(np.clip(int(index.value), 0, len(branches) - 1))]
-            reason = with_line(eqn)
-            return [self.joined(x, reason) for x in zip(*branches, strict=True)]
-        if name in ("while", "shard_map"):
-            return self.stopped(eqn, inputs)
-        return self._inside(body_of(eqn), inputs, address, steps)
+    def follow(self, call: Call) -> None:
+        """Follows the whole function, whose results cannot change."""
+        weights = {weight.path for weight in self.plan.weights}
+        operands = [self._operand(i, path in weights) for i, path in enumerate(call.paths)]
+        self._whole = {id(x) for x in operands}
+        for x in walk(self, call.jaxpr, operands, consts=call.consts):
+            if not isinstance(x, Known):
+                self.stop(self.labelled(x, "it is returned"), "it is a result of the function")
 
-    def _inside(
-        self, body: Any, inputs: Sequence[Any], address: Address, steps: Steps
-    ) -> list[Any]:
-        inner, consts = compat.open_jaxpr(body)
-        return self.run(inner, [Known(x) for x in consts], inputs, address, steps)
+    def _operand(self, leaf_index: int, is_weight: bool) -> Any:
+        shape = self.shapes[leaf_index]
+        if self.names[leaf_index] is None:
+            return self.argument(shape)
+        return Parameter(leaf_index, shape, None if is_weight else self.numbers(leaf_index))
 
-    def _scan(self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps) -> Sequence[Any]:
-        """Goes through a scan step by step."""
-        consts, count = compat.scan_counts(eqn)
-        carried = slice(consts, consts + count)
-        shared, carry, stacked = inputs[:consts], inputs[carried], inputs[carried.stop :]
-        order, rows = range(eqn.params["length"]), []
-        if len(order) > _MOST and not any(map(self.is_parameter, stacked)):
-            return self.stopped(eqn, inputs, f"a scan of {len(order)} steps")
-        for i in reversed(order) if eqn.params["reverse"] else order:
-            step_inputs = [
-                Known(_rows(x.value)[i]) if isinstance(x, Known) else self.step_of(x, i)
-                for x in stacked
-            ]
-            results = self._inside(
-                eqn.params["jaxpr"], [*shared, *carry, *step_inputs], address, (*steps, i)
-            )
-            carry = results[:count]
-            rows.append(results[count:])
-        rows = rows[::-1] if eqn.params["reverse"] else rows
-        if not rows:
-            return [*carry, *(self.empty(v.aval.shape) for v in eqn.outvars[count:])]
-        return [*carry, *(self._all_steps(column) for column in zip(*rows, strict=True))]
+    def numbers(self, leaf_index: int) -> Array:
+        """Returns the number of each element of a leaf."""
+        return np.arange(self.sizes[leaf_index], dtype=np.int32).reshape(self.shapes[leaf_index])
 
-    def _all_steps(self, rows: Sequence[Any]) -> Any:
-        if all(isinstance(x, Known) for x in rows):
-            stack = jnp.stack if is_key(rows[0].value) else np.stack
-            return Known(stack([_rows(x.value) for x in rows]))
-        return self.stacked(rows)
+    def is_whole(self, x: Parameter) -> bool:
+        """Whether a value is a parameter itself, and no view of one."""
+        return id(x) in self._whole
+
+    def site_at(self, address: Address) -> Site | None:
+        """Returns the site at an address, if it multiplies a weight by something else."""
+        site = self.plan.site_at(address)
+        is_one = site is not None and sum(x.path is not None for x in site.operands) == 1
+        return site if is_one else None
+
+    def use(self, leaf_index: int, elements: Array) -> None:
+        """Marks elements of a leaf as used."""
+        self._used.setdefault(leaf_index, np.zeros(self.sizes[leaf_index], bool))[elements] = True
+
+    def partly_used(self) -> list[int]:
+        """Returns the leaves of which a part is not used. A call with other shapes may use it."""
+        return [leaf_index for leaf_index, used in self._used.items() if not used.all()]
+
+    def viewed(self, eqn: Eqn, inputs: Sequence[Any], x: Parameter) -> list[Parameter] | None:
+        """Returns views of a parameter; `None` if some of their elements are not of it."""
+        shapes = [v.aval.shape for v in eqn.outvars]
+        if x.elements is None:
+            return [Parameter(x.leaf_index, shape, None) for shape in shapes]
+        if eqn.primitive.name in ("pad", "dynamic_update_slice"):
+            return None
+        views = moved(eqn, [y.whole if isinstance(y, Parameter) else y.value for y in inputs])
+        return [
+            dataclasses.replace(x, elements=narrowed(elements), shape=shape)
+            for elements, shape in zip(views, shapes, strict=True)
+        ]
+
+
+def is_lookup_of_rows(eqn: Eqn) -> bool:
+    """Whether an equation looks up whole rows of a matrix."""
+    sizes, numbers = eqn.params["slice_sizes"], eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    axes = [i for i, n in enumerate(shape) if sizes[i] < n]
+    return axes == [0] and len(shape) == 2 and not numbers.operand_batching_dims
+
+
+def looked_up(eqn: Eqn, columns: Array) -> Array:
+    """Returns the labels of rows that are looked up, given those of the columns."""
+    rank = eqn.outvars[0].aval.ndim
+    axis = eqn.params["dimension_numbers"].offset_dims[-1]  # in a vmap one of size 1 is before it
+    return np.moveaxis(np.broadcast_to(columns, (1,) * (rank - 1) + columns.shape), -1, axis)
+
+
+def names_of(call: Call, params: int | tuple[int, ...]) -> list[str | None]:
+    """Returns for each leaf its name among the parameters, whether weights of a plan can have it or
+    not; `None` if it is not a parameter.
+    """
+    positions, names = (params,) if isinstance(params, int) else params, []
+    for (kind, position, *keys), path in zip(call.keys, call.paths, strict=True):
+        inside = kind.idx == 0 and position.idx in positions
+        name = keystr(tuple(keys), simple=True, separator="/")
+        names.append(path if path is not None else name if inside else None)
+    return names
+
+
+def _is_known(eqn: Eqn, values: Sequence[Any]) -> bool:
+    """Whether the results of an equation can be computed."""
+    return all(isinstance(x, Known) for x in values) and not eqn.effects
 
 
 def _rows(x: Any) -> Any:

@@ -15,36 +15,23 @@ from ..compat import Eqn
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.views import SHARDINGS
 from .chain import components
-from .labels import FIXED, FREE, VIEWED, Array, Known, moved, narrowed, of_product, with_line
-
-Axes = frozenset[int]
+from .labels import (
+    FIXED,
+    FREE,
+    VIEWED,
+    Array,
+    Axes,
+    Known,
+    moved,
+    narrowed,
+    of_product,
+    with_line,
+)
 
 
 def axes_of(shape: Sequence[int]) -> Axes:
     """Returns the axes along which a value of a shape may vary."""
     return frozenset(i for i, n in enumerate(shape) if n > 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter, or a view of one, possibly multiplied by a value.
-
-    Attributes:
-      leaf_index: the index of the leaf.
-      shape: its shape.
-      elements: the numbers of its elements, of its rank, size 1 along axes with equal numbers;
-        `None` for weights of sites.
-      offset: what is added to it, as in `1 + gain`.
-      is_scaled: whether it is multiplied by a value, before or after the offset is added.
-      varies: the axes along which that value varies.
-    """
-
-    leaf_index: int
-    shape: tuple[int, ...]
-    elements: Array | None
-    offset: float = 0.0
-    is_scaled: bool = False
-    varies: Axes = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

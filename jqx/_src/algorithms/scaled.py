@@ -150,8 +150,8 @@ def find_pairs(f: Callable[..., Any], plan: Plan) -> Callable[..., Pairs]:
     check_instance(name, "plan", plan, Plan, fix="call jqx.make_plan(f, policy)(params, x) first.")
 
     def found(*args: Any) -> Pairs:
-        call_plan, *traversal = every_site(name, f, plan, args)
-        folds = Folds(call_plan, followed_through(*traversal))
+        traced = every_site(name, f, plan, args)
+        folds = Folds(traced.call_plan, followed_through(traced))
         return Pairs(*folds.pairs(), folds=folds)
 
     return found

@@ -25,7 +25,7 @@ from ..transforms.operands import is_counted, value_of
 from ..transforms.plan import Plan, Site
 from ..transforms.trace import Call
 from ..transforms.views import Address
-from ..transforms.walk import HOLDING, addressed, bodies
+from ..transforms.walk import HOLDING, addressed, bodies, bound, evaluate
 
 # Blocks: contractions whose weights are learned together, and the equations between them.
 
@@ -208,19 +208,14 @@ def _program(
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any], *arguments: Any, numbers: int = 0) -> list[Any]:
     """Evaluates a jaxpr; the first arguments replace the indices in it."""
-    indices, operands_given = iter(arguments[:numbers]), arguments[numbers:]
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands_given), strict=True))
+    indices = iter(arguments[:numbers])
 
-    def read(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else env[atom]
+    def results_of(index: int, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        lifted = set(map(id, _places(eqn) if numbers else ()))
+        pairs = zip(eqn.invars, operands, strict=True)
+        return bound(index, eqn, [next(indices) if id(x) in lifted else y for x, y in pairs])
 
-    for eqn in jaxpr.eqns:
-        lifted = _places(eqn) if numbers else []
-        operands = [next(indices) if any(x is y for y in lifted) else read(x) for x in eqn.invars]
-        with compat.equation_context(eqn):
-            results = compat.bind(eqn, operands)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return evaluate(jaxpr, consts, arguments[numbers:], results_of)
 
 
 # Integers that a function computes from floats, such as the expert of a token. The second of two
@@ -258,15 +253,7 @@ class Decisions:
     def _inside(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
         """Evaluates the equations of the function inside an equation."""
         body, consts = compat.open_jaxpr(body_of(eqn))
-        env = dict(zip((*body.constvars, *body.invars), (*consts, *operands), strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if compat.is_literal(atom) else env[atom]
-
-        for inner in body.eqns:
-            results = self.evaluate(inner, list(map(read, inner.invars)))
-            env.update(zip(inner.outvars, results, strict=True))
-        return list(map(read, body.outvars))
+        return evaluate(body, consts, operands, lambda _, eqn, xs: self.evaluate(eqn, xs))
 
     def _taken(self, eqn: Eqn, operands: list[Any], decided: Any) -> list[Any]:
         """Returns the decided integers, and floats from these operands in the same order."""
@@ -567,7 +554,7 @@ class Scope:
         Returns its results, and, if `records`, what it decided.
         """
 
-        def evaluate(
+        def run(
             params: Params, steps: Steps, operands: Sequence[Any], decided: Sequence[Any] | None
         ) -> tuple[list[Any], list[Any]]:
             env, memo = dict(zip(stage.reads, operands, strict=True)), {}
@@ -586,19 +573,19 @@ class Scope:
             return [env[var] for var in stage.gives], decisions.made
 
         if any(isinstance(x, Replaced) for x in params.values()):
-            return evaluate(params, steps, list(operands), decided)
+            return run(params, steps, list(operands), decided)
         key = "run", id(stage), records
-        return self._programs.call(key, evaluate, params, steps, list(operands), decided)
+        return self._programs.call(key, run, params, steps, list(operands), decided)
 
     def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
         """Returns values that depend on parameters alone."""
 
-        def evaluate(params: Params, steps: Steps) -> list[Any]:
+        def read(params: Params, steps: Steps) -> list[Any]:
             memo: dict[Any, Any] = {}
             return [jnp.asarray(self.read(x, params, steps, memo)) for x in atoms]
 
         atom_keys = tuple(id(x) if compat.is_literal(x) else x for x in atoms)
-        return self._programs.call(("values", id(self), atom_keys), evaluate, params, steps)
+        return self._programs.call(("values", id(self), atom_keys), read, params, steps)
 
     def entered(self, stage: Stage, branch: int | None = None) -> "tuple[Scope, Operands]":
         """Returns the scope of the function inside an equation, or of a branch of it, and its

@@ -17,30 +17,28 @@ import numpy as np
 from ..compat import Eqn
 from ..observers.observer import ObservedSite
 from ..transforms.channel_map import Channels
-from ..transforms.find import contractions
 from ..transforms.plan import Operand, Site
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.stats import observed_parts
-from ..transforms.trace import Call
 from ..transforms.views import Address
-from .channels import names_of
 from .grids import Elements, Every
 from .labels import (
     FREE,
     VIEWED,
     Array,
+    ChannelDomain,
     Known,
-    Walk,
+    Parameter,
     channels_of,
     is_key,
-    moved,
-    narrowed,
+    is_lookup_of_rows,
+    looked_up,
+    row_of,
     with_line,
 )
 from .rotatable import (
     RULES,
     BlockConstraints,
-    Parameter,
     Rotatable,
     gathered,
     product,
@@ -248,11 +246,8 @@ def read_of_table(
 _FLAT = {*VIEWED, "convert_element_type", "copy", "stop_gradient"}
 
 
-class Streams(Walk):
-    """Passes labels through a jaxpr.
-
-    Args:
-      traced: the function.
+class Streams(ChannelDomain):
+    """Labels of channels that one matrix rotates.
 
     Attributes:
       reads: contractions with weights.
@@ -260,54 +255,33 @@ class Streams(Walk):
       gains: labels of gains, and of the channels that they multiply.
       offsets: by leaf, what is added to a gain.
       starts: by leaf, the label of its first element.
-      elsewhere: leaves that cannot be changed, and why.
       unseen: leaves that are only partly used, and why that matters.
     """
 
     def __init__(self, traced: Every):
-        call = traced.call
-        self.plan, self._elements, self._once = traced.plan, traced.elements, traced.once
-        self.names = names_of(call, traced.plan.params)
-        self.shapes = [np.shape(leaf) for leaf in call.leaves]
-        self.sizes = [int(np.prod(shape)) for shape in self.shapes]
-        self.items = {item.address: item for item in contractions(call) if item.address}
+        super().__init__(traced)
         self.constraints = BlockConstraints()
         self.starts: dict[int, int] = {}
         self.reads: list[Read] = []
         self.lookups: list[Lookup] = []
         self.gains: list[tuple[Array, Array]] = []
         self.offsets: dict[int, float] = {}
-        self.elsewhere: dict[int, str] = {}
         self.unseen: dict[int, str] = {}
-        self._used: dict[int, Array] = {}
         self._summed: set[int] = set()
-        self._follow(call)
-
-    def _follow(self, call: Call) -> None:
-        leaf_indices = {path: i for i, path in enumerate(call.paths) if path is not None}
-        weights = {leaf_indices[weight.path] for weight in self.plan.weights}
-        inputs: list[Any] = []
-        for leaf_index, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
-            if name is None:
-                inputs.append(Rotatable.plain(shape))
-                continue
-            elements = None
-            if leaf_index not in weights:
-                elements = np.arange(self.sizes[leaf_index], dtype=np.int32).reshape(shape)
-            inputs.append(Parameter(leaf_index, shape, elements))
-        self._whole = {id(x) for x in inputs if isinstance(x, Parameter)}
-        for x in self.run(call.jaxpr, [Known(x) for x in call.consts], inputs):
-            if not isinstance(x, Known):
-                reason = "it is a result of the function"
-                self.constraints.stop(self.rotatable(x, "it is returned").labels, reason)
+        self.follow(traced.call)
         self._find_other_uses()
         self._used.clear()  # as large as the parameters
 
+    def argument(self, shape: tuple[int, ...]) -> Rotatable:
+        return Rotatable.plain(shape)
+
+    def stop(self, x: Rotatable, reason: str) -> None:
+        self.constraints.stop(x.labels, reason)
+
     def _find_other_uses(self) -> None:
         """Stops rotations that would change a parameter with another use."""
-        for leaf_index, used in self._used.items():
-            if not used.all():  # a call with other shapes may use the rest
-                self.unseen.setdefault(leaf_index, "a part of it is not used here")
+        for leaf_index in self.partly_used():
+            self.unseen.setdefault(leaf_index, "a part of it is not used here")
         uses: dict[int, Array] = {}
         for table in different(x.table for x in self.lookups):
             counts = uses.setdefault(
@@ -336,7 +310,7 @@ class Streams(Walk):
         leaf_index, start = next(matching)
         return leaf_index, labels - start
 
-    def rotatable(self, x: Any, use: str) -> Rotatable:
+    def labelled(self, x: Any, use: str) -> Rotatable:
         """Returns a value with labels; each element of a parameter has a label."""
         if isinstance(x, Rotatable):
             return x
@@ -355,7 +329,7 @@ class Streams(Walk):
             self.elsewhere.setdefault(x.leaf_index, use)
             return Rotatable.plain(x.shape)
         labels = self._labels(x)
-        self._use(x.leaf_index, x.elements)
+        self.use(x.leaf_index, x.elements)
         self._summed.add(x.leaf_index)
         result = Rotatable.of(labels, x.shape)
         scaled(self.constraints, result, x.varies, use)
@@ -364,18 +338,13 @@ class Streams(Walk):
             return Rotatable.plain(x.shape)
         return result
 
-    def _use(self, leaf_index: int, elements: Array) -> None:
-        self._used.setdefault(leaf_index, np.zeros(self.sizes[leaf_index], bool))[elements] = True
-
     def _labels(self, x: Parameter) -> Array:
         """Returns the labels of the elements of a parameter."""
         if x.leaf_index not in self.starts:
             self.starts[x.leaf_index] = int(self.constraints.new(1, self.sizes[x.leaf_index])[0, 0])
         return x.elements + np.int32(self.starts[x.leaf_index])  # type: ignore[operator]
 
-    def evaluate(
-        self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps
-    ) -> Sequence[Any]:
+    def results(self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps) -> Sequence[Any]:
         """Returns the labels of the results of an equation."""
         name = eqn.primitive.name
         if name in CONTRACTIONS:
@@ -383,7 +352,7 @@ class Streams(Walk):
         results = self._of_parameters(eqn, inputs)
         if results is not None:
             return results
-        values = [self.rotatable(x, with_line(eqn)) for x in inputs]
+        values = [self.labelled(x, with_line(eqn)) for x in inputs]
         if all(x.is_plain for x in values):
             shapes, varies = [v.aval.shape for v in eqn.outvars], varies_of(eqn, values)
             reason = next((x.reason for x in values if x.reason), "")
@@ -424,7 +393,7 @@ class Streams(Walk):
                 change = float(value.flat[0]) * (1 if name == "add" else -1)
                 return [dataclasses.replace(x, shape=shape, offset=x.offset + change)]
         if name == "mul" or (name == "div" and inputs[0] is x):
-            factor = self.rotatable(operand, with_line(eqn))
+            factor = self.labelled(operand, with_line(eqn))
             if factor.is_plain:
                 varies = x.varies | factor.varies
                 return [dataclasses.replace(x, shape=shape, is_scaled=True, varies=varies)]
@@ -433,24 +402,14 @@ class Streams(Walk):
         return None
 
     def _viewed(self, eqn: Eqn, inputs: Sequence[Any], x: Parameter) -> Sequence[Any] | None:
-        shapes = [v.aval.shape for v in eqn.outvars]
         if eqn.primitive.name not in VIEWED:
             return [x]
-        if x.elements is None:
-            return [Parameter(x.leaf_index, shape, None) for shape in shapes]
-        if eqn.primitive.name in ("pad", "dynamic_update_slice"):
-            return None
-        operands = [
-            np.broadcast_to(y.elements, y.shape)  # type: ignore[arg-type]
-            if isinstance(y, Parameter)
-            else y.value
-            for y in inputs
-        ]
-        varies = varies_of(eqn, [Rotatable.plain(x.shape, x.varies)]) if x.varies else [x.varies]
-        views = zip(moved(eqn, operands), shapes, varies * len(shapes), strict=False)
+        views = self.viewed(eqn, inputs, x)
+        if views is None or not x.varies:
+            return views
+        varies = varies_of(eqn, [Rotatable.plain(x.shape, x.varies)])
         return [
-            dataclasses.replace(x, elements=narrowed(elements), shape=shape, varies=axes)
-            for elements, shape, axes in views
+            dataclasses.replace(view, varies=axes) for view, axes in zip(views, varies, strict=True)
         ]
 
     def _gained(self, eqn: Eqn, x: Rotatable, gain: Parameter) -> Rotatable:
@@ -462,7 +421,7 @@ class Streams(Walk):
             return stop_at(self.constraints, eqn, [x], reason)[0]
         scaled(self.constraints, x, gain.varies, with_line(eqn, "a factor for each channel,"))
         gain_labels = self._labels(gain)
-        self._use(gain.leaf_index, gain.elements)  # type: ignore[arg-type]
+        self.use(gain.leaf_index, gain.elements)  # type: ignore[arg-type]
         self.constraints.stop(gain_labels, "it is a gain")
         aligned = np.broadcast_arrays(gain_labels, x.labels)
         pairs = np.unique(np.stack([y.ravel() for y in aligned]), axis=1)
@@ -477,14 +436,14 @@ class Streams(Walk):
     def _contraction(
         self, eqn: Eqn, inputs: Sequence[Any], address: Address, steps: Steps
     ) -> Rotatable:
-        name, site = eqn.primitive.name, self.plan.site_at(address)
-        if site is not None and sum(x.path is not None for x in site.operands) == 1:
+        name, site = eqn.primitive.name, self.site_at(address)
+        if site is not None:
             return self._site(site, eqn, inputs, address, steps)
         if name == "gather":
             return self._gather(eqn, inputs, address, steps)
         if name == "dot_general" and self._skipped(eqn, inputs, address, steps):
             return Rotatable.plain(eqn.outvars[0].aval.shape)
-        values = [self.rotatable(x, with_line(eqn)) for x in inputs]
+        values = [self.labelled(x, with_line(eqn)) for x in inputs]
         if name == "dot_general" and not all(x.is_plain for x in values):
             return product(self.constraints, eqn, values)
         return stop_at(self.constraints, eqn, values)[0]
@@ -496,7 +455,7 @@ class Streams(Walk):
         parts = observed_parts(site, self.items[site.address])
         (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
         weight_operand, observed_site = site.operands[1 - argnum], parts[argnum].observed
-        x, leaf = self.rotatable(operands[argnum], site.name), operands[1 - argnum]
+        x, leaf = self.labelled(operands[argnum], site.name), operands[1 - argnum]
         if x.is_squared or (observed_site.patches is not None and observed_site.patches.groups > 1):
             self.constraints.stop(x.labels, with_line(eqn, "a square or groups of channels"))
             x = Rotatable.plain(x.shape)
@@ -511,7 +470,7 @@ class Streams(Walk):
             inputs = np.broadcast_to(inputs, (*batch, inputs.shape[-1]))
             gains = None if gains is None else np.broadcast_to(gains, inputs.shape)
             weight_steps, outputs = steps, self.constraints.new(*batch, rows)
-            self._use(where, weight_ids[steps])
+            self.use(where, weight_ids[steps])
         fields = site, steps, where, weight_ids, inputs, order, outputs, gains, x, observed_site
         self.reads.append(Read(*fields, weight_steps, reason=x.reason))
         if weight_ids is None:
@@ -530,7 +489,7 @@ class Streams(Walk):
         parameter_argnums = [i for i, x in enumerate(operands) if isinstance(x, Parameter)]
         if item is None or len(parameter_argnums) != 1:
             return False
-        x = self.rotatable(operands[1 - parameter_argnums[0]], with_line(eqn))
+        x = self.labelled(operands[1 - parameter_argnums[0]], with_line(eqn))
         read = read_of_table(self.constraints, item, x, operands[parameter_argnums[0]], steps)
         if read is not None:
             self.reads.append(read)
@@ -538,35 +497,27 @@ class Streams(Walk):
 
     def _gather(self, eqn: Eqn, inputs: Sequence[Any], address: Address, steps: Steps) -> Rotatable:
         source, indices = inputs
-        shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
-        numbers = eqn.params["dimension_numbers"]
-        is_table = isinstance(source, Parameter) and len(source.shape) == 2 and not source.varies
-        if is_table and not source.offset:
-            axes = [i for i, n in enumerate(source.shape) if sizes[i] < n]
+        is_table = isinstance(source, Parameter) and not source.varies and not source.offset
+        if is_table and is_lookup_of_rows(eqn) and address in self.items:
             table_ids = source.elements
-            if table_ids is None and id(source) in self._whole:
-                table_ids = np.arange(self.sizes[source.leaf_index], dtype=np.int32).reshape(
-                    source.shape
-                )
-            plain = axes == [0] and not numbers.operand_batching_dims and address in self.items
-            if plain and table_ids is not None:
+            if table_ids is None and self.is_whole(source):
+                table_ids = self.numbers(source.leaf_index)
+            if table_ids is not None:
                 labels = self.constraints.new(source.shape[1])
-                self._use(source.leaf_index, table_ids)
+                self.use(source.leaf_index, table_ids)
                 table = Table(source.leaf_index, Elements.of(table_ids), labels)
                 self.lookups.append(Lookup(address, steps, table, labels))
-                out = np.broadcast_to(labels, (1,) * (len(shape) - 1) + labels.shape)
-                columns = numbers.offset_dims[-1]  # in a vmap an axis of size 1 is before it
-                return Rotatable.of(np.moveaxis(out, -1, columns), shape)
-        return gathered(self.constraints, eqn, self.rotatable(source, with_line(eqn)), indices)
+                return Rotatable.of(looked_up(eqn, labels), eqn.outvars[0].aval.shape)
+        return gathered(self.constraints, eqn, self.labelled(source, with_line(eqn)), indices)
 
     def stopped(self, eqn: Eqn, inputs: Sequence[Any], reason: str = "") -> list[Any]:
         """Stops rotations of the operands of an equation that is not entered."""
-        values = [self.rotatable(x, with_line(eqn)) for x in inputs]
+        values = [self.labelled(x, with_line(eqn)) for x in inputs]
         return list(stop_at(self.constraints, eqn, values, reason))
 
     def joined(self, values: Sequence[Any], reason: str) -> Any:
         """Joins the labels of the results of branches."""
-        rotatables = [self.rotatable(x, reason) for x in values]
+        rotatables = [self.labelled(x, reason) for x in values]
         return self._one(rotatables, [x.labels for x in rotatables], reason)
 
     def _one(self, values: Sequence[Rotatable], labels: Sequence[Array], reason: str) -> Rotatable:
@@ -582,7 +533,7 @@ class Streams(Walk):
 
     def stacked(self, rows: Sequence[Any]) -> Any:
         """Stacks the labels of the results of steps."""
-        values = [self.rotatable(x, "a result of a scan") for x in rows]
+        values = [self.labelled(x, "a result of a scan") for x in rows]
         full_shape = (len(rows), *values[0].shape)
         if all(x.is_plain for x in values):
             return Rotatable.plain(full_shape)
@@ -600,19 +551,10 @@ class Streams(Walk):
 
     def step_of(self, x: Any, i: int) -> Any:
         """Returns the labels in a step."""
-
-        def part(array: Array | None) -> Array | None:
-            return None if array is None else array[i if array.shape[0] > 1 else 0]
-
-        axes = frozenset(axis - 1 for axis in x.varies if axis)
         if isinstance(x, Parameter):
-            return dataclasses.replace(x, shape=x.shape[1:], elements=part(x.elements), varies=axes)
-        labels: Any = part(x.labels)
+            return x.step_of(i)
         if x.is_plain:
-            return Rotatable.plain(x.shape[1:], axes)
-        result = Rotatable.of(labels, x.shape[1:], part(x.gains))
+            return Rotatable.plain(x.shape[1:], frozenset(axis - 1 for axis in x.varies if axis))
+        gains = None if x.gains is None else row_of(x.gains, i)
+        result = Rotatable.of(row_of(x.labels, i), x.shape[1:], gains)
         return dataclasses.replace(result, is_squared=x.is_squared and not result.is_plain)
-
-    def is_parameter(self, x: Any) -> bool:
-        """Whether a value is a parameter."""
-        return isinstance(x, Parameter)

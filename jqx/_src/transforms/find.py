@@ -479,7 +479,7 @@ class Numbered(NamedTuple):
 def numbered(jaxpr: Any) -> dict[Address, Numbered]:
     """Returns the numbers of the operands and the result of each contraction of an open jaxpr."""
     numbering = _Numbering()
-    walk(numbering, jaxpr, [numbering.constant() for _ in jaxpr.invars])
+    walk(numbering, jaxpr, [numbering.new() for _ in jaxpr.invars])
     return numbering.numbers_at
 
 
@@ -493,21 +493,24 @@ class _Numbering(Domain[int]):
     numbers: dict[Any, int] = field(default_factory=dict)
     count: Iterator[int] = field(default_factory=itertools.count)
 
-    def constant(self) -> int:
+    def new(self) -> int:
         """Returns a new number."""
         return next(self.count)
 
+    def constant(self, array: Any) -> int:
+        return self.new()
+
     def literal(self, atom: Any) -> int:
         if atom.aval.shape:
-            return self.constant()
+            return self.new()
         return self.number((str(atom.aval), repr(atom.val)))
 
     def number(self, key: Any) -> int:
         """Returns the number for a key; a new one if the key cannot be hashed."""
         try:
-            return self.numbers.setdefault(key, self.constant())
+            return self.numbers.setdefault(key, self.new())
         except TypeError:  # a parameter without a hash
-            return self.constant()
+            return self.new()
 
     def enters(self, eqn: Eqn, values: list[int], where: Where) -> bool:
         return where.is_marked or eqn.primitive.name in CALLS
@@ -515,7 +518,7 @@ class _Numbering(Domain[int]):
     def evaluate(self, eqn: Eqn, values: list[int], where: Where) -> list[int]:
         """Numbers the results of an equation without looking inside."""
         if eqn.effects:
-            results = [self.constant() for _ in eqn.outvars]
+            results = [self.new() for _ in eqn.outvars]
         else:
             params = tuple(sorted(eqn.params.items(), key=lambda pair: pair[0]))
             key = eqn.primitive, params, *values
@@ -528,7 +531,7 @@ class _Numbering(Domain[int]):
         self, eqn: Eqn, body: Body, values: list[int], where: Where
     ) -> tuple[Domain[int], list[int]]:
         is_call = eqn.primitive.name in CALLS
-        return self, values if is_call else [self.constant() for _ in values]
+        return self, values if is_call else [self.new() for _ in values]
 
     def start(self, eqn: Eqn, values: list[int], where: Where) -> list[int]:
         return values
@@ -537,4 +540,4 @@ class _Numbering(Domain[int]):
         self, eqn: Eqn, values: list[int], results: list[list[int]], where: Where
     ) -> list[int]:
         is_call = eqn.primitive.name in CALLS
-        return results[0] if is_call else [self.constant() for _ in eqn.outvars]
+        return results[0] if is_call else [self.new() for _ in eqn.outvars]

@@ -31,10 +31,10 @@ from .paths import (
     path_of,
     positions_of,
 )
-from .split import evaluate, live, read_by
+from .split import live, read_by
 from .trace import Call, as_params, is_array, stand_in, trace_call
 from .views import Address
-from .walk import HIDDEN, bodies, carried, passed_on_alone
+from .walk import HIDDEN, bodies, carried, evaluate, passed_on_alone
 
 Arrays = dict[str, Any]
 """Values that are split off, by name."""
@@ -59,10 +59,9 @@ class _Splitter:
         are no parameters, and for results that depend on them.
         """
         arrays: Arrays = {}
-        indices = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
 
-        def results_of(eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-            i, name = indices[id(eqn)], eqn.primitive.name
+        def results_of(i: int, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+            name = eqn.primitive.name
             is_known = all(self.values.knows(address, var) for var in eqn.outvars)
             if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
                 body, inner = compat.open_jaxpr(bodies(eqn)[0].jaxpr)
@@ -135,11 +134,9 @@ class _Splitter:
         """Evaluates a function in which some values are known."""
         depth = len(address)
         inside = {key[0][: depth + 1] for key in self.values.at if len(key[0]) > depth}
-        indices = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
 
-        def results_of(eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-            name, i = eqn.primitive.name, indices[id(eqn)]
-            eqn_address = (*address, i)
+        def results_of(i: int, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+            name, eqn_address = eqn.primitive.name, (*address, i)
             if eqn_address not in inside:
                 results = compat.bind(eqn, operands)
             elif name in CUSTOM:

@@ -43,7 +43,7 @@ from .row_counts import counted, tainted_results, tainted_rows
 from .rules import CONTRACTIONS, VIEWS, tracked
 from .trace import Call
 from .views import UPDATES, Address, Origin
-from .walk import addressed
+from .walk import addressed, evaluate
 
 # `jqx.decode_attention` in a traced function, where its name is kept.
 
@@ -141,32 +141,18 @@ def interpret(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: Rules, address: Address = ()
 ) -> tuple[list[Any], Records]:
     """Evaluates a jaxpr and returns its results and the records of its sites."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    last_use = {
-        atom: i
-        for i, eqn in enumerate(jaxpr.eqns)
-        for atom in eqn.invars
-        if not compat.is_literal(atom)
-    }
-    outputs = {atom for atom in jaxpr.outvars if not compat.is_literal(atom)}
-
-    def read(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else env[atom]
-
     records: Records = {}
-    for i, (eqn_address, eqn, holds_site) in enumerate(addressed(jaxpr, address)):
-        operands = [read(atom) for atom in eqn.invars]
-        scope = rules.scope(eqn_address) if holds_site else contextlib.nullcontext()
-        with compat.equation_context(eqn), scope:
-            evaluate = evaluate_counted if rules.is_counting else _evaluate
-            results, recorded = evaluate(eqn, operands, rules, eqn_address, holds_site)
+    places = list(addressed(jaxpr, address))
+    evaluated = evaluate_counted if rules.is_counting else _evaluate
+
+    def results_of(index: int, eqn: Eqn, operands: list[Any]) -> list[Any]:
+        eqn_address, _, holds_site = places[index]
+        with rules.scope(eqn_address) if holds_site else contextlib.nullcontext():
+            results, recorded = evaluated(eqn, operands, rules, eqn_address, holds_site)
         records.update(recorded)
-        env.update(zip(eqn.outvars, results, strict=True))
-        for atom in eqn.invars:
-            if not compat.is_literal(atom) and last_use[atom] == i and atom not in outputs:
-                env.pop(atom, None)
-    return [alone(read(atom)) for atom in jaxpr.outvars], records
+        return results
+
+    return list(map(alone, evaluate(jaxpr, consts, args, results_of))), records
 
 
 def _evaluate(

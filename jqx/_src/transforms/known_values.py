@@ -732,7 +732,7 @@ class _Sources(Domain[Source]):
 
     nothing: ClassVar[Source] = Source()
 
-    def constant(self) -> Source:
+    def constant(self, array: Any) -> Source:
         return Source(closure=True)
 
     def evaluate(self, eqn: Eqn, values: list[Source], where: Where) -> Sequence[Source]:

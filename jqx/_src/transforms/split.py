@@ -25,6 +25,7 @@ from .higher_order import FORMS, Records, Runner
 from .paths import Split
 from .rules import VIEWS
 from .views import Origin
+from .walk import evaluate
 
 # The live part of a traced function: what its results and effects need, in loops and branches too.
 #
@@ -122,32 +123,6 @@ def _live_body(eqn: Eqn, read: set[int], closed: Any) -> Any:
     return closed if _size(new) == _size(body) else compat.with_body(closed, new)
 
 
-# Evaluates a jaxpr, one equation after another.
-
-
-def evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    results_of: Callable[[Eqn, list[Any]], Sequence[Any]] = compat.bind,
-) -> list[Any]:
-    """Returns the results of a jaxpr; operands that it does not read may be `None`. `results_of`
-    evaluates an equation on operands of any kind, in the context that it was traced in.
-    """
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if compat.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        with compat.equation_context(eqn):
-            results = results_of(eqn, operands)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
 _SIZES = ("new_sizes", "shape", "limit_indices", "slice_sizes")
 """Parameters of views that have a size for each axis of the result."""
 
@@ -219,7 +194,7 @@ def evaluated(function: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[A
     return evaluate(jaxpr, consts, args, partial(_results, function))
 
 
-def _results(function: str, eqn: Eqn, operands: list[Any]) -> list[Any]:
+def _results(function: str, index: int, eqn: Eqn, operands: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if not any(isinstance(x, Segments) for x in operands):
         return compat.bind(eqn, operands)

@@ -19,7 +19,7 @@ from jax import lax
 from .. import compat
 from ..compat import Eqn
 from .calibrate import arrays_of
-from .split import evaluate
+from .walk import bound, evaluate
 
 # Evaluates a jaxpr at one position.
 
@@ -89,9 +89,9 @@ class Steps:
         """Returns the results of a jaxpr."""
         return evaluate(jaxpr, consts, args, self._results)
 
-    def _results(self, eqn: Eqn, operands: list[Any]) -> list[Any]:
+    def _results(self, index: int, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if not any(isinstance(x, At) for x in operands):
-            return compat.bind(eqn, operands)
+            return bound(index, eqn, operands)
         if eqn.primitive.name not in self.rules:
             raise self.unable(eqn, f"{eqn.primitive.name} has no rule")
         return self.rules[eqn.primitive.name](self, eqn, operands)

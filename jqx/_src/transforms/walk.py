@@ -156,6 +156,68 @@ def addressed(jaxpr: Any, address: Address = ()) -> Iterator[Addressed]:
         count += marked
 
 
+class Enclosing(NamedTuple):
+    """An equation that holds a function: the name of its primitive, and its address."""
+
+    name: str
+    address: Address
+
+
+def contractions_in(
+    jaxpr: Any, address: Address = (), forms: tuple[Enclosing, ...] = ()
+) -> Iterator[tuple[Address, tuple[Enclosing, ...]]]:
+    """Yields the addresses of contractions, each with the equations around it, outermost first."""
+    for place, eqn, marked in addressed(compat.open_jaxpr(jaxpr)[0], address):
+        if is_lookup_or_product(eqn):
+            yield place, forms
+        elif marked:
+            around = (*forms, Enclosing(eqn.primitive.name, place))
+            for body in bodies(eqn):
+                yield from contractions_in(body.jaxpr, (*place, *body.part), around)
+
+
+# Evaluation.
+
+
+Evaluated = Callable[[int, Eqn, list[Any]], Sequence[Any]]
+"""Maps the index of an equation, the equation and its operands to its results."""
+
+
+def bound(index: int, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    """Evaluates an equation unchanged."""
+    return compat.bind(eqn, operands)
+
+
+def evaluate(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], results_of: Evaluated = bound
+) -> list[Any]:
+    """Returns the results of an open jaxpr, one equation after another; operands that it does not
+    read may be `None`. `results_of` evaluates an equation on operands of any kind, in the context
+    that it was traced in. No value is kept longer than until its last use.
+    """
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    last_use = {
+        atom: i
+        for i, eqn in enumerate(jaxpr.eqns)
+        for atom in eqn.invars
+        if not compat.is_literal(atom)
+    }
+    last_use |= {atom: -1 for atom in jaxpr.outvars if not compat.is_literal(atom)}
+
+    def read(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else env[atom]
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        with compat.equation_context(eqn):
+            results = results_of(i, eqn, list(map(read, eqn.invars)))
+        env.update(zip(eqn.outvars, results, strict=True))
+        for atom in eqn.invars:
+            if not compat.is_literal(atom) and last_use[atom] == i:
+                env.pop(atom, None)
+    return list(map(read, jaxpr.outvars))
+
+
 # The walk.
 
 
@@ -167,12 +229,19 @@ class Where(NamedTuple):
       is_marked: whether it counts in addresses.
       scope: the name scopes around it and its own, joined by `/`.
       inside: the address of the loop, branch or `shard_map` that it is in.
+      steps: the numbers of the steps of scans around it, in a domain that unrolls them.
     """
 
     address: Address = ()
     is_marked: bool = False
     scope: str = ""
     inside: Address = ()
+    steps: tuple[int, ...] = ()
+
+    @property
+    def around(self) -> Address:
+        """The address of a function that the equation holds, before the part of that function."""
+        return self.address if self.is_marked else (*self.address, *NOWHERE)
 
 
 class Domain(Generic[V]):
@@ -180,16 +249,20 @@ class Domain(Generic[V]):
 
     Attributes:
       nothing: what is known of a literal, of a constant, and of results that no rule describes.
+      unrolls: whether the steps of scans are walked one after another, not all as one.
     """
 
     nothing: ClassVar[Any] = None
+    unrolls: ClassVar[bool] = False
 
     def literal(self, atom: Any) -> V:
         """Returns what is known of a number in an equation."""
         return self.nothing
 
-    def constant(self) -> V:
-        """Returns what is known of an array that a function closes over."""
+    def constant(self, array: Any) -> V:
+        """Returns what is known of an array that a function closes over; `None` if it is not at
+        hand.
+        """
         return self.nothing
 
     def enters(self, eqn: Eqn, values: list[V], where: Where) -> bool:
@@ -211,6 +284,14 @@ class Domain(Generic[V]):
     def step(self, value: V, loop: Loop) -> V:
         """Returns what is known of the slice of a stack that a step of a scan gets."""
         return value
+
+    def part(self, value: V, step: int) -> V:
+        """Returns what is known of the slice of a stack for one step, if scans are unrolled."""
+        raise NotImplementedError
+
+    def stack(self, values: list[V], aval: Any) -> V:
+        """Returns what is known of the results of all steps together, if scans are unrolled."""
+        raise NotImplementedError
 
     def start(self, eqn: Eqn, values: list[V], where: Where) -> list[V]:
         """Returns what is known of the values that a loop carries before its first step."""
@@ -236,10 +317,19 @@ TOP = Where()
 """Where a whole function is."""
 
 
-def walk(domain: Domain[V], jaxpr: Any, values: Sequence[V], where: Where = TOP) -> list[V]:
-    """Returns what is known of the results of a function, given what is known of its operands."""
-    body, _ = compat.open_jaxpr(jaxpr)
-    env = {var: domain.constant() for var in body.constvars}
+def walk(
+    domain: Domain[V],
+    jaxpr: Any,
+    values: Sequence[V],
+    where: Where = TOP,
+    consts: Sequence[Any] = (),
+) -> list[V]:
+    """Returns what is known of the results of a function, given what is known of its operands.
+    `consts` are the arrays that it closes over, if the jaxpr does not hold them.
+    """
+    body, held = compat.open_jaxpr(jaxpr)
+    arrays = held or consts or [None] * len(body.constvars)
+    env = {var: domain.constant(x) for var, x in zip(body.constvars, arrays, strict=True)}
     env.update(zip(body.invars, values, strict=True))
 
     def read(atom: Any) -> V:
@@ -247,7 +337,7 @@ def walk(domain: Domain[V], jaxpr: Any, values: Sequence[V], where: Where = TOP)
 
     for address, eqn, marked in addressed(body, where.address):
         scope = "/".join(part for part in (where.scope, compat.scope_of(eqn)) if part)
-        place = Where(address, marked, scope, where.inside)
+        place = Where(address, marked, scope, where.inside, where.steps)
         operands = [read(atom) for atom in eqn.invars]
         held = bodies(eqn)
         if held and domain.enters(eqn, operands, place):
@@ -267,7 +357,8 @@ def enter(
 ) -> Sequence[V]:
     """Walks the functions that an equation holds, and returns the results of the equation."""
     name, state, values = eqn.primitive.name, carried(eqn), list(values)
-    around = where.address if where.is_marked else (*where.address, *NOWHERE)
+    if name == "scan" and domain.unrolls:
+        return _each_step(domain, eqn, values, where)
     if name == "scan":
         loop = Loop(where.address, eqn.params["length"])
         values[state.stop :] = [domain.step(x, loop) for x in values[state.stop :]]
@@ -276,8 +367,9 @@ def enter(
     while True:
         results = []
         for body in bodies(eqn):
-            address = (*around, *body.part)
-            inside = Where(address, True, where.scope, where.inside if name in CALLS else address)
+            address = (*where.around, *body.part)
+            outside = where.inside if name in CALLS else address
+            inside = Where(address, True, where.scope, outside, where.steps)
             operands = [values[i] for i in body.operands]
             inner, operands = domain.body(eqn, body, operands, where)
             results.append(run(inner, body.jaxpr, operands, inside))
@@ -286,6 +378,21 @@ def enter(
         if values[state] == before:
             results[-1][: len(before)] = before
             return domain.returned(eqn, values, results, where)
+
+
+def _each_step(domain: Domain[V], eqn: Eqn, values: list[V], where: Where) -> Sequence[V]:
+    """Walks the steps of a scan one after another, and returns the results of the equation."""
+    (body,), state, steps = bodies(eqn), carried(eqn), range(eqn.params["length"])
+    stacks, count = values[state.stop :], state.stop - state.start
+    rows: dict[int, list[V]] = {}
+    for i in reversed(steps) if eqn.params["reverse"] else steps:
+        slices = [domain.part(x, i) for x in stacks]
+        inside = Where(where.around, True, where.scope, where.around, (*where.steps, i))
+        results = walk(domain, body.jaxpr, [*values[: state.stop], *slices], inside)
+        values[state], rows[i] = results[:count], results[count:]
+    columns = [[rows[i][j] for i in steps] for j in range(len(eqn.outvars) - count)]
+    stacked = zip(columns, eqn.outvars[count:], strict=True)
+    return [*values[state], *(domain.stack(column, var.aval) for column, var in stacked)]
 
 
 class Stack(Protocol):
