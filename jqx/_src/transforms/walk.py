@@ -227,16 +227,24 @@ class Where(NamedTuple):
     Attributes:
       address: the address of a site in its place.
       is_marked: whether it counts in addresses.
-      scope: the name scopes around it and its own, joined by `/`.
+      outer_scope: the name scopes around the function that it is in, joined by `/`.
+      eqn: the equation, or the one that holds the function; `None` for a whole function.
       inside: the address of the loop, branch or `shard_map` that it is in.
       steps: the numbers of the steps of scans around it, in a domain that unrolls them.
     """
 
     address: Address = ()
     is_marked: bool = False
-    scope: str = ""
+    outer_scope: str = ""
+    eqn: Eqn | None = None
     inside: Address = ()
     steps: tuple[int, ...] = ()
+
+    @property
+    def scope(self) -> str:
+        """The name scopes around it and its own, joined by `/`."""
+        own_scope = "" if self.eqn is None else compat.scope_of(self.eqn)
+        return "/".join(part for part in (self.outer_scope, own_scope) if part)
 
     @property
     def around(self) -> Address:
@@ -328,7 +336,7 @@ def walk(
     `consts` are the arrays that it closes over, if the jaxpr does not hold them.
     """
     body, held = compat.open_jaxpr(jaxpr)
-    arrays = held or consts or [None] * len(body.constvars)
+    arrays, scope = held or consts or [None] * len(body.constvars), where.scope
     env = {var: domain.constant(x) for var, x in zip(body.constvars, arrays, strict=True)}
     env.update(zip(body.invars, values, strict=True))
 
@@ -336,8 +344,7 @@ def walk(
         return domain.literal(atom) if compat.is_literal(atom) else env[atom]
 
     for address, eqn, marked in addressed(body, where.address):
-        scope = "/".join(part for part in (where.scope, compat.scope_of(eqn)) if part)
-        place = Where(address, marked, scope, where.inside, where.steps)
+        place = Where(address, marked, scope, eqn, where.inside, where.steps)
         operands = [read(atom) for atom in eqn.invars]
         held = bodies(eqn)
         if held and domain.enters(eqn, operands, place):
@@ -369,7 +376,7 @@ def enter(
         for body in bodies(eqn):
             address = (*where.around, *body.part)
             outside = where.inside if name in CALLS else address
-            inside = Where(address, True, where.scope, outside, where.steps)
+            inside = where._replace(address=address, is_marked=True, inside=outside)
             operands = [values[i] for i in body.operands]
             inner, operands = domain.body(eqn, body, operands, where)
             results.append(run(inner, body.jaxpr, operands, inside))
@@ -387,7 +394,8 @@ def _each_step(domain: Domain[V], eqn: Eqn, values: list[V], where: Where) -> Se
     rows: dict[int, list[V]] = {}
     for i in reversed(steps) if eqn.params["reverse"] else steps:
         slices = [domain.part(x, i) for x in stacks]
-        inside = Where(where.around, True, where.scope, where.around, (*where.steps, i))
+        steps_inside, address = (*where.steps, i), where.around
+        inside = Where(address, True, where.outer_scope, eqn, address, steps_inside)
         results = walk(domain, body.jaxpr, [*values[: state.stop], *slices], inside)
         values[state], rows[i] = results[:count], results[count:]
     columns = [[rows[i][j] for i in steps] for j in range(len(eqn.outvars) - count)]
