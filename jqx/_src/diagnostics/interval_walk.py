@@ -17,7 +17,7 @@ from ..tensor.views import refine
 from ..transforms.interpret import view
 from ..transforms.plan import Plan
 from ..transforms.views import Address
-from ..transforms.walk import CALLS, addressed, bodies, passed_on
+from ..transforms.walk import CALLS, Domain, Where, bodies, passed_on, walk
 from .accumulators import at_site, of_output
 from .intervals import (
     RULES,
@@ -83,7 +83,7 @@ class Notes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Follower:
+class Follower(Domain[Interval]):
     """Follows intervals through the equations of a planned function.
 
     Attributes:
@@ -105,22 +105,22 @@ class Follower:
         jaxpr: Any,
         args: Sequence[Interval],
         address: Address = (),
-        also: Sequence[Any] = (),
         consts: Sequence[Any] = (),
     ) -> list[Interval]:
-        """Returns the intervals of the results of a jaxpr, and of further values inside it."""
-        body, body_consts = compat.open_jaxpr(jaxpr)
-        env = dict(zip(body.constvars, map(of_value, body_consts or consts), strict=True))
-        env.update(zip(body.invars, args, strict=True))
+        """Returns the intervals of the results of a jaxpr."""
+        return walk(self, jaxpr, args, Where(address, True), consts)
 
-        def read(atom: Any) -> Interval:
-            return literal(atom) if compat.is_literal(atom) else env[atom]
+    def literal(self, atom: Any) -> Interval:
+        return literal(atom)
 
-        for eqn_address, eqn, marked in addressed(body, address):
-            operands = [read(atom) for atom in eqn.invars]
-            results = self._evaluate(eqn, operands, eqn_address, marked)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in (*body.outvars, *also)]
+    def constant(self, array: Any) -> Interval:
+        return of_value(array)
+
+    def enters(self, eqn: Eqn, values: list[Interval], where: Where) -> bool:
+        return False  # loops have rules of their own
+
+    def evaluate(self, eqn: Eqn, values: list[Interval], where: Where) -> list[Interval]:
+        return self._evaluate(eqn, values, where.address, where.is_marked)
 
     def _evaluate(
         self, eqn: Eqn, xs: list[Interval], address: Address, marked: bool
@@ -304,8 +304,8 @@ def scan(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list
     if length > STEPS:
         parts = [x.hull_only() for x in stacks]
 
-        def step(who: Follower, state: list[Interval], also: Sequence[Any] = ()) -> Any:
-            return who.run(body, [*consts, *state, *parts], address, also)
+        def step(who: Follower, state: list[Interval], body: Any = body) -> list[Interval]:
+            return who.run(body, [*consts, *state, *parts], address)
 
         start, fixed = state, _fixed(eqn)
         state = _invariant(self, step, start, fixed, body)
@@ -378,7 +378,7 @@ def _counted(
     length: int,
 ) -> list[Interval]:
     """Narrows carried integers that each step increments: `length - 1` times before the last."""
-    body, _ = compat.open_jaxpr(body)
+    closed, (body, _) = body, compat.open_jaxpr(body)
     producer = makers(body)
     increments = {}
     for i in range(len(state)):
@@ -387,7 +387,9 @@ def _counted(
             others = [atom for atom in eqn.invars if atom is not carried]
             if len(others) == 1:
                 increments[i] = others[0]
-    addends = step(self.aside(), state, list(increments.values()))[len(body.outvars) :]
+    with_addends = body.replace(outvars=[*body.outvars, *increments.values()])
+    with_addends = compat.with_body(closed, with_addends)
+    addends = step(self.aside(), state, with_addends)[len(body.outvars) :]
     state = list(state)
     for i, addend in zip(increments, addends, strict=True):
         total, old = summed(addend.hull_only(), length - 1), state[i]
