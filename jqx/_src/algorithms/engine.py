@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import compat
 from ..errors import fail
-from ..observers.observer import Observer, Weight
+from ..observers.observer import Observer, RowWeight
 from ..tensor.segments import Lazy, read
 from ..tensor.spec import QSpec
 from ..transforms.calibrate import arguments_of, progress_bar
@@ -454,7 +454,7 @@ def calibrate_stages(
     batches: Iterable[Any],
     *,
     observers: GivenObservers = None,
-    weight: Weight | None = None,
+    weight: RowWeight | None = None,
     on_nonfinite: OnNonfinite = "error",
     progress: bool = True,
 ) -> Stats:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..errors import fail
-from ..observers.observer import ObservedSite, Weight
+from ..observers.observer import ObservedSite, RowWeight
 from ..observers.statistics import Hessian, has_rows, hessian, places
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import flags_of
@@ -48,11 +48,12 @@ def damped(hessian: Array, damping: float) -> Array:
     channels, which no input reached, are 1.
     """
     result = np.array(hessian)
-    np.fill_diagonal(result, _damped(np.diagonal(hessian), damping))
+    np.fill_diagonal(result, damped_diagonal(np.diagonal(hessian), damping))
     return result
 
 
-def _damped(diagonal: Array, damping: float) -> Array:
+def damped_diagonal(diagonal: Array, damping: float) -> Array:
+    """Returns the diagonal of such a Hessian, given its own."""
     dead = diagonal <= 0
     mean = diagonal[~dead].mean() if not dead.all() else 1.0
     return np.where(dead, 1, diagonal + damping * mean)
@@ -85,9 +86,10 @@ def shrunk(hessian: Array, rows: float, fourth: float) -> float:
 def factor(
     hessian: Array, damping: float, limit: float = 1.0, order: Array | None = None
 ) -> Factor | None:
-    """Returns the factor of the inverse of a Hessian with the least damping that makes it positive
-    definite: `damping`, then ten times as much each time, up to `limit`, or once if it is larger.
-    `None` if that is not enough. `order` is the order of channels in the factor; `None` keeps it.
+    """Returns the factor of the inverse of a damped Hessian, with the least damping that makes it
+    positive definite: `damping`, then ten times as much each time, up to `limit`, or once if it is
+    larger. `None` if that is not enough. `order` is the order of channels in the factor; `None`
+    keeps it.
     """
     order = np.arange(len(hessian)) if order is None else order
     back = order[::-1]
@@ -95,7 +97,7 @@ def factor(
     while damping <= limit:
         # Each array replaces the one before, so that only one exists besides the Hessian.
         work = hessian.T[np.ix_(back, back)].T
-        np.fill_diagonal(work, _damped(np.diagonal(hessian)[order], damping)[::-1])
+        np.fill_diagonal(work, damped_diagonal(np.diagonal(hessian)[order], damping)[::-1])
         try:
             work = linalg().cholesky(work, lower=True, overwrite_a=True, check_finite=True)
         except (linalg().LinAlgError, ValueError):
@@ -255,7 +257,7 @@ class _WhereKnown(Hessian):
         return str(hessian)
 
 
-def observers_of(weight: Weight | None, unsupported: Unsupported) -> Mapping[str, Any]:
+def observers_of(weight: RowWeight | None, unsupported: Unsupported) -> Mapping[str, Any]:
     """Returns what must be recorded for all sites, for `matrices_of`."""
     observed = hessian if unsupported == "error" else _WhereKnown()
     return {".*": (observed(weight=weight), places)}

@@ -318,8 +318,10 @@ def kernel_of_codes_gpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return _of_codes(lhs, rhs, how, products_gpu)
 
 
-def _are_floats(case: Any) -> bool:
-    """Whether codes are 8-bit floats that a kernel multiplies on its own platform."""
+def _are_floats_of_a_kernel(case: Any) -> bool:
+    """Whether a kernel of the platform of the weight multiplies these 8-bit floats, so that other
+    platforms need a form without kernels.
+    """
     x, q = case.lhs, case.rhs
     if case.block is None or not isinstance(x, QTensor) or q.layout is None:
         return False
@@ -333,12 +335,12 @@ FLOATS = (
 )
 
 
-@formulation(FLOATS, CPU, _are_floats)
+@formulation(FLOATS, CPU, _are_floats_of_a_kernel)
 def float8_groups_in_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return tiles.compute(_real(lhs, rhs), rhs, how)
 
 
-@formulation(FLOATS, ELSEWHERE, _are_floats)
+@formulation(FLOATS, ELSEWHERE, _are_floats_of_a_kernel)
 def float8_groups(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return convert.compute(_real(lhs, rhs), rhs, how)
 

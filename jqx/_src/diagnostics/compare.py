@@ -319,7 +319,7 @@ class _Both(Rules):
             return real_of(x)
         return lax.select(jnp.broadcast_to(_is_rounded(), x.real.shape), _floats(x), x.real)
 
-    def unseen(self, address: Address) -> Records:
+    def empty_records(self, address: Address) -> Records:
         """Returns the records of sites inside this equation that do not step with it."""
         return {
             site.output_key: Sums.empty(tuple(loop.length for loop in site.loops_in(address)))

@@ -9,7 +9,7 @@ from flax.core import meta, unfreeze
 
 from ..checks import called, check_instance
 from ..errors import fail, some
-from ..observers.observer import Weight
+from ..observers.observer import RowWeight
 from ..policy import Policy, check_policy
 from ..ptq.defaults import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
@@ -30,7 +30,7 @@ def ptq(
     effort: Effort | None = None,
     hoist: Hoist = False,
     target: Target = None,
-    weight: Weight | None = None,
+    weight: RowWeight | None = None,
     on_nonfinite: OnNonfinite = "error",
     own_text: bool | None = None,
     progress: bool = True,

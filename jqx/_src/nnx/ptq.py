@@ -10,7 +10,7 @@ from flax import nnx
 from ..checks import called, check_instance
 from ..compat import is_concrete
 from ..errors import fail, some
-from ..observers.observer import Weight
+from ..observers.observer import RowWeight
 from ..policy import Policy, check_policy
 from ..ptq.defaults import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
@@ -38,7 +38,7 @@ def ptq(
     hoist: Hoist = False,
     method: str = "__call__",
     target: Target = None,
-    weight: Weight | None = None,
+    weight: RowWeight | None = None,
     on_nonfinite: OnNonfinite = "error",
     own_text: bool | None = None,
     progress: bool = True,

@@ -21,7 +21,7 @@ from ..tensor.spec import QSpec
 T = TypeVar("T")
 Axes = tuple[int, ...]
 
-Weight = Callable[..., Any]
+RowWeight = Callable[..., Any]
 """Maps the arguments of a function, without its parameters, to the weights of its rows."""
 
 
@@ -201,7 +201,7 @@ class Observer(abc.ABC):
         `None`: all rows count 1.
     """
 
-    weight: ClassVar[Weight | None] = None
+    weight: ClassVar[RowWeight | None] = None
 
     def looks_at(self, site: ObservedSite) -> bool:
         """Whether the observer records the operand: by default any activation that is multiplied by
@@ -256,7 +256,7 @@ class Weighted(Observer):
       weight: such a function, or `None` if all rows count 1.
     """
 
-    weight: Weight | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    weight: RowWeight | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
         check_weight(f"observers.{str(self).partition('(')[0]}", self.weight)

@@ -14,7 +14,7 @@ from jax.tree_util import keystr
 from ..calibrators.calibrator import Affine
 from ..checks import called
 from ..errors import fail, message, some, warn
-from ..observers.observer import Weight, check_weight
+from ..observers.observer import RowWeight, check_weight
 from ..policy import Policy, check_policy
 from ..signatures import P, R
 from ..tensor.segments import abstract as abstract_leaf
@@ -83,7 +83,7 @@ def ptq(
     names: Names = None,
     hoist: Hoist = False,
     target: Target = None,
-    weight: Weight | None = None,
+    weight: RowWeight | None = None,
     on_nonfinite: OnNonfinite = "error",
     own_text: bool | None = None,
     progress: bool = True,
@@ -99,7 +99,7 @@ def ptq(
     names: Names = None,
     hoist: Hoist = False,
     target: Target = None,
-    weight: Weight | None = None,
+    weight: RowWeight | None = None,
     on_nonfinite: OnNonfinite = "error",
     own_text: bool | None = None,
     progress: bool = True,
@@ -115,7 +115,7 @@ def ptq(
     names: Names = None,
     hoist: Hoist = False,
     target: Target = None,
-    weight: Weight | None = None,
+    weight: RowWeight | None = None,
     on_nonfinite: OnNonfinite = "error",
     own_text: bool | None = None,
     progress: bool = True,
@@ -407,7 +407,7 @@ class Observing:
       progress: whether to show a progress bar.
     """
 
-    weight: Weight | None
+    weight: RowWeight | None
     ignores: bool
     progress: bool
 
@@ -428,7 +428,9 @@ class Observing:
         return options
 
 
-def weighted(choice: Choice, plan: Plan, weight: Weight | None) -> tuple[Choice, Weight | None]:
+def weighted(
+    choice: Choice, plan: Plan, weight: RowWeight | None
+) -> tuple[Choice, RowWeight | None]:
     """Returns a choice whose algorithms have a weight, and the weight for static scales."""
     choice = dataclasses.replace(
         choice,
@@ -453,7 +455,7 @@ def has_weight(algorithm: Any) -> bool:
     return any(callable(getattr(x, "weight", None)) for x in parts)
 
 
-def _with_weight(algorithm: Any, weight: Weight | None) -> Any:
+def _with_weight(algorithm: Any, weight: RowWeight | None) -> Any:
     """Returns an algorithm in which each part without a weight has this one, if it can."""
     if weight is None:
         return algorithm

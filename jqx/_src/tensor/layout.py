@@ -1,4 +1,6 @@
-"""The memory layout of the codes of a QTensor: packed, swapped, as int8 or uint4, for a kernel."""
+"""The memory layout of the codes of a QTensor: packed, swapped, as int8 or uint4, for a kernel; and
+transposes of QTensors, which may change nothing but the layout.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What happens to a scale when its values are indexed or reshaped.
+"""What happens to a scale when its values are indexed or reshaped (transposed: `layout.py`).
 
 A parameter (a scale or zero point) has the rank of its values; along each axis it has one entry,
 one for each index, or one for each block. It may itself be a QTensor.

@@ -23,8 +23,7 @@ from ..calibrators.wrappers import needs_no_values
 from ..checks import called
 from ..compat import Eqn
 from ..errors import fail, message, some, warn
-from ..observers.observer import Weight as RowWeight
-from ..observers.observer import check_weight, flags, in_total
+from ..observers.observer import RowWeight, check_weight, flags, in_total
 from ..observers.statistics import places
 from ..policy import Policy
 from ..signatures import P, R
@@ -105,7 +104,7 @@ class Observe(Rules):
         return result, records
 
     @compat.intermediates()
-    def unseen(self, address: Address) -> Records:
+    def empty_records(self, address: Address) -> Records:
         records = {}
         for entry in self.entries.at(address):
             if any(loop.address == address for loop in entry.site.loops):

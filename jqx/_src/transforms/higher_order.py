@@ -71,8 +71,8 @@ class Runner:
         """Returns the inputs of a step of a loop, with its own random numbers."""
         return site_inputs
 
-    def unseen(self) -> Records:
-        """Returns empty records of the sites whose records this equation merges."""
+    def empty_records(self) -> Records:
+        """Returns the records of nothing, from which this loop or branch starts."""
         return {}
 
     def merge(self, a: Records, b: Records) -> Records:
@@ -173,7 +173,7 @@ def _apply_cond(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list
 
     def take(number: int, branch: Any, site_inputs: Any, *args: Any) -> tuple[list[Any], Records]:
         results, records = runner.run(branch, args, (number,), site_inputs)
-        return results, runner.unseen() | records
+        return results, runner.empty_records() | records
 
     branches: list[Callable[..., Any]] = [
         partial(take, i, branch) for i, branch in enumerate(eqn.params["branches"])
@@ -218,7 +218,7 @@ def _apply_while(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[lis
             )
             return i + 1, carry.changing(results), runner.merge(recorded, records)
 
-        start = jnp.uint32(0), carry.start(), runner.unseen()
+        start = jnp.uint32(0), carry.start(), runner.empty_records()
         _, values, recorded = lax.while_loop(goes_on, step, start)
         return carry.state(values), recorded
 
@@ -265,7 +265,7 @@ def _apply_scan(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list
 
         (values, recorded), (ys, new_records) = lax.scan(
             step,
-            (carry.start(), runner.unseen()),
+            (carry.start(), runner.empty_records()),
             (steps, sliced, numbers),
             length=length,
             reverse=eqn.params["reverse"],

@@ -20,6 +20,7 @@ from ..caches.decode_attention import attention_named
 from ..calibrators.calibrator import Affine
 from ..compat import Eqn
 from ..errors import fail, some
+from ..observers.observer import RowWeight
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone
 from .higher_order import FORMS, Records, Runner
@@ -126,9 +127,9 @@ class Rules(abc.ABC):
         """Dequantizes a value where an equation, or a result, supports only arrays."""
         return real_of(x)
 
-    def unseen(self, address: Address, /) -> Records:
-        """Returns the empty records of the sites inside an equation, except those whose weight it
-        steps over.
+    def empty_records(self, address: Address, /) -> Records:
+        """Returns the records of nothing, from which a loop or branch starts, for the sites inside
+        an equation, except those whose weight it steps over.
         """
         return {}
 
@@ -284,8 +285,8 @@ class _Runner(Runner):
         affines, key = site_inputs
         return affines, None if key is None else jax.random.fold_in(key, step)
 
-    def unseen(self) -> Records:
-        return compat.vary(self.rules.unseen(self.address), compat.manual_axes())
+    def empty_records(self) -> Records:
+        return compat.vary(self.rules.empty_records(self.address), compat.manual_axes())
 
     def merge(self, a: Records, b: Records) -> Records:
         return self.rules.merge(self.address, a, b)
@@ -348,9 +349,6 @@ def _follows(q: QTensor, origin: Origin) -> bool:
 # and for the operands of its sites.
 
 
-Weight = Callable[..., Any]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Following(Rules):
     """Evaluates in float, and tracks how much rows count."""
@@ -374,7 +372,7 @@ def every_row(*args: Any, **kwargs: Any) -> jax.Array:
 
 
 def weights_of(
-    function: str, weight: Weight, params: Params, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: str, weight: RowWeight, params: Params, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> jax.Array:
     """Returns how much rows count, float32: the result of `weight` for the arguments of a call
     without the parameters.

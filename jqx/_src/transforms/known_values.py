@@ -105,8 +105,8 @@ class KnownValues:
       inner: the `id` of equations that compute known values, which may be split off.
     """
 
-    def __init__(self, jaxpr: Any, is_parameter: Sequence[bool], scope: What):
-        self._what = scope
+    def __init__(self, jaxpr: Any, is_parameter: Sequence[bool], what: What):
+        self._what = what
         self._numbers: dict[Any, int] = {}
         self._values: dict[Address, dict[Any, KnownValue]] = {}
         self._held: list[Any] = []

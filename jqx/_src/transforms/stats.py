@@ -24,7 +24,7 @@ from ..observers.observer import (
     ObservedSite,
     Observer,
     Patches,
-    Weight,
+    RowWeight,
     Weighted,
     flags,
     without_nonfinite,
@@ -140,7 +140,7 @@ FLAGS = "@flags:"
 """Comes after the key of an operand in the key of an entry of its flags."""
 
 
-class Part(NamedTuple):
+class ObservedOperand(NamedTuple):
     """An operand of a site, or its result.
 
     Attributes:
@@ -171,12 +171,17 @@ class Entry:
     key: str
     site: Site
     observer: Observer
-    part: Part
-    weight: Weight | None = None
+    part: ObservedOperand
+    weight: RowWeight | None = None
 
     @classmethod
     def of(
-        cls, key: str, site: Site, observer: Observer, part: Part, weight: Weight | None
+        cls,
+        key: str,
+        site: Site,
+        observer: Observer,
+        part: ObservedOperand,
+        weight: RowWeight | None,
     ) -> "Entry":
         """Returns an entry of an observer; `weight` is for observers without one of their own."""
         weight = weight if observer.weight is None else observer.weight
@@ -230,7 +235,7 @@ class Entries:
                 by_address.setdefault(entry.site.address[:depth], []).append(entry)
         return by_address
 
-    def by_weight(self) -> "dict[Weight | None, Entries]":
+    def by_weight(self) -> "dict[RowWeight | None, Entries]":
         """Returns for each `weight` the entries of the observers that have it. Those of observers
         without one are added to the first.
         """
@@ -239,7 +244,7 @@ class Entries:
             None
         ]
 
-        def of(*weights: Weight | None) -> Entries:
+        def of(*weights: RowWeight | None) -> Entries:
             entries = self.recorded.items()
             selected = {key: entry for key, entry in entries if entry.weight in weights}
             return dataclasses.replace(self, recorded=selected)
@@ -257,7 +262,7 @@ def entries_of(
     jaxpr: Any,
     site_items: Sequence[Found],
     checked_observers: Checked,
-    weight: Weight | None = None,
+    weight: RowWeight | None = None,
 ) -> Entries:
     """Returns the entries of a call.
 
@@ -304,7 +309,7 @@ def entries_of(
     return dataclasses.replace(_shared(jaxpr, [*entries, *flagged]), places=place_entries)
 
 
-def observed_parts(site: Site, item: Found) -> list[Part]:
+def observed_parts(site: Site, item: Found) -> list[ObservedOperand]:
     """Returns the operands of a site, and its result."""
     family, eqn = item.family, item.eqn
     has_weight = any(operand.role == "weight" for operand in site.operands)
@@ -329,7 +334,7 @@ def observed_parts(site: Site, item: Found) -> list[Part]:
             patches=_patches_of(eqn),
             experts=eqn.invars[1].aval.shape[0] if site.op == "ragged_dot" else None,
         )
-        parts.append(Part(operand.key, observed, _kind_of(eqn.invars[i]), i))
+        parts.append(ObservedOperand(operand.key, observed, _kind_of(eqn.invars[i]), i))
     result = _kind_of(eqn.outvars[0])
     kept_axes = tuple(range(len(result.shape)))
     batch = kept_axes[: len(axes[0].batch)] if site.op == "dot_general" else ()
@@ -338,7 +343,7 @@ def observed_parts(site: Site, item: Found) -> list[Part]:
     observed = ObservedSite(
         site.path, site.op, "out", "result", has_weight, (), kept_axes, batch, site.output, channels
     )
-    return [*parts, Part(site.output_key, observed, result, -1)]
+    return [*parts, ObservedOperand(site.output_key, observed, result, -1)]
 
 
 def _patches_of(eqn: compat.Eqn) -> Patches | None:

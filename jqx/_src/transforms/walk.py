@@ -307,8 +307,9 @@ class Domain(Generic[V]):
         return [x if y else self.nothing for x, y in zip(values, same, strict=True)]
 
     def carry(self, eqn: Eqn, values: list[V], results: list[V], where: Where) -> list[V]:
-        """Returns what is known of the carried values before any step, given what is known after
-        one. The step is walked again until this changes nothing.
+        """Returns what is known of the carried values before any step, given what was known of them
+        and what is known after a step. The step is walked again until this changes nothing, so it
+        must come to an end. By default it is what `start` returns, which must then hold.
         """
         return values
 
@@ -316,7 +317,8 @@ class Domain(Generic[V]):
         self, eqn: Eqn, values: list[V], results: list[list[V]], where: Where
     ) -> Sequence[V]:
         """Returns the results of an equation, given those of the functions that it holds; of a
-        loop, what is known of the carried values and of the stacked results of its steps.
+        loop, what is known of the carried values and of the stacked results of its steps. The
+        default is right for functions that always run; of a `cond` it is the last branch alone.
         """
         return results[-1]
 
