@@ -337,8 +337,8 @@ def walk(
     """Returns what is known of the results of a function, given what is known of its operands.
     `consts` are the arrays that it closes over, if the jaxpr does not hold them.
     """
-    body, held = compat.open_jaxpr(jaxpr)
-    arrays, scope = held or consts or [None] * len(body.constvars), where.scope
+    body, arrays = compat.open_jaxpr(jaxpr)
+    arrays, scope = arrays or consts or [None] * len(body.constvars), where.scope
     env = {var: domain.constant(x) for var, x in zip(body.constvars, arrays, strict=True)}
     env.update(zip(body.invars, values, strict=True))
 
@@ -348,8 +348,7 @@ def walk(
     for address, eqn, marked in addressed(body, where.address):
         place = Where(address, marked, scope, eqn, where.inside, where.steps)
         operands = [read(atom) for atom in eqn.invars]
-        held = bodies(eqn)
-        if held and domain.enters(eqn, operands, place):
+        if bodies(eqn) and domain.enters(eqn, operands, place):
             results = enter(domain, eqn, operands, place)
         else:
             results = domain.evaluate(eqn, operands, place)
