@@ -219,7 +219,7 @@ class Follower(ChannelDomain):
             return self._gather(eqn, inputs)
         where = with_line(eqn)
         leaves = [x for x in inputs if isinstance(x, Parameter)]
-        self.elsewhere |= {x.leaf_index: where for x in leaves}
+        self.elsewhere.update({x.leaf_index: where for x in leaves})
         inputs = [Labelled.fixed(x.shape) if isinstance(x, Parameter) else x for x in inputs]
         values = [self.labelled(x, where) for x in inputs]
         if name == "dot_general" and not leaves and not all(x.is_fixed for x in values):

@@ -16,8 +16,8 @@ from .. import compat
 from ..compat import Eqn
 from ..contractions.dimensions import OperandAxes
 from ..observers.observer import ObservedSite
-from ..transforms.find import contractions
-from ..transforms.plan import Site
+from ..transforms.find import Found, contractions
+from ..transforms.plan import Plan, Site
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.trace import Call
 from ..transforms.views import SHARDINGS, Address
@@ -594,11 +594,12 @@ class ChannelDomain(Domain[Any]):
 
     def __init__(self, traced: Every):
         call = traced.call
-        self.plan, self._elements, self._once = traced.plan, traced.elements, traced.once
+        self.plan: Plan = traced.plan
+        self._elements, self._once = traced.elements, traced.once
         self.names: list[str | None] = names_of(call, self.plan.params)
         self.shapes: list[tuple[int, ...]] = [np.shape(leaf) for leaf in call.leaves]
         self.sizes: list[int] = [math.prod(shape) for shape in self.shapes]
-        self.items = {item.address: item for item in contractions(call) if item.address}
+        self.items: dict[Address, Found] = {x.address: x for x in contractions(call) if x.address}
         self.elsewhere: dict[int, str] = {}
         self._used: dict[int, Array] = {}
         self._whole: set[int] = set()
