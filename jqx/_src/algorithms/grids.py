@@ -22,7 +22,7 @@ from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.find import contractions
 from ..transforms.places import places_of, renumbered
-from ..transforms.plan import Plan, Weight
+from ..transforms.plan import Plan, Site, Weight
 from ..transforms.plan_call import as_plan, plan_call
 from ..transforms.quantize_weight import quantize_weight
 from ..transforms.stats import Entry, observed_parts
@@ -409,31 +409,29 @@ def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
     innermost body of a scan or of `jax.checkpoint` around it, or `None`.
     """
     bodies: dict[Address, Address | None] = {}
-    for address, forms in _reached(plan, jaxpr):
-        site = plan.site_at(address)
-        assert site is not None
+    for site, forms in _reached(plan, jaxpr):
         scans = tuple(x.address for x in forms if x.name == "scan")
         weights = sum(x.path is not None for x in site.operands)
         if weights == 1 and tuple(loop.address for loop in site.loops) == scans:
             enclosing = [x.address for x in forms if x.name == "scan" or x.name in REMAT]
-            bodies[address] = enclosing[-1] if enclosing else None
+            bodies[site.address] = enclosing[-1] if enclosing else None
     return bodies
 
 
 def scans_around(plan: Plan, jaxpr: Any) -> dict[Address, tuple[Address, ...]]:
     """Returns the sites that a walk over stages reaches, each with the scans around it."""
     return {
-        address: tuple(x.address for x in forms if x.name == "scan")
-        for address, forms in _reached(plan, jaxpr)
+        site.address: tuple(x.address for x in forms if x.name == "scan")
+        for site, forms in _reached(plan, jaxpr)
     }
 
 
-def _reached(plan: Plan, jaxpr: Any) -> Iterator[tuple[Address, tuple[Enclosing, ...]]]:
+def _reached(plan: Plan, jaxpr: Any) -> Iterator[tuple[Site, tuple[Enclosing, ...]]]:
     """Yields the sites outside of `while` and `shard_map`, each with the equations around it."""
     for address, forms in contractions_in(jaxpr):
-        is_outside = not any(x.name in ("while", "shard_map") for x in forms)
-        if is_outside and plan.site_at(address) is not None:
-            yield address, forms
+        site = plan.site_at(address)
+        if site is not None and not any(x.name in ("while", "shard_map") for x in forms):
+            yield site, forms
 
 
 def apart(

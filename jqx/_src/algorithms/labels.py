@@ -2,6 +2,7 @@
 factor are joined; labels that cannot have a factor are fixed, with a reason.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -573,7 +574,7 @@ _MOST = 256
 """Number of steps to follow in a scan that does not step over parameters."""
 
 
-class ChannelDomain(Domain[Any]):
+class ChannelDomain(Domain[Any], abc.ABC):
     """Follows labels of channels through a function. Values that do not depend on arguments are
     `Known`, and are computed. Subclasses are the algebras: what labels are, and what equations do
     to them.
@@ -604,41 +605,41 @@ class ChannelDomain(Domain[Any]):
         self._used: dict[int, Array] = {}
         self._whole: set[int] = set()
 
+    @abc.abstractmethod
     def argument(self, shape: tuple[int, ...]) -> Any:
         """Returns an argument that is not a parameter."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def labelled(self, x: Any, use: str) -> Any:
         """Returns a value with labels, given what uses it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def stop(self, x: Any, reason: str) -> None:
         """Marks a value with labels as one that cannot change."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def results(self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps) -> Sequence[Any]:
         """Returns the results of an equation without inner functions."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def stopped(self, eqn: Eqn, inputs: Sequence[Any], reason: str = "") -> list[Any]:
         """Returns the results of an equation whose functions are not followed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def joined(self, values: Sequence[Any], reason: str) -> Any:
         """Joins the values of several branches into one."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def stacked(self, rows: Sequence[Any]) -> Any:
         """Joins the values of all steps of a scan into one; not all of them are known."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def empty(self, shape: Sequence[int]) -> Any:
         """Returns a result of a scan without steps."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step_of(self, x: Any, i: int) -> Any:
         """Returns the part of a value that a step of a scan reads; the value is not known."""
-        raise NotImplementedError
 
     def literal(self, atom: Any) -> Known:
         return Known(atom.val)

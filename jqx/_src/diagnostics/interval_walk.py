@@ -120,30 +120,25 @@ class Follower(Domain[Interval]):
         return False  # loops have rules of their own
 
     def evaluate(self, eqn: Eqn, values: list[Interval], where: Where) -> list[Interval]:
-        return self._evaluate(eqn, values, where.address, where.is_marked)
-
-    def _evaluate(
-        self, eqn: Eqn, xs: list[Interval], address: Address, marked: bool
-    ) -> list[Interval]:
         name = eqn.primitive.name
-        site = self.plan.site_at(address) if marked else None
+        site = self.plan.site_at(where.address) if where.is_marked else None
         if site is not None:
-            xs = at_site(site, eqn, xs, self.affines, self.notes.sites)
-            (result,) = self._ruled(eqn, xs)
+            values = at_site(site, eqn, values, self.affines, self.notes.sites)
+            (result,) = self._ruled(eqn, values)
             return [of_output(site, result, self.affines, eqn.outvars[0].aval)]
         if name in _FORMS:
             inside = dataclasses.replace(self, line=self._line(eqn))
-            return _FORMS[name](inside, eqn, xs, address)
-        if any(x.codes is not None for x in xs):
-            views = _view(eqn, xs)
+            return _FORMS[name](inside, eqn, values, where.address)
+        if any(x.codes is not None for x in values):
+            views = _view(eqn, values)
             if views is not None:
                 return views
-        index = self._from_the_end(xs) if name == "select_n" else None
+        index = self._from_the_end(values) if name == "select_n" else None
         if index is not None:
             return [index]
-        results = self._plain(eqn, xs)
+        results = self._plain(eqn, values)
         if name in ("lt", "add") and is_integer(eqn.invars[0].aval.dtype):
-            x, n = xs
+            x, n = values
             if n.low == n.high >= 0:
                 results = [dataclasses.replace(results[0], origin=(name, x, n.low, eqn))]
         return results
