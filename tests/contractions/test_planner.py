@@ -11,24 +11,16 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx._src.contractions import blocks, planner
-from jqx._src.contractions.blocks import HowTo, find_block
+from jqx._src.contractions import planner, problem
 from jqx._src.contractions.conv_general_dilated import CONVOLUTIONS
 from jqx._src.contractions.conv_general_dilated import SUMS as CONVOLVED_SUMS
 from jqx._src.contractions.dimensions import Dimensions
+from jqx._src.contractions.dot_general import QUANTIZED
 from jqx._src.contractions.formulation import FORMULATIONS
-from jqx._src.contractions.pending import PENDING, ROWS_PENDING
-from jqx._src.contractions.planner import (
-    FEW_ROWS,
-    PRODUCTS,
-    REQUANTIZED,
-    SHARE,
-    SMALL,
-    SUMS,
-    Product,
-    plan,
-)
+from jqx._src.contractions.planner import PRODUCTS, REQUANTIZED, SUMS, plan
+from jqx._src.contractions.problem import FEW_ROWS, SHARE, SMALL, HowTo, Product, find_block
 from jqx._src.contractions.ragged_dot import GROUPS
+from jqx._src.contractions.ragged_dot import QUANTIZED as QUANTIZED_ROWS
 
 from ..arrays import on_device
 from ..oracles.contractions import (
@@ -204,7 +196,7 @@ def test_a_left_operand_contracted_along_its_first_axis_is_turned():
     assert names(lhs, rhs, numbers) == ("integer_shaped", "integer")
 
 
-WAYS = (PENDING, ROWS_PENDING)
+WAYS = (QUANTIZED, QUANTIZED_ROWS)
 KERNELS = {f"kernel{of}_{on}" for of in ("", "_of_codes") for on in ("tpu", "gpu")}
 
 
@@ -290,7 +282,7 @@ def test_blocks_of_scales_are_found_once(monkeypatch):
         found.append(dimensions)
         return find_block(lhs, rhs, dimensions)
 
-    monkeypatch.setattr(blocks, "find_block", counted)
+    monkeypatch.setattr(problem, "find_block", counted)
     jax.make_jaxpr(jqx.matmul)(jnp.ones((3, K)), weight("int8", LARGE["one row"], size=32))
     assert found.count(Dimensions.of(MATRICES, 2, 2)) == 1  # not that of single blocks
 

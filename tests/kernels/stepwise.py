@@ -6,16 +6,12 @@ import functools
 from collections.abc import Iterator
 from unittest import mock
 
-from jqx._src.contractions import kernels, pending, ragged_dot
+from jqx._src.contractions import kernels
 from jqx._src.contractions.formulation import FORMULATIONS, PLATFORMS, using
 
 OF_GROUPS = ("ragged_kernel", "ragged_kernel_quantizing")
 KINDS = ("kernel", "kernel_of_codes", "kernel_quantizing", *OF_GROUPS)
-RUN_BY = {
-    kernels: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
-    pending: ("products_tpu", "products_gpu"),
-    ragged_dot: ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu"),
-}
+RUN_BY = ("products_tpu", "products_gpu", "weights_tpu", "weights_gpu")
 
 
 @contextlib.contextmanager
@@ -27,10 +23,7 @@ def on(platform: str) -> Iterator[None]:
         for form in own
     ]
     with contextlib.ExitStack() as stack:
-        for module, names in RUN_BY.items():
-            slow = {
-                name: functools.partial(getattr(module, name), interpret=True) for name in names
-            }
-            stack.enter_context(mock.patch.multiple(module, **slow))
+        slow = {name: functools.partial(getattr(kernels, name), interpret=True) for name in RUN_BY}
+        stack.enter_context(mock.patch.multiple(kernels, **slow))
         stack.enter_context(using(*forms))
         yield

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from .. import compat
-from ..calibrators.granularity import Groups
 from ..checks import is_at_least
 from ..numerics.lookup import format_of
 from ..tensor.layout import Layout, Packing
 from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
 from .dimensions import Dimensions
+from .problem import Block, block_size, find_block
 
 # A large operand in slices, one after another, so that no temporary is as large as the operand.
 
@@ -274,48 +274,6 @@ AT_ONCE = 2**22
 """Elements of the results of blocks that are in memory before they are summed."""
 
 
-class Block(NamedTuple):
-    """A contracted pair of axes whose scales are in blocks.
-
-    Attributes:
-      lhs: the axis of the left operand.
-      rhs: the axis of the right operand.
-      size: elements of a block in which no scale changes.
-      dimensions: the dimensions of the whole contraction.
-    """
-
-    lhs: int
-    rhs: int
-    size: int
-    dimensions: Dimensions
-
-
-def find_block(lhs: Any, rhs: Any, dimensions: Dimensions) -> Block | None:
-    """Returns the first contracted pair of axes along which a scale changes."""
-    pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)
-    for i, j in pairs:
-        n = lhs.shape[i]
-        if n != rhs.shape[j]:
-            continue  # the contraction itself raises
-        size = math.gcd(*(_size(x, axis) for x, axis in ((lhs, i), (rhs, j)) if _size(x, axis) < n))
-        if size:
-            return Block(i, j, size, dimensions)
-    return None
-
-
-def can_leave_sum(groups: Groups, contracted: Iterable[int]) -> bool:
-    """Whether elements that are summed share scales, instead of each having its own."""
-    axes = tuple(contracted)
-    shared = math.prod(groups.sizes[axis] for axis in axes)
-    summed = math.prod(groups.shape[axis] for axis in axes)
-    return is_at_least(shared, 2) or not is_at_least(summed, 2)
-
-
-def shares_scale(q: QTensor, axes: Iterable[int]) -> bool:
-    """Whether the elements along the axes share one scale."""
-    return all(q.scale.shape[axis] == 1 for axis in axes)
-
-
 def with_own_scales(x: Any, axes: Iterable[int]) -> Any:
     """Gives each index of the kept axes its own scale if they are in blocks."""
     for axis in axes:
@@ -420,12 +378,8 @@ def _split_block(lhs: Any, rhs: Any, block: Block) -> list[tuple[Any, Any, Dimen
     ]
 
 
-def _size(x: Any, axis: int) -> int:
-    return x.groups.sizes[axis] if isinstance(x, QTensor) else x.shape[axis]
-
-
 def _in_blocks(x: Any, axis: int, size: int) -> Any:
-    return refine(x, axis, size) if size < _size(x, axis) < x.shape[axis] else x
+    return refine(x, axis, size) if size < block_size(x, axis) < x.shape[axis] else x
 
 
 def _split(x: Any, axis: int, start: int, stop: int, size: int) -> Any:
@@ -450,31 +404,7 @@ def _batched(block: Block) -> Dimensions:
     )
 
 
-# The static arguments of a contraction, and its scales, which are applied after the sum.
-
-
-class HowTo(NamedTuple):
-    """The static arguments of a contraction.
-
-    Attributes:
-      dimensions: which axes are contracted.
-      precision: of float products.
-      block: the blocks of a scale that changes along a contracted axis; `None` if scales can leave
-        the sum.
-      dtype: the dtype to which a kernel may round the result; `None` leaves it to the caller.
-    """
-
-    dimensions: Dimensions
-    precision: lax.PrecisionLike = None
-    block: Block | None = None
-    dtype: Any = None
-
-    @classmethod
-    def of(
-        cls, lhs: Any, rhs: Any, dimensions: Dimensions, precision: lax.PrecisionLike = None
-    ) -> "HowTo":
-        """Returns the static arguments of the contraction of two operands."""
-        return cls(dimensions, precision, find_block(lhs, rhs, dimensions))
+# Scales are applied after the sum.
 
 
 def with_scales(y: jax.Array, lhs: Any, rhs: Any, dimensions: Dimensions) -> jax.Array:

@@ -25,7 +25,6 @@ from ..tensor.qtensor import QTensor
 from .blocks import (
     cut_of,
     in_order,
-    shares_scale,
     slice_along,
     slice_of,
     times_scales,
@@ -33,10 +32,11 @@ from .blocks import (
     with_own_second_scales,
 )
 from .dimensions import OperandAxes
-from .exact import Operands, as_int8, digits_of, longest
+from .exact import as_int8, digits_of
 from .formulation import CPU, ELSEWHERE, PLATFORMS, formulation
 from .kernels import derived_as
 from .plain import count_of, is_exact_in, numbers_of
+from .problem import Operands, longest, shares_scale
 
 # The axes and the window of a `lax.conv_general_dilated`.
 

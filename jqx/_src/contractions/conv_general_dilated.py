@@ -14,7 +14,6 @@ from ..checks import as_real, called
 from ..errors import fail
 from ..numerics.exact import common_dtype
 from ..tensor.qtensor import QTensor
-from .blocks import can_leave_sum, shares_scale
 from .conv import (
     Convolution,
     Window,
@@ -34,8 +33,9 @@ from .conv import (
 )
 from .dimensions import check_bare
 from .dot_general import Operand, as_operand, dot_general, is_empty, result_dtype
-from .exact import check_splittable, is_integer
+from .exact import check_splittable
 from .formulation import ELSEWHERE, Planner, formulation
+from .problem import can_leave_sum, is_integer, shares_scale
 from .requantize import Asked, Output, Requantization, as_asked, check_requantized, requantize
 
 NAME = "conv_general_dilated"

@@ -81,7 +81,7 @@ class Dimensions:
             OperandAxes(self.rhs_contracting, self.rhs_kept, self.rhs_batch),
         )
 
-    @property
+    @functools.cached_property
     def numbers(self) -> lax.DotDimensionNumbers:
         """The dimension numbers as `lax.dot_general` takes them."""
         return (
@@ -89,27 +89,27 @@ class Dimensions:
             (self.lhs_batch, self.rhs_batch),
         )
 
-    @property
+    @functools.cached_property
     def lhs_kept(self) -> tuple[int, ...]:
         """Axes of the left operand that the result has: batch axes and free ones."""
         return tuple(i for i in range(self.lhs_rank) if i not in self.lhs_contracting)
 
-    @property
+    @functools.cached_property
     def rhs_kept(self) -> tuple[int, ...]:
         """Axes of the right operand that the result has: batch axes and free ones."""
         return tuple(i for i in range(self.rhs_rank) if i not in self.rhs_contracting)
 
-    @property
+    @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:
         """Axes that only the left operand has."""
         return tuple(i for i in self.lhs_kept if i not in self.lhs_batch)
 
-    @property
+    @functools.cached_property
     def rhs_free(self) -> tuple[int, ...]:
         """Axes that only the right operand has."""
         return tuple(i for i in self.rhs_kept if i not in self.rhs_batch)
 
-    @property
+    @functools.cached_property
     def swapped(self) -> "Dimensions":
         """The dimensions of the operands in the other order."""
         return Dimensions(

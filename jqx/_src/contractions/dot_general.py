@@ -17,10 +17,12 @@ from ..numerics.exact import common_dtype
 from ..tensor.layout import check_dtypes
 from ..tensor.qtensor import QTensor
 from ..tensor.targets import kernel_of
-from .blocks import HowTo, can_leave_sum
 from .dimensions import Dimensions, in_order, of_offset
-from .kernels import as_activation
-from .planner import REQUANTIZED, Product, Requantized, plan
+from .formulation import PLATFORMS, Planner, formulation, formulation_of_kernels
+from .kernels import as_activation, multiplies_codes, products
+from .kernels_cpu import FEW_PENDING, package_quantizing
+from .planner import REQUANTIZED, Requantized, plan
+from .problem import HowTo, Pending, Product, can_leave_sum
 from .requantize import Asked, Output, Requantization, as_asked, as_result, check_requantized
 
 Operand = ArrayLike | QTensor
@@ -113,7 +115,7 @@ def dot_general(
       Array([[3., 3.]], dtype=float32)
     """
     left, right = as_operand(lhs), as_operand(rhs)
-    floats = not any(isinstance(x, QTensor) for x in (left, right))
+    floats = not any(isinstance(x, (QTensor, Pending)) for x in (left, right))
     if floats and not isinstance(output, Requantization):
         y = lax.dot_general(
             left,
@@ -166,6 +168,11 @@ def contract(
     """
     if is_empty(left) or is_empty(right):  # all sums, if any, are empty
         return jnp.zeros(shape_of_result(left, right, dimensions))
+    if isinstance(left, Pending):
+        return _contract_pending(left, right, dimensions, precision, dtype)
+    if isinstance(right, Pending):
+        y = _contract_pending(right, left, dimensions.swapped, precision, dtype)
+        return dimensions.swap_output(y)
     left, right = in_order(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         # An offset of the smaller operand, the activation, is not worth separate sums.
@@ -221,6 +228,49 @@ def _computed(
     return None if choice is None else choice.compute(lhs, rhs, case.how)
 
 
+def _contract_pending(
+    rows: Pending, q: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
+) -> jax.Array:
+    """Contracts an array that is still to be quantized with a weight."""
+    if q.offset is not None or q.order is not None:
+        return contract(rows.quantized(), q, dimensions, precision)
+    _, q, dimensions = as_stored(rows, q, dimensions)
+    how = HowTo.of(rows.codes, q, dimensions, precision)._replace(dtype=dtype)
+    return QUANTIZED.compute(Product(rows, q, how))
+
+
+@formulation(
+    "a float operand to be quantized, and a weight that no kernel reads here: the operand is "
+    "quantized first",
+    PLATFORMS,
+    lambda case: True,
+    op="dot_general:quantized",
+)
+def quantize_first(lhs: Pending, rhs: QTensor, how: HowTo) -> jax.Array:
+    return contract(lhs.quantized(), rhs, how.dimensions, how.precision, how.dtype)
+
+
+def _quantizes(target: str, case: Product) -> bool:
+    """Whether the kernel of a target quantizes rows, on a GPU again for each tile of columns."""
+    rows: Pending = case.lhs
+    short = (target == "tpu" or case.rows <= FEW_PENDING) and rows.has_codes_of_kernels
+    return short and multiplies_codes(target, rows.codes, case.rhs, case.how)
+
+
+@formulation_of_kernels(
+    "a float operand to be quantized, and a weight that is laid out for a kernel: the kernel "
+    "quantizes the operand, and multiplies codes",
+    _quantizes,
+    op="dot_general:quantized",
+)
+def kernel_quantizing(target: str, lhs: Pending, rhs: QTensor, how: HowTo) -> jax.Array:
+    return products(target, lhs, rhs, how, plain=quantize_first.compute)
+
+
+QUANTIZED = Planner("dot_general:quantized", *kernel_quantizing, package_quantizing, quantize_first)
+"""Products of an array that is still to be quantized."""
+
+
 def _is_smaller(left: Any, right: Any) -> bool:
     """Whether the left operand is the smaller one; a symbolic size counts as an activation."""
     if export.is_symbolic_dim(right.size):
@@ -249,6 +299,8 @@ def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
 
 def as_operand(x: Operand) -> Any:
     """Returns a QTensor unchanged, and anything else as an array."""
+    if isinstance(x, Pending):
+        return x
     if isinstance(x, QTensor):
         check_dtypes("QTensor", x)
         return x
@@ -272,6 +324,8 @@ def check_operand(
     function: str, name: str, operand: Any, contracting: tuple[int, ...], hint: str = ""
 ) -> None:
     """Checks that an array is real, and that the scale of a QTensor can leave the sum."""
+    if isinstance(operand, Pending):
+        return
     if not isinstance(operand, QTensor):
         as_real(function, name, operand)
     elif not can_leave_sum(operand.groups, contracting):

@@ -14,58 +14,14 @@ from ..checks import is_at_least
 from ..errors import fail
 from ..numerics.exact import common_dtype
 from ..numerics.lookup import format_of, name_of_qtype
-from ..numerics.qtype import Integer
 from ..tensor.layout import Layout, is_flipped, to_int8
 from ..tensor.qtensor import QTensor
-from .blocks import HowTo, sum_in_turn, sum_of_blocks, with_scales
+from .blocks import sum_in_turn, sum_of_blocks, with_scales
 from .dimensions import Dimensions
 from .formulation import CPU, PLATFORMS, formulation
+from .problem import HowTo, longest, needs_shape, needs_transpose
 
 # Integer codes as int8, the signed type that every backend multiplies fast.
-
-
-ACCUMULATOR = 2**31 - 1
-"""The largest sum that an int32 holds."""
-
-
-def is_integer(x: Any) -> bool:
-    """Whether an operand is a QTensor of an integer format."""
-    return isinstance(x, QTensor) and isinstance(format_of(x.qtype), Integer)
-
-
-def is_byte(x: Any) -> bool:
-    """Whether an operand is a QTensor of an integer format of 8 bits or fewer."""
-    return is_integer(x) and format_of(x.qtype).bits <= 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    """Two operands of a contraction, as the planner sees them: arrays or QTensors."""
-
-    lhs: Any
-    rhs: Any
-
-    @property
-    def are_integers(self) -> bool:
-        """Whether both operands are QTensors of integers."""
-        return is_integer(self.lhs) and is_integer(self.rhs)
-
-    @property
-    def are_bytes(self) -> bool:
-        """Whether both operands are QTensors of integers of 8 bits or fewer."""
-        return is_byte(self.lhs) and is_byte(self.rhs)
-
-
-def largest(q: QTensor) -> int:
-    """Returns the largest magnitude of a code minus its zero point."""
-    form = format_of(q.qtype)
-    low, high = int(form.low), int(form.high)
-    return max(-low, high) if q.zero_point is None else high - low
-
-
-def longest(lhs: QTensor, rhs: QTensor) -> int:
-    """Returns how many products of extreme codes, minus their zero points, an int32 sum holds."""
-    return ACCUMULATOR // (largest(lhs) * largest(rhs))
 
 
 def as_int8(q: QTensor) -> QTensor:
@@ -172,18 +128,6 @@ def fitting(
     """Multiplies as written if that is fast on CPU, else in other shapes."""
     form = shaped if left or right or needs_shape(lhs, rhs, dimensions) else plain
     return form(lhs, rhs, dimensions, left=left, right=right)
-
-
-def needs_transpose(dimensions: Dimensions) -> bool:
-    """Whether the left operand is not in the order: batch axes, free axes, contracted axes."""
-    order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
-    return order != tuple(range(dimensions.lhs_rank))
-
-
-def needs_shape(lhs: Any, rhs: Any, dimensions: Dimensions) -> bool:
-    """Whether a product leaves the fast path of XLA on CPU as written."""
-    narrow = dimensions.rows(lhs) == 1 or dimensions.columns(rhs) == 1
-    return narrow or needs_transpose(dimensions)
 
 
 def to_rows(x: jax.Array, dimensions: Dimensions) -> jax.Array:

@@ -143,6 +143,29 @@ def formulation(
     return register
 
 
+TARGETS = {"tpu": ("tpu",), "gpu": ("cuda",)}
+"""The platforms of the kernels for each target of `pack_for` that has Pallas kernels."""
+
+
+def formulation_of_kernels(
+    reason: str, applies: Callable[[str, Any], bool], **options: Any
+) -> Callable[[Callable[..., Any]], tuple[Formulation, ...]]:
+    """Registers a function `(target, lhs, rhs, how)` as one formulation for each target, with the
+    target at the end of its name. `applies(target, case)` is its condition.
+    """
+
+    def register(compute: Callable[..., Any]) -> tuple[Formulation, ...]:
+        forms = []
+        for target, platforms in TARGETS.items():
+            run = functools.partial(compute, target)
+            run.__name__ = f"{compute.__name__}_{target}"  # type: ignore[attr-defined]
+            condition = functools.partial(applies, target)
+            forms.append(formulation(reason, platforms, condition, finds=True, **options)(run))
+        return tuple(forms)
+
+    return register
+
+
 OPS: set[str] = set()
 """The operations that have formulations."""
 

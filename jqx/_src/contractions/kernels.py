@@ -20,21 +20,37 @@ from ..numerics.qtype import Integer, QType
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import found
 from ..tensor.targets import kernel_of, layout_for_kernel
-from .blocks import HowTo, with_own_scales
+from .blocks import with_own_scales
 from .dimensions import Dimensions
-from .exact import ACCUMULATOR, as_int8, integer, largest
-from .formulation import CPU, ELSEWHERE, formulation, of_slices
+from .exact import as_int8, integer
+from .formulation import CPU, ELSEWHERE, formulation, formulation_of_kernels, of_slices
 from .plain import convert, dequantize, is_exact_in, tiles
+from .problem import ACCUMULATOR, HowTo, Pending, largest
 
 # Operands of kernels: matrices, mapped over stacks, and parameters of weights.
 
 
-def is_laid_out_for(platform: str, x: Any, q: QTensor, how: HowTo) -> bool:
+def weights_on(target: str) -> Callable[..., jax.Array]:
+    """Returns the kernel of a target that multiplies floats by a weight."""
+    return weights_tpu if target == "tpu" else weights_gpu
+
+
+def products_on(target: str) -> Callable[..., jax.Array]:
+    """Returns the kernel of a target that multiplies codes, or floats that it quantizes."""
+    return products_tpu if target == "tpu" else products_gpu
+
+
+def rows_on(target: str, x: jax.Array) -> jax.Array:
+    """Returns float rows in the dtype that kernels read: TPUs do not have float16."""
+    return x.astype(jnp.float32) if target == "tpu" and x.dtype == jnp.float16 else x
+
+
+def is_laid_out_for(target: str, x: Any, q: QTensor, how: HowTo) -> bool:
     """Whether this is a product of matrices, computed in float32, with a weight that is laid out
-    for the kernels of a platform.
+    for the kernels of a target.
     """
     dimensions = how.dimensions
-    if kernel_of(q) != platform:
+    if kernel_of(q) != target:
         return False
     symbolic = any(export.is_symbolic_dim(n) for n in (*x.shape, *q.shape))
     matrices = dimensions.rhs_contracting == (q.ndim - 2,) and dimensions.rhs_free == (q.ndim - 1,)
@@ -42,7 +58,7 @@ def is_laid_out_for(platform: str, x: Any, q: QTensor, how: HowTo) -> bool:
         matrices
         and not symbolic
         and common_dtype(x.dtype, q.dtype) == jnp.float32
-        and layout_for_kernel(q, -2, platform, "") is not None
+        and layout_for_kernel(q, -2, target, "") is not None
     )
 
 
@@ -196,20 +212,16 @@ DECODING = (
 )
 
 
-def _multiplies_floats_on(platform: str) -> Callable[[Any], bool]:
-    """Returns the condition of the kernels of a platform for products with floats.
+def _multiplies_floats(target: str, case: Any) -> bool:
+    """Whether a kernel of a target computes a product with floats.
 
     With one scale per channel, the scale can leave the product, and codes that compilers convert
     need no kernel.
     """
-
-    def applies(case: Any) -> bool:
-        if not case.is_beside_floats or precision_of(case.how.precision) is NotImplemented:
-            return False
-        needs = case.block is not None or is_looked_up(case.rhs)
-        return needs and is_laid_out_for(platform, case.lhs, case.rhs, case.how)
-
-    return applies
+    if not case.is_beside_floats or precision_of(case.how.precision) is NotImplemented:
+        return False
+    needs = case.block is not None or is_looked_up(case.rhs)
+    return needs and is_laid_out_for(target, case.lhs, case.rhs, case.how)
 
 
 def is_looked_up(q: QTensor) -> bool:
@@ -217,26 +229,13 @@ def is_looked_up(q: QTensor) -> bool:
     return q.values.dtype in (jnp.uint4, jnp.float4_e2m1fn) and q.zero_point is None
 
 
-@formulation(DECODING, ("tpu",), _multiplies_floats_on("tpu"), linear=dequantize.linear, finds=True)
-def kernel_tpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    # TPUs do not have float16.
-    wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype
-    return _weights(x.astype(wide), q, how, weights_tpu)
-
-
-@formulation(
-    DECODING, ("cuda",), _multiplies_floats_on("gpu"), linear=dequantize.linear, finds=True
-)
-def kernel_gpu(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    return _weights(x, q, how, weights_gpu)
-
-
-def _weights(x: jax.Array, q: QTensor, how: HowTo, kernel: Callable[..., jax.Array]) -> jax.Array:
-    kernel = in_stack(kernel, q, 1)
+@formulation_of_kernels(DECODING, _multiplies_floats, linear=dequantize.linear)
+def kernel(target: str, x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
+    x, weights = rows_on(target, x), in_stack(weights_on(target), q, 1)
     q = with_own_scales(q, (q.ndim - 1,))
     parameters = parameters_of(q, x.dtype)
     run = functools.partial(
-        kernel,
+        weights,
         table=table_of(q),
         precision=precision_of(how.precision),
         dtype=dtype_of(how, parameters),
@@ -259,7 +258,7 @@ def as_activation(q: QTensor, weight: QTensor, wide: Any) -> jax.Array:
     return q.astype(wide).dequantize()
 
 
-# Formulations by kernels for products of codes; `pending.py` has those that quantize rows.
+# Formulations by kernels for products of codes, or of floats that the kernel quantizes.
 
 
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -267,11 +266,11 @@ LEAST = 16
 """Elements of the smallest group that matrix units of a GPU multiply."""
 
 
-def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
+def multiplies_codes(target: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
     """Whether a kernel multiplies the codes of two operands. The left one may be given by shapes
     only.
     """
-    if not is_laid_out_for(platform, x, q, how):
+    if not is_laid_out_for(target, x, q, how):
         return False
     (axis,) = how.dimensions.lhs_contracting
     size, length = q.groups.sizes[-2], q.shape[-2]
@@ -279,7 +278,7 @@ def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
     in_step = shared == length or shared == size
     if not in_step or x.zero_point is not None or x.offset is not None or x.order is not None:
         return False
-    if platform == "gpu" and size % LEAST:
+    if target == "gpu" and size % LEAST:
         return False
     left, right = format_of(x.qtype), format_of(q.qtype)
     if isinstance(left, Integer) and isinstance(right, Integer):
@@ -290,16 +289,12 @@ def multiplies_codes(platform: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
     return all(isinstance(t, jnp.dtype) and t in FLOAT8 for t in qtypes) and q.zero_point is None
 
 
-def _multiplies_groups_on(platform: str) -> Callable[[Any], bool]:
-    """Returns the condition of the kernels of a platform for products of codes in groups. With one
-    scale per channel, XLA is as fast.
+def _multiplies_groups(target: str, case: Any) -> bool:
+    """Whether a kernel computes a product of codes in groups. With one scale per channel, XLA is as
+    fast.
     """
-
-    def applies(case: Any) -> bool:
-        codes = isinstance(case.lhs, QTensor) and case.block is not None
-        return codes and multiplies_codes(platform, case.lhs, case.rhs, case.how)
-
-    return applies
+    codes = isinstance(case.lhs, QTensor) and case.block is not None
+    return codes and multiplies_codes(target, case.lhs, case.rhs, case.how)
 
 
 CODES_IN_GROUPS = (
@@ -308,14 +303,9 @@ CODES_IN_GROUPS = (
 )
 
 
-@formulation(CODES_IN_GROUPS, ("tpu",), _multiplies_groups_on("tpu"), finds=True)
-def kernel_of_codes_tpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    return _of_codes(lhs, rhs, how, products_tpu)
-
-
-@formulation(CODES_IN_GROUPS, ("cuda",), _multiplies_groups_on("gpu"), finds=True)
-def kernel_of_codes_gpu(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    return _of_codes(lhs, rhs, how, products_gpu)
+@formulation_of_kernels(CODES_IN_GROUPS, _multiplies_groups)
+def kernel_of_codes(target: str, lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return products(target, lhs, rhs, how, plain=_plain)
 
 
 def _are_floats_of_a_kernel(case: Any) -> bool:
@@ -349,18 +339,6 @@ def _real(lhs: QTensor, rhs: QTensor) -> jax.Array:
     return lhs.astype(common_dtype(lhs.dtype, rhs.dtype)).dequantize()
 
 
-def _of_codes(
-    lhs: QTensor, rhs: QTensor, how: HowTo, kernel: Callable[..., jax.Array]
-) -> jax.Array:
-    if isinstance(format_of(lhs.qtype), Integer):
-        lhs = as_int8(lhs)
-
-    def run(lhs: QTensor, rhs: QTensor) -> jax.Array:
-        return products(lhs.values, lhs.real_scale(), rhs, how, format_of(lhs.qtype), kernel)
-
-    return derived_as(run, functools.partial(_plain, how=how))(lhs, rhs)
-
-
 def _plain(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     if isinstance(format_of(lhs.qtype), Integer):
         return integer.compute(lhs, rhs, how)
@@ -379,27 +357,46 @@ def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...
     return function
 
 
-def products(
-    x: jax.Array,
-    x_scale: jax.Array,
-    q: QTensor,
-    how: HowTo,
-    form: QType,
-    kernel: Callable[..., jax.Array],
-) -> jax.Array:
-    """Returns the product of rows and a weight by a kernel that multiplies codes.
+class Rows(NamedTuple):
+    """The left operand of a kernel that multiplies codes.
 
-    Args:
-      x: floats to be quantized, or codes.
-      x_scale: their scale, of the same rank.
-      q: the weight, laid out for the kernel.
-      how: the contraction.
-      form: the format of rows.
-      kernel: `products_tpu`, or `products_gpu`.
+    Attributes:
+      x: codes, or floats that the kernel quantizes.
+      scale: their scale, of the same rank.
+      form: the format of the codes.
     """
-    kernel = in_stack(kernel, q, 2)
-    q = with_own_scales(q, (q.ndim - 1,))
-    parameters = parameters_of(q, jnp.float32)
-    run = functools.partial(kernel, form=form, dtype=dtype_of(how, parameters))
-    rows, weight = [x, x_scale.astype(jnp.float32)], [q.values, parameters.scale, parameters.zero]
-    return over_matrices(run, how.dimensions, rows, weight, parameters.factor)
+
+    x: jax.Array
+    scale: jax.Array
+    form: QType
+
+    @classmethod
+    def of(cls, target: str, x: QTensor | Pending) -> "Rows":
+        """Returns codes as they are, integers as int8, or floats that are still to be quantized."""
+        if isinstance(x, Pending):
+            return cls(rows_on(target, x.x), x.scale, format_of(x.spec.qtype))
+        q = as_int8(x) if isinstance(format_of(x.qtype), Integer) else x
+        return cls(q.values, q.real_scale(), format_of(q.qtype))
+
+
+def products(
+    target: str,
+    lhs: QTensor | Pending,
+    rhs: QTensor,
+    how: HowTo,
+    plain: Callable[..., jax.Array],
+) -> jax.Array:
+    """Returns the product of codes, or of floats to be quantized, and a weight by the kernel of a
+    target. Its derivative is that of `plain(lhs, rhs, how)`, which computes the same result.
+    """
+
+    def run(lhs: QTensor | Pending, q: QTensor) -> jax.Array:
+        kernel = in_stack(products_on(target), q, 2)
+        q = with_own_scales(q, (q.ndim - 1,))
+        parameters, rows = parameters_of(q, jnp.float32), Rows.of(target, lhs)
+        by_matrices = functools.partial(kernel, form=rows.form, dtype=dtype_of(how, parameters))
+        left = [rows.x, rows.scale.astype(jnp.float32)]
+        weight = [q.values, parameters.scale, parameters.zero]
+        return over_matrices(by_matrices, how.dimensions, left, weight, parameters.factor)
+
+    return derived_as(run, functools.partial(plain, how=how))(lhs, rhs)

@@ -19,26 +19,16 @@ from ..compat_kernels import alone_or_in_parts
 from ..kernels.products_cpu import decoded_product_cpu, float_product_cpu, product_cpu
 from ..numerics.exact import common_dtype
 from ..numerics.lookup import E8M0, format_of
-from ..numerics.qtype import QType
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone, found
 from ..tensor.targets import is_decoded, kernel_of
-from .blocks import HowTo, with_own_scales
+from .blocks import with_own_scales
 from .dimensions import Dimensions
-from .exact import (
-    accumulate,
-    as_int8,
-    fitting,
-    in_fitting_shapes,
-    integer_blocks,
-    is_byte,
-    is_integer,
-    longest,
-    to_rows,
-)
+from .exact import accumulate, as_int8, fitting, in_fitting_shapes, integer_blocks, to_rows
 from .formulation import CPU, formulation
 from .kernels import derived_as, numbers_of_codes, precision_of
 from .plain import is_exact_in, tangent_tiles, tiles
+from .problem import HowTo, Pending, Product, is_byte, is_integer, longest
 
 
 def is_in_rows(x: Any, q: QTensor, dimensions: Dimensions) -> bool:
@@ -176,15 +166,42 @@ def by_kernel(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: 
     return alone_or_in_parts(kernel, without, *arrays)
 
 
-def quantizing(
-    x: jax.Array, scale: jax.Array, q: QTensor, *stack: jax.Array, how: HowTo, form: QType
-) -> jax.Array:
-    """Returns the product of floats, quantized to a format with their scale, and a weight."""
-    rows = rows_of(x.astype(jnp.float32), how)
-    factor = _parameter(scale.astype(jnp.float32), x, how)
-    weight, step = right_of(as_int8(q), how, *stack)
-    options = {"low": float(form.low), "high": float(form.high), "step": step}
-    return as_output(product_cpu(rows, factor, None, *weight, **options, dtype=jnp.float32), x, how)
+FEW_PENDING = 64
+"""Up to this number of rows, a kernel quantizes them, on a GPU again for each tile of columns. More
+rows are quantized first. On CPU, sites that read the same array then share its codes, which matters
+more than the cost of a separate call when there are many rows.
+"""
+
+
+def _quantizes(case: Product) -> bool:
+    rows: Pending = case.lhs
+    short = case.rows <= FEW_PENDING and rows.has_codes_of_kernels
+    return short and multiplies_bytes(rows.codes, case.rhs, case.how)
+
+
+@formulation(
+    "a float operand to be quantized, and a weight that is laid out for jqx-cpu: its kernel "
+    "quantizes the operand, multiplies codes exactly, and scales the sums as it writes them",
+    CPU,
+    _quantizes,
+    op="dot_general:quantized",
+    finds=True,
+)
+def package_quantizing(lhs: Pending, rhs: QTensor, how: HowTo) -> jax.Array:
+    form = format_of(lhs.spec.qtype)
+
+    def kernel(lhs: Pending, q: QTensor, *stack: jax.Array) -> jax.Array:
+        rows = rows_of(lhs.x.astype(jnp.float32), how)
+        factor = _parameter(lhs.scale.astype(jnp.float32), lhs, how)
+        weight, step = right_of(as_int8(q), how, *stack)
+        options = {"low": float(form.low), "high": float(form.high), "step": step}
+        y = product_cpu(rows, factor, None, *weight, **options, dtype=jnp.float32)
+        return as_output(y, lhs, how)
+
+    def plain(lhs: Pending, q: QTensor) -> jax.Array:
+        return in_fitting_shapes(lhs.quantized(), q, how)
+
+    return derived_as(functools.partial(by_kernel, kernel, plain), plain)(lhs, rhs)
 
 
 def in_groups(parameter: jax.Array, q: QTensor) -> jax.Array:

@@ -20,10 +20,11 @@ from ..numerics.minifloats import Minifloat
 from ..numerics.qtype import Integer
 from ..ops.affine import affine_dequantize
 from ..tensor.qtensor import QTensor
-from .blocks import HowTo, in_slices, sum_of_blocks, with_own_scales, with_scales
+from .blocks import in_slices, sum_of_blocks, with_own_scales, with_scales
 from .dimensions import Dimensions
-from .exact import as_int8, needs_shape, rows_product, to_rows
+from .exact import as_int8, rows_product, to_rows
 from .formulation import CPU, ELSEWHERE, formulation
+from .problem import HowTo, needs_shape
 
 
 @formulation(

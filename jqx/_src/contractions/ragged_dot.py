@@ -13,28 +13,29 @@ from ..checks import as_count, as_integers, called
 from ..compat_kernels import alone_or_in_parts
 from ..errors import fail
 from ..kernels.products_cpu import product_cpu
-from ..kernels.products_gpu import products_gpu, weights_gpu
-from ..kernels.products_tpu import products_tpu, weights_tpu
-from ..numerics.lookup import format_of
-from ..numerics.qtype import Integer
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import found
 from ..tensor.targets import kernel_of
-from .blocks import HowTo, find_block, item_at, with_own_scales
+from .blocks import item_at, with_own_scales
 from .dimensions import Dimensions, OperandAxes
 from .dot_general import Operand, as_operand, check_operand, contract, result_dtype
 from .exact import as_int8
-from .formulation import CPU, PLATFORMS, Planner, formulation
+from .formulation import CPU, PLATFORMS, Planner, formulation, formulation_of_kernels
 from .kernels import (
+    Rows,
     derived_as,
     is_laid_out_for,
     is_looked_up,
     multiplies_codes,
     parameters_of,
     precision_of,
+    products_on,
+    rows_on,
     table_of,
+    weights_on,
 )
 from .kernels_cpu import (
+    FEW_PENDING,
     as_output,
     decoded,
     floats,
@@ -44,6 +45,7 @@ from .kernels_cpu import (
     multiplies_floats,
     right_of,
 )
+from .problem import HowTo, Pending, find_block, settled
 from .take import take_along
 
 # Rows in groups, split into tiles that each hold rows of one group only.
@@ -272,17 +274,17 @@ LEAST_ROWS, MOST_ROWS = 16, 128
 """Rows of a tile that matrix units multiply at once; more do not fit the registers of a GPU."""
 
 
-def has_kernel(case: Groups, platform: str) -> bool:
-    """Whether a kernel of a platform multiplies rows by the matrices of a stack."""
+def _has_kernel(target: str, case: Groups) -> bool:
+    """Whether a kernel of a target multiplies rows by the matrices of a stack."""
     x, q = case.lhs, case.rhs
     if not isinstance(q, QTensor) or precision_of(case.how.precision) is NotImplemented:
         return False
     plain = q.offset is None and q.order is None and q.layout and not q.layout.swapped
     how = HowTo(STACK, block=find_block(x, q, STACK))
-    if not plain or not is_laid_out_for(platform, x, q, how):
+    if not plain or not is_laid_out_for(target, x, q, how):
         return False
     if isinstance(x, QTensor):
-        return multiplies_codes(platform, x, q, how)
+        return multiplies_codes(target, x, q, how)
     return how.block is not None or is_looked_up(q)
 
 
@@ -292,59 +294,25 @@ REASON = (
 )
 
 
-@formulation(REASON, ("tpu",), lambda case: has_kernel(case, "tpu"), op="ragged_dot", finds=True)
-def ragged_kernel_tpu(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.Array:
-    return _by_kernel(lhs, rhs, sizes, how, weights_tpu, products_tpu)
-
-
-@formulation(REASON, ("cuda",), lambda case: has_kernel(case, "gpu"), op="ragged_dot", finds=True)
-def ragged_kernel_gpu(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.Array:
-    return _by_kernel(lhs, rhs, sizes, how, weights_gpu, products_gpu)
-
-
-def _by_kernel(
-    lhs: Any,
-    rhs: QTensor,
-    sizes: jax.Array,
-    how: Args,
-    of_floats: Callable[..., jax.Array],
-    of_codes: Callable[..., jax.Array],
-) -> jax.Array:
-    def run(lhs: Any, rhs: QTensor, sizes: jax.Array) -> jax.Array:
-        tiles = tiles_for_kernel(sizes, lhs.shape[0])
-        if isinstance(lhs, QTensor):
-            rows = as_int8(lhs) if isinstance(format_of(lhs.qtype), Integer) else lhs
-            scale = jnp.broadcast_to(rows.real_scale(), (lhs.shape[0], rows.scale.shape[1]))
-            return of_tiles(tiles, rows.values, scale, rhs, how, rows.qtype, of_codes)
-        wide = jnp.float32 if of_floats is weights_tpu and lhs.dtype == jnp.float16 else lhs.dtype
-        kernel = functools.partial(
-            of_floats, table=table_of(rhs), precision=precision_of(how.precision)
-        )
-        rows = _flat(rows_in(lhs.astype(wide), tiles))
-        return _products(kernel, tiles, [rows], rhs, wide, how)
-
+@formulation_of_kernels(REASON, _has_kernel, op="ragged_dot")
+def ragged_kernel(target: str, lhs: Any, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.Array:
     plain = functools.partial(ragged_tiles.compute, how=how)
-    return derived_as(run, plain)(lhs, rhs, sizes)
+    return derived_as(functools.partial(_by_kernel, target, how), plain)(lhs, rhs, sizes)
 
 
-def tiles_for_kernel(sizes: jax.Array, m: int) -> RowTiles:
-    """Returns the tiles of `m` rows in groups."""
-    return row_tiles(sizes, m, rows_of_a_tile(m, sizes.shape[0], LEAST_ROWS, MOST_ROWS))
-
-
-def of_tiles(
-    tiles: RowTiles,
-    x: jax.Array,
-    x_scale: jax.Array,
-    rhs: QTensor,
-    how: Args,
-    qtype: Any,
-    kernel: Callable[..., jax.Array],
-) -> jax.Array:
-    """Returns the product of rows [m, k], floats or codes, by a kernel that multiplies codes."""
-    rows = [_flat(rows_in(leaf, tiles)) for leaf in (x, x_scale.astype(jnp.float32))]
-    run = functools.partial(kernel, form=format_of(qtype))
-    return _products(run, tiles, rows, rhs, jnp.float32, how)
+def _by_kernel(target: str, how: Args, lhs: Any, rhs: QTensor, sizes: jax.Array) -> jax.Array:
+    """Multiplies rows, floats or codes or floats to be quantized, in tiles by a kernel."""
+    m = lhs.shape[0]
+    tiles = row_tiles(sizes, m, rows_of_a_tile(m, sizes.shape[0], LEAST_ROWS, MOST_ROWS))
+    if isinstance(lhs, (QTensor, Pending)):
+        x, scale, form = Rows.of(target, lhs)
+        row_scale = jnp.broadcast_to(scale.astype(jnp.float32), (m, scale.shape[1]))
+        rows = [_flat(rows_in(leaf, tiles)) for leaf in (x, row_scale)]
+        kernel = functools.partial(products_on(target), form=form)
+        return _products(kernel, tiles, rows, rhs, jnp.float32, how)
+    x, options = rows_on(target, lhs), {"precision": precision_of(how.precision)}
+    kernel = functools.partial(weights_on(target), table=table_of(rhs), **options)
+    return _products(kernel, tiles, [_flat(rows_in(x, tiles))], rhs, x.dtype, how)
 
 
 def _products(
@@ -380,7 +348,44 @@ def _flat(x: jax.Array) -> jax.Array:
 ROWS_OF_GROUPS = OperandAxes((1,), (0,)), OperandAxes((1,), (0, 2), (0,))
 """The roles of the axes of rows and matrices."""
 
-GROUPS = Planner("ragged_dot", ragged_package, ragged_kernel_tpu, ragged_kernel_gpu, ragged_tiles)
+GROUPS = Planner("ragged_dot", ragged_package, *ragged_kernel, ragged_tiles)
+
+
+# `ragged_dot` of rows that are still to be quantized.
+
+
+@formulation(
+    "rows in groups to be quantized, and matrices that no kernel reads here: the rows are "
+    "quantized first",
+    PLATFORMS,
+    lambda case: True,
+    op="ragged_dot:quantized",
+)
+def ragged_quantize_first(lhs: Pending, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.Array:
+    options = {"precision": how.precision, "preferred_element_type": how.dtype}
+    return ragged_dot(lhs.quantized(), rhs, sizes, **options)
+
+
+def _quantizes(target: str, case: Groups) -> bool:
+    rows: Pending = case.lhs
+    short = (target == "tpu" or rows.shape[0] <= FEW_PENDING) and rows.has_codes_of_kernels
+    return short and _has_kernel(target, case._replace(lhs=rows.codes))
+
+
+@formulation_of_kernels(
+    "rows in groups to be quantized, and matrices that are laid out for a kernel: the kernel "
+    "quantizes a tile of rows, and multiplies codes",
+    _quantizes,
+    op="ragged_dot:quantized",
+)
+def ragged_kernel_quantizing(
+    target: str, lhs: Pending, rhs: QTensor, sizes: jax.Array, how: Args
+) -> jax.Array:
+    plain = functools.partial(ragged_quantize_first.compute, how=how)
+    return derived_as(functools.partial(_by_kernel, target, how), plain)(lhs, rhs, sizes)
+
+
+QUANTIZED = Planner("ragged_dot:quantized", *ragged_kernel_quantizing, ragged_quantize_first)
 
 
 @called("ragged_dot")
@@ -443,7 +448,9 @@ def ragged_dot(
         raise fail("ragged_dot", problem, fix=fix, error=NotImplementedError)
     left, right = as_operand(lhs), as_operand(rhs)
     sizes = as_integers("ragged_dot", "group_sizes", group_sizes)
-    if not isinstance(left, QTensor) and not isinstance(right, QTensor):
+    if not isinstance(right, QTensor):
+        left = settled(left)
+    if not isinstance(left, (QTensor, Pending)) and not isinstance(right, QTensor):
         return lax.ragged_dot(
             left,
             right,
@@ -457,7 +464,8 @@ def ragged_dot(
     dtype = result_dtype("ragged_dot", left, right, preferred_element_type)
     if left.shape[0] == 0 or right.shape[0] == 0:
         return jnp.zeros((left.shape[0], right.shape[2]), dtype)
-    return GROUPS.compute(Groups(left, right, Args(precision, dtype)), left, right, sizes)
+    planner = QUANTIZED if isinstance(left, Pending) else GROUPS
+    return planner.compute(Groups(left, right, Args(precision, dtype)), left, right, sizes)
 
 
 def _check_shapes(lhs: Any, rhs: Any, sizes: jax.Array) -> None:

@@ -34,9 +34,8 @@ from ..numerics.lookup import as_qtype, format_of
 from ..numerics.qtype import Integer, QType
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec, needed_spec
-from .blocks import shares_scale
 from .dimensions import check_bare
-from .exact import is_byte, longest
+from .problem import is_byte, longest, shares_scale
 
 # Integers times a real factor, by integer arithmetic: `factor = multiplier * 2**(shift - 31)`.
 #

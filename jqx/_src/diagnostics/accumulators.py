@@ -11,7 +11,7 @@ from jax.lax import ConvDimensionNumbers
 from ..calibrators.calibrator import Affine
 from ..calibrators.granularity import per_tensor
 from ..compat import Eqn
-from ..contractions.exact import ACCUMULATOR
+from ..contractions.problem import ACCUMULATOR
 from ..numerics.blocks import Block
 from ..numerics.lookup import format_of
 from ..numerics.qtype import Integer

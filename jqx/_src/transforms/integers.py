@@ -13,7 +13,7 @@ import jax
 from .. import compat
 from ..calibrators.calibrator import Affine
 from ..compat import Eqn
-from ..contractions.pending import Pending, may_quantize
+from ..contractions.problem import Pending, may_wait, settled
 from ..errors import fail, some
 from ..policy import pattern_of
 from ..tensor.grid import groups_of
@@ -69,9 +69,11 @@ class OnIntegers(Rules):
     def _quantized(self, operand: Operand, x: Any, op: str, operands: Sequence[Any]) -> Any:
         if operand.role == "weight" or operand.spec is None or is_quantized(x):
             return x
-        rows = Pending(x, operand.spec, self.affines.get(operand.key))
-        kernel = any(may_quantize(rows.spec, value) for value in operands if value is not x)
-        return rows if kernel and op in ("dot_general", "ragged_dot") else rows.quantized()
+        spec, affine = operand.spec, self.affines.get(operand.key)
+        waits = any(may_wait(spec, value) for value in operands if value is not x)
+        if waits and op in ("dot_general", "ragged_dot"):
+            return Pending.of(x, spec, affine)
+        return QTensor.quantize(x, spec, affine)
 
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         try:
@@ -104,7 +106,7 @@ class OnIntegers(Rules):
 def contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     """Evaluates a contraction of arrays and QTensors."""
     if compat.is_explicit(eqn):
-        operands = [x.quantized() if isinstance(x, Pending) else x for x in operands]
+        operands = list(map(settled, operands))
     family = CONTRACTIONS[eqn.primitive.name]
     return compat.as_result_of(eqn, lambda *xs: family.apply(eqn, xs), *operands)
 

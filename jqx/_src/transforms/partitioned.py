@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..checks import as_dtype, check_real
 from ..compat import Eqn, has_explicit_axes
-from ..contractions.pending import Pending
+from ..contractions.problem import Pending, settled
 from ..errors import fail
 from ..tensor.segments import alone
 from ..tensor.shardings import names_of, partition_specs, sharding_of, shardings_of
@@ -285,7 +285,7 @@ class PartialSums:
         if not explicit:  # the compiler handles all but the contracted axes
             left = [entry if axis in lhs.contracted else None for axis, entry in enumerate(left)]
             right = [entry if axis in rhs.contracted else None for axis, entry in enumerate(right)]
-        unquantized = [x.quantized() if isinstance(x, Pending) else x for x in sides]
+        settled_sides = list(map(settled, sides))
         free = [left[axis] for axis in (*lhs.batch, *_without(lhs.kept, lhs.batch))]
         free += [right[axis] for axis in _without(rhs.kept, rhs.batch)]
 
@@ -297,12 +297,12 @@ class PartialSums:
             part,
             mesh=mesh,
             in_specs=tuple(
-                _specs(x, e, mesh) for x, e in zip(unquantized, (left, right), strict=True)
+                _specs(x, e, mesh) for x, e in zip(settled_sides, (left, right), strict=True)
             ),
             out_specs=PartitionSpec(*free),
             axis_names=set(mesh.axis_names) if explicit else set(names),
         )
-        y = jax.jit(parted)(*unquantized)
+        y = jax.jit(parted)(*settled_sides)
         return jax.sharding.reshard(y, eqn.outvars[0].aval.sharding) if explicit else y
 
 

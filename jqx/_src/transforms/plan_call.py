@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import export
 
 from ..checks import is_real
-from ..contractions.blocks import can_leave_sum
+from ..contractions.problem import can_leave_sum
 from ..errors import fail, message, some, warn
 from ..policy import Policy, Rule
 from ..tensor.grid import groups_of

@@ -18,13 +18,12 @@ from jax.typing import DTypeLike
 from .. import compat
 from ..checks import check_instance
 from ..compat import Eqn
-from ..contractions.blocks import can_leave_sum
 from ..contractions.conv import conv_axes
 from ..contractions.conv_general_dilated import conv_general_dilated
 from ..contractions.dimensions import Dimensions, OperandAxes
 from ..contractions.dot_general import dot_general, dot_gradients
 from ..contractions.einsum import einsum
-from ..contractions.pending import Pending, dot_general_pending, ragged_dot_pending
+from ..contractions.problem import can_leave_sum, settled
 from ..contractions.ragged_dot import ROWS_OF_GROUPS, ragged_dot
 from ..contractions.take import take
 from ..errors import fail
@@ -101,18 +100,11 @@ def _macs(eqn: Eqn) -> int:
 def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs = operands
     dimensions = _dimensions(eqn)
-    if _sums_scales(rhs, dimensions.rhs_contracting) and isinstance(lhs, Pending):
-        lhs = lhs.quantized()
-    if _sums_scales(lhs, dimensions.lhs_contracting) and isinstance(rhs, Pending):
-        rhs = rhs.quantized()
-    numbers, options = eqn.params["dimension_numbers"], _options(eqn)
-    if isinstance(lhs, Pending) or isinstance(rhs, Pending):
-        return dot_general_pending(lhs, rhs, numbers, **options)
     if _sums_scales(rhs, dimensions.rhs_contracting):
-        return _scaled_first(eqn, real_of(lhs), rhs)
+        return _scaled_first(eqn, real_of(settled(lhs)), rhs)
     if _sums_scales(lhs, dimensions.lhs_contracting):
-        return _scaled_first(eqn, lhs, real_of(rhs))
-    return dot_general(lhs, rhs, numbers, **options)
+        return _scaled_first(eqn, lhs, real_of(settled(rhs)))
+    return dot_general(lhs, rhs, eqn.params["dimension_numbers"], **_options(eqn))
 
 
 def _options(eqn: Eqn) -> dict[str, Any]:
@@ -196,8 +188,7 @@ def _ragged_macs(eqn: Eqn) -> int:
 
 def _ragged_apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs, sizes = operands
-    product: Any = ragged_dot_pending if isinstance(lhs, Pending) else ragged_dot
-    return product(lhs, rhs, sizes, **_options(eqn))
+    return ragged_dot(lhs, rhs, sizes, **_options(eqn))
 
 
 def _why_no_lookup(eqn: Eqn) -> str | None:
