@@ -478,12 +478,12 @@ class QTensor(NoArray):
         """
         return layout.swap_axes(self) if self.layout is not None and self.layout.swapped else self
 
-    @property
+    @functools.cached_property
     def groups(self) -> Groups:
         """Which elements share a scale."""
         return Groups.of_scale(self.shape, self.scale.shape, self.blocks)
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the real array."""
         return real_shape(self.values.shape, self.layout)
@@ -643,6 +643,7 @@ class QTensor(NoArray):
             parameter = getattr(self, name)
             if parameter is not None:
                 object.__setattr__(changed, name, f(parameter))
+        changed.__dict__.pop("groups", None)  # that of the scale before
         return changed
 
 
