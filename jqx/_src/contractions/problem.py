@@ -1,7 +1,14 @@
 """A product as jqx sees it: two operands, which axes are contracted, which scales are in blocks.
 
-What computes a product is chosen from this alone: shapes, formats and layouts, never values. An
-operand is an array, a QTensor, or an array that is still to be quantized (`Pending`).
+    y[b, m, n] = sum_g s[b, m, g] t[b, g, n] sum_{k in g} (x[b, m, k] - z[b, m, g])
+                                                          (w[b, k, n] - u[b, g, n])
+
+Rows `x` have scales `s` and zero points `z`, columns `w` have `t` and `u`. An array has the scale 1
+and no zero point; `g` are the blocks of contracted elements in which no scale changes, often a
+single one. Every formulation computes this, with the inner sum exact if both operands are integers.
+
+What computes a product is chosen from shapes, formats and layouts, never from values. An operand is
+an array, a QTensor, or an array that is still to be quantized (`Pending`).
 """
 
 import dataclasses

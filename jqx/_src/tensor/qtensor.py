@@ -643,7 +643,7 @@ class QTensor(NoArray):
             parameter = getattr(self, name)
             if parameter is not None:
                 object.__setattr__(changed, name, f(parameter))
-        changed.__dict__.pop("groups", None)  # that of the scale before
+        vars(changed).pop("groups", None)  # that of the scale before
         return changed
 
 
