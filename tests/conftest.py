@@ -95,9 +95,7 @@ OPTIMIZED = (
     "test_smollm2.py",
     "test_xla_cpu.py",
     "transforms/test_deployed.py",
-    "transforms/test_equinox.py",
     "transforms/test_export.py",
-    "transforms/test_small_images.py",
 )
 """Folders and files whose tests hold the bits of a result, those of another process too, or the
 distance of two programs."""
