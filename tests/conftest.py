@@ -95,7 +95,6 @@ OPTIMIZED = (
     "test_smollm2.py",
     "test_xla_cpu.py",
     "transforms/test_deployed.py",
-    "transforms/test_export.py",
 )
 """Folders and files whose tests hold the bits of a result, those of another process too, or the
 distance of two programs."""

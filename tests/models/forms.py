@@ -252,6 +252,23 @@ def together(*functions):
     return jax.jit(lambda *args: [f(*args) for f in functions])
 
 
+def assert_same(actual, expected):
+    """Trees of equal structure, of leaves with equal types and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
+
+
+def gradients(*functions):
+    """The gradients of several functions in their first two arguments, of one program."""
+
+    def gradient(f):
+        total = lambda *args: sum(jnp.sum(y) for y in jax.tree.leaves(f(*args)))  # noqa: E731
+        return jax.grad(total, (0, 1))
+
+    return together(*map(gradient, functions))
+
+
 def reference(name, policy):
     """The same with quantization by hand."""
     dot = by_hand(policy != "weights")

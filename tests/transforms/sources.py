@@ -50,10 +50,17 @@ def cases(table, slow=()):
     return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
 
 
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def assert_transformed(f, plan, params, expected, *args, wrap=jax.jit):
+    """Simulated, and converted with quantized parameters, a function returns what is expected."""
+    q = jqx.quantize_params(params, plan)
+    assert_same(wrap(jqx.convert(f, plan, "dynamic"))(q, *args), expected)
+    assert_same(wrap(jqx.simulate(f, plan, "dynamic"))(params, *args), expected)
 
 
 def assert_quantized(f, axes, params, *args, wrap=jax.jit, roundings=0):

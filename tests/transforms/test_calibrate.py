@@ -26,6 +26,7 @@ from ..models.transforms import (
     mlp_params,
     normal,
     plan_of,
+    product,
     relative,
 )
 
@@ -371,10 +372,7 @@ MISTAKES = {
         ValueError,
         "another function",
     ),
-    "no batch": (batches, ValueError, "there is no batch"),
     "no function": (partial(batches, 3), TypeError, "`f` is not a function"),
-    "no plan": (partial(batches, mlp, "plan"), TypeError, "`plan`"),
-    "no batches": (partial(batches, data=3), TypeError, "`batches`"),
     "batches of other parameters": (
         partial(batches, params=WIDER, data=BATCHES),
         ValueError,
@@ -402,10 +400,6 @@ def test_affines_must_fit_the_plan(transform):
     for key, fact in ((FIRST, f"missing: {SECOND}"), ("nothing", "unknown: nothing")):
         with pytest.raises(ValueError, match=fact):
             transform(mlp, PLAN, {key: Affine(jnp.ones((1, 1)))})(PARAMS, X)
-
-
-def product(w, x):
-    return x @ w
 
 
 EYE, ONES = jnp.eye(16), jnp.ones((2, 16))

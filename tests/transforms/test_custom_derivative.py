@@ -43,8 +43,8 @@ def asking_forward(w, x, n):
     return asking(w.value, x.value, n.value), (w.value, x.value, n.value)
 
 
-def asking_backward(kept, cotangents):
-    w, x, n = kept
+def asking_backward(residuals, cotangents):
+    w, x, n = residuals
     TOLD.add(("asked", *map(is_zero, cotangents)))
     y, total = map(dense, cotangents)
     y = n.astype(y.dtype) * y + total
@@ -92,7 +92,7 @@ def plain(w, x, **options):
     f = jax.custom_vjp(lambda w, x: x @ w)
     f.defvjp(
         lambda w, x: (x @ w, (w, x)),
-        lambda kept, y: (2 * kept[1].T @ y, 3 * y @ kept[0].T),
+        lambda residuals, y: (2 * residuals[1].T @ y, 3 * y @ residuals[0].T),
         **options,
     )
     return f(w, x)
@@ -156,8 +156,8 @@ def values(shape, seed):
 def gradients(f, argnums, w, x):
     """Returns the gradients of a function, and what its rules were told."""
     TOLD.clear()
-    found = jax.grad(lambda *args: (f(*args) ** 2).sum(), argnums)(w, x)
-    return found, frozenset(TOLD)
+    actual = jax.grad(lambda *args: (f(*args) ** 2).sum(), argnums)(w, x)
+    return actual, frozenset(TOLD)
 
 
 def assert_alike(rule, around, argnums, **kwargs):
@@ -168,10 +168,10 @@ def assert_alike(rule, around, argnums, **kwargs):
     plan = jqx.make_plan(built(), POLICY)(w, x)
     assert len(plan.sites) >= 1
     np.testing.assert_array_equal(jqx.simulate(built(), plan, **kwargs)(w, x), built()(w, x))
-    found, told = gradients(jqx.simulate(built(), plan, **kwargs), argnums, w, x)
+    actual, told = gradients(jqx.simulate(built(), plan, **kwargs), argnums, w, x)
     expected, asked = gradients(built(), argnums, w, x)
     assert told == asked
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
 
 
@@ -217,8 +217,8 @@ def test_a_custom_rule_gets_perturbed_flags_in_forward_mode_under_jit_and_vmap()
         push = jax.jit(lambda f, dw: jax.jvp(lambda w: f(w, x), (w,), (dw,))[1], static_argnums=0)
         return jax.vmap(lambda dw: push(f, dw))(jnp.stack([w, -w])), frozenset(TOLD)
 
-    (found, told), (expected, asked) = moved(jqx.simulate(pushed, plan)), moved(pushed)
-    np.testing.assert_array_equal(found, expected)
+    (actual, told), (expected, asked) = moved(jqx.simulate(pushed, plan)), moved(pushed)
+    np.testing.assert_array_equal(actual, expected)
     assert told == asked == {("pushed", False, True)}
 
 
@@ -233,5 +233,5 @@ def test_a_rule_is_differentiated_again(rule):
         return jax.grad(lambda w, x: (slope(w, x) ** 2).sum())(w, x)
 
     expected = curvature(f)
-    found = curvature(jqx.simulate(f, plan))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    actual = curvature(jqx.simulate(f, plan))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())

@@ -91,8 +91,8 @@ def resnet(padding):
         features = {"stem": x}
         for name, p in params.items():
             if name.startswith("block"):
-                first = name.endswith("_0") and not name.startswith("block0")
-                features[name] = x = block(p, x, 2 if first else 1)
+                is_first = name.endswith("_0") and not name.startswith("block0")
+                features[name] = x = block(p, x, 2 if is_first else 1)
         features["logits"] = x.mean((1, 2)) @ params["head"]
         return features
 

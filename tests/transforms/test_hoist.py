@@ -32,7 +32,9 @@ def ruled(w, x):
     return x @ norm(w)
 
 
-ruled.defvjp(lambda w, x: (ruled(w, x), (w, x)), lambda kept, c: (0 * kept[0], 3 * kept[1]))
+ruled.defvjp(
+    lambda w, x: (ruled(w, x), (w, x)), lambda residuals, c: (0 * residuals[0], 3 * residuals[1])
+)
 
 
 def spectral(p, x):
@@ -85,17 +87,17 @@ def attention_of_latents(p, x):
     return jnp.einsum("bqd,bd->bq", q, x @ norm(p["wk"]))
 
 
-# Function, parameters, what is split off in full, and what of it `what="weights"` leaves.
 def on_devices(p, x):
     """Weights that are computed outside of a shard_map, and read through views inside."""
-    rows, whole = PartitionSpec("devices"), PartitionSpec()
+    rows, replicated = PartitionSpec("devices"), PartitionSpec()
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     inside = jax.shard_map(
-        lambda x, w: jnp.tanh(x @ w.T), mesh=mesh, in_specs=(rows, whole), out_specs=rows
+        lambda x, w: jnp.tanh(x @ w.T), mesh=mesh, in_specs=(rows, replicated), out_specs=rows
     )
     return inside(x, norm(p["w"]))
 
 
+# Function, parameters, what is split off in full, and what of it `what="weights"` leaves.
 CASES = {
     "outside of shard_map": (on_devices, P, "computed/w", ""),
     "masked": (lambda p, x: jnp.tanh(x @ (p["w"] * p["mask"]) + p["b"]), P, "computed/mask,w", ""),
@@ -213,16 +215,14 @@ def test_the_parts_are_the_function_and_values_are_named_after_their_parameters(
     for got in results[name][1:]:
         # XLA may fuse the two programs differently; sums of 16 products of numbers of about 1.
         np.testing.assert_allclose(got, results[name][0], rtol=2e-5, atol=2e-5)
-    for what, own in (
-        ("all", expected),
-        ("weights", " ".join({*expected.split()} - {*left.split()})),
-    ):
+    split_off = {*expected.split()}
+    for what, computed_paths in (("all", split_off), ("weights", split_off - {*left.split()})):
         _, computed = jqx.hoist(f, what)(jax.eval_shape(lambda p=params: p), X)
         paths = paths_of(computed)
-        given = paths_of(params)
-        assert {path for path in paths if path not in given} == {*own.split()}, what
-        for path in paths.keys() & given.keys():
-            assert paths[path].shape == given[path].shape
+        originals = paths_of(params)
+        assert paths.keys() - originals.keys() == computed_paths, what
+        for path in paths.keys() & originals.keys():
+            assert paths[path].shape == originals[path].shape
 
 
 def test_what_is_read_as_it_is_stays_and_the_rest_is_dropped():
@@ -257,18 +257,18 @@ def test_both_parts_have_gradients_and_compose():
         return g(computed, x).sum()
 
     g, computed = jqx.hoist(f)(P, X)
-    whole = jax.grad(lambda p: f(p, X).sum())
-    found = jax.jit(
+    replicated = jax.grad(lambda p: f(p, X).sum())
+    actual = jax.jit(
         lambda p, c: (
             jax.grad(split)(p, X),
-            whole(p),
+            replicated(p),
             jax.vmap(g, (None, 0))(c, X),
             jax.grad(lambda c: g(c, X).sum())(c),
         )
     )(P, computed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *found[:2])
-    np.testing.assert_allclose(found[2], f(P, X), rtol=2e-5, atol=2e-5)
-    assert paths_of(found[3])["computed/g,w"].shape == (16, 16)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *actual[:2])
+    np.testing.assert_allclose(actual[2], f(P, X), rtol=2e-5, atol=2e-5)
+    assert paths_of(actual[3])["computed/g,w"].shape == (16, 16)
 
 
 def test_other_positions_names_and_static_values():
@@ -323,8 +323,8 @@ def test_reasons_offer_hoist_by_name_and_say_what_is_larger():
             assert "it is complex64, not a float" in text
         elif expected:
             assert "jqx.hoist" in text, name
-            rest = text.replace("jqx.hoist computes it outside of f", "")
-            assert ("outside of f" in rest) == (name == "latents"), name
+            other_text = text.replace("jqx.hoist computes it outside of f", "")
+            assert ("outside of f" in other_text) == (name == "latents"), name
             assert ("ptq(hoist='all')" in text) == bool(left), name
         else:
             assert "hoist" not in text

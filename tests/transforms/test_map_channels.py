@@ -12,6 +12,7 @@ import jqx
 
 from ..arrays import normal, on_device
 from ..models.forms import ALL, FORMS, WHILES, K, function, rows, together, weights
+from ..models.transforms import product
 
 SCALE = on_device(2.0 ** np.array([1, 0, -1, 2, 0, 1]), jnp.float32)
 ROTATION = on_device([[1, 1], [1, -1]], jnp.float32)
@@ -33,34 +34,34 @@ def plan_of(name):
 
 def maps_of(plan):
     """The same at each site, in each step of the loops around it."""
-    found = {}
+    maps = {}
     for site in plan.sites:
         steps = tuple(loop.length for loop in site.loops)
-        each = lambda x, steps=steps: jnp.broadcast_to(x, (*steps, *x.shape))  # noqa: E731
+        in_each_step = lambda x, steps=steps: jnp.broadcast_to(x, (*steps, *x.shape))  # noqa: E731
         (key,) = (x.key for x in site.operands if x.path is None)
         scale, rotation = (
-            jqx.ChannelMap(each(SCALE), clip=each(CLIP)),
-            jqx.ChannelMap(factors=(each(ROTATION),)),
+            jqx.ChannelMap(in_each_step(SCALE), clip=in_each_step(CLIP)),
+            jqx.ChannelMap(factors=(in_each_step(ROTATION),)),
         )
-        found[key] = scale, rotation
-        found[site.output_key] = jqx.ChannelMap(shift=each(SHIFT))
-    return found
+        maps[key] = scale, rotation
+        maps[site.output_key] = jqx.ChannelMap(shift=in_each_step(SHIFT))
+    return maps
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_every_control_flow_form_is_mapped_exactly(part):
     names = [f.__name__ for f in ALL if f.__name__ != "vmapped"][part::3]
     w, x = weights(), rows()
-    found, expected = [], []
+    actual, expected = [], []
     for name in names:
         plan = plan_of(name)
         mapped = jqx.map_channels(function(name), plan, maps_of(plan))
-        found.append(mapped)
+        actual.append(mapped)
         expected.append(functools.partial(FORMS[name], by_hand))
         assert jqx.make_plan(mapped, jqx.presets.w8a16())(w, x) == plan, name
-    a, b = together(*found)(w, x), together(*expected)(w, x)
-    for name, own, other in zip(names, a, b, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, own, other), name
+    a, b = together(*actual)(w, x), together(*expected)(w, x)
+    for name, own, reference in zip(names, a, b, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, own, reference), name
 
 
 def test_gradients_pass_the_maps_and_reach_their_arrays():
@@ -78,8 +79,11 @@ def test_gradients_pass_the_maps_and_reach_their_arrays():
         def own(w, x, maps, name=name, plan=plan):
             return lost(jqx.map_channels(function(name), plan, maps), w, x)
 
-        other = functools.partial(lost, functools.partial(FORMS[name], by_hand))
-        a, b = jax.jit(jax.grad(own, (0, 1, 2)))(w, x, maps), jax.jit(jax.grad(other, (0, 1)))(w, x)
+        reference = functools.partial(lost, functools.partial(FORMS[name], by_hand))
+        a, b = (
+            jax.jit(jax.grad(own, (0, 1, 2)))(w, x, maps),
+            jax.jit(jax.grad(reference, (0, 1)))(w, x),
+        )
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), a[:2], b)
         assert all(np.asarray(x).any() for x in jax.tree.leaves(a[2])), name
 
@@ -88,7 +92,7 @@ def test_batches_of_matrices_convolutions_experts_and_tables_have_channels():
     stack, image = normal(0, 3, 8, 5), normal(1, 2, 6, 6, 8)
     kernel, table, router = normal(2, 3, 3, 4, 6), normal(3, 7, 8), normal(4, 3, 8, 5)
 
-    def f(p, x, image, places):
+    def f(p, x, image, ids):
         y = jnp.einsum("bsk,bkn->bsn", x, p["stack"])
         z = lax.conv_general_dilated(
             image, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
@@ -96,14 +100,14 @@ def test_batches_of_matrices_convolutions_experts_and_tables_have_channels():
         )  # fmt: skip
         rows = lax.ragged_dot(x[0], p["experts"], jnp.array([1, 2, 1], jnp.int32))
         turned = jnp.einsum("nk,sk->ns", p["table"], x[0])
-        return y, z, rows, p["table"][places], turned
+        return y, z, rows, p["table"][ids], turned
 
     params = {"stack": stack, "kernel": kernel, "experts": router, "table": table}
-    x, places = normal(5, 3, 4, 8), jnp.array([2, 6])
+    x, ids = normal(5, 3, 4, 8), jnp.array([2, 6])
     shapes = {"stack": (3, 8), "kernel": (8,), "experts": (8,), "gather": (8,), "table": (8,)}
     scale = {name: jnp.exp2(jnp.round(normal(8, *shape))) for name, shape in shapes.items()}
     policy = jqx.Policy([jqx.Rule("table", weight=None), jqx.Rule(".*", weight="int8")])
-    plan = jqx.make_plan(f, policy)(params, x, image, places)
+    plan = jqx.make_plan(f, policy)(params, x, image, ids)
     maps = {
         "stack:dot_general:lhs": scale["stack"],
         "kernel:conv_general_dilated:lhs": scale["kernel"],
@@ -112,8 +116,8 @@ def test_batches_of_matrices_convolutions_experts_and_tables_have_channels():
     for i, skip in enumerate(plan.skipped):
         side = "out" if skip.op == "gather" else "rhs"
         maps[f"{plan.name_of_skipped(i)}:{side}"] = scale["gather" if side == "out" else "table"]
-    given = {key: jqx.ChannelMap(scale=x) for key, x in maps.items()}
-    found = jax.jit(jqx.map_channels(f, plan, given))(params, x, image, places)
+    channel_maps = {key: jqx.ChannelMap(scale=x) for key, x in maps.items()}
+    actual = jax.jit(jqx.map_channels(f, plan, channel_maps))(params, x, image, ids)
     groups = zip(jnp.split(kernel, 2, 3), jnp.split(scale["kernel"], 2), strict=True)
     folded = {
         "stack": stack * scale["stack"][:, :, None],
@@ -121,23 +125,22 @@ def test_batches_of_matrices_convolutions_experts_and_tables_have_channels():
         "experts": router * scale["experts"][None, :, None],
         "table": table * scale["gather"][None],
     }
-    expected = f(folded, x, image, places)
+    expected = f(folded, x, image, ids)
     expected = (
         *expected[:4],
-        f({**params, "table": table * scale["table"][None]}, x, image, places)[4],
+        f({**params, "table": table * scale["table"][None]}, x, image, ids)[4],
     )
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_rotations_are_kronecker_products_and_no_contractions_of_the_plan():
     w, x = normal(0, 12, 4), normal(1, 5, 12)
     a, b = (np.linalg.qr(np.asarray(normal(i, n, n)))[0] for i, n in ((2, 2), (3, 3)))
-    f = lambda w, x: x @ w  # noqa: E731
     policy = jqx.Policy([jqx.Rule(".*", weight="int8", activation="int8:token:dynamic")])
-    plan = jqx.make_plan(f, policy)(w, x)
+    plan = jqx.make_plan(product, policy)(w, x)
     maps = {":dot_general:lhs": jqx.ChannelMap(factors=(on_device(a), on_device(b)))}
-    mapped = jqx.map_channels(f, plan, maps)
+    mapped = jqx.map_channels(product, plan, maps)
     whole = np.kron(np.eye(2), np.kron(a, b))
     np.testing.assert_allclose(mapped(w, x), x @ whole @ w, rtol=1e-5, atol=1e-5)
     assert jqx.make_plan(mapped, policy)(w, x) == plan

@@ -48,7 +48,7 @@ LANGUAGE = {
 def test_linen_modules_apply_as_they_are():
     model = Language()
     variables = filled(jax.eval_shape(model.init, jax.random.key(0), TOKENS))
-    axes = {f"params/{path}": held for path, held in LANGUAGE.items()}
+    axes = {f"params/{path}": scaled_axes for path, scaled_axes in LANGUAGE.items()}
     plan = assert_quantized(
         lambda v, tokens: model.apply(v, tokens, mutable=False), axes, variables, TOKENS
     )
@@ -118,9 +118,9 @@ NETWORK = {
 
 
 def test_nnx_modules_are_merged_from_a_graph_closed_over():
-    graph, shapes, rest = nnx.split(nnx.eval_shape(lambda: Network(nnx.Rngs(0))), nnx.Param, ...)
+    graph, shapes, others = nnx.split(nnx.eval_shape(lambda: Network(nnx.Rngs(0))), nnx.Param, ...)
     params = filled(shapes)
-    f = lambda params, tokens: nnx.merge(graph, params, rest)(tokens)  # noqa: E731
+    f = lambda params, tokens: nnx.merge(graph, params, others)(tokens)  # noqa: E731
     plan = assert_quantized(f, NETWORK, params, TOKENS)
     assert len(plan.skipped) == 2
     q = jqx.quantize_params(params, plan)
@@ -213,6 +213,6 @@ def test_a_training_step_hands_back_its_module_with_the_leaves_that_are_no_array
         return eqx.apply_updates(mlp, gradient)
 
     policy = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8))])
-    after = eqx.filter_jit(jqx.simulate(step, policy))(mlp, X)
-    assert jax.tree.structure(after) == jax.tree.structure(mlp)
-    assert after.activation is mlp.activation
+    updated = eqx.filter_jit(jqx.simulate(step, policy))(mlp, X)
+    assert jax.tree.structure(updated) == jax.tree.structure(mlp)
+    assert updated.activation is mlp.activation

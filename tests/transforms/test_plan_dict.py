@@ -50,11 +50,11 @@ def written(plan, **named):
 
 
 def assert_returns(plan, **named):
-    found = jqx.Plan.from_dict(written(plan, **named), **named)
-    assert found == plan and hash(found) == hash(plan)
-    assert (str(found), found.fingerprint) == (str(plan), plan.fingerprint)
-    assert found.to_dict(**named) == plan.to_dict(**named)
-    return found
+    again = jqx.Plan.from_dict(written(plan, **named), **named)
+    assert again == plan and hash(again) == hash(plan)
+    assert (str(again), again.fingerprint) == (str(plan), plan.fingerprint)
+    assert again.to_dict(**named) == plan.to_dict(**named)
+    return again
 
 
 def plan_with(spec):
@@ -75,22 +75,24 @@ def test_plans_of_every_control_flow_form_return(name):
 
 def test_a_plan_of_symbolic_sizes_returns():
     x = jax.ShapeDtypeStruct((export.symbolic_shape("n")[0], 16), jnp.float32)
-    found = assert_returns(plan_of(mlp, POLICY, mlp_params(), x))
-    assert found.sites[0].shapes[0] == ("n", 16) and found == planned()
+    again = assert_returns(plan_of(mlp, POLICY, mlp_params(), x))
+    assert again.sites[0].shapes[0] == ("n", 16) and again == planned()
 
 
 def test_a_plan_that_returned_converts_to_the_same_bits():
     plan = planned()
-    found, params = assert_returns(plan), mlp_params()
+    again, params = assert_returns(plan), mlp_params()
     affines = jqx.affines(plan, jqx.calibrate(mlp, plan)(params, X)[1])
     results = [
-        jqx.convert(mlp, p, affines)(jqx.quantize_params(params, p), X) for p in (plan, found)
+        jqx.convert(mlp, p, affines)(jqx.quantize_params(params, p), X) for p in (plan, again)
     ]
     np.testing.assert_array_equal(*results)
 
 
-def public(package, of):
-    return [value for value in vars(package).values() if of(value) and not isinstance(value, type)]
+def public(package, matches):
+    return [
+        value for value in vars(package).values() if matches(value) and not isinstance(value, type)
+    ]
 
 
 QTYPES = [
@@ -140,15 +142,15 @@ SPECS = [
 
 def test_the_tables_hold_every_class_of_values():
     tables = (QTYPES, CALIBRATORS, GRADIENTS, NUMERICS, GRANULARITIES)
-    rest = {*CLASSES.values()} - {type(value) for table in tables for value in table}
-    assert rest == {Groups, PowerOfTwo}  # no value of a spec, and one with a dtype
+    missing = {*CLASSES.values()} - {type(value) for table in tables for value in table}
+    assert missing == {Groups, PowerOfTwo}  # no value of a spec, and one with a dtype
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_value_of_jqx_returns(spec):
-    found = assert_returns(plan_with(spec)).weights[0].spec
+    again = assert_returns(plan_with(spec)).weights[0].spec
     assert all(
-        type(getattr(found, field.name)) is type(getattr(spec, field.name))
+        type(getattr(again, field.name)) is type(getattr(spec, field.name))
         for field in dataclasses.fields(spec)
     )
 
@@ -160,8 +162,8 @@ class Numbers(NamedTuple):
 def test_numbers_that_json_lacks_return():
     numbers = Numbers((math.inf, -math.inf, 0.1, -0.0, 5e-324, 1e308))
     data = json.loads(json.dumps(to_json("f", numbers, Numbers), allow_nan=False))
-    found = record_from_json("f", data, Numbers, {}, "numbers")
-    assert list(map(repr, found.values)) == list(map(repr, numbers.values))
+    again = record_from_json("f", data, Numbers, {}, "numbers")
+    assert list(map(repr, again.values)) == list(map(repr, numbers.values))
     (nan,) = record_from_json(
         "f", to_json("f", Numbers((math.nan,)), Numbers), Numbers, {}, "n"
     ).values
@@ -219,35 +221,32 @@ OWN_SPECS = {
 @pytest.mark.parametrize("name", OWN_SPECS)
 def test_objects_of_the_user_return_by_name(name):
     plan = plan_with(OWN_SPECS[name])
-    own = OWN[name.split()[0]]
+    user_object = OWN[name.split()[0]]
     assert {"value": name.split()[0]} in leaves_and_nodes(written(plan, values=OWN))
-    found = assert_returns(plan, values=OWN)
-    assert any(value is own for value in vars(found.weights[0].spec).values()) or "blocks" in name
+    again = assert_returns(plan, values=OWN)
+    assert (
+        any(value is user_object for value in vars(again.weights[0].spec).values())
+        or "blocks" in name
+    )
 
 
 @pytest.mark.parametrize("name", OWN_SPECS)
-def test_objects_of_the_user_without_a_name_are_refused(name):
-    plan, kind = plan_with(OWN_SPECS[name]), type(OWN[name.split()[0]]).__name__
+def test_objects_of_the_user_without_a_name_or_that_are_absent_are_refused(name):
+    plan, key = plan_with(OWN_SPECS[name]), name.split()[0]
     for values in ({}, {"other": Twice(3.0)}):
-        with pytest.raises(ValueError, match=f"type {kind} is neither of a class of") as info:
+        fact = f"type {type(OWN[key]).__name__} is neither of a class of"
+        with pytest.raises(ValueError, match=fact) as info:
             plan.to_dict(values)
         assert_four_parts(info, "Plan.to_dict")
-
-
-@pytest.mark.parametrize("name", OWN_SPECS)
-def test_objects_of_the_user_that_are_absent_are_refused(name):
-    own = name.split()[0]
-    data = written(plan_with(OWN_SPECS[name]), values=OWN)
-    for values in ({}, {"other": OWN[own]}):
-        with pytest.raises(ValueError, match=f"the object '{own}' at plan.weights") as info:
-            jqx.Plan.from_dict(data, values)
-        assert_four_parts(info, "Plan.from_dict")
+    data = written(plan, values=OWN)
+    for values in ({}, {"other": OWN[key]}):
+        refused(ValueError, f"the object '{key}' at plan.weights", data, values)
 
 
 def test_an_object_of_another_kind_is_refused():
     data = written(plan_with(OWN_SPECS["twice"]), values=OWN)
-    with pytest.raises(ValueError, match=r"plan.weights\[0\].spec.calibrator has the wrong type"):
-        jqx.Plan.from_dict(data, {"twice": Estimator()})
+    fact = r"plan.weights\[0\].spec.calibrator has the wrong type"
+    refused(ValueError, fact, data, {"twice": Estimator()})
 
 
 def test_names_must_be_names():
@@ -260,10 +259,8 @@ def test_names_must_be_names():
 def test_nothing_is_imported():
     data, before = written(planned()), set(sys.modules)
     for name in ("colorsys.rgb_to_hsv", "jqx.calibrators.os", "jqx.presets.w8a8", "Twice"):
-        changed = copy.deepcopy(data)
-        changed["weights"][0]["spec"]["calibrator"] = {name: {}}
-        with pytest.raises(ValueError, match=f"'{name}' at plan.weights"):
-            jqx.Plan.from_dict(changed)
+        data["weights"][0]["spec"]["calibrator"] = {name: {}}
+        refused(ValueError, f"'{name}' at plan.weights", data)
     assert set(sys.modules) == before
 
 
@@ -276,13 +273,17 @@ def leaves_and_nodes(data):
     return [data, *(node for value in inner for node in leaves_and_nodes(value))]
 
 
-def places(data, path=()):
+def paths_in(data, path=()):
     """The path of every value of a JSON tree but the whole."""
     items = data.items() if isinstance(data, dict) else enumerate(data)
     for key, value in items:
         yield (*path, key)
         if isinstance(value, (dict, list)):
-            yield from places(value, (*path, key))
+            yield from paths_in(value, (*path, key))
+
+
+def keys_of(data):
+    return [path for path in paths_in(data) if isinstance(path[-1], str)]
 
 
 def changed(data, path, change):
@@ -299,41 +300,40 @@ def assert_four_parts(info, call):
     assert re.fullmatch(parts, str(info.value)), str(info.value)
 
 
+def refused(error, fact, data, *values):
+    """Asserts that data are no plan, and returns the message."""
+    with pytest.raises(error, match=fact) as info:
+        jqx.Plan.from_dict(data, *values)
+    assert_four_parts(info, "Plan.from_dict")
+    return str(info.value)
+
+
 @pytest.mark.parametrize("version", [None, 0, 3, "1", 1.0, True])
 def test_another_version_is_refused(version):
-    data = {**written(planned()), "version": version}
-    with pytest.raises(ValueError, match="the version is unknown") as info:
-        jqx.Plan.from_dict(data)
-    assert_four_parts(info, "Plan.from_dict")
+    refused(ValueError, "the version is unknown", {**written(planned()), "version": version})
 
 
 @pytest.mark.parametrize("data", [None, [], "plan", {}, 1])
 def test_what_has_no_version_is_refused(data):
-    with pytest.raises(ValueError, match="the version is unknown"):
-        jqx.Plan.from_dict(data)
+    refused(ValueError, "the version is unknown", data)
 
 
 def test_every_missing_field_is_named():
     data = written(planned())
-    fields = [path for path in places(data) if isinstance(path[-1], str)]
     assert jqx.Plan.from_dict({k: x for k, x in data.items() if k != "operations"}) == planned()
-    for path in fields:
+    for path in keys_of(data):
         if path == ("operations",):  # plans of older files do not have it
             continue
-        with pytest.raises(ValueError) as info:
-            jqx.Plan.from_dict(changed(data, path, lambda node, key: node.pop(key)))
-        assert_four_parts(info, "Plan.from_dict")
-        named = f"does not have the field {path[-1]!r}" in str(info.value)
+        text = refused(ValueError, None, changed(data, path, lambda node, key: node.pop(key)))
+        named = f"does not have the field {path[-1]!r}" in text
         assert named or path[-1][0].isupper() or path == ("version",), path
 
 
 def test_every_unknown_field_is_named():
     data = written(planned())
-    objects = [path for path in places(data) if isinstance(path[-1], str)]
-    for path in objects:
-        with pytest.raises(ValueError, match="is unknown") as info:
-            jqx.Plan.from_dict(changed(data, path, lambda node, key: node.update(extra=1)))
-        assert_four_parts(info, "Plan.from_dict")
+    for path in keys_of(data):
+        extra = changed(data, path, lambda node, key: node.update(extra=1))
+        refused(ValueError, "is unknown", extra)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_every_unknown_field_is_named():
 )
 def test_every_value_of_another_kind_is_refused(other):
     data = written(planned())
-    for path in places(data):
+    for path in paths_in(data):
         with pytest.raises((TypeError, ValueError)) as info:
             jqx.Plan.from_dict(changed(data, path, lambda node, key: node.__setitem__(key, other)))
         assert "fix" in str(info.value), path

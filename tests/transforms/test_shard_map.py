@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 import jqx
 
 from ..arrays import on_device
-from ..models.forms import POLICIES, STEP, WEIGHT, act, matmul
+from ..models.forms import POLICIES, WEIGHT, act, assert_same, by_hand, gradients, matmul, rounded
 from ..models.transforms import eighths
-from .test_forms import assert_same
 
 D, M = 2, 2
 MESH = jax.make_mesh((D, M), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
@@ -26,14 +25,6 @@ def weights():
     w = np.array(eighths(0, LAYERS, K, K)) * 1.625
     w[:, ::2] = 1.75
     return on_device(w, jnp.float32)
-
-
-def rounded(w):
-    return w + lax.stop_gradient(jnp.clip(jnp.round(w * 4), -7, 7) / 4 - w)
-
-
-def on_steps(x):
-    return jqx.quantize_dequantize(x, on_device(STEP, x.dtype), qtype=jnp.int8)
 
 
 def columns(dot, w, x):
@@ -120,36 +111,37 @@ def function(name):
 
 
 def reference(name, policy):
-    def dot(x, w):
-        return (on_steps(x) if policy != "weights" else x) @ w
+    return lambda w, x: FORMS[name](by_hand(policy != "weights"), rounded(w), x)
 
-    return lambda w, x: FORMS[name](dot, rounded(w), x)
+
+def arguments():
+    return weights(), eighths(1, ROWS, K)
 
 
 @pytest.mark.many
 @forms
 @pytest.mark.parametrize("policy", [pytest.param("weights", marks=pytest.mark.slow), BOTH])
 def test_what_runs_on_devices_is_what_is_quantized_by_hand(name, policy):
-    f, w, x = function(name), weights(), eighths(1, ROWS, K)
+    f, (w, x) = function(name), arguments()
     plan = jqx.make_plan(f, POLICIES[policy])(w, x)
     assert plan.sites and plan.skipped == ()
     expected = jax.jit(reference(name, policy))(w, x)
     assert not np.array_equal(jax.tree.leaves(expected)[0], jax.tree.leaves(jax.jit(f)(w, x))[0])
-    assert_same(jax.jit(jqx.simulate(f, plan, "dynamic"))(w, x), expected)
     assert_same(jax.jit(jqx.convert(f, plan, "dynamic"))(jqx.quantize_params(w, plan), x), expected)
+    for backward in (None, jnp.float32):
+        simulated = jqx.simulate(f, plan, "dynamic", backward=backward)
+        assert_same(jax.jit(simulated)(w, x), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "loops_inside"])
 def test_gradients_on_devices_are_those_of_what_is_quantized_by_hand(name):
-    f, w, x = function(name), weights(), eighths(1, ROWS, K)
+    f, (w, x) = function(name), arguments()
     plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
-
-    def gradients(f):
-        total = lambda w, x: sum(jnp.sum(y) for y in jax.tree.leaves(f(w, x)))  # noqa: E731
-        return jax.jit(jax.grad(total, (0, 1)))(w, x)
-
-    assert_same(gradients(jqx.simulate(f, plan, "dynamic")), gradients(reference(name, BOTH)))
+    simulated = [jqx.simulate(f, plan, "dynamic", backward=b) for b in (None, jnp.float32)]
+    expected, *others = gradients(reference(name, BOTH), *simulated)(w, x)
+    for actual in others:
+        assert_same(actual, expected)
 
 
 @pytest.mark.many
@@ -157,21 +149,22 @@ def test_gradients_on_devices_are_those_of_what_is_quantized_by_hand(name):
 def test_statistics_of_all_devices_are_merged(name):
     spec = jqx.QSpec(jnp.int8)
     policy = jqx.Policy([jqx.Rule(activation=spec)])
-    f, w, x = function(name), weights(), eighths(1, ROWS, K).at[-1, -1].set(1.5)
+    f, (w, x) = function(name), arguments()
+    x = x.at[-1, -1].set(1.5)
     plan = jqx.make_plan(f, policy)(w, x)
     out, stats = jax.jit(jqx.calibrate(f, plan))(w, x)
     assert_same(out, jax.jit(f)(w, x))
     first = next(iter(stats.values()))
     assert float(jnp.max(first.largest)) == 2.0 if name == "in_scan" else 1.5
     affines = jqx.affines(plan, jqx.merge_stats(plan, stats, stats))
-    found = jax.jit(jqx.convert(f, plan, affines))(w, x)
-    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), found, out)
+    actual = jax.jit(jqx.convert(f, plan, affines))(w, x)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), actual, out)
 
 
 def test_scales_get_the_gradients_of_all_devices():
     spec = jqx.QSpec(jnp.int8)
     policy = jqx.Policy([jqx.Rule(weight=WEIGHT, activation=spec)])
-    w, x = weights(), eighths(1, ROWS, K)
+    w, x = arguments()
 
     def gradient(f):
         plan = jqx.make_plan(f, policy)(w, x)
@@ -195,7 +188,7 @@ def test_a_weight_that_is_parted_within_a_block_is_refused():
             x, w[0]
         )
 
-    w, x = weights(), eighths(1, ROWS, K)
+    w, x = arguments()
     for size in (4, 2):
         blocks = jqx.QSpec(jnp.int4, jqx.per_group(size))
         plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(weight=blocks)]))(w, x)
@@ -207,7 +200,7 @@ def test_a_weight_that_is_parted_within_a_block_is_refused():
 
 
 def test_weights_are_laid_out_or_refused():
-    f, w, x = function("columns"), weights(), eighths(1, ROWS, K)
+    f, (w, x) = function("columns"), arguments()
     plan = jqx.make_plan(f, POLICIES["weights"])(w, x)
     q = jqx.quantize_params(w, plan)
     expected = jax.jit(reference("columns", "weights"))(w, x)
@@ -236,23 +229,23 @@ def test_shardings_inside_a_function_hold_for_each_array_of_a_weight():
         )
         return outer(w, x)
 
-    w, x = weights(), eighths(1, ROWS, K)
+    w, x = arguments()
     plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
-    expected = on_steps(x) @ rounded(w)[0]
-    for found in (
+    expected = by_hand(True)(x, rounded(w)[0])
+    for actual in (
         jax.jit(jqx.simulate(f, plan, "dynamic"))(w, x),
         jax.jit(jqx.convert(f, plan, "dynamic"))(jqx.quantize_params(w, plan), x),
         jqx.convert(f, plan, "dynamic")(jqx.quantize_params(w, plan), x),
     ):
-        np.testing.assert_array_equal(found, expected)
-        assert found.sharding.is_equivalent_to(sharding("d", "m"), 2)
+        np.testing.assert_array_equal(actual, expected)
+        assert actual.sharding.is_equivalent_to(sharding("d", "m"), 2)
 
 
 def test_a_sharded_qtensor_is_what_jit_computes_with():
     """Shardings from outside: no rule is needed."""
-    f, w, x = (lambda w, x: x @ w[0]), weights(), eighths(1, ROWS, K)
+    f, (w, x) = (lambda w, x: x @ w[0]), arguments()
     plan = jqx.make_plan(f, POLICIES[BOTH])(w, x)
     q = jqx.quantize_params(jax.device_put(w, sharding(None, None, "m")), plan)
     assert q.scale.sharding.is_equivalent_to(sharding(None, None, "m"), 3)
-    found = jax.jit(jqx.convert(f, plan, "dynamic"))(q, jax.device_put(x, sharding("d")))
-    np.testing.assert_array_equal(found, on_steps(x) @ rounded(w)[0])
+    actual = jax.jit(jqx.convert(f, plan, "dynamic"))(q, jax.device_put(x, sharding("d")))
+    np.testing.assert_array_equal(actual, by_hand(True)(x, rounded(w)[0]))

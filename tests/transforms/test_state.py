@@ -64,27 +64,34 @@ def heads(p, x):
     return [(x @ w).reshape(BATCH, 1, HEADS, WIDTH) for w in p["qkv"]]
 
 
-def attend(q, cache, t):
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, cache["k"]) / 8
+def attend(q, cache, t, einsum=jnp.einsum):
+    scores = einsum("bqhd,bkhd->bhqk", q, cache["k"]) / 8
     shares = jax.nn.softmax(jnp.where(jnp.arange(TIME) <= t, scores, -jnp.inf))
-    return jnp.einsum("bhqk,bkhd->bqhd", shares, cache["v"]).reshape(BATCH, HEADS * WIDTH)
+    return einsum("bhqk,bkhd->bqhd", shares, cache["v"]).reshape(BATCH, HEADS * WIDTH)
+
+
+def written(p, x, cache, t, update):
+    """The query of a token, and the cache with its key and value."""
+    q, k, v = heads(p, x)
+    return q, {name: update(cache[name], y, (0, t, 0, 0)) for name, y in {"k": k, "v": v}.items()}
 
 
 def step(p, x, cache, t):
     """One token through attention over a cache: plain JAX, that knows of no QTensor."""
-    q, k, v = heads(p, x)
-    new = {"k": k, "v": v}
-    cache = {name: lax.dynamic_update_slice(cache[name], new[name], (0, t, 0, 0)) for name in cache}
+    q, cache = written(p, x, cache, t, lax.dynamic_update_slice)
     return attend(q, cache, t) @ p["out"], cache
 
 
 def by_hand(p, x, cache, t):
-    """The same written with QTensors."""
-    q, k, v = heads(p, x)
-    new = {"k": k, "v": v}
-    cache = {name: jqx.dynamic_update_slice(cache[name], new[name], (0, t, 0, 0)) for name in cache}
-    real = {name: x.dequantize() for name, x in cache.items()}
-    return attend(q, real, t) @ p["out"], cache
+    """The same written with QTensors, which are dequantized before they are read."""
+    q, cache = written(p, x, cache, t, jqx.dynamic_update_slice)
+    return attend(q, jqx.dequantize_params(cache), t) @ p["out"], cache
+
+
+def with_qtensors(p, x, cache, t):
+    """The same with QTensors alone."""
+    q, cache = written(p, x, cache, t, jqx.dynamic_update_slice)
+    return attend(q, cache, t, jqx.einsum) @ p["out"], cache
 
 
 def loop(f, p, inputs, cache):
@@ -103,43 +110,26 @@ def planned():
     return jqx.make_plan(step, W4)(params(), xs()[0], empty("int8"), 0), params()
 
 
-def loops(*functions):
-    """The results of several steps, each in a loop, in one compiled program."""
-    return jax.jit(lambda *args: [loop(f, *args) for f in functions])
+def assert_loops(name, expected, f):
+    """All transforms of a step give in a loop what another step does: the cache code for code."""
+    plan, p = planned()
+    steps = expected, *(transform(f, plan) for transform in TRANSFORMS.values())
+    run = jax.jit(lambda *args: [loop(f, *args) for f in steps])
+    (y, cache), *others = run(p, xs(), empty(name))
+    for actual, written in others:
+        assert relative(actual, y) < 2e-6  # float32 sums of at most 64 products, in another order
+        for key in cache:
+            assert_equal(written[key], cache[key])
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_decoder_reads_and_writes_a_quantized_cache(name):
-    """Results as by hand, the cache code for code, in a scan of one compiled step."""
-    plan, p = planned()
-    transformed = [transform(step, plan) for transform in TRANSFORMS.values()]
-    (want, expected), *others = loops(by_hand, *transformed)(p, xs(), empty(name))
-    for found, cache in others:
-        assert relative(found, want) < 2e-6  # float32 sums of at most 64 products, in another order
-        for key in expected:
-            assert_equal(cache[key], expected[key])
+    assert_loops(name, by_hand, step)
 
 
 def test_a_function_that_handles_qtensors_itself_may_be_transformed():
-    plan, p = planned()
-
-    def own(p, x, cache, t):
-        q, k, v = heads(p, x)
-        new = {"k": k, "v": v}
-        at = (0, t, 0, 0)
-        cache = {name: jqx.dynamic_update_slice(cache[name], new[name], at) for name in cache}
-        scores = jqx.einsum("bqhd,bkhd->bhqk", q, cache["k"]) / 8
-        shares = jax.nn.softmax(jnp.where(jnp.arange(TIME) <= t, scores, -jnp.inf))
-        mixed = jqx.einsum("bhqk,bkhd->bqhd", shares, cache["v"])
-        return mixed.reshape(BATCH, -1) @ p["out"], cache
-
-    transformed = [transform(own, plan) for transform in TRANSFORMS.values()]
-    (want, expected), *others = loops(own, *transformed)(p, xs(), empty("int8"))
-    for found, cache in others:
-        assert relative(found, want) < 2e-6
-        for key in cache:
-            assert_equal(cache[key], expected[key])
+    assert_loops("int8", with_qtensors, with_qtensors)
 
 
 # What a function may do with state, each beside the same on QTensors.
@@ -163,8 +153,8 @@ def carried_by_fori(c, x):
 def stepped_over(c, x):
     """Each step of the scan has one index of the batch."""
     rows = x.transpose(1, 0, *range(2, x.ndim))
-    one = lambda _, part: (None, put_row(*part))  # noqa: E731
-    return lax.scan(one, None, (c, rows))[1]
+    one_row = lambda _, part: (None, put_row(*part))  # noqa: E731
+    return lax.scan(one_row, None, (c, rows))[1]
 
 
 def chosen_by_cond(c, x):
@@ -216,11 +206,11 @@ def put_row(c, x):
     return lax.dynamic_update_slice(c, x[:1], (0, 0, 0))
 
 
-def write(places):
+def write(tokens):
     """What is to come of a cache: the tokens at some places written, one after another."""
 
     def expected(c, x):
-        for t, row in places:
+        for t, row in tokens:
             c = jqx.dynamic_update_slice(c, x[row][:, None], (0, t, 0, 0))
         return c
 
@@ -265,13 +255,13 @@ def test_state_flows_through_every_form(name):
 
     @jax.jit
     def run(c, x):
-        want = {flow.__name__: expected(c, x) for flow, expected in FLOWS.items()}
-        return want, [transform(f, NOTHING)({}, c, x) for transform in TRANSFORMS.values()]
+        expected = {flow.__name__: expected(c, x) for flow, expected in FLOWS.items()}
+        return expected, [transform(f, NOTHING)({}, c, x) for transform in TRANSFORMS.values()]
 
-    want, others = run(c, x)
-    for found in others:
-        for key, q in want.items():
-            assert_equal(found[key], q)
+    expected, others = run(c, x)
+    for actual in others:
+        for key, q in expected.items():
+            assert_equal(actual[key], q)
 
 
 def test_a_mask_chooses_codes_where_it_cuts_no_scale():
@@ -280,35 +270,37 @@ def test_a_mask_chooses_codes_where_it_cuts_no_scale():
     mask = jnp.arange(TIME)[None, :, None, None] == jnp.array([1, 3])[:, None, None, None]
     f = lambda p, c, x: jnp.where(mask, x, c)  # noqa: E731
     whole = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)))
-    place = np.broadcast_to(mask, SHAPE)
+    token_mask = np.broadcast_to(mask, SHAPE)
     for transform in TRANSFORMS.values():
-        found = jax.jit(transform(f, NOTHING))({}, c, x)
-        np.testing.assert_array_equal(found.values, np.where(place, whole.values, c.values))
-        np.testing.assert_array_equal(found.scale, np.where(place[..., :1], whole.scale, c.scale))
+        actual = jax.jit(transform(f, NOTHING))({}, c, x)
+        np.testing.assert_array_equal(actual.values, np.where(token_mask, whole.values, c.values))
+        np.testing.assert_array_equal(
+            actual.scale, np.where(token_mask[..., :1], whole.scale, c.scale)
+        )
 
 
 def test_a_mask_that_cuts_a_scale_keeps_it_beside_an_array():
     c, x = filled("int8, one scale"), eighths(4, *SHAPE)
     mask = eighths(5, *SHAPE) > 0
-    found = jqx.convert(lambda p, c, x: jnp.where(mask, x, c), NOTHING)({}, c, x)
-    own = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8), jqx.calibrators.Affine(c.scale))
-    want = np.where(mask, own.values, c.values)
-    np.testing.assert_array_equal(found.values, want)
-    np.testing.assert_array_equal(found.scale, c.scale)
+    actual = jqx.convert(lambda p, c, x: jnp.where(mask, x, c), NOTHING)({}, c, x)
+    token_codes = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8), jqx.calibrators.Affine(c.scale))
+    expected = np.where(mask, token_codes.values, c.values)
+    np.testing.assert_array_equal(actual.values, expected)
+    np.testing.assert_array_equal(actual.scale, c.scale)
     both = dataclasses.replace(c, scale=c.scale * 2)
-    found = jqx.convert(lambda p, c, d: jnp.where(mask, c, d), NOTHING)({}, c, both)
+    actual = jqx.convert(lambda p, c, d: jnp.where(mask, c, d), NOTHING)({}, c, both)
     real = np.where(mask, c.dequantize(), both.dequantize())
-    np.testing.assert_allclose(found.dequantize(), real, atol=np.abs(real).max() / 254, rtol=1e-6)
+    np.testing.assert_allclose(actual.dequantize(), real, atol=np.abs(real).max() / 254, rtol=1e-6)
 
 
 def test_each_member_of_a_vmap_has_its_own_state():
     c = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), filled("int8"))
     x = eighths(3, 2, 3, BATCH, HEADS, WIDTH)
     f = jax.vmap(jqx.convert(lambda p, c, x, t: put(c, x[0], t), NOTHING), (None, 0, 0, 0))
-    found = jax.jit(f)({}, c, x, jnp.array([1, 4]))
+    actual = jax.jit(f)({}, c, x, jnp.array([1, 4]))
     for i, t in enumerate((1, 4)):
         assert_equal(
-            jax.tree.map(lambda leaf, i=i: leaf[i], found),
+            jax.tree.map(lambda leaf, i=i: leaf[i], actual),
             jqx.dynamic_update_slice(filled("int8"), x[i, 0][:, None], (0, t, 0, 0)),
         )
 
@@ -319,9 +311,9 @@ def test_what_has_no_quantized_form_is_an_error_or_goes_on_in_float():
     with pytest.raises(NotImplementedError, match="a quantized array reaches `tanh`") as error:
         jqx.convert(f, NOTHING)({}, c)
     assert "of argument 1" in str(error.value) and "Rule" not in str(error.value)
-    want = jnp.tanh(c.dequantize()).sum()
-    assert relative(jqx.convert(f, NOTHING, unsupported="dequantize")({}, c), want) < 1e-6
-    assert relative(jqx.simulate(f, NOTHING)({}, c), want) < 1e-6
+    expected = jnp.tanh(c.dequantize()).sum()
+    assert relative(jqx.convert(f, NOTHING, unsupported="dequantize")({}, c), expected) < 1e-6
+    assert relative(jqx.simulate(f, NOTHING)({}, c), expected) < 1e-6
     g = lambda p, c: lax.fori_loop(0, 2, lambda _, c: c + 1, c)  # noqa: E731
     with pytest.raises(NotImplementedError, match="a quantized array reaches `add`"):
         jqx.convert(g, NOTHING)({}, c)
@@ -347,13 +339,13 @@ def test_gradients_pass_what_is_written_straight_through():
 
     @jax.jit
     def gradients(p, x, cache):
-        want = jax.grad(lambda p: rounds(p, x, cache, 2).sum())(p)
-        return want, [jax.grad(lambda p, f=f: f(p, x, cache, 2)[0].sum())(p) for f in simulated]
+        expected = jax.grad(lambda p: rounds(p, x, cache, 2).sum())(p)
+        return expected, [jax.grad(lambda p, f=f: f(p, x, cache, 2)[0].sum())(p) for f in simulated]
 
-    want, others = gradients(p, xs()[0], cache)
-    for found in others:
-        assert relative(found["qkv"], want["qkv"]) < 1e-5
-        assert relative(found["out"], want["out"]) < 1e-5
+    expected, others = gradients(p, xs()[0], cache)
+    for actual in others:
+        assert relative(actual["qkv"], expected["qkv"]) < 1e-5
+        assert relative(actual["out"], expected["out"]) < 1e-5
 
 
 def test_a_step_holds_no_float_copy_of_the_cache():
@@ -373,8 +365,8 @@ def test_a_step_holds_no_float_copy_of_the_cache():
 
 def test_compare_takes_state_as_it_is():
     plan, _ = planned()
-    found = jqx.compare(step, plan)(params(), xs()[0], empty("int8"), jnp.int32(0))
-    assert len(found.sites) == len(plan.sites)
+    actual = jqx.compare(step, plan)(params(), xs()[0], empty("int8"), jnp.int32(0))
+    assert len(actual.sites) == len(plan.sites)
 
 
 def test_diagnostics_take_state_in_batches():
@@ -393,8 +385,8 @@ def test_state_is_sharded_and_exported_like_arrays():
     """
     mesh = Mesh(np.array(jax.devices()[:2]), ("b",))
     c, x = filled("int8"), eighths(3, BATCH, 1, HEADS, WIDTH)
-    want = jqx.dynamic_update_slice(c, x, (0, 3, 0, 0))
-    place = jax.sharding.NamedSharding(mesh, PartitionSpec("b"))
+    expected = jqx.dynamic_update_slice(c, x, (0, 3, 0, 0))
+    by_batch = jax.sharding.NamedSharding(mesh, PartitionSpec("b"))
 
     def at_3(c, x):
         return lax.dynamic_update_slice(c, x, (0, 3, 0, 0))
@@ -402,14 +394,14 @@ def test_state_is_sharded_and_exported_like_arrays():
     parts = {"mesh": mesh, "in_specs": (PartitionSpec("b"),) * 2, "out_specs": PartitionSpec("b")}
 
     def f(p, c, x):
-        inside = jax.jit(at_3, in_shardings=place, out_shardings=place)(c, x)
+        inside = jax.jit(at_3, in_shardings=by_batch, out_shardings=by_batch)(c, x)
         return jax.shard_map(at_3, **parts)(c, x), inside
 
     for transform in TRANSFORMS.values():
-        for found in jax.jit(transform(f, NOTHING))({}, c, x):
-            assert_equal(found, want)
+        for actual in jax.jit(transform(f, NOTHING))({}, c, x):
+            assert_equal(actual, expected)
     exported = export.export(jax.jit(jqx.convert(lambda p, c, x: at_3(c, x), NOTHING)))({}, c, x)
-    assert_equal(export.deserialize(exported.serialize()).call({}, c, x), want)
+    assert_equal(export.deserialize(exported.serialize()).call({}, c, x), expected)
 
 
 def test_bad_state_is_refused():

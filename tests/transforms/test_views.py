@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jqx
+from jqx._src.transforms.views import close_over_merges
 
 from ..models.transforms import normal
 
@@ -171,9 +172,9 @@ def check(names, preset, targets, k):
     simulated = jax.jit(jqx.simulate(f, plan, "dynamic", backward=jnp.float32))(p, x)
     for target in targets:
         codes = jqx.quantize_params(p, plan, target=target)
-        found = jax.jit(jqx.convert(f, plan, "dynamic"))(codes, x)
+        actual = jax.jit(jqx.convert(f, plan, "dynamic"))(codes, x)
         for name in names:
-            pair = found[name], simulated[name]
+            pair = actual[name], simulated[name]
             for y, expected in zip(*map(jax.tree.leaves, pair), strict=True):
                 limit = 1e-5 * np.max(np.abs(expected))  # sums of floats in another order
                 where = f"{name} for {target}"
@@ -210,7 +211,7 @@ def test_fused_projections_keep_a_layout_and_reshaped_ones_do_not():
     assert str(plan).endswith("; codes of v stay in order, as f moves its axes")
     assert jqx.explain(f, codes, x, plan=plan).plain == ()
     packed = {**codes, "v": jqx.pack_for(codes["v"], "cpu")}  # it runs all the same
-    pair = (jqx.convert(f, plan)(each, x) for each in (codes, packed))
+    pair = (jqx.convert(f, plan)(tree, x) for tree in (codes, packed))
     for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -223,10 +224,10 @@ def test_one_site_that_blocks_cannot_follow_leaves_the_weight_in_float_and_says_
         return x @ p["w"], x[:, 1:] @ p["w"][1:], x @ joined, x @ p["v"]
 
     plan = jqx.make_plan(f, jqx.presets.w4a16())(p, x)
-    why = "scales of 'w' cannot follow its `slice` at w:dot_general#1"
+    reason = "scales of 'w' cannot follow its `slice` at w:dot_general#1"
     reasons = {item.path: item.reason for item in plan.skipped}
-    also = f"{why}, and 'v' is multiplied together with it"
-    assert plan.sites == () and reasons == {"w": why, "w+v": why, "v": also}
+    also = f"{reason}, and 'v' is multiplied together with it"
+    assert plan.sites == () and reasons == {"w": reason, "w+v": reason, "v": also}
     assert jqx.quantize_params(p, plan) == p
 
 
@@ -239,12 +240,12 @@ def test_joins_along_a_sum_whose_parts_share_no_block_stay_in_float():
         return jnp.tanh(h @ jnp.roll(w, 3, 0)), None
 
     def f(p, x):
-        after = x @ jnp.concatenate([p["v"], p["w"]])
-        return after, lax.scan(step, after, p["s"])[0]
+        hidden = x @ jnp.concatenate([p["v"], p["w"]])
+        return hidden, lax.scan(step, hidden, p["s"])[0]
 
     plan = jqx.make_plan(f, jqx.Policy({".*": "int8"}))
-    why = {item.path: item.reason for item in plan(p, x).skipped}
-    assert why == {
+    reason = {item.path: item.reason for item in plan(p, x).skipped}
+    assert reason == {
         "v+w": "scales of 'v' cannot follow its `concatenate`",
         "s": "scales of 's' cannot follow its `concatenate`",
     }
@@ -254,9 +255,9 @@ def test_joins_along_a_sum_whose_parts_share_no_block_stay_in_float():
 
     fits = jqx.make_plan(g, jqx.presets.w8a8_dynamic())(p, x)
     assert len(fits.sites) == 1
-    found = jax.jit(jqx.convert(g, fits))(jqx.quantize_params(p, fits), x)
+    actual = jax.jit(jqx.convert(g, fits))(jqx.quantize_params(p, fits), x)
     exact = np.asarray(g(p, x))
-    np.testing.assert_allclose(found, exact, atol=0.03 * abs(exact).max())
+    np.testing.assert_allclose(actual, exact, atol=0.03 * abs(exact).max())
 
 
 FLOAT8 = jnp.float8_e4m3fn
@@ -286,7 +287,7 @@ def test_weights_of_less_than_16_bits_are_listed_and_stay_as_they_are(name):
     assert skipped.reason == (stored if "stored" in name else rounded)
     codes = jqx.quantize_params(p, plan)
     assert codes["stored"] is p["stored"] and codes["w"] is p["w"]
-    assert [found.path for found in jqx.report(plan, p).weights] == ["other"]
+    assert [weight.path for weight in jqx.report(plan, p).weights] == ["other"]
     pair = jqx.convert(f, plan)(codes, x), jqx.simulate(f, plan)(p, x)
     np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-4)
 
@@ -330,3 +331,75 @@ def test_arrays_of_numpy_are_taken_as_jax_takes_them(preset, tmp_path):
     assert y.dtype == jnp.float32 and jnp.array_equal(y, again(jnp.asarray(x)))
     jqx.save(tmp_path / "f", quantized)
     assert jnp.array_equal(jqx.load(tmp_path / "f").bind(f, like=p)(x), y)
+
+
+SINGLE = {
+    "transpose": lambda w: w.T,
+    "reshape that splits": lambda w: w.reshape(2, 3, 4),
+    "reshape of size-1 axes": lambda w: w.reshape(6, 1, 4, 1),
+    "squeeze": lambda w: jnp.squeeze(w[:, None], 1),
+    "expand": lambda w: w[:, None, :],
+    "broadcast": lambda w: jnp.broadcast_to(w[None], (3, 6, 4)),
+    "slice": lambda w: w[1:5:2, :3],
+    "row": lambda w: w[2],
+    "convert": lambda w: w.astype(jnp.bfloat16),
+    "stop_gradient": jax.lax.stop_gradient,
+    "copy": jnp.copy,
+    "mul": lambda w: w * 4.0,
+    "mul from the left": lambda w: 0.5 * w,
+    "mul by a traced scalar": lambda w: w * jnp.float32(2),
+    "div": lambda w: w / 8.0,
+    "neg": lambda w: -w,
+    "reverse": lambda w: w[::-1, ::-1],
+    "tile": lambda w: jnp.tile(w, (2, 3)),
+    "repeat of an axis": lambda w: jnp.broadcast_to(w[:, None], (6, 2, 4)).reshape(12, 4),
+    "roll": lambda w: jnp.roll(w, 1, 0),
+    "concatenate": lambda w: jnp.concatenate([w[2:], w, w[:1]]),
+    "stack": lambda w: jnp.stack([w, 2 * w], 1),
+    "split": lambda w: jnp.split(w, [1, 3], axis=1)[1],
+    "unstack": lambda w: jnp.unstack(w, axis=1)[2],
+    "barrier": lambda w: jax.lax.optimization_barrier((w, 1.0))[0],
+    "several in a jit": lambda w: jax.jit(lambda w: (w.T * 2.0)[1:3].reshape(2, 3, 2))(w),
+}
+NO_VIEWS = {
+    "mul by an array": lambda w: w * w,
+    "division of a scalar": lambda w: 1.0 / w,
+    "conversion to integers": lambda w: w.astype(jnp.int32),
+    "sum": lambda w: w.sum(),
+}
+GRANULARITIES = [jqx.per_tensor(), jqx.per_axis(0), jqx.per_axis(1), jqx.per_axis(0, 1)]
+NOTHING = jqx.Policy([])
+ASYMMETRIC = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("fields", [{}, ASYMMETRIC], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_view_of_a_qtensor_is_the_view_of_its_real_values(name, granularity, fields):
+    view = SINGLE[name]
+    q = jqx.QTensor.quantize(normal(0, 6, 4), jqx.QSpec(jnp.int8, granularity, **fields))
+    out, expected = jqx.convert(view, NOTHING)(q), view(q.dequantize())
+    assert isinstance(out, jqx.QTensor) and out.qtype == q.qtype
+    # All factors are powers of two, so scaling the scale rounds as scaling the values does.
+    np.testing.assert_array_equal(out.dequantize(), expected, strict=True)
+
+
+@pytest.mark.parametrize("name", NO_VIEWS)
+def test_what_is_no_view_is_not_taken_for_one(name):
+    q = jqx.QTensor.quantize(normal(0, 6, 4), jqx.QSpec(jnp.int8))
+    with pytest.raises(NotImplementedError, match="a quantized array reaches"):
+        jqx.convert(NO_VIEWS[name], NOTHING)(q)
+
+
+@pytest.mark.parametrize(
+    ("kept", "merges", "expected"),
+    [
+        ({0, 2}, [{0, 1}], {2}),
+        ({0, 1, 2}, [{0, 1}], {0, 1, 2}),
+        ({0, 1, 2}, [{0, 1}, {1, 2}, {2, 3}], set()),
+    ],
+)
+def test_merged_axes_are_kept_together_or_not_at_all(kept, merges, expected):
+    """And merges that overlap fall together."""
+    assert close_over_merges(frozenset(kept), [*map(frozenset, merges)]) == expected
