@@ -1,5 +1,8 @@
+"""Specs, and the schemes that are short names of them: fields, defaults, and what is refused."""
+
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +12,9 @@ import pytest
 import jqx
 from jqx import RoundMode, calibrators, gradients
 from jqx._src.numerics.qtype import INTEGERS
+from jqx._src.tensor.spec import parse_scheme
 
-from ..oracles.refusals import assert_refused
+from ..oracles.refusals import assert_error, assert_refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,48 +25,36 @@ class Unclipped:
         return cotangent, jnp.zeros_like(low), jnp.zeros_like(high)
 
 
-UNSIGNED = [qtype for qtype in INTEGERS if qtype.startswith("u")]
+def test_signed_formats_have_symmetric_specs_and_every_integer_format_an_asymmetric_one():
+    for qtype in INTEGERS:
+        assert jqx.QSpec(qtype, symmetric=False).qtype == jnp.dtype(qtype)
+        if qtype.startswith("u"):
+            signed = qtype.removeprefix("u")
+            facts = (qtype, "symmetric=False", f"such as {signed}")
+            make = functools.partial(jqx.QSpec, qtype)
+            assert_refused(make, (), ValueError, "QSpec", *facts)
+            assert jqx.QSpec(signed).symmetric
 
 
-@pytest.mark.parametrize("qtype", INTEGERS)
-def test_every_integer_format_has_an_asymmetric_spec(qtype):
-    spec = jqx.QSpec(qtype, symmetric=False)
-    assert spec.qtype == jnp.dtype(qtype)
+REFUSED_FIELDS = {
+    "qtype": ["int9", object(), 8, None, "i4"],
+    "granularity": ["per_tensor", 0, jqx.per_tensor, type(jqx.per_tensor())],
+    "calibrator": [None, "absmax", type(calibrators.absmax), jqx.per_tensor()],
+    "symmetric": [None, 1, "no", np.True_],
+    "dynamic": [None, 0, "yes"],
+    "round_mode": ["UP", RoundMode],
+    "gradient": [None, "ste"],
+}
 
 
-@pytest.mark.parametrize("qtype", UNSIGNED)
-def test_an_unsigned_format_cannot_be_symmetric(qtype):
-    signed = qtype.removeprefix("u")
-    facts = (qtype, "symmetric=False", f"such as {signed}")
-    assert_refused(lambda: jqx.QSpec(qtype), (), ValueError, "QSpec", *facts)
-    assert jqx.QSpec(signed).symmetric
-
-
-@pytest.mark.parametrize("qtype", ["float32", "float16", "bool", "int64", "complex64"])
-def test_a_dtype_that_is_no_format_is_refused(qtype):
-    assert_refused(lambda: jqx.QSpec(qtype), (), TypeError, "QSpec", "qtype", qtype, "int8")
-
-
-@pytest.mark.parametrize("qtype", ["int9", object(), 8, None, "i4"], ids=lambda q: str(type(q)))
-def test_a_qtype_that_is_no_dtype_is_refused(qtype):
-    assert_refused(lambda: jqx.QSpec(qtype), (), TypeError, "QSpec", "`qtype`")
-
-
-@pytest.mark.parametrize(
-    "field, values",
-    [
-        ("granularity", ["per_tensor", 0, jqx.per_tensor, type(jqx.per_tensor())]),
-        ("calibrator", [None, "absmax", type(calibrators.absmax), jqx.per_tensor()]),
-        ("symmetric", [None, 1, "no", np.True_]),
-        ("dynamic", [None, 0, "yes"]),
-        ("round_mode", ["UP", RoundMode]),
-        ("gradient", [None, "ste"]),
-    ],
-)
-def test_a_field_of_another_kind_is_refused_by_name(field, values):
-    for value in values:
-        f = functools.partial(jqx.QSpec, jnp.int8, **{field: value})
-        assert_refused(f, (), TypeError, "QSpec", f"`{field}`")
+def test_a_field_of_another_kind_is_refused_by_name():
+    for field, values in REFUSED_FIELDS.items():
+        for value in values:
+            make = functools.partial(jqx.QSpec, **{"qtype": jnp.int8, field: value})
+            assert_refused(make, (), TypeError, "QSpec", f"`{field}`")
+    for dtype in ("float32", "float16", "bool", "int64", "complex64"):
+        make = functools.partial(jqx.QSpec, dtype)
+        assert_refused(make, (), TypeError, "QSpec", "qtype", dtype, "int8")
 
 
 def test_the_defaults_are_one_symmetric_absmax_scale():
@@ -78,11 +70,11 @@ def test_the_defaults_are_one_symmetric_absmax_scale():
     )
 
 
-@pytest.mark.parametrize("spelling", [jnp.int8, np.int8, "int8", np.dtype("int8"), jnp.dtype("i1")])
-def test_specs_are_equal_however_their_dtype_is_spelt(spelling):
-    spec = jqx.QSpec(spelling)
-    assert spec == jqx.QSpec(jnp.int8) and hash(spec) == hash(jqx.QSpec(jnp.int8))
-    assert isinstance(spec.qtype, np.dtype)
+def test_specs_are_equal_however_their_dtype_is_spelt():
+    for spelling in (jnp.int8, np.int8, "int8", np.dtype("int8"), jnp.dtype("i1")):
+        spec = jqx.QSpec(spelling)
+        assert spec == jqx.QSpec(jnp.int8) and hash(spec) == hash(jqx.QSpec(jnp.int8))
+        assert isinstance(spec.qtype, np.dtype)
 
 
 def test_specs_differ_where_one_field_does():
@@ -134,16 +126,82 @@ def test_resolving_makes_the_granularity_absolute_and_keeps_all_else():
     assert resolved.resolve(rank=3, kept=(1,)) == resolved
 
 
-@pytest.mark.parametrize(
-    "spec, text",
-    [
-        (jqx.QSpec(jnp.int8), "int8 per_tensor"),
-        (jqx.QSpec(jnp.int4, jqx.per_axis(1)), "int4 per_axis(1)"),
-        (
-            jqx.QSpec(jnp.uint8, jqx.per_token(), False, calibrators.minmax, True),
-            "uint8 per_token asymmetric minmax dynamic",
-        ),
-    ],
-)
-def test_a_spec_prints_what_differs_from_the_defaults(spec, text):
-    assert str(spec) == text
+def test_a_spec_prints_what_differs_from_the_defaults():
+    wide = jqx.QSpec(jnp.uint8, jqx.per_token(), False, calibrators.minmax, True)
+    assert str(jqx.QSpec(jnp.int8)) == "int8 per_tensor"
+    assert str(jqx.QSpec(jnp.int4, jqx.per_axis(1))) == "int4 per_axis(1)"
+    assert str(wide) == "uint8 per_token asymmetric minmax dynamic"
+
+
+CHANNEL, TOKEN, TENSOR = jqx.per_channel(), jqx.per_token(), jqx.per_tensor()
+BLOCKS = jqx.per_group(32, tail=True)
+
+
+def test_a_scheme_says_who_shares_a_scale():
+    """Beside its format: the granularity of weights, and that of activations."""
+    for scheme, weight, activation in [
+        ("int8", CHANNEL, TENSOR),
+        ("int8:tensor", TENSOR, TENSOR),
+        ("int8:channel", CHANNEL, CHANNEL),
+        ("int8:group=32", BLOCKS, BLOCKS),
+        ("int8:block=32", BLOCKS, BLOCKS),
+        ("mxfp8", BLOCKS, BLOCKS),
+        ("nf4", CHANNEL, TENSOR),
+    ]:
+        qtype = scheme.partition(":")[0]
+        assert parse_scheme(scheme).spec == jqx.QSpec(qtype, weight), scheme
+        assert parse_scheme(scheme, "activation").spec == jqx.QSpec(qtype, activation), scheme
+
+
+def test_options_say_the_other_fields():
+    dynamic = jqx.QSpec("int8", TOKEN, dynamic=True)
+    assert parse_scheme("int8:dynamic", "activation").spec == dynamic
+    assert parse_scheme("int8:token:dynamic", "activation").spec == dynamic
+    assert parse_scheme("int8", "state").spec == jqx.QSpec("int8", TOKEN)
+    assert parse_scheme("uint4:asymmetric:calibrator=mse").spec == jqx.QSpec(
+        "uint4", CHANNEL, symmetric=False, calibrator=calibrators.mse
+    )
+    assert parse_scheme("int8:contract=0,-1").contract == (0, -1)
+
+
+NO_SCHEMES = [
+    *("", "int9", "Int8", "int8:", "int8:tensor=", "int8:tensor=1", "int8:group", "int8:group="),
+    *("int8:group=x", "int8:group=4:block=4", "int8:tensor:channel", "int8:tensor:tensor"),
+    *("float:tensor", "int8:dynamic", "int8:token", "int8:calibrator=best", "int8 :tensor"),
+    *("int8:channel=1", "w8a8", "uint8", "mxfp4:group=16"),
+]
+
+
+def test_what_is_no_scheme_of_a_weight_is_refused_in_four_parts():
+    for scheme in NO_SCHEMES:
+        with pytest.raises(ValueError) as refusal:
+            parse_scheme(scheme)
+        text = str(refusal.value)
+        assert re.search(r"^jqx\..+\n(  .+\n)*  fix: .+", text), (scheme, text)
+
+
+def test_schemes_are_taken_for_arrays_states_results_and_empty_caches():
+    x, w = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.eye(4)
+    assert jqx.QTensor.quantize(x, "int8").scale.shape == (1, 1)
+    assert jqx.quantize_state({"a": x}, {"a": "int8"})["a"].scale.shape == (3, 1)
+    numbers = (((1,), (0,)), ((), ()))
+    expected = jqx.matmul(x, w, output=jqx.QSpec("int8"))
+    for result in (
+        jqx.matmul(x, w, output="int8"),
+        jqx.dot_general(x, w, numbers, output="int8:tensor"),
+    ):
+        assert repr(result) == repr(expected)
+        assert (result.values == expected.values).all() and (result.scale == expected.scale).all()
+    result = jqx.matmul(x, w, output=("int8", calibrators.Affine(jnp.full((1, 1), 0.5))))
+    assert (result.values == jnp.round(x * 2).astype(jnp.int8)).all()
+    cache = jqx.QTensor.zeros((2, 5, 8), "int8")
+    assert cache.scale.shape == (2, 5, 1)
+    assert repr(cache) == repr(jqx.QTensor.zeros((2, 5, 8), jqx.QSpec("int8", jqx.per_axis(0, 1))))
+    assert_error(lambda: jqx.matmul(x, w, output="int9"), "jqx.dot_general: the format is unknown")
+    for use, fact, error in (
+        (lambda: jqx.matmul(x, w, output="float"), "`output` is float", ValueError),
+        (lambda: jqx.matmul(x, w, output=3), "`output` is not a QSpec", TypeError),
+        (lambda: jqx.QTensor.zeros((2,), "float"), "`spec` is float", ValueError),
+        (lambda: jqx.QTensor.zeros((2,), 3), "`spec` is not a QSpec", TypeError),
+    ):
+        assert_error(use, fact, error=error)
