@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 import jqx
@@ -193,3 +195,68 @@ def elements(q: jqx.QTensor) -> dict[str, np.ndarray]:
             leaf = leaf.take(np.arange(n) // max(size, 1), axis)
         spread[name] = leaf
     return spread
+
+
+def assert_stands_for(viewed, expected, case=""):
+    """Asserts that a QTensor has these elements, and is a sound one."""
+    actual = elements(viewed)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(actual[name], array, err_msg=f"{case} {name}", strict=True)
+    shape = expected["code"].shape
+    facts = (viewed.shape, viewed.ndim, viewed.size, viewed.scale.ndim)
+    assert facts == (shape, len(shape), math.prod(shape), len(shape)), case
+    rebuilt = dataclasses.replace(viewed)  # checked again
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(viewed), case
+
+
+def of_elements(f, *tensors):
+    """What a function of arrays makes of the elements of QTensors."""
+    every = [elements(q) for q in tensors]
+    return {name: f(*(of[name] for of in every)) for name in every[0]}
+
+
+def assert_laws(q, views, case=""):
+    """Asserts that views of a QTensor have the elements of the views of arrays."""
+    q = on_host(q)
+    for i, view in enumerate(views):
+        assert_stands_for(view(q), of_elements(view, q), f"{case}, view {i}:")
+
+
+def assert_commute(tensors, views):
+    """As `assert_laws`, of the views of each of some tensors, under jit: one compiled program."""
+    tensors, views = list(tensors), list(views)
+
+    @jax.jit
+    def viewed(tensors):
+        return [[view(q) for view in of] for q, of in zip(tensors, views, strict=True)]
+
+    for i, (q, found, of) in enumerate(zip(tensors, viewed(tensors), views, strict=True)):
+        for j, (result, view) in enumerate(zip(found, of, strict=True)):
+            assert_stands_for(result, of_elements(view, q), f"tensor {i}, view {j}:")
+
+
+def assert_jitted_laws(name, views):
+    """Asserts the law of many views of a case in one compilation."""
+    q, real = made(name)
+
+    @jax.jit
+    def dequantized(q):
+        return [view(q).dequantize() for view in views]
+
+    for i, (found, view) in enumerate(zip(dequantized(q), views, strict=True)):
+        expected = np.asarray(view(real))
+        assert found.shape == expected.shape, i
+        np.testing.assert_array_equal(found, expected, err_msg=f"{name}, view {i}")
+
+
+def along_axis(axis, index):
+    return lambda x: x[(slice(None),) * axis + (index,)]
+
+
+FEW = (
+    "int8 per axis, coarser zero point",
+    "int4 with a tail",
+    "mx in blocks",
+    "nv in blocks of two axes",
+)
+few = pytest.mark.parametrize("name", FEW)
