@@ -1,7 +1,11 @@
+"""The nine round modes, in `quantize` and in `round`."""
+
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -10,10 +14,10 @@ from jqx import RoundMode
 
 from ..arrays import on_device
 from ..oracles.numerics import as_int64, assert_codes, assert_floats, rounded, saturated
+from ..oracles.refusals import assert_refusals, refusal
 
 EVERY_FLOAT16 = np.arange(65536, dtype=np.uint16).view(np.float16)
 NEAREST = [mode for mode in RoundMode if mode.value.startswith("ROUND_NEAREST")]
-
 TABLE = {  # of 2.5, -2.5, -3.5, 2.4, -2.6
     "ROUND_NEAREST_TOWARD_INFINITY": (3, -3, -4, 2, -3),
     "ROUND_NEAREST_TOWARD_ZERO": (2, -2, -3, 2, -3),
@@ -143,3 +147,65 @@ def test_rounding_a_negated_number_is_negating_the_mirrored_rounding(mode):
     forward = jqx.numerics.round_to_integer(on_device(x), mode)
     backward = jqx.numerics.round_to_integer(jnp.asarray(-x), mirrored.get(mode, mode))
     np.testing.assert_array_equal(forward, -backward)
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_every_bfloat16_is_rounded_as_specified(mode):
+    x = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    wide = x.astype(np.float32)
+    x = x[(np.abs(wide) >= np.finfo(np.float32).tiny) | (wide == 0) | np.isnan(wide)]
+    with np.errstate(invalid="ignore"):
+        expected = rounded(x.astype(np.float64), mode.value)
+    assert_floats(jqx.round(x, mode), expected, jnp.bfloat16)
+    assert_floats(jax.jit(lambda x: jqx.round(x, mode))(x), expected, jnp.bfloat16)
+
+
+def test_round_keeps_shape_and_dtype():
+    for shape, dtype in itertools.product(
+        [(), (0,), (2, 0, 3), (3, 4)], [jnp.float16, jnp.bfloat16, jnp.float32]
+    ):
+        result = jqx.round(jnp.full(shape, 1.5, dtype), RoundMode.UP)
+        assert result.shape == shape and result.dtype == dtype
+        assert np.all(np.asarray(result) == 2)
+
+
+def test_round_keeps_float64():
+    with jax.enable_x64(True):
+        x = np.array([0.49999999999999994, 2.0**52 + 1, -2.5])
+        assert_floats(jqx.round(x, RoundMode.NEAREST_UPWARD), [0, 2.0**52 + 1, -2], np.float64)
+
+
+def test_round_takes_python_numbers():
+    assert jqx.round(2.5, RoundMode.NEAREST_TOWARD_EVEN) == 2
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_rounding_twice_changes_nothing(mode):
+    x = jnp.linspace(-9, 9, 145, dtype=jnp.float32)
+    once = jqx.round(x, mode)
+    np.testing.assert_array_equal(jqx.round(once, mode), once)
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_round_has_gradient_zero(mode):
+    x = jnp.array([-2.4, 0.3, 1.7], jnp.float32)
+    gradient = jax.jit(jax.grad(lambda x: jqx.round(x, mode).sum()))(x)
+    np.testing.assert_array_equal(gradient, np.zeros(3))
+
+
+def test_vmapped_round_is_round():
+    x = jnp.linspace(-4, 4, 24, dtype=jnp.float32).reshape(4, 6)
+    for mode in (RoundMode.NEAREST_DOWNWARD, RoundMode.TOWARD_INFINITY):
+        mapped = jax.vmap(lambda x, mode=mode: jqx.round(x, mode))(x)
+        np.testing.assert_array_equal(mapped, jqx.round(x, mode))
+
+
+def test_what_is_not_floating_point_and_no_round_mode_is_refused():
+    for dtype in ("int8", "int32", "bool"):
+        facts = (f"`x` element type ({dtype}) must be a floating point number", "bfloat16")
+        case = refusal(facts, np.ones(3, dtype))
+        assert_refusals("round", TypeError, [case], mode=RoundMode.UP)
+    x = np.ones(3, np.float32)
+    for mode in ("UP", "ROUND_UP", None, 3):
+        facts = ("`mode` is not a RoundMode", f"mode == {mode!r}", "NEAREST_TOWARD_EVEN")
+        assert_refusals("round", TypeError, [refusal(facts, x, mode=mode)])

@@ -1,3 +1,5 @@
+"""`fake_quantize`, as the formula of OpenVINO in NumPy."""
+
 import functools
 
 import jax
@@ -11,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 import jqx
 
 from ..oracles.numerics import assert_floats, nearest
-from ..oracles.refusals import assert_refused
+from ..oracles.refusals import assert_refusals, refusal
 from ..strategies import SHAPE, law
 
 INF, NAN = np.inf, np.nan
@@ -206,13 +208,10 @@ SPECIAL = {  # x, il, ih, ol, oh, levels, result
 }
 
 
-@pytest.mark.parametrize("case", SPECIAL)
-def test_special_values_follow_the_table(case):
-    *operands, levels, result = SPECIAL[case]
-    np.testing.assert_equal(one(*operands, levels), np.float32(result))
-
-
-def test_special_values_follow_the_table_elementwise_under_jit():
+def test_special_values_follow_the_table():
+    """Each by itself, and under jit all of the same number of levels."""
+    for case, (*operands, levels, result) in SPECIAL.items():
+        np.testing.assert_equal(one(*operands, levels), np.float32(result), case)
     for levels in (2, 5, 256):
         rows = [row for row in SPECIAL.values() if row[5] == levels]
         x, il, ih, ol, oh, _, result = np.float32(rows).T
@@ -259,127 +258,104 @@ def with_limit(name, value, x=X):
 
 
 SHAPES = "Argument shapes are inconsistent"
-REFUSED = {
-    "x_not_real": (
-        (np.ones(3, np.int32), *[np.int32(1)] * 4),
-        {},
-        TypeError,
-        ("`x` element type (int32) must be a floating point number",),
+
+
+WRONG_TYPES = [
+    refusal(
+        "`x` element type (int32) must be a floating point number",
+        np.ones(3, np.int32),
+        *[np.int32(1)] * 4,
     ),
-    "limit_of_another_dtype": (
-        with_limit("output_low", np.float16(1)),
-        {},
-        TypeError,
-        ("`output_low` element type (float16) must match input element type (float32)",),
+    refusal(
+        "`output_low` element type (float16) must match input element type (float32)",
+        *with_limit("output_low", np.float16(1)),
     ),
-    "integer_limit": (
-        with_limit("input_high", np.int32(1)),
-        {},
-        TypeError,
-        ("`input_high` element type (int32) must match input element type (float32)",),
+    refusal(
+        "`input_high` element type (int32) must match input element type (float32)",
+        *with_limit("input_high", np.int32(1)),
     ),
-    "levels_a_float": (GOOD, {"levels": 4.0}, TypeError, ("`levels` must be an integer", "float")),
-    "levels_a_boolean": (GOOD, {"levels": True}, TypeError, ("`levels` must be an integer",)),
-    "levels_none": (GOOD, {"levels": None}, TypeError, ("`levels` must be an integer",)),
-    "levels_one": (GOOD, {"levels": 1}, ValueError, ("`levels` must be 2 or more, but is 1",)),
-    "levels_zero": (GOOD, {"levels": 0}, ValueError, ("`levels` must be 2 or more",)),
-    "levels_negative": (GOOD, {"levels": -1}, ValueError, ("2 or more, but is -1",)),
-    "unknown_broadcast": (
-        GOOD,
-        {"auto_broadcast": "explicit"},
-        ValueError,
+    refusal(("`levels` must be an integer", "float"), *GOOD, levels=4.0),
+    refusal("`levels` must be an integer", *GOOD, levels=True),
+    refusal("`levels` must be an integer", *GOOD, levels=None),
+    refusal(("not a gradient estimator", "bwd"), *GOOD, gradient=None),
+]
+WRONG_VALUES = [
+    refusal("`levels` must be 2 or more, but is 1", *GOOD, levels=1),
+    refusal("`levels` must be 2 or more", *GOOD, levels=0),
+    refusal("2 or more, but is -1", *GOOD, levels=-1),
+    refusal(
         ("'explicit' is not a member of AutoBroadcastType", "none, numpy, pdpd"),
+        *GOOD,
+        auto_broadcast="explicit",
     ),
-    "no_estimator": (GOOD, {"gradient": None}, TypeError, ("not a gradient estimator", "bwd")),
-    "axis_without_pdpd": (
-        GOOD,
-        {"axis": 1},
-        ValueError,
-        ("`axis` (1) has no meaning with auto_broadcast='numpy'",),
-    ),
-    "none_with_a_scalar": (
-        (X, S, X, X, X),
-        {"auto_broadcast": "none"},
-        ValueError,
+    refusal("`axis` (1) has no meaning with auto_broadcast='numpy'", *GOOD, axis=1),
+    refusal(
         (SHAPES, "`input_low`", "input_low.shape == (), x.shape == (2, 3, 4)"),
+        X,
+        S,
+        X,
+        X,
+        X,
+        auto_broadcast="none",
     ),
-    "none_with_one_element": (
-        (X, X, X, X, np.ones(1, np.float32)),
-        {"auto_broadcast": "none"},
-        ValueError,
+    refusal(
         (SHAPES, "`output_high`", "x.shape == (2, 3, 4)"),
+        X,
+        X,
+        X,
+        X,
+        np.ones(1, np.float32),
+        auto_broadcast="none",
     ),
-    "none_with_ones": (
-        (X, X, np.ones((2, 1, 4), np.float32), X, X),
-        {"auto_broadcast": "none"},
-        ValueError,
+    refusal(
         (SHAPES, "`input_high`", "(2, 1, 4)"),
+        X,
+        X,
+        np.ones((2, 1, 4), np.float32),
+        X,
+        X,
+        auto_broadcast="none",
     ),
-    "numpy_with_another_dim": (
-        with_limit("input_low", np.ones(3, np.float32)),
-        {},
-        ValueError,
+    refusal(
         (SHAPES, "`input_low`", "input_low.shape == (3,), x.shape == (2, 3, 4)"),
+        *with_limit("input_low", np.ones(3, np.float32)),
     ),
-    "numpy_that_would_broadcast_x": (
-        with_limit("input_low", np.ones((2, 3), np.float32), np.ones((2, 1), np.float32)),
-        {},
-        ValueError,
+    refusal(
         (SHAPES, "`input_low`", "x.shape == (2, 1)"),
+        *with_limit("input_low", np.ones((2, 3), np.float32), np.ones((2, 1), np.float32)),
     ),
-    "numpy_of_a_larger_rank": (
-        with_limit("output_low", np.ones((2, 3), np.float32), np.ones(3, np.float32)),
-        {},
-        ValueError,
+    refusal(
         (SHAPES, "`output_low`"),
+        *with_limit("output_low", np.ones((2, 3), np.float32), np.ones(3, np.float32)),
     ),
-    "numpy_of_a_larger_rank_of_ones": (
-        with_limit("output_low", np.ones((1, 1), np.float32), np.ones(3, np.float32)),
-        {},
-        ValueError,
+    refusal(
         (SHAPES, "`output_low`"),
+        *with_limit("output_low", np.ones((1, 1), np.float32), np.ones(3, np.float32)),
     ),
-    "pdpd_of_a_larger_rank": (
-        with_limit("input_low", np.ones((3, 1), np.float32), np.ones(3, np.float32)),
-        {"auto_broadcast": "pdpd", "axis": 0},
-        ValueError,
+    refusal(
         (SHAPES, "`input_low`"),
+        *with_limit("input_low", np.ones((3, 1), np.float32), np.ones(3, np.float32)),
+        auto_broadcast="pdpd",
+        axis=0,
     ),
-    "pdpd_with_another_dim": (
-        with_limit("input_low", np.ones(3, np.float32)),
-        {"auto_broadcast": "pdpd", "axis": 0},
-        ValueError,
+    refusal(
         (SHAPES, "`input_low`", "auto_broadcast == 'pdpd', axis == 0"),
+        *with_limit("input_low", np.ones(3, np.float32)),
+        auto_broadcast="pdpd",
+        axis=0,
     ),
-    "pdpd_beyond_x": (
-        with_limit("input_high", np.ones((3, 4), np.float32)),
-        {"auto_broadcast": "pdpd", "axis": 2},
-        ValueError,
+    refusal(
         (SHAPES, "`input_high`", "axis == 2"),
+        *with_limit("input_high", np.ones((3, 4), np.float32)),
+        auto_broadcast="pdpd",
+        axis=2,
     ),
-    "pdpd_axis_beyond_x": (
-        GOOD,
-        {"auto_broadcast": "pdpd", "axis": 4},
-        ValueError,
-        (SHAPES, "axis == 4"),
-    ),
-    "pdpd_negative_axis": (
-        GOOD,
-        {"auto_broadcast": "pdpd", "axis": -2},
-        ValueError,
-        (SHAPES, "axis == -2", "-1"),
-    ),
-    "pdpd_axis_no_integer": (
-        GOOD,
-        {"auto_broadcast": "pdpd", "axis": 1.0},
-        ValueError,
-        (SHAPES, "axis == 1.0"),
-    ),
-}
+    refusal((SHAPES, "axis == 4"), *GOOD, auto_broadcast="pdpd", axis=4),
+    refusal((SHAPES, "axis == -2", "-1"), *GOOD, auto_broadcast="pdpd", axis=-2),
+    refusal((SHAPES, "axis == 1.0"), *GOOD, auto_broadcast="pdpd", axis=1.0),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_fake_quantize_refuses_with_the_facts(case):
-    operands, options, error, facts = REFUSED[case]
-    f = functools.partial(jqx.fake_quantize, **({"levels": 4} | options))
-    assert_refused(f, operands, error, "fake_quantize", *facts)
+def test_fake_quantize_refuses_with_the_facts():
+    assert_refusals("fake_quantize", TypeError, WRONG_TYPES, levels=4)
+    assert_refusals("fake_quantize", ValueError, WRONG_VALUES, levels=4)

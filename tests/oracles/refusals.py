@@ -1,11 +1,15 @@
 """What every error of jqx must look like, wherever it is raised."""
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import pytest
+
+import jqx
 
 
 def assert_refused(
@@ -44,3 +48,21 @@ def assert_error(
     assert all(word in text for word in words), text
     assert len(text) < 2000
     return info.value
+
+
+def refusal(facts: str | tuple[str, ...], *operands: Any, **options: Any) -> tuple[Any, ...]:
+    """A case of `assert_refusals`: what the error says, and the arguments that it is raised for."""
+    return operands, options, (facts,) if isinstance(facts, str) else facts
+
+
+def assert_refusals(
+    function: str, error: type[Exception], cases: Sequence[tuple[Any, ...]], **defaults: Any
+) -> None:
+    """Asserts that a function, which is named as in `jqx.`, refuses each case as `assert_refused`
+    says. Options that a case does not have are those of `defaults`.
+    """
+    f = operator.attrgetter(function)(jqx)
+    for operands, options, facts in cases:
+        assert_refused(
+            functools.partial(f, **(defaults | options)), operands, error, function, *facts
+        )
