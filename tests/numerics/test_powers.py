@@ -1,12 +1,18 @@
+"""Powers of two: their exact arithmetic, and the format of them, float8_e8m0fnu."""
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from jqx import RoundMode
 from jqx._src.numerics.exact import exponent_of, times_power_of_two
+from jqx._src.numerics.lookup import E8M0, PowerOfTwo, exponent_of_e8m0, times_e8m0
 from jqx.numerics import power_of_two, step_of
 
 from ..arrays import on_device
+from .tables import GRID, Table, assert_conforms, assert_same_numbers, every_way, grid
 
 KINDS = {"float32": (np.float32, -126, 127), "float64": (np.float64, -1022, 1023)}
 
@@ -96,3 +102,123 @@ def test_the_step_is_the_spacing_of_floats_of_few_mantissa_bits(
         assert step.dtype == inverse.dtype == kind
         np.testing.assert_array_equal(step, np.ldexp(kind(1), expected))
         np.testing.assert_array_equal(inverse, np.ldexp(kind(1), -expected))
+
+
+POWERS = np.ldexp(1.0, np.arange(-127, 128))
+TABLE = Table(POWERS, np.arange(1, 255) % 2 == 0)  # the code, exponent + 127, is even
+QTYPE = PowerOfTwo()
+
+
+def expected_of(y, mode):
+    """Zero and what is too small become 2**-127; below zero there is nothing."""
+    return np.where(y < 0, np.nan, TABLE.rounded(y, mode))
+
+
+def powers(kind):
+    """The powers of two, their midpoints and neighbours; 2**-127 is a float32 subnormal."""
+    return grid(POWERS if kind is np.float64 else POWERS[1:], kind)
+
+
+def test_the_format_is_that_of_the_microscaling_specification():
+    assert E8M0 == QTYPE.storage == ml_dtypes.float8_e8m0fnu
+    assert QTYPE == PowerOfTwo() and str(QTYPE) == QTYPE.name == "float8_e8m0fnu"
+    assert (QTYPE.bits, QTYPE.low, QTYPE.high, QTYPE.levels) == (8, 2.0**-127, 2.0**127, 255)
+    assert not QTYPE.signed and not QTYPE.uniform
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lambda f: jax.jit(jax.vmap(f))])
+def test_every_code_decodes_as_in_ml_dtypes(transform):
+    bits = np.arange(256, dtype=np.uint8)
+    expected = np.append(POWERS, np.nan)
+    np.testing.assert_array_equal(bits.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), expected)
+    codes = QTYPE.from_bits(on_device(bits))
+    assert codes.dtype == E8M0
+    assert_same_numbers(transform(QTYPE.decode)(codes), expected)
+    assert_same_numbers(transform(QTYPE.decode)(on_device(bits)), expected)
+
+
+def test_every_number_is_its_own_code_in_every_mode():
+    numbers = on_device(POWERS[1:], jnp.float32)
+    for mode in RoundMode:
+        np.testing.assert_array_equal(QTYPE.encode_bits(numbers, mode), np.arange(1, 255))
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_every_power_midpoint_and_neighbour_is_rounded_as_the_mode_says(mode):
+    y = powers(np.float32)
+    assert_conforms(QTYPE, every_way(QTYPE, on_device(y), mode), y, expected_of(y, mode))
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_jit_and_vmap_change_nothing(mode):
+    y = powers(np.float32).reshape(8, GRID // 8)
+    found = jax.jit(jax.vmap(lambda row: every_way(QTYPE, row, mode)))(y)
+    assert_conforms(QTYPE, found, y, expected_of(y, mode))
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_float64_is_rounded_once(mode):
+    y = powers(np.float64)
+    y = np.append(y, [1e-300, 1e300, 1.25 * 2.0**-127, 1.5 * 2.0**-127, 1.75 * 2.0**-127])
+    with jax.enable_x64(True):
+        found = every_way(QTYPE, on_device(y), mode)
+        np.testing.assert_array_equal(
+            found["to_bits"], np.where(y < 0, 255, code_of(expected_of(y, mode)))
+        )
+        assert_conforms(QTYPE, found, y, expected_of(y, mode))
+
+
+def code_of(numbers):
+    exponent = np.frexp(np.where(np.isnan(numbers), 1, numbers))[1] - 1
+    return np.where(np.isnan(numbers), 255, exponent + 127).astype(np.uint8)
+
+
+@pytest.mark.parametrize("mode", RoundMode)
+def test_float32_is_rounded_alike_where_x64_is_on(mode):
+    y = powers(np.float32)
+    with jax.enable_x64(True):
+        assert_conforms(QTYPE, every_way(QTYPE, on_device(y), mode), y, expected_of(y, mode))
+
+
+def test_nearest_even_is_the_cast_of_ml_dtypes_but_for_ties_zero_and_infinity():
+    y = powers(np.float32)
+    codes = np.asarray(QTYPE.encode_bits(on_device(y), RoundMode.NEAREST_TOWARD_EVEN))
+    cast = y.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+    tie = np.frexp(y)[0] == 0.75
+    beyond = (y == 0) | (y >= np.float32(1.5 * 2.0**127))
+    same = ~(tie | beyond)
+    assert same.sum() > 1500
+    np.testing.assert_array_equal(codes[same], cast[same])
+
+
+def test_ml_dtypes_rounds_ties_upward_and_makes_nan_of_zero_and_of_what_is_too_large():
+    exponents = np.arange(-126, 127)
+    ties = np.ldexp(np.float32(1.5), exponents)
+    cast = ties.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+    np.testing.assert_array_equal(cast, exponents + 128)
+    codes = QTYPE.encode_bits(on_device(ties), RoundMode.NEAREST_TOWARD_EVEN)
+    np.testing.assert_array_equal(codes, exponents + 127 + (exponents % 2 == 0))
+    upward = QTYPE.encode_bits(on_device(ties), RoundMode.NEAREST_UPWARD)
+    np.testing.assert_array_equal(upward, cast)
+    edges = np.array([0.0, -0.0, 3e38, np.inf, -1.0, np.nan], np.float32)
+    assert np.all(np.isnan(edges.astype(ml_dtypes.float8_e8m0fnu).astype(np.float32)))
+    for mode in RoundMode:
+        assert QTYPE.encode_bits(on_device(edges), mode).tolist() == [0, 0, 254, 254, 255, 255]
+
+
+def test_exponents_are_read_from_every_code():
+    codes = QTYPE.from_bits(jnp.arange(256, dtype=jnp.uint8))
+    for f in (exponent_of_e8m0, jax.jit(exponent_of_e8m0)):
+        exponents = f(codes)
+        assert exponents.dtype == np.int32
+        assert exponents.tolist() == list(range(-127, 129))
+
+
+def test_a_product_with_every_code_is_exact_and_nan_with_that_of_nan():
+    x = np.float32([[0, 1, -1.5, 448, 2.0**-9]])
+    scale = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    found = np.asarray(jax.jit(times_e8m0)(x, jnp.asarray(scale)[:, None]))
+    with np.errstate(over="ignore"):
+        expected = np.float32(np.float64(x) * np.append(POWERS, np.nan)[:, None])
+    normal = ~(np.abs(expected) < np.finfo(np.float32).tiny) | (expected == 0)
+    np.testing.assert_array_equal(found[normal], expected[normal])

@@ -1,15 +1,19 @@
-"""The contract that every format obeys, and a format of a user's own that obeys it."""
+"""The contract that every format obeys, a format of a user that obeys it, and names of formats."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import jqx
 from jqx import RoundMode, numerics
-from jqx._src.numerics.lookup import DTYPES, PowerOfTwo, as_qtype
+from jqx._src.numerics.lookup import DTYPES, E8M0, PowerOfTwo, as_qtype, name_of_qtype
+from jqx._src.numerics.minifloats import MINIFLOATS
+from jqx._src.numerics.qtype import INTEGERS
 from jqx.numerics import (
     Block,
     Codebook,
@@ -17,9 +21,15 @@ from jqx.numerics import (
     Minifloat,
     QType,
     Specials,
+    binary,
+    float6_e2m3fn,
     format_of,
+    int3,
+    mxfp4,
+    nf4,
     round_to_integer,
     step_of,
+    ternary,
 )
 
 from ..arrays import on_device
@@ -82,7 +92,6 @@ LOG4_SIZES = np.ldexp(1.0, np.arange(-6, 1))
 LOG4_NUMBERS = np.concatenate([-LOG4_SIZES[::-1], [0.0], LOG4_SIZES])
 # Without mantissa bits the larger of two powers of two is even, as a multiple of the smaller.
 LOG4_TABLE = Table(LOG4_NUMBERS, np.array([False] * 6 + [True] + [False] + [True] * 6), nan=0.0)
-
 FORMATS = [
     *map(format_of, DTYPES),
     *(Integer(bits, signed) for bits in range(2, 9) for signed in (True, False)),
@@ -109,44 +118,35 @@ def bits_that_are_codes(qtype):
     return np.resize(every, 256)
 
 
-@pytest.mark.parametrize("qtype", FORMATS, ids=str)
-def test_a_format_is_a_frozen_hashable_value(qtype):
-    assert isinstance(qtype, QType)
-    copy = dataclasses.replace(qtype)
-    assert copy is not qtype and copy == qtype and hash(copy) == hash(qtype)
-    assert {qtype: "found"}[copy] == "found"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        qtype.name = "another"
-    assert str(qtype) == qtype.name and "\n" not in qtype.name
-
-
-@pytest.mark.parametrize("qtype", FORMATS, ids=str)
-def test_a_format_says_what_it_holds(qtype):
-    assert isinstance(qtype.storage, np.dtype)
-    assert type(qtype.bits) is int and type(qtype.levels) is int
-    assert qtype.low < qtype.high and np.isfinite([qtype.low, qtype.high]).all()
-    assert qtype.signed is (qtype.low < 0)
-    assert 2 <= qtype.levels <= 2**qtype.bits
-    assert qtype.uniform is isinstance(qtype, Integer)
+def test_a_format_is_a_frozen_hashable_value_that_says_what_it_holds():
+    for qtype in FORMATS:
+        assert isinstance(qtype, QType)
+        copy = dataclasses.replace(qtype)
+        assert copy is not qtype and copy == qtype and hash(copy) == hash(qtype)
+        assert {qtype: "a value"}[copy] == "a value"
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            qtype.name = "another"
+        assert str(qtype) == qtype.name and "\n" not in qtype.name
+        assert isinstance(qtype.storage, np.dtype)
+        assert type(qtype.bits) is int and type(qtype.levels) is int
+        assert qtype.low < qtype.high and np.isfinite([qtype.low, qtype.high]).all()
+        assert qtype.signed is (qtype.low < 0)
+        assert 2 <= qtype.levels <= 2**qtype.bits
+        assert qtype.uniform is isinstance(qtype, Integer)
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("qtype", SMALL, ids=str)
-def test_bits_and_codes_invert_each_other(qtype):
+def test_bits_and_codes_invert_each_other_and_decode_alike(qtype):
+    """Codes in a byte each decode like packed ones."""
     bits = on_device(bits_that_are_codes(qtype))
     codes = qtype.from_bits(bits)
     assert codes.dtype == qtype.storage
     back = qtype.to_bits(codes)
     assert back.dtype == np.uint8
     np.testing.assert_array_equal(back, bits)
-
-
-@pytest.mark.parametrize("qtype", SMALL, ids=str)
-def test_codes_in_a_byte_each_decode_like_packed_ones(qtype):
-    bits = on_device(bits_that_are_codes(qtype))
-    wide = qtype.widen_bits(bits)
+    wide, numbers = qtype.widen_bits(bits), qtype.decode(codes)
     assert wide.dtype in (np.int8, np.uint8)
-    numbers = qtype.decode(qtype.from_bits(bits))
     assert numbers.dtype == np.float32
     assert_same_numbers(qtype.decode(wide), np.asarray(numbers).astype(np.float64))
 
@@ -281,3 +281,73 @@ def test_a_format_of_ones_own_goes_into_blocks():
     expected = rounded_to_log4(X, np.repeat(scale, 8, axis=1))
     np.testing.assert_array_equal(q.dequantize(), expected)
     np.testing.assert_array_equal(q.pack(1).unpack().dequantize(), expected)
+
+
+OTHERS = ["bool", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64"]
+WITHOUT_DTYPE = [
+    *(int3, ternary, nf4, binary, float6_e2m3fn, mxfp4),
+    Integer(8, narrow=True),
+    Integer(4, narrow=True),
+    Minifloat(4, 3, Specials.NAN, saturate=False),
+    Minifloat(4, 3, Specials.NAN, bias=9),
+    Codebook(tuple(range(256)), "uint8"),
+]
+
+
+def test_the_nineteen_dtypes_of_jax_that_are_formats_are_listed():
+    assert DTYPES == (*INTEGERS, *MINIFLOATS, "float8_e8m0fnu")
+    assert len(set(DTYPES)) == len(DTYPES) == 19
+
+
+def test_every_listed_dtype_is_a_format_and_the_format_is_that_dtype():
+    for name in DTYPES:
+        dtype = jnp.dtype(name)
+        form = format_of(dtype)
+        assert form.storage == dtype and form.name == name
+        for spelling in (name, dtype, getattr(jnp, name), dtype.type, form):
+            assert format_of(spelling) == form
+            result = as_qtype("caller", "qtype", spelling, "Output")
+            assert isinstance(result, np.dtype) and result == dtype
+            assert name_of_qtype(spelling) == name
+        limits = jnp.finfo if name.startswith("float") else jnp.iinfo
+        assert form.bits == limits(dtype).bits
+
+
+def test_numbers_of_e8m0_are_read_as_powers_of_two():
+    assert format_of(E8M0) == format_of(ml_dtypes.float8_e8m0fnu) == PowerOfTwo()
+
+
+def test_a_format_without_a_dtype_stays_itself():
+    for qtype in WITHOUT_DTYPE:
+        assert as_qtype("caller", "qtype", qtype, "Output") is qtype
+        assert format_of(qtype) is qtype
+        assert name_of_qtype(qtype) == qtype.name
+
+
+def test_other_dtypes_are_refused_with_their_role():
+    for name in OTHERS:
+        facts = [
+            rf"^jqx\.caller: Weight element type \({name}\) must be a quantized type\.",
+            r"  fix:      pass as argument a jqx\.numerics\.QType, or one of int2, .*"
+            r"float8_e8m0fnu\.$",
+        ]
+        with pytest.raises(TypeError, match="\n".join(facts)):
+            as_qtype("caller", "argument", name, "Weight")
+
+
+def test_what_is_no_dtype_is_refused_by_name():
+    problem = re.escape("jqx.caller: `qtype` is not a dtype") + "[^\n]*"
+    parts = r"\n(  given:    qtype = .+\n)?(  expected: .+\n)?  fix:"
+    for spelling in ("int9", "i4", "nf3", "", None, 8, object()):
+        with pytest.raises(TypeError, match=f"^{problem}{parts}"):
+            as_qtype("caller", "qtype", spelling, "Output")
+    with pytest.raises(TypeError, match=r"fix:      pass 'nf4'\."):
+        as_qtype("caller", "qtype", "nf3", "Output")
+
+
+def test_a_name_stands_for_the_format():
+    values = {q.name: q for q in WITHOUT_DTYPE if q is getattr(numerics, q.name, None)}
+    values |= {"mxfp8": numerics.mxfp8_e4m3, "fp8": jnp.dtype("float8_e4m3fn")}
+    for name, value in [*values.items(), ("int4", jnp.dtype("int4"))]:
+        assert as_qtype("caller", "qtype", name, "Output") == value
+        assert format_of(name) == format_of(value)
