@@ -3,10 +3,15 @@
 Against NumPy models of all runtimes, and against the runtimes themselves where they are installed.
 Left out, as the runtimes leave them undefined or no scale is finite there: NaN and infinite ranges,
 subnormals (XLA on CPU flushes them), and for TFLite quotients of 2**31 and above.
+
+Requantized results are compared with TFLite's reference kernels: stored ones, and, where it is
+installed, its own. FULLY_CONNECTED is not among them: its reference kernel of today rounds a
+product in float64.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +20,16 @@ import pytest
 
 import jqx
 from jqx import numerics
+from jqx._src.contractions.requantize import Requantization, requantize
 from jqx.calibrators import Affine, minmax
 from jqx.numerics import Integer, SymmetricRange, format_of
 
 from . import runtimes_peers as peers
-from .forms import X64
-from .golden_io import load
-from .runtimes_inputs import SCALES, elements, rows
-from .runtimes_models import MODELS
+from . import tflite_peers
+from .runtimes import MODELS, SCALES, elements, rows
+from .stored import X64, load
 
 pytestmark = pytest.mark.skipif(X64, reason="the runtimes have no float64 form")
-
 EPS, TINY = float(np.finfo(np.float32).eps), float(np.finfo(np.float32).tiny)
 PRESETS = {name: getattr(numerics, name) for name in MODELS}
 AWAY = jqx.RoundMode.NEAREST_TOWARD_INFINITY
@@ -47,8 +51,8 @@ def by_rows(x, qtype, symmetric, runtime):
     )
     scale, zero_point, codes = quantized(x, spec)
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
-    found = jqx.affine_from_range(low, high, qtype=qtype, symmetric=symmetric, numerics=runtime)
-    assert_same((scale, zero_point), found)
+    actual = jqx.affine_from_range(low, high, qtype=qtype, symmetric=symmetric, numerics=runtime)
+    assert_same((scale, zero_point), actual)
     return scale, zero_point, codes
 
 
@@ -63,11 +67,11 @@ def codes_of(x, scale, zero_point, qtype, runtime):
 
 def assert_same(result, expected):
     """Compares scales bit by bit, and integers whatever their dtypes; `None` stands for zero."""
-    for found, value in zip(result, expected, strict=True):
-        if found is not None and value is not None:
-            kind = np.float32 if np.asarray(found).dtype == np.float32 else np.int32
-            found, value = (np.asarray(v).astype(kind) for v in (found, value))
-            np.testing.assert_array_equal(found, value, strict=True)
+    for actual, value in zip(result, expected, strict=True):
+        if actual is not None and value is not None:
+            kind = np.float32 if np.asarray(actual).dtype == np.float32 else np.int32
+            actual, value = (np.asarray(v).astype(kind) for v in (actual, value))
+            np.testing.assert_array_equal(actual, value, strict=True)
 
 
 def sweep(real, runtime, qtype, skip=None, count=2000):
@@ -243,3 +247,113 @@ def test_stored_codes_of_onednn(name, field):
         np.testing.assert_array_equal(result[care], expected[care], str(case["id"]))
         compared += int(care.sum())
     assert compared > 1000
+
+
+LOWEST, LARGEST = -(2**31), 2**31 - 1
+requantized = jax.jit(requantize)
+
+
+def assert_requantized(accumulator, r, expected):
+    result = np.asarray(requantized(np.asarray(accumulator).astype(np.int32), r).values)
+    np.testing.assert_array_equal(result, expected, strict=True)
+
+
+def random_codes(rng, dtype, shape):
+    limits = np.iinfo(dtype)
+    return rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+
+
+def test_stored_codes():
+    compared = 0
+    for case, arrays in load("tflite_requantize"):
+        attrs = case["attrs"]
+        scales = [
+            np.asarray(attrs[f"{name}_scale"], np.float32) for name in ("lhs", "rhs", "output")
+        ]
+        qtype = {"s8": "int8", "u8": "uint8", "s16": "int16"}[attrs["dst"]]
+        r = Requantization.of(
+            *scales,
+            qtype=jnp.dtype(qtype),
+            zero_point=attrs["zero_point"],
+            bias=arrays.get("bias"),
+            low=attrs["low"],
+            high=attrs["high"],
+        )
+        assert_requantized(arrays["accumulator"], r, arrays["expected"].astype(qtype))
+        compared += arrays["expected"].size
+    assert compared > 40_000
+
+
+def accumulators(rng, output):
+    """Of all magnitudes: near the random_codes, where they tie, and up to both ends."""
+    n = 4000
+    wide = rng.integers(LOWEST, LARGEST, n, endpoint=True) >> rng.integers(0, 31, n)
+    ties = np.rint((rng.integers(-300, 300, n) + 0.5) * np.minimum(output, 2.0**22))
+    near = ties + rng.integers(-2, 3, n)
+    ends = [LOWEST, LOWEST + 1, -1, 0, 1, LARGEST - 1, LARGEST]
+    return np.concatenate([wide, ties, near, ends]).clip(LOWEST, LARGEST).astype(np.int32)
+
+
+# `1 / factor`: powers of two, which tie; others; below 1 the accumulator is shifted to the left.
+QUOTIENTS = [2.0, 256.0, 2.0**15, 2.0**23, 3.0, 1000.0, 123456.7, 3e8, 1.0, 0.5, 0.3, 0.01]
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int16"])
+def test_quantize_of_int32(qtype):
+    pytest.importorskip("ai_edge_litert")
+    for i, (scale, quotient) in enumerate(
+        itertools.product((np.float32(1), np.float32(0.37)), QUOTIENTS)
+    ):
+        rng = np.random.default_rng(i)
+        output, zero = scale * np.float32(quotient), int(random_codes(rng, qtype, ()))
+        x = accumulators(rng, quotient)
+        r = Requantization.of(scale, 1.0, output, qtype=jnp.dtype(qtype), zero_point=zero)
+        assert_requantized(x, r, tflite_peers.quantize(x, (scale, output), (0, zero), qtype))
+
+
+@pytest.mark.parametrize("qtype", ["int8", "uint8", "int16"])
+def test_mul(qtype):
+    pytest.importorskip("ai_edge_litert")
+    rng = np.random.default_rng(0)
+    for output in (0.7, 256.0, 2.0**14, 3e4):
+        scales = (np.float32(0.5), np.float32(0.3), np.float32(output))
+        zeros = [0] * 3 if qtype == "int16" else random_codes(rng, qtype, 3).tolist()
+        a, b = random_codes(rng, qtype, (2, 20_000))
+        factor = scales[0] * scales[1] / scales[2]  # all in float32
+        r = Requantization.of(factor, 1.0, 1.0, qtype=jnp.dtype(qtype), zero_point=zeros[2])
+        product = (a.astype(np.int64) - zeros[0]) * (b.astype(np.int64) - zeros[1])
+        assert_requantized(product, r, tflite_peers.mul(a, b, scales, zeros))
+
+
+def test_batch_matmul():
+    pytest.importorskip("ai_edge_litert")
+    rng = np.random.default_rng(1)
+    for output in (8.0, 3.0, 64.0, 0.05):
+        scales, zeros = (
+            (np.float32(0.0371), np.float32(0.25), np.float32(output * 0.0371)),
+            random_codes(rng, "int8", 3).tolist(),
+        )
+        a, b = random_codes(rng, "int8", (200, 24)), random_codes(rng, "int8", (24, 50))
+        sums = (a.astype(np.int64) - zeros[0]) @ (b.astype(np.int64) - zeros[1])
+        product = scales[0] * scales[1]  # in float32, as GetQuantizedConvolutionMultipler does
+        r = Requantization.of(product, 1.0, scales[2], qtype=jnp.int8, zero_point=zeros[2])
+        assert_requantized(sums, r, tflite_peers.matmul(a, b, scales, zeros))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_convolution_with_a_scale_for_each_channel(relu):
+    pytest.importorskip("ai_edge_litert")
+    rng = np.random.default_rng(2)
+    powers = 2.0 ** rng.integers(-3, 1, 50)
+    for weights in (powers.astype(np.float32), rng.uniform(0.1, 1, 50).astype(np.float32)):
+        scales, zeros = (np.float32(0.5), weights, np.float32(128)), (-3, 0, -60)
+        x, w = (
+            random_codes(rng, "int8", (200, 24)),
+            rng.integers(-127, 128, (24, 50)).astype(np.int8),
+        )
+        bias = rng.integers(-30_000, 30_000, 50).astype(np.int32)
+        r = Requantization.of(
+            *scales, qtype=jnp.int8, zero_point=-60, bias=bias, low=-60 if relu else None
+        )
+        sums = (x.astype(np.int64) + 3) @ w.astype(np.int64)
+        assert_requantized(sums, r, tflite_peers.convolution(x, w, bias, scales, zeros, relu))

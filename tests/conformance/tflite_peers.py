@@ -75,13 +75,13 @@ def _run(
     graph, model = schema.SubGraphT(), schema.ModelT()
     graph.tensors = []
     for i, (dtype, shape, scale, zero_point) in enumerate(tensors):
-        made, how = schema.TensorT(), schema.QuantizationParametersT()
-        made.shape, made.name, made.buffer = list(shape), f"t{i}", i + 1
-        made.type = getattr(schema.TensorType, dtype.upper())
+        tensor, how = schema.TensorT(), schema.QuantizationParametersT()
+        tensor.shape, tensor.name, tensor.buffer = list(shape), f"t{i}", i + 1
+        tensor.type = getattr(schema.TensorType, dtype.upper())
         how.scale = [float(s) for s in np.ravel(scale)]
         how.zeroPoint = [int(z) for z in np.ravel(zero_point)]
-        made.quantization = how
-        graph.tensors.append(made)
+        tensor.quantization = how
+        graph.tensors.append(tensor)
     last = len(tensors) - 1
     code.builtinCode = getattr(schema.BuiltinOperator, op)
     code.deprecatedBuiltinCode, code.version = min(code.builtinCode, 127), version

@@ -1,4 +1,6 @@
-"""Everything that can be reached of a quantized module runs quantized, or is refused."""
+"""Everything that can be reached of a quantized module runs quantized, or is refused.
+Every call runs the float module once.
+"""
 
 import abc
 import functools
@@ -234,3 +236,38 @@ def test_a_layer_with_a_method_of_its_own_keeps_it():
     once = layer.apply(known, X)
     assert (layer.apply(known, X, method="twice") == layer.apply(known, once)).all()
     assert (layer.apply(known, X, method=lambda m, x: m(m(x))) == layer.apply(known, once)).all()
+
+
+TRACES = []
+ONES = jnp.ones((1, 4))
+
+
+class Counted(nn.Module):
+    """A perceptron that tells how often it runs."""
+
+    @nn.compact
+    def __call__(self, x):
+        TRACES.append(x)
+        return nn.Dense(2)(nn.relu(nn.Dense(4)(x)))
+
+
+@pytest.mark.parametrize("policy", [jqx.presets.w8a8(), jqx.presets.w8a8_dynamic()])
+def test_every_mode_and_conversion_traces_the_module_once(policy):
+    known = Counted().init(jax.random.key(0), ONES)
+    module = jqx.linen.quantize(Counted(), policy)
+    integers = module.clone(mode=Mode.CONVERT)
+    counts = []
+
+    def counted(f):
+        TRACES.clear()
+        result = f()
+        counts.append(len(TRACES))
+        return result
+
+    calibrate = module.clone(mode=Mode.CALIBRATE)
+    _, seen = counted(lambda: calibrate.apply(known, ONES, mutable=["quant_stats"]))
+    known = {**known, **seen}
+    counted(lambda: module.apply(known, ONES))
+    codes = counted(lambda: jqx.linen.convert(integers, known, ONES))
+    counted(lambda: integers.apply(codes, ONES))
+    assert counts == [1] * 4

@@ -1,10 +1,13 @@
-"""From variables to variables: scales found, fixed and learned; and what is refused."""
+"""From variables to variables: scales found, fixed and learned, of one method or of several;
+modules that write collections; and checkpoints.
+"""
 
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 
@@ -20,7 +23,6 @@ W8A8 = POLICIES["w8a8"]
 LSQ = jqx.presets.w8a8(
     weight={"gradient": jqx.gradients.lsq}, activation={"gradient": jqx.gradients.lsq}
 )
-
 ROUNDING = 2 * (18 + 100 + 8) * 2.0**-24
 """Between two programs: of the terms of the three float sums, relative to the largest result."""
 
@@ -204,3 +206,213 @@ def test_convert_lays_weights_out_for_a_target():
         module.apply(packed, x)
         with pytest.raises(ValueError, match=r"jqx\.linen\.convert: `target` is unknown"):
             jqx.linen.convert(module, known, x, target="cuda")
+
+
+def test_scales_of_another_method_are_not_enough():
+    class Two(nn.Module):
+        def setup(self):
+            self.first, self.second = nn.Dense(50), nn.Dense(3)
+
+        def __call__(self, x):
+            return self.first(x)
+
+        def other(self, x):
+            return self.second(self.first(x))
+
+    x = images().reshape(4, -1)
+    observe = jqx.linen.quantize(Two(), W8A8, mode=Mode.CALIBRATE)
+    known = Two().init(jax.random.key(0), x, method="other")
+    known |= observe.apply(known, x, mutable=["quant_stats"])[1]
+    for scales in ("calibrated", "dynamic"):
+        module = observe.clone(mode=Mode.SIMULATE, scales=scales)
+        with pytest.raises(ValueError, match=r"(?s)have no scale.*: second/kernel:dot_general:lhs"):
+            module.apply(known, x, method="other")
+
+
+def test_scales_of_methods_are_fixed_one_after_another():
+    class Two(nn.Module):
+        def setup(self):
+            self.first, self.second = nn.Dense(50), nn.Dense(3)
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+        def half(self, x):
+            return self.first(x)
+
+    x = images().reshape(4, -1)
+    observe = jqx.linen.quantize(Two(), W8A8, mode=Mode.CALIBRATE)
+    known = Two().init(jax.random.key(0), x)
+    known |= observe.apply(known, x, mutable=["quant_stats"])[1]
+    module, integers = observe.clone(mode=Mode.SIMULATE), observe.clone(mode=Mode.CONVERT)
+    half = jqx.linen.fix_scales(module, known, x, method="half")
+    assert set(half["quant_stats"]) == {"second"} and set(half["quant_scales"]) == {"first"}
+    assert (module.apply(half, x) == module.apply(known, x)).all()
+    small = jqx.linen.convert(integers, known, x)
+    again = jqx.linen.convert(integers, half, x)
+    assert jax.tree.structure(again) == jax.tree.structure(small)
+    assert (integers.apply(again, x) == integers.apply(small, x)).all()
+    part = jqx.linen.convert(integers, known, x, method="half")
+    assert set(part["quant_stats"]) == {"second"}
+    assert (integers.apply(part, x, method="half") == integers.apply(small, x, method="half")).all()
+    with pytest.raises(ValueError, match=r"(?s)not converted.*floats for second/kernel,"):
+        integers.apply(part, x)
+
+
+TOKENS = normal(1, 2, 1, 8)
+LEARNED_WEIGHTS = jqx.presets.w8a8(weight={"gradient": jqx.gradients.lsq})
+
+
+class Decoder(nn.Module):
+    """Attention with a cache, of the layer that is given."""
+
+    attention: object = nn.MultiHeadAttention
+
+    @nn.compact
+    def __call__(self, x):
+        return self.attention(num_heads=2, decode=True, name="attention")(x)
+
+
+class Norm(nn.Module):
+    """Running statistics, and a sown value."""
+
+    dense: object = nn.Dense
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.dense(8, name="dense")(nn.BatchNorm(use_running_average=False)(x))
+        self.sow("intermediates", "hidden", x)
+        return x
+
+
+class Counter(nn.Module):
+    """A variable that is boxed, and a method that writes it."""
+
+    def setup(self):
+        box = nn.with_partitioning(jnp.zeros, ("rows",))
+        self.count = self.variable("state", "count", box, (2,))
+        self.dense = nn.Dense(8)
+
+    def __call__(self, x):
+        self.count.value += 1
+        return self.dense(x)
+
+
+def layer(name, **options):
+    return lambda *args, **kwargs: getattr(jqx.linen, name)(*args, **kwargs, **options)
+
+
+def whole(kind, mode):
+    return jqx.linen.quantize(kind(), LEARNED_WEIGHTS, mode=mode)
+
+
+def of_layers(kind, mode):
+    name = "MultiHeadAttention" if kind is Decoder else "Dense"
+    return kind(layer(name, policy=LEARNED_WEIGHTS, mode=mode))
+
+
+CASES = [(make, kind) for make in (whole, of_layers) for kind in (Decoder, Norm)]
+CASES += [(whole, Counter)]
+
+
+@pytest.mark.many
+@pytest.mark.parametrize(("make", "kind"), CASES)
+def test_modules_that_write_collections(make, kind):
+    plain = kind()
+    known = jax.jit(plain.init)(jax.random.key(0), jnp.ones((2, 4, 8)))
+    known.pop("intermediates", None)
+    other = [name for name in known if name != "params"]
+
+    out, stats = make(kind, Mode.CALIBRATE).apply(known, TOKENS, mutable=["quant_stats", *other])
+    expected, want = plain.apply(known, TOKENS, mutable=other)
+    assert (out == expected).all()
+    stats, new = {"quant_stats": stats.pop("quant_stats")}, stats
+    assert jax.tree.structure(new) == jax.tree.structure(want)
+    assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, (new, want)), strict=True))
+    known |= stats
+
+    module = make(kind, Mode.SIMULATE)
+    fixed = jqx.linen.fix_scales(module, known, TOKENS)
+    assert set(fixed) == {"params", "quant_scales", *other}
+    assert set(jqx.linen.learn_scales(module, known, TOKENS)) == {"params", *other}
+    small = jqx.linen.convert(make(kind, Mode.CONVERT), known, TOKENS)
+    assert set(small) >= {"qparams", "quant_scales", *other}
+    for found in (fixed, small):
+        before, after = (jax.tree.leaves([v[name] for name in other]) for v in (known, found))
+        assert all(a is b for a, b in zip(before, after, strict=True))
+    simulated, one = module.apply(fixed, TOKENS, mutable=other)
+    converted, two = make(kind, Mode.CONVERT).apply(small, TOKENS, mutable=other)
+    assert jnp.abs(simulated - converted).max() <= 2.0**-18 * jnp.abs(converted).max()
+    for written in (one, two):
+        assert jax.tree.structure(written) == jax.tree.structure(want)
+    if make is whole:
+        assert jqx.linen.make_plan(module, known, TOKENS).weights
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("mutable", [True, ["quant_scales", "learned_scales", "qparams"]])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_mutable_does_not_say_what_is_computed(way, mutable):
+    policy = POLICIES["w8a8"]
+    observe, module, integers = (
+        WAYS[way](policy, mode) for mode in (Mode.CALIBRATE, Mode.SIMULATE, Mode.CONVERT)
+    )
+    known = {**variables(), **observe.apply(variables(), images(), mutable=["quant_stats"])[1]}
+    out, new = module.apply(known, images(2), mutable=mutable)
+    assert (out == module.apply(known, images(2))).all()
+    assert set(new) <= set(known)
+    small = jqx.linen.convert(integers, known, images())
+    out, new = integers.apply(small, images(2), mutable=mutable)
+    assert (out == integers.apply(small, images(2))).all()
+    assert set(new) <= set(small)
+    assert all(
+        a is b or (a == b).all()
+        for name in new
+        for a, b in zip(*map(jax.tree.leaves, (new[name], small[name])), strict=True)
+    )
+
+
+def test_conversions_under_jit_do_not_share_a_program_with_calls():
+    class Jitted(nn.Module):
+        mode: Mode
+
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.jit(jqx.linen.Dense)
+            return dense(8, policy=LEARNED_WEIGHTS, mode=self.mode, name="dense")(x)
+
+    module = Jitted(Mode.SIMULATE)
+    known = module.init(jax.random.key(0), TOKENS)
+    known |= Jitted(Mode.CALIBRATE).apply(known, TOKENS, mutable=["quant_stats"])[1]
+    for _ in range(2):
+        out, _ = module.apply(known, TOKENS, mutable=True)
+        assert "quant_scales" in jqx.linen.fix_scales(module, known, TOKENS)
+        learned = jqx.linen.learn_scales(module, known, TOKENS)
+        assert "kernel:weight" in learned["params"]["dense"]
+        assert "qparams" in jqx.linen.convert(Jitted(Mode.CONVERT), known, TOKENS)
+        again, new = module.apply(known, TOKENS, mutable=True)
+        assert (again == out).all() and "quant_scales" not in new
+
+
+NET = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(4)])
+ROWS = normal(1, 2, 32)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("name", ["w8a8", "w4a16", "w4a8", "fp8", "mxfp8", "nf4"])
+def test_a_converted_module_comes_back(name, tmp_path):
+    policy = getattr(jqx.presets, name)()
+    options = {"mode": jqx.linen.Mode.CONVERT, "scales": "dynamic"}
+    module = jqx.linen.quantize(NET, policy, **options)
+    variables = NET.init(jax.random.key(0), ROWS)
+    converted = jqx.linen.convert(module, variables, ROWS)
+    target = jax.eval_shape(lambda v: jqx.linen.convert(module, v, ROWS), variables)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", converted)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved", target)
+    assert jax.tree.structure(restored) == jax.tree.structure(converted)
+    same = jax.tree.map(lambda a, b: a.dtype == b.dtype and (a == b).all(), restored, converted)
+    assert jax.tree.all(same)
+    assert isinstance(restored["qparams"]["layers_0"]["kernel"], jqx.QTensor)
+    assert (module.apply(restored, ROWS) == module.apply(converted, ROWS)).all()

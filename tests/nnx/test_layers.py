@@ -13,28 +13,22 @@ from ..arrays import normal
 from .networks import images
 
 POLICY = jqx.presets.w8a8_dynamic(tables="int8")
-
-
-def vectors(seed, *shape):
-    return normal(seed, *shape)
-
-
 LAYERS = {
-    "Linear": ((4, 3), {}, (vectors(1, 2, 4),)),
+    "Linear": ((4, 3), {}, (normal(1, 2, 4),)),
     "Linear without bias, in bfloat16": (
         (4, 3),
         {"use_bias": False, "dtype": jnp.bfloat16},
-        (vectors(1, 2, 4),),
+        (normal(1, 2, 4),),
     ),
-    "LinearGeneral": (((4, 2), (3, 5)), {"axis": (-2, -1)}, (vectors(1, 2, 4, 2),)),
+    "LinearGeneral": (((4, 2), (3, 5)), {"axis": (-2, -1)}, (normal(1, 2, 4, 2),)),
     "LinearGeneral with a batch axis": (
         (4, 3),
         {"batch_axis": {0: 2}},
-        (vectors(1, 2, 4),),
+        (normal(1, 2, 4),),
     ),
-    "Einsum": (("bd,dhk->bhk", (4, 2, 3), (2, 3)), {}, (vectors(1, 5, 4),)),
+    "Einsum": (("bd,dhk->bhk", (4, 2, 3), (2, 3)), {}, (normal(1, 5, 4),)),
     "Conv": ((2, 4, (3, 3)), {"strides": 2, "padding": "VALID"}, (images(),)),
-    "Conv, causal": ((2, 4, 3), {"padding": "CAUSAL"}, (vectors(1, 2, 6, 2),)),
+    "Conv, causal": ((2, 4, 3), {"padding": "CAUSAL"}, (normal(1, 2, 6, 2),)),
     "Conv, circular, in groups, dilated": (
         (2, 4, (3, 3)),
         {"padding": "CIRCULAR", "feature_group_count": 2, "kernel_dilation": 2},
@@ -47,14 +41,13 @@ LAYERS = {
         (images(),),
     ),
     "Embed": ((5, 4), {}, (jnp.array([[1, 2], [4, 0]]),)),
-    "MultiHeadAttention": ((2, 8), {"decode": False}, (vectors(1, 2, 5, 8),)),
+    "MultiHeadAttention": ((2, 8), {"decode": False}, (normal(1, 2, 5, 8),)),
     "MultiHeadAttention with groups of queries": (
         (4, 8),
         {"decode": False, "num_kv_heads": 2, "normalize_qk": True},
-        (vectors(1, 2, 5, 8), vectors(2, 2, 6, 8)),
+        (normal(1, 2, 5, 8), normal(2, 2, 6, 8)),
     ),
 }
-
 QUICK = ("Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose", "Embed")
 
 
@@ -118,7 +111,7 @@ def test_attend_uses_the_codes_of_the_lookup():
     layer = jqx.nnx.Embed(5, 4, policy=jqx.presets.w8a16(tables="int8"), rngs=nnx.Rngs(0))
     rows = jnp.array([1, 3])
     jqx.nnx.convert(layer, rows)
-    table, query = layer.embedding.get_value(), vectors(1, 2, 4)
+    table, query = layer.embedding.get_value(), normal(1, 2, 4)
     assert (layer(rows) == jqx.take(table, rows, axis=0)).all()
     assert (layer.attend(query) == jqx.matmul(query, table.T)).all()
     assert (layer(rows) == table.dequantize()[rows]).all()
@@ -130,7 +123,7 @@ def test_decoding_writes_the_cache_as_the_float_layer_does():
         module.decode = True
         module.init_cache((2, 3, 8))
     for seed in (1, 2, 3):
-        token = vectors(seed, 2, 1, 8)
+        token = normal(seed, 2, 1, 8)
         assert (layer(token) == plain(token)).all()
         assert layer.cache_index[...] == seed
         assert (layer.cached_key[...] == plain.cached_key[...]).all()
@@ -150,7 +143,7 @@ def test_shared_contractions_of_attention_become_one_for_each_projection(mode):
     layer = jqx.nnx.MultiHeadAttention(
         2, 8, policy=POLICY, mode=mode, decode=False, rngs=nnx.Rngs(0)
     )
-    x = vectors(1, 2, 5, 8)
+    x = normal(1, 2, 5, 8)
     assert (injected(x) == layer(x)).all()
     if mode is Mode.FLOAT:
         return

@@ -184,18 +184,18 @@ def every_way(qtype: QType, y: jax.Array, mode: RoundMode) -> dict[str, jax.Arra
 
 
 def assert_conforms(
-    qtype: QType, found: dict[str, jax.Array], y: np.ndarray, expected: np.ndarray
+    qtype: QType, actual: dict[str, jax.Array], y: np.ndarray, expected: np.ndarray
 ) -> None:
     """Asserts that `every_way` found the expected numbers, in the promised dtypes and shapes.
 
     What is rounded to zero may be zero of either sign, but the same one in each way.
     """
-    assert found["round"].dtype == y.dtype
-    assert found["encode"].dtype == qtype.storage
-    assert found["decode"].dtype == np.float32
-    assert found["to_bits"].dtype == found["encode_bits"].dtype == np.uint8
-    rounded = np.asarray(found["round"]).astype(np.float64)
+    assert actual["round"].dtype == y.dtype
+    assert actual["encode"].dtype == qtype.storage
+    assert actual["decode"].dtype == np.float32
+    assert actual["to_bits"].dtype == actual["encode_bits"].dtype == np.uint8
+    rounded = np.asarray(actual["round"]).astype(np.float64)
     np.testing.assert_array_equal(rounded, expected, strict=True)
-    assert_same_numbers(found["decode"], rounded)
-    np.testing.assert_array_equal(found["encode_bits"], found["to_bits"], strict=True)
-    assert np.all(np.asarray(found["to_bits"]) < 2**qtype.bits)
+    assert_same_numbers(actual["decode"], rounded)
+    np.testing.assert_array_equal(actual["encode_bits"], actual["to_bits"], strict=True)
+    assert np.all(np.asarray(actual["to_bits"]) < 2**qtype.bits)

@@ -112,8 +112,8 @@ def test_every_number_midpoint_and_neighbour_is_rounded_in_all_nine_modes(name):
     qtype, table = getattr(numerics, name), table_named(name)
     y = grid(table.numbers)
     for mode in RoundMode:
-        found = every_way(qtype, on_device(y), mode)
-        assert_conforms(qtype, found, y, table.rounded(y, mode))
+        actual = every_way(qtype, on_device(y), mode)
+        assert_conforms(qtype, actual, y, table.rounded(y, mode))
 
 
 @pytest.mark.parametrize("name", ["mxint8", "mxfp4"])
@@ -121,12 +121,12 @@ def test_jit_and_float64_change_nothing(name):
     qtype, table = getattr(numerics, name), table_named(name)
     mode = RoundMode.NEAREST_TOWARD_EVEN
     y = grid(table.numbers)
-    found = jax.jit(lambda y: every_way(qtype, y, mode))(y)
-    assert_conforms(qtype, found, y, table.rounded(y, mode))
+    actual = jax.jit(lambda y: every_way(qtype, y, mode))(y)
+    assert_conforms(qtype, actual, y, table.rounded(y, mode))
     y = grid(table.numbers, np.float64)
     with jax.enable_x64(True):
-        found = every_way(qtype, on_device(y), mode)
-        assert_conforms(qtype, found, y, table.rounded(y, mode))
+        actual = every_way(qtype, on_device(y), mode)
+        assert_conforms(qtype, actual, y, table.rounded(y, mode))
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
@@ -165,28 +165,28 @@ def test_a_unit_of_four_thirds_clips_nothing(exponent, tmp_path):
     x = np.float32(rng.normal(size=(7, 32)) * powers * 2.0**exponent)
     x[0, 3] = np.float32(2.0 ** (exponent + 3)) * np.float32(1 - 2**-24)  # as near 8 as there is
     spec = jqx.QSpec(wide, jqx.per_block({0: 1, 1: 32}))
-    found = jax.jit(lambda x: jqx.QTensor.quantize(x, spec))(on_device(x, jnp.float32))
+    actual = jax.jit(lambda x: jqx.QTensor.quantize(x, spec))(on_device(x, jnp.float32))
     scale = np.exp2(np.frexp(np.abs(x).max(1, keepdims=True))[1] - 3.0)
-    np.testing.assert_array_equal(found.scale.astype(jnp.float32), scale)
+    np.testing.assert_array_equal(actual.scale.astype(jnp.float32), scale)
     exact = x.astype(np.float64) / (scale * (4 / 3))
     assert np.abs(exact).max() <= 6
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     nearest = numbers[np.abs(np.abs(exact)[..., None] - numbers).argmin(-1)] * np.sign(exact)
-    real = np.asarray(found.dequantize(), np.float64)
+    real = np.asarray(actual.dequantize(), np.float64)
     # One rounding of 4/3 to float32, and one of its product with a number.
     np.testing.assert_allclose(real, nearest * scale * (4 / 3), rtol=2.0**-22)
-    same = jqx.calibrators.Affine(found.scale)
-    other = jqx.QTensor.quantize(found.dequantize(), spec, same)
-    np.testing.assert_array_equal(other.dequantize(), found.dequantize())
+    same = jqx.calibrators.Affine(actual.scale)
+    other = jqx.QTensor.quantize(actual.dequantize(), spec, same)
+    np.testing.assert_array_equal(other.dequantize(), actual.dequantize())
     y = on_device(rng.normal(size=(3, 32)), jnp.float32)
-    product = jqx.dot_general(y, found, (((1,), (1,)), ((), ())))
+    product = jqx.dot_general(y, actual, (((1,), (1,)), ((), ())))
     expected = np.asarray(y, np.float64) @ real.T
     # Sums of 32 products in float32.
     bound = 2.0**-20 * (np.abs(np.asarray(y, np.float64)) @ np.abs(real.T))
     assert (np.abs(product - expected) <= bound).all()
-    jqx.save(path := tmp_path / "wide.safetensors", {"x": found})
+    jqx.save(path := tmp_path / "wide.safetensors", {"x": actual})
     loaded = jqx.load(path)["x"]
-    assert loaded.qtype == wide and (loaded.dequantize() == found.dequantize()).all()
+    assert loaded.qtype == wide and (loaded.dequantize() == actual.dequantize()).all()
 
 
 def test_equal_block_formats_are_one_value_however_they_are_written():

@@ -81,62 +81,48 @@ def test_divide_is_a_true_division_in_float64():
         assert_same_bits(jax.jit(divide)(x, s), x / s)
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_divide_is_a_true_division_where_vmap_maps_x_alone(jit):
-    f = jax.vmap(divide, in_axes=(0, None))
-    s = DIVISORS["scalar"]
-    assert_same_bits((jax.jit(f) if jit else f)(X, s), X / s)
+def scanned(unroll):
+    """A division of each row inside of a scan."""
 
-
-def test_divide_is_a_true_division_where_vmap_maps_x_over_a_constant():
-    s = DIVISORS["scalar"]
-    result = jax.jit(jax.vmap(lambda x: divide(x, on_device(s))))(X)
-    assert_same_bits(result, X / s)
-
-
-def test_divide_is_a_true_division_where_vmap_maps_the_divisor_alone():
-    s = normals(7, (40,))
-    result = jax.jit(jax.vmap(divide, in_axes=(None, 0)))(X[:40], s)
-    assert_same_bits(result, X[None, :40] / s[:, None, None])
-
-
-def test_divide_is_a_true_division_where_vmap_maps_both():
-    s = normals(8, (400,))
-    assert_same_bits(jax.jit(jax.vmap(divide))(X, s), X / s[:, None])
-
-
-def test_divide_is_a_true_division_under_nested_vmap():
-    s = normals(9, (400,))
-    inner = jax.vmap(divide, in_axes=(0, None))
-    assert_same_bits(jax.jit(jax.vmap(inner))(X, s), X / s[:, None])
-
-
-@pytest.mark.parametrize("unroll", [1, 8])
-def test_divide_is_a_true_division_inside_scan(unroll):
     def f(xs, s):
         return lax.scan(lambda carry, x: (carry, divide(x, s)), None, xs, unroll=unroll)[1]
 
+    return f
+
+
+OF_ONE_DIVISOR = {
+    "vmap": jax.vmap(divide, in_axes=(0, None)),
+    "scan": scanned(1),
+    "scan, unrolled": scanned(8),
+    "fori_loop": lambda x, s: lax.fori_loop(0, 1, lambda i, x: divide(x, s), x),
+    "cond": lambda x, s: lax.cond(s != 0, divide, lambda x, s: x, x, s),
+    "remat": jax.checkpoint(divide),
+    "map": lambda x, s: lax.map(lambda row: divide(row, s), x),
+}
+OF_A_DIVISOR_FOR_EACH_ROW = {
+    "vmap": jax.vmap(divide),
+    "nested vmap": jax.vmap(jax.vmap(divide, in_axes=(0, None))),
+    "scan": lambda xs, s: lax.scan(lambda c, v: (c, divide(*v)), None, (xs, s))[1],
+}
+
+
+def test_divide_is_a_true_division_by_one_divisor_inside_of_maps_loops_and_conditionals():
+    """Of a divisor that is an argument, and of a constant."""
     s = DIVISORS["scalar"]
-    assert_same_bits(jax.jit(f)(X, s), X / s)
-    assert_same_bits(jax.jit(lambda xs: f(xs, on_device(s)))(X), X / s)
-
-
-def test_divide_is_a_true_division_with_one_divisor_per_step_of_scan():
-    s = normals(10, (400,))
-    f = jax.jit(lambda xs, s: lax.scan(lambda c, v: (c, divide(*v)), None, (xs, s))[1])
-    assert_same_bits(f(X, s), X / s[:, None])
-
-
-def test_divide_is_a_true_division_inside_loops_conditionals_and_remat():
-    s = DIVISORS["scalar"]
-    forms = {
-        "fori_loop": lambda x, s: lax.fori_loop(0, 1, lambda i, x: divide(x, s), x),
-        "cond": lambda x, s: lax.cond(s != 0, divide, lambda x, s: x, x, s),
-        "remat": jax.checkpoint(divide),
-        "map": lambda x, s: lax.map(lambda row: divide(row, s), x),
-    }
-    for f in forms.values():
+    for f in OF_ONE_DIVISOR.values():
         assert_same_bits(jax.jit(f)(X, s), X / s)
+        assert_same_bits(jax.jit(lambda x, f=f: f(x, on_device(s)))(X), X / s)
+
+
+def test_divide_is_a_true_division_by_a_divisor_for_each_row_inside_of_maps_and_scans():
+    s = normals(8, (400,))
+    for f in OF_A_DIVISOR_FOR_EACH_ROW.values():
+        assert_same_bits(jax.jit(f)(X, s), X / s[:, None])
+    s = DIVISORS["scalar"]
+    assert_same_bits(OF_ONE_DIVISOR["vmap"](X, s), X / s)
+    s = normals(7, (40,))
+    result = jax.jit(jax.vmap(divide, in_axes=(None, 0)))(X[:40], s)
+    assert_same_bits(result, X[None, :40] / s[:, None, None])
 
 
 def test_divide_is_a_true_division_amid_other_arithmetic():

@@ -117,9 +117,9 @@ def test_every_number_midpoint_and_neighbour_is_rounded_in_all_nine_modes(name):
         np.testing.assert_array_equal(
             expected, saturated_to(rounded(y, mode.value), table.numbers[0], table.numbers[-1])
         )
-        found = every_way(qtype, on_device(y), mode)
-        assert_conforms(qtype, found, y, expected)
-        assert not np.any(np.signbit(found["round"]) & (np.asarray(found["round"]) == 0))
+        actual = every_way(qtype, on_device(y), mode)
+        assert_conforms(qtype, actual, y, expected)
+        assert not np.any(np.signbit(actual["round"]) & (np.asarray(actual["round"]) == 0))
 
 
 def saturated_to(r, low, high):
@@ -157,11 +157,11 @@ def test_a_zero_point_is_added_before_bits_saturate(name):
     qtype = integer(name)
     r = np.array([-1e9, -300.0, -4.0, -1.0, 0.0, 1.0, 3.0, 200.0, 1e9, np.nan], np.float32)
     zero_points = codes_of(np.arange(qtype.low, qtype.high + 1), qtype.storage)[:, None]
-    found = qtype.sum_to_bits(jnp.broadcast_to(r, (len(zero_points), len(r))), zero_points)
+    actual = qtype.sum_to_bits(jnp.broadcast_to(r, (len(zero_points), len(r))), zero_points)
     sums = np.where(np.isnan(r), np.nan, r) + zero_points.astype(np.float64)
     expected = np.where(np.isnan(sums), 0, np.clip(sums, qtype.low, qtype.high)).astype(np.int64)
-    assert found.dtype == np.uint8
-    np.testing.assert_array_equal(found, (expected % 2**qtype.bits).astype(np.uint8))
+    assert actual.dtype == np.uint8
+    np.testing.assert_array_equal(actual, (expected % 2**qtype.bits).astype(np.uint8))
     assert qtype.sum_to_bits(on_device(r), None).dtype == np.uint8
 
 
@@ -345,8 +345,8 @@ def test_every_combination_of_widths_rounds_as_its_table_in_all_nine_modes(combi
         table = minifloat_table(e, m, specials, saturate=saturate)
         y = grid(table.numbers)
         for mode in RoundMode:
-            found = every_way(qtype, on_device(y), mode)
-            assert_conforms(qtype, found, y, table.rounded(y, mode))
+            actual = every_way(qtype, on_device(y), mode)
+            assert_conforms(qtype, actual, y, table.rounded(y, mode))
 
 
 @pytest.mark.parametrize("bias", [-1, 0, 11, 60, 100])
@@ -377,8 +377,8 @@ def test_float32_is_rounded_alike_where_x64_is_on(name):
     table = standard_table(name)
     y = grid(table.numbers)
     with jax.enable_x64(True):
-        found = every_way(standard(name), on_device(y), NEAREST_EVEN)
-        assert_conforms(standard(name), found, y, table.rounded(y, NEAREST_EVEN))
+        actual = every_way(standard(name), on_device(y), NEAREST_EVEN)
+        assert_conforms(standard(name), actual, y, table.rounded(y, NEAREST_EVEN))
 
 
 @pytest.mark.parametrize(
@@ -506,9 +506,9 @@ def test_every_entry_midpoint_and_neighbour_is_rounded_in_all_nine_modes(name):
     table = codebook_table(name)
     y = grid(table.numbers)
     for mode in RoundMode:
-        found = every_way(CODEBOOKS[name], on_device(y), mode)
-        assert_conforms(CODEBOOKS[name], found, y, table.rounded(y, mode))
-        assert np.all(np.asarray(found["encode"]) < len(table.numbers))
+        actual = every_way(CODEBOOKS[name], on_device(y), mode)
+        assert_conforms(CODEBOOKS[name], actual, y, table.rounded(y, mode))
+        assert np.all(np.asarray(actual["encode"]) < len(table.numbers))
 
 
 def test_ties_between_entries_of_any_size_are_exact():
@@ -538,8 +538,8 @@ def test_nan_becomes_the_entry_nearest_to_zero_and_infinities_the_ends():
 def test_zero_of_either_sign_is_cut_alike():
     zeros = on_device([0.0, -0.0], jnp.float32)
     codes = {mode: CODEBOOKS["binary"].encode(zeros, mode).tolist() for mode in RoundMode}
-    up = {mode for mode, found in codes.items() if found == [1, 1]}
-    assert all(found in ([0, 0], [1, 1]) for found in codes.values())
+    up = {mode for mode, actual in codes.items() if actual == [1, 1]}
+    assert all(actual in ([0, 0], [1, 1]) for actual in codes.values())
     assert {RoundMode.UP, RoundMode.NEAREST_UPWARD, RoundMode.NEAREST_TOWARD_INFINITY} <= up
     assert not up & {RoundMode.DOWN, RoundMode.NEAREST_DOWNWARD, RoundMode.NEAREST_TOWARD_EVEN}
 

@@ -21,7 +21,7 @@ def packed_along(codes, bits, axis):
     *outer, n = rows.shape
     packed = []
     for row in rows.reshape(int(np.prod(outer)), n):
-        found, lowest = [], 0
+        actual, lowest = [], 0
         for width in PLANES[bits]:
             runs = 8 // width
             run = (n + runs - 1) // runs
@@ -29,9 +29,9 @@ def packed_along(codes, bits, axis):
             for place, code in enumerate(row.tolist()):
                 part = (code >> lowest) % 2**width
                 plane[place % run] += part * 2 ** (width * (place // run))
-            found += plane
+            actual += plane
             lowest += width
-        packed.append(found)
+        packed.append(actual)
     length = sum((n * width + 7) // 8 for width in PLANES[bits])
     array = np.array(packed, np.uint8).reshape(*outer, length)
     return np.moveaxis(array, -1, axis)

@@ -152,8 +152,8 @@ def test_every_power_midpoint_and_neighbour_is_rounded_as_the_mode_says(mode):
 @pytest.mark.parametrize("mode", RoundMode)
 def test_jit_and_vmap_change_nothing(mode):
     y = powers(np.float32).reshape(8, GRID // 8)
-    found = jax.jit(jax.vmap(lambda row: every_way(QTYPE, row, mode)))(y)
-    assert_conforms(QTYPE, found, y, expected_of(y, mode))
+    actual = jax.jit(jax.vmap(lambda row: every_way(QTYPE, row, mode)))(y)
+    assert_conforms(QTYPE, actual, y, expected_of(y, mode))
 
 
 @pytest.mark.parametrize("mode", RoundMode)
@@ -161,11 +161,11 @@ def test_float64_is_rounded_once(mode):
     y = powers(np.float64)
     y = np.append(y, [1e-300, 1e300, 1.25 * 2.0**-127, 1.5 * 2.0**-127, 1.75 * 2.0**-127])
     with jax.enable_x64(True):
-        found = every_way(QTYPE, on_device(y), mode)
+        actual = every_way(QTYPE, on_device(y), mode)
         np.testing.assert_array_equal(
-            found["to_bits"], np.where(y < 0, 255, code_of(expected_of(y, mode)))
+            actual["to_bits"], np.where(y < 0, 255, code_of(expected_of(y, mode)))
         )
-        assert_conforms(QTYPE, found, y, expected_of(y, mode))
+        assert_conforms(QTYPE, actual, y, expected_of(y, mode))
 
 
 def code_of(numbers):
@@ -217,8 +217,8 @@ def test_exponents_are_read_from_every_code():
 def test_a_product_with_every_code_is_exact_and_nan_with_that_of_nan():
     x = np.float32([[0, 1, -1.5, 448, 2.0**-9]])
     scale = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
-    found = np.asarray(jax.jit(times_e8m0)(x, jnp.asarray(scale)[:, None]))
+    actual = np.asarray(jax.jit(times_e8m0)(x, jnp.asarray(scale)[:, None]))
     with np.errstate(over="ignore"):
         expected = np.float32(np.float64(x) * np.append(POWERS, np.nan)[:, None])
     normal = ~(np.abs(expected) < np.finfo(np.float32).tiny) | (expected == 0)
-    np.testing.assert_array_equal(found[normal], expected[normal])
+    np.testing.assert_array_equal(actual[normal], expected[normal])

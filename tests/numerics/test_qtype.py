@@ -197,8 +197,8 @@ def test_an_incomplete_format_cannot_be_made():
 def test_a_format_of_ones_own_rounds_as_its_table():
     y = grid(LOG4_NUMBERS)
     for mode in RoundMode:
-        found = every_way(LOG4, on_device(y), mode)
-        assert_conforms(LOG4, found, y, LOG4_TABLE.rounded(y, mode))
+        actual = every_way(LOG4, on_device(y), mode)
+        assert_conforms(LOG4, actual, y, LOG4_TABLE.rounded(y, mode))
 
 
 X = on_device(np.random.default_rng(0).normal(size=(4, 24)), jnp.float32)

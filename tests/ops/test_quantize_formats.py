@@ -95,8 +95,8 @@ def test_every_format_rounds_to_its_nearest_number_and_saturates(name, dtype):
     every_code = [mapped, f(on_device(x), scale)] if dtype == "float32" else [mapped]
     for again in every_code:
         np.testing.assert_array_equal(as_float64(again), as_float64(codes))
-    for found in (once, twice, real_again):
-        assert_floats(found, real, dtype)
+    for actual in (once, twice, real_again):
+        assert_floats(actual, real, dtype)
 
 
 @pytest.mark.many

@@ -93,8 +93,8 @@ def test_an_index_may_be_traced():
 
     for i in (0, 2, -1):
         for axes, (real, row, column) in zip(every, viewed(tensors, i), strict=True):
-            for found, expected in [(row, np.asarray(real)[i]), (column, np.asarray(real)[1:, i])]:
-                np.testing.assert_array_equal(found, expected, err_msg=f"{axes}, {i}", strict=True)
+            for actual, expected in [(row, np.asarray(real)[i]), (column, np.asarray(real)[1:, i])]:
+                np.testing.assert_array_equal(actual, expected, err_msg=f"{axes}, {i}", strict=True)
 
 
 def slices(n, b):
@@ -247,8 +247,8 @@ def test_scalars_and_arrays_of_indices_may_be_traced(name):
         return [view(q, i, k).dequantize() for view in views]
 
     for i, k in [(1, [0, 1]), (-1, [-1, 0])]:
-        found = viewed(q, np.int32(i), np.int32(k))
-        for j, (result, view) in enumerate(zip(found, views, strict=True)):
+        actual = viewed(q, np.int32(i), np.int32(k))
+        for j, (result, view) in enumerate(zip(actual, views, strict=True)):
             expected = view(real, i, np.array(k))
             np.testing.assert_array_equal(result, expected, f"{i}, view {j}", strict=True)
 
@@ -262,8 +262,8 @@ def test_a_traced_index_beyond_the_ends_is_clamped_for_codes_and_scales_alike(na
         return [(q[..., index].dequantize(), real[..., index]) for index in indices]
 
     for place in (-100, -11, 10, 101):
-        for found, expected in both(q, real, np.int32(place), np.int32([place, 1])):
-            np.testing.assert_array_equal(found, expected, f"{place}", strict=True)
+        for actual, expected in both(q, real, np.int32(place), np.int32([place, 1])):
+            np.testing.assert_array_equal(actual, expected, f"{place}", strict=True)
 
 
 def test_an_index_array_may_be_of_any_integer_dtype():
@@ -276,8 +276,8 @@ def test_an_index_array_may_be_of_any_integer_dtype():
         every.append(np.array(places, dtype))
     traced = jax.jit(lambda q, every: [q[places] for places in every])(q, every)
     constant = jax.jit(lambda q: [q[places] for places in every])(q)
-    for found in (traced, constant):
-        for result, places in zip(found, every, strict=True):
+    for actual in (traced, constant):
+        for result, places in zip(actual, every, strict=True):
             expected = of_elements(operator.itemgetter(places.astype(int)), q)
             assert_stands_for(result, expected, str(places.dtype))
 
@@ -299,10 +299,10 @@ MASKS = {
 def test_a_mask_keeps_what_it_holds(name):
     q, real = made(name)
     indices = {mask: index(q) for mask, index in MASKS.items()}
-    found = jax.jit(lambda q: {mask: q[index].dequantize() for mask, index in indices.items()})(q)
+    actual = jax.jit(lambda q: {mask: q[index].dequantize() for mask, index in indices.items()})(q)
     for mask, index in indices.items():
         plain = np.asarray(index) if isinstance(index, jax.Array) else index
-        np.testing.assert_array_equal(found[mask], real[plain], err_msg=mask, strict=True)
+        np.testing.assert_array_equal(actual[mask], real[plain], err_msg=mask, strict=True)
     expected = of_elements(lambda x: x[[0, 2]], q)
     assert_stands_for(on_host(q)[indices["of JAX"]], expected)
 
@@ -404,8 +404,8 @@ def test_an_index_takes_what_jnp_takes(shape):
                     q[index]
                 assert "fix: " in str(info.value), name
             continue
-        for found in jax.eval_shape(lambda qs, index=index: [q[index] for q in qs], qs):
-            assert found.shape == want, name
+        for actual in jax.eval_shape(lambda qs, index=index: [q[index] for q in qs], qs):
+            assert actual.shape == want, name
 
 
 @jax.jit
@@ -426,8 +426,8 @@ def test_an_index_takes_the_values_that_jnp_takes():
     x = on_device(np.arange(1, 25, dtype=np.float32).reshape(4, 6))
     for granularity in granularities(x.shape):
         q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, granularity))
-        for found, want in taken(q, q.dequantize()):
-            np.testing.assert_array_equal(found, want)
+        for actual, want in taken(q, q.dequantize()):
+            np.testing.assert_array_equal(actual, want)
 
 
 def test_lists_are_indices_as_in_numpy():

@@ -33,7 +33,6 @@ from .tensors import (
 )
 
 law = settings(max_examples=25, deadline=None)
-
 SWAPPED, AS_INT8 = Layout(swapped=True), Layout(int8=True)
 BOTH = Layout(swapped=True, int8=True)
 
@@ -100,9 +99,9 @@ def test_every_layout_holds_the_same_array(name):
     def all_of(tensors):
         return [(q.dequantize(), q.unpack(), q.codes, q.stored.dequantize()) for q in tensors]
 
-    for laid, (found, plain, codes, stored) in zip(tensors, all_of(tensors), strict=True):
+    for laid, (actual, plain, codes, stored) in zip(tensors, all_of(tensors), strict=True):
         assert (laid.shape, laid.ndim, laid.size) == (q.shape, q.ndim, q.size)
-        assert_floats(found, real, np.float32)
+        assert_floats(actual, real, np.float32)
         assert_equal(plain, q)
         form = numerics.format_of(q.qtype)
         as_bytes = laid.layout.packing is not None or laid.layout.int8
@@ -185,13 +184,13 @@ def test_views_of_leading_axes_keep_the_layout(name, first):
     @jax.jit
     def all_of(tensors):
         tensors = map(everywhere, tensors)
-        found = [[view(q) for view in of] for q, of in zip(tensors, views, strict=True)]
-        for layout, viewed in zip(layouts, found, strict=True):
+        actual = [[view(q) for view in of] for q, of in zip(tensors, views, strict=True)]
+        for layout, viewed in zip(layouts, actual, strict=True):
             assert all(q.layout == layout for q in viewed)
-        return [[dataclasses.replace(q).dequantize() for q in viewed] for viewed in found]
+        return [[dataclasses.replace(q).dequantize() for q in viewed] for viewed in actual]
 
-    for layout, of, found in zip(layouts, views, all_of(laid_out_in(q, layouts)), strict=True):
-        for i, (view, y) in enumerate(zip(of, found, strict=True)):
+    for layout, of, actual in zip(layouts, views, all_of(laid_out_in(q, layouts)), strict=True):
+        for i, (view, y) in enumerate(zip(of, actual, strict=True)):
             expected = view(np.stack([real, real]))
             np.testing.assert_array_equal(y, expected, f"{layout}, view {i}", strict=True)
 
@@ -206,8 +205,8 @@ def test_a_swap_of_the_last_axes_moves_no_code(name):
         turned = list(map(swap_last, tensors))
         return [(t.unpack(), swap_last(t).unpack(), t.dequantize()) for t in turned]
 
-    found = all_of([laid for _, laid in every])
-    for (layout, laid), (plain, back, y) in zip(every, found, strict=True):
+    actual = all_of([laid for _, laid in every])
+    for (layout, laid), (plain, back, y) in zip(every, actual, strict=True):
         turned = swap_last(laid)
         assert turned.values is laid.values
         assert turned.shape == swapped.shape
@@ -248,9 +247,11 @@ def test_codes_stored_as_int8_pass_through_every_view():
 
     @jax.jit
     def all_of(q, laid):
-        found = [view(laid) for view in views]
-        assert all(w.layout == AS_INT8 and w.values.dtype == jnp.int8 for w in found)
-        return [(view(q), w.unpack(), w.dequantize()) for view, w in zip(views, found, strict=True)]
+        actual = [view(laid) for view in views]
+        assert all(w.layout == AS_INT8 and w.values.dtype == jnp.int8 for w in actual)
+        return [
+            (view(q), w.unpack(), w.dequantize()) for view, w in zip(views, actual, strict=True)
+        ]
 
     for view, (expected, plain, y) in zip(views, all_of(q, laid_out(q, AS_INT8)), strict=True):
         assert_equal(plain, expected)
@@ -275,14 +276,14 @@ def test_an_index_is_refused_exactly_where_it_changes_what_is_laid_out(data):
     index = data.draw(hnp.basic_indices(shape, max_dims=6, allow_newaxis=True))
     laid = laid_out(q, layout)
     if whole_last(shape, index, layout.depth):
-        found = laid[index]
-        assert found.layout == layout
-        assert_equal(found.unpack(), q[index])
+        actual = laid[index]
+        assert actual.layout == layout
+        assert_equal(actual.unpack(), q[index])
     elif layout.swapped and any(layout.follows((), {axis}) for axis in (-2, -1)):
         with contextlib.suppress(ValueError):  # it may take a part of an axis that is not packed
-            found = laid[index]
-            assert found.layout == layout
-            assert_equal(found.unpack(), q[index])
+            actual = laid[index]
+            assert actual.layout == layout
+            assert_equal(actual.unpack(), q[index])
     else:
         with pytest.raises(ValueError, match=r"QTensor\.__getitem__: the codes are "):
             laid[index]
@@ -352,9 +353,9 @@ def test_parts_of_swapped_axes_are_taken_in_the_order_of_the_values():
     q = random_tensor(np.random.default_rng(0), "int4", BOX)
     for layout, some in ((SWAPPED, views), (packed(-2, 4, True), packed_along_rows)):
         for view in some:
-            found = view(laid_out(q, layout))
-            assert found.layout == layout
-            assert_equal(found.unpack(), view(q))
+            actual = view(laid_out(q, layout))
+            assert actual.layout == layout
+            assert_equal(actual.unpack(), view(q))
 
 
 def test_codes_stored_as_int8_are_unpacked_before_they_are_packed():
@@ -384,8 +385,8 @@ def test_mapping_and_scanning_over_leading_axes_keep_a_layout():
         _, (scanned, turned) = jax.lax.scan(lambda c, q: (c, (q.dequantize(), q.T)), 0, laid)
         return *mapped, laid.stored.unpack(), scanned, turned
 
-    found = jax.jit(lambda tensors: list(map(reals_of_rows, tensors)))(tensors)
-    for laid, (of_map, mapped, stored, scanned, turned) in zip(tensors, found, strict=True):
+    actual = jax.jit(lambda tensors: list(map(reals_of_rows, tensors)))(tensors)
+    for laid, (of_map, mapped, stored, scanned, turned) in zip(tensors, actual, strict=True):
         assert_floats(of_map, real, np.float32)
         assert_equal(mapped, stored)
         assert_floats(scanned, real, np.float32)
@@ -408,8 +409,8 @@ def test_the_scale_changes_under_any_layout_and_the_codes_stay(name):
         (lambda q: q.astype(jnp.bfloat16), real.astype(jnp.bfloat16)),
     ]
     reals = jax.jit(lambda tensors: [[f(q).dequantize() for f, _ in changes] for q in tensors])
-    found = reals([laid for _, laid in every])
-    for (layout, laid), of_layout in zip(every, found, strict=True):
+    actual = reals([laid for _, laid in every])
+    for (layout, laid), of_layout in zip(every, actual, strict=True):
         for (change, expected), y in zip(changes, of_layout, strict=True):
             changed = change(laid)
             assert changed.values is laid.values and changed.layout == layout
@@ -425,8 +426,8 @@ def test_the_gradient_reaches_the_scale_in_its_own_order():
 
     expected = (as_float64(q.values) * cotangent).sum(0, keepdims=True)
     for layout in (SWAPPED, BOTH, packed(-1, 6, True)):
-        found = jax.jit(jax.grad(loss))(q.scale, laid_out(q, layout))
-        assert_floats(found, expected, np.float32)
+        actual = jax.jit(jax.grad(loss))(q.scale, laid_out(q, layout))
+        assert_floats(actual, expected, np.float32)
 
 
 def test_a_layout_crosses_trees_copies_and_pickles_and_tells_structures_apart():
@@ -471,52 +472,37 @@ def test_it_shows_how_the_codes_lie():
         assert repr(abstract) == repr(laid)
 
 
-@pytest.mark.parametrize(
-    "values, qtype, layout, error, facts",
-    [
-        (((5,), "uint8"), "int4", packed(-1, 12), ValueError, ("packed shape", "(5,)", "6 bytes")),
-        (((6,), "uint8"), "int4", packed(0, 12), ValueError, ("packed shape", "axis=0")),
-        (((6,), "uint8"), "int4", packed(-2, 12), ValueError, ("packed shape", "axis=-2")),
-        (((4, 3), "uint8"), "int4", packed(-1, 6, True), ValueError, ("3 bytes along axis -2",)),
-        (((5,), "int4"), "int4", SWAPPED, ValueError, ("two axes to be swapped", "(5,)")),
-        (((5,), "int4"), "int4", AS_INT8, TypeError, ("`values`", "int4", "not int8")),
-        (((5,), "uint8"), "uint4", AS_INT8, TypeError, ("`values`", "not int8")),
-        (
-            ((5,), "int8"),
-            "int8",
-            AS_INT8,
-            ValueError,
-            ("int8", "int8=True", "integers of up to 8 bits"),
-        ),
-        (((5,), "int8"), numerics.int3, AS_INT8, ValueError, ("int3", "integers of up to 8 bits")),
-        (((5,), "uint8"), numerics.nf4, AS_INT8, ValueError, ("nf4", "integers of up to 8 bits")),
-        (((5,), "uint8"), "int8", packed(-1, 5), ValueError, ("int8", "less than 8 bits")),
-        (
-            ((6,), "uint8"),
-            "int4",
-            Layout(Packing(-1, 12), int8=True),
-            ValueError,
-            ("int4", "int8=True", "Packing"),
-        ),
-        (((6,), "uint8"), "int4", Packing(-1, 12), TypeError, ("`layout`", "Packing", "Layout")),
-        (((6,), "uint8"), "int4", "packed", TypeError, ("`layout`", "str", "Layout")),
-        (((6,), "uint8"), "int4", Layout((-1, 12)), TypeError, ("`layout`", "(-1, 12)")),
-        (
-            ((6,), "uint8"),
-            "int4",
-            Layout(Packing("-1", 12)),
-            TypeError,
-            ("`layout`", "axis='-1'"),
-        ),
-        (((2, 2), "int8"), "int8", Layout(swapped=1), TypeError, ("`layout`", "swapped=1")),
-        (((2, 2), "int4"), "int4", Layout(int8=None), TypeError, ("`layout`", "int8=None")),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_refused(values, qtype, layout, error, facts):
-    shape, dtype = values
-    leaves = np.zeros(shape, jnp.dtype(dtype)), np.ones((1,) * len(shape), np.float32)
-    f = functools.partial(jqx.QTensor, qtype=qtype, layout=layout)
-    assert_refused(f, leaves, error, "QTensor", *facts)
+INTEGERS_ONLY = "integers of up to 8 bits"
+WRONG_VALUES = [  # shape and dtype of the values, format, layout, and what the error says
+    ((5,), "uint8", "int4", packed(-1, 12), "packed shape", "(5,)", "6 bytes"),
+    ((6,), "uint8", "int4", packed(0, 12), "packed shape", "axis=0"),
+    ((6,), "uint8", "int4", packed(-2, 12), "packed shape", "axis=-2"),
+    ((4, 3), "uint8", "int4", packed(-1, 6, True), "3 bytes along axis -2"),
+    ((5,), "int4", "int4", SWAPPED, "two axes to be swapped", "(5,)"),
+    ((5,), "int8", "int8", AS_INT8, "int8", "int8=True", INTEGERS_ONLY),
+    ((5,), "int8", numerics.int3, AS_INT8, "int3", INTEGERS_ONLY),
+    ((5,), "uint8", numerics.nf4, AS_INT8, "nf4", INTEGERS_ONLY),
+    ((5,), "uint8", "int8", packed(-1, 5), "int8", "less than 8 bits"),
+    ((6,), "uint8", "int4", Layout(Packing(-1, 12), int8=True), "int4", "int8=True", "Packing"),
+]
+WRONG_TYPES = [
+    ((5,), "int4", "int4", AS_INT8, "`values`", "int4", "not int8"),
+    ((5,), "uint8", "uint4", AS_INT8, "`values`", "not int8"),
+    ((6,), "uint8", "int4", Packing(-1, 12), "`layout`", "Packing", "Layout"),
+    ((6,), "uint8", "int4", "packed", "`layout`", "str", "Layout"),
+    ((6,), "uint8", "int4", Layout((-1, 12)), "`layout`", "(-1, 12)"),
+    ((6,), "uint8", "int4", Layout(Packing("-1", 12)), "`layout`", "axis='-1'"),
+    ((2, 2), "int8", "int8", Layout(swapped=1), "`layout`", "swapped=1"),
+    ((2, 2), "int4", "int4", Layout(int8=None), "`layout`", "int8=None"),
+]
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+    for error, cases in ((ValueError, WRONG_VALUES), (TypeError, WRONG_TYPES)):
+        for shape, dtype, qtype, layout, *facts in cases:
+            leaves = np.zeros(shape, jnp.dtype(dtype)), np.ones((1,) * len(shape), np.float32)
+            make = functools.partial(jqx.QTensor, qtype=qtype, layout=layout)
+            assert_refused(make, leaves, error, "QTensor", *facts)
 
 
 def test_blocks_of_integers_below_a_byte_are_also_stored_as_int8():
@@ -533,5 +519,5 @@ def test_stacked_weights_keep_their_layout_and_scan():
     tensors = [laid_out(quantized_case("int4 with a tail", seed)[0], BOTH) for seed in range(3)]
     stacked = jqx.QTensor.stack(tensors)
     assert stacked.layout == BOTH
-    _, found = jax.lax.scan(lambda c, q: (c, q.dequantize()), 0, stacked)
-    assert_floats(found, np.stack([np.asarray(q.dequantize()) for q in tensors]), np.float32)
+    _, actual = jax.lax.scan(lambda c, q: (c, q.dequantize()), 0, stacked)
+    assert_floats(actual, np.stack([np.asarray(q.dequantize()) for q in tensors]), np.float32)

@@ -141,8 +141,8 @@ def test_views_are_those_of_the_real_array(name):
         y = q.dequantize()
         return {key: (f(q).dequantize(), f(y)) for key, f in views.items()}
 
-    for key, (found, expected) in both(q).items():
-        np.testing.assert_array_equal(found, expected, err_msg=key)
+    for key, (actual, expected) in both(q).items():
+        np.testing.assert_array_equal(actual, expected, err_msg=key)
 
 
 @pytest.mark.many

@@ -17,13 +17,12 @@ from jqx._src.tensor.layout import Layout
 
 from ..arrays import on_device
 from ..oracles.numerics import assert_floats
-from ..oracles.refusals import assert_refused
+from ..oracles.refusals import assert_refusals, refusal
 from .tensors import CASES, assert_equal, made, random_tensor, spec, spread_out, tensor
 
 TARGETS = ("cpu", "gpu", "tpu")
 BYTES = {"gpu": (jnp.int8, jnp.uint8), "tpu": (jnp.int4, jnp.int8, jnp.uint8)}
 K, N = 8, 6
-
 # Granularity of a [K, N] weight, and of its transpose: is axis -2 contracted, and in blocks?
 SCALES = {
     "per channel": (jqx.per_axis(1), -2, False),
@@ -205,8 +204,8 @@ def test_every_qtensor_of_a_tree_is_laid_out_and_nothing_else(target):
         laid,
         is_leaf=lambda q: isinstance(q, jqx.QTensor),
     )
-    for found, expected in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for actual, expected in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_tree_is_laid_out_under_jit_and_of_shapes_alone():
@@ -265,59 +264,47 @@ def test_a_converted_function_takes_laid_out_parameters():
         np.testing.assert_array_equal(convert(laid, x), expected)
 
 
-@pytest.mark.parametrize(
-    "name, asked, words",
-    [
-        ("per channel", -1, "axis -1 has a scale for each index"),
-        ("per channel of the transpose", -2, "axis -2 has a scale for each index"),
-        ("per group", -1, "axis -1 has a scale for each index"),
-        ("per group of the transpose", -2, "axis -2 has a scale for each index"),
-        ("blocks of one axis, shared along the other", -1, "axis -2 has its scales in blocks"),
-    ],
-)
-def test_an_axis_that_contradicts_the_scale_is_refused(name, asked, words):
-    q = weight(SCALES[name][0])
-    facts = ("contradicts", f"contracted == {asked}", f"contracted == {-3 - asked}", words)
-    use = functools.partial(jqx.QTensor.pack_for, target="cpu", contracted=asked)
-    assert_refused(use, (q,), ValueError, "QTensor.pack_for", *facts)
-    pack = functools.partial(jqx.pack_for, target="gpu", contracted=asked)
-    tree = {"blocks": [{"w": q}]}
-    assert_refused(pack, (tree,), ValueError, "pack_for", *facts, "at 'blocks/0/w'")
+CONTRADICTIONS = [  # the scales, the axis that is asked for, and what the error says
+    ("per channel", -1, "axis -1 has a scale for each index"),
+    ("per channel of the transpose", -2, "axis -2 has a scale for each index"),
+    ("per group", -1, "axis -1 has a scale for each index"),
+    ("per group of the transpose", -2, "axis -2 has a scale for each index"),
+    ("blocks of one axis, shared along the other", -1, "axis -2 has its scales in blocks"),
+]
 
 
-def test_no_axis_is_contracted_where_both_have_their_own_scales():
-    q = weight(jqx.per_axis(0, 1))
+def test_an_axis_that_contradicts_the_scale_is_refused():
+    for name, asked, words in CONTRADICTIONS:
+        q, options = weight(SCALES[name][0]), {"target": "gpu", "contracted": asked}
+        facts = ("contradicts", f"contracted == {asked}", f"contracted == {-3 - asked}", words)
+        assert_refusals("QTensor.pack_for", ValueError, [refusal(facts, q, **options)])
+        in_a_tree = refusal((*facts, "at 'blocks/0/w'"), {"blocks": [{"w": q}]}, **options)
+        assert_refusals("pack_for", ValueError, [in_a_tree])
+    facts = ("contradicts", "contracted == None", "each index of both axes")
     for asked in (-2, -1):
-        use = functools.partial(jqx.QTensor.pack_for, target="tpu", contracted=asked)
-        facts = ("contradicts", "contracted == None", "each index of both axes")
-        assert_refused(use, (q,), ValueError, "QTensor.pack_for", *facts)
+        case = refusal(facts, weight(jqx.per_axis(0, 1)), target="tpu", contracted=asked)
+        assert_refusals("QTensor.pack_for", ValueError, [case])
 
 
-@pytest.mark.parametrize(
-    "options, facts",
-    [
-        ({"target": "cuda"}, ("`target`", "'cuda'", "'cpu', 'gpu', 'tpu'", "default_backend")),
-        ({"target": None}, ("`target`", "target == None", "'cpu'")),
-        ({"target": "cpu", "contracted": 0}, ("`contracted`", "contracted == 0", "-2 or -1")),
-        ({"target": "cpu", "contracted": 1}, ("`contracted`", "contracted == 1")),
-        ({"target": "cpu", "contracted": -3}, ("`contracted`", "contracted == -3")),
-        ({"target": "cpu", "contracted": -1.0}, ("`contracted`", "contracted == -1.0")),
-        ({"target": "cpu", "contracted": "k"}, ("`contracted`", "contracted == 'k'")),
-    ],
-)
-def test_other_targets_and_axes_are_refused(options, facts):
+WRONG_OPTIONS = [
+    ({"target": "cuda"}, ("`target`", "'cuda'", "'cpu', 'gpu', 'tpu'", "default_backend")),
+    ({"target": None}, ("`target`", "target == None", "'cpu'")),
+    ({"contracted": 0}, ("`contracted`", "contracted == 0", "-2 or -1")),
+    ({"contracted": 1}, ("`contracted`", "contracted == 1")),
+    ({"contracted": -3}, ("`contracted`", "contracted == -3")),
+    ({"contracted": -1.0}, ("`contracted`", "contracted == -1.0")),
+    ({"contracted": "k"}, ("`contracted`", "contracted == 'k'")),
+]
+
+
+def test_other_targets_and_axes_and_trees_without_qtensors_are_refused():
     q = weight(jqx.per_tensor())
-    use = functools.partial(jqx.QTensor.pack_for, **options)
-    assert_refused(use, (q,), ValueError, "QTensor.pack_for", *facts)
-    assert_refused(
-        functools.partial(jqx.pack_for, **options), ([q],), ValueError, "pack_for", *facts
-    )
-
-
-@pytest.mark.parametrize("tree, words", [({"w": np.ones(3)}, "1 leaves"), ([], "0 leaves")])
-def test_a_tree_without_qtensors_is_refused(tree, words):
-    pack = functools.partial(jqx.pack_for, target="cpu")
-    assert_refused(pack, (tree,), ValueError, "pack_for", "no QTensor", words, "quantize_params")
+    for function, operand in (("QTensor.pack_for", q), ("pack_for", [q])):
+        cases = [refusal(facts, operand, **options) for options, facts in WRONG_OPTIONS]
+        assert_refusals(function, ValueError, cases, target="cpu")
+    facts = ("no QTensor", "quantize_params")
+    trees = [refusal((*facts, "1 leaves"), {"w": np.ones(3)}), refusal((*facts, "0 leaves"), [])]
+    assert_refusals("pack_for", ValueError, trees, target="cpu")
 
 
 def test_a_scale_that_is_quantized_itself_does_not_change():

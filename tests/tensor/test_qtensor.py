@@ -160,8 +160,8 @@ def test_narrowing_commutes_with_dequantizing(tensors):
         return [q.dequantize() for q in tensors], [[q.dequantize() for q in of] for of in narrow]
 
     for real, narrow in zip(*both(tensors), strict=True):
-        for found, dtype in zip(narrow, dtypes, strict=True):
-            assert_floats(found, np.asarray(real).astype(jnp.dtype(dtype)), dtype)
+        for actual, dtype in zip(narrow, dtypes, strict=True):
+            assert_floats(actual, np.asarray(real).astype(jnp.dtype(dtype)), dtype)
 
 
 def test_astype_keeps_every_code_and_scale():
@@ -451,8 +451,8 @@ def test_scaling_by_a_power_of_two_commutes_with_dequantizing(name, exponent, ne
     """Other factors round the scale."""
     q, real = made(name)
     factor = np.float32(2.0**exponent) * (-1 if negative else 1)
-    scaled, found = jitted_scaled(q, factor)
-    assert_floats(found, real * factor, np.float32)
+    scaled, actual = jitted_scaled(q, factor)
+    assert_floats(actual, real * factor, np.float32)
     np.testing.assert_array_equal(as_float64(scaled.values), as_float64(q.values))
 
 

@@ -148,7 +148,7 @@ def test_codes_are_not_rounded_to_the_dtype_of_their_scale(scale, zero_point):
         return fake_quantize_as(real, spec, jqx.calibrators.Affine(q.scale, q.zero_point))
 
     @jax.jit
-    def found(tensors, reals):
+    def actual(tensors, reals):
         return {
             qtype: (
                 [q.astype(dtype).dequantize() for dtype in dtypes],
@@ -158,7 +158,7 @@ def test_codes_are_not_rounded_to_the_dtype_of_their_scale(scale, zero_point):
         }
 
     reals = {qtype: real.astype(np.float32) for qtype, real in expected.items()}
-    for qtype, (narrowed, again) in found(tensors, reals).items():
+    for qtype, (narrowed, again) in actual(tensors, reals).items():
         for dtype, result in zip(dtypes, narrowed, strict=True):
             with np.errstate(over="ignore"):
                 real = expected[qtype].astype(jnp.dtype(dtype))
@@ -353,12 +353,12 @@ def test_each_block_is_quantized_as_if_it_were_alone(name, shared):
     granularity, sizes = (SHARED | OF_BLOCKS)[shared]
     x = normal()
     spec = jqx.QSpec(FORMATS[name][0], granularity or jqx.per_tensor())
-    q, found = round_trip(x, spec=spec)
+    q, actual = round_trip(x, spec=spec)
     real, scale = by_blocks(x, name, sizes)
-    assert_floats(found, real, np.float32)
+    assert_floats(actual, real, np.float32)
     places = tuple(np.arange(0, n, b) for n, b in zip(x.shape, sizes, strict=True))
-    found = q.scale.dequantize() if name == "nvfp4" else np.asarray(q.scale).astype(np.float32)
-    assert_floats(found, scale[np.ix_(*places)], np.float32)
+    actual = q.scale.dequantize() if name == "nvfp4" else np.asarray(q.scale).astype(np.float32)
+    assert_floats(actual, scale[np.ix_(*places)], np.float32)
     assert q.groups.sizes == tuple(min(b, n) for b, n in zip(sizes, x.shape, strict=True))
 
 
@@ -367,13 +367,13 @@ def test_each_block_has_the_zero_point_that_it_would_have_alone(shared):
     granularity, sizes = SHARED[shared]
     x = normal() + np.float32(3)
     spec = jqx.QSpec(jnp.uint4, granularity or jqx.per_tensor(), False, calibrators.minmax)
-    _, found = round_trip(x, spec=spec)
+    _, actual = round_trip(x, spec=spec)
     real = np.zeros(x.shape, np.float32)
     for block in blocks_of(x, sizes):
         scale, zero = affine(x[block].min(), x[block].max(), "uint4", False)
         codes = quantized(x[block], scale, zero, "uint4")
         real[block] = product(codes - zero, scale)
-    assert_floats(found, real, np.float32)
+    assert_floats(actual, real, np.float32)
 
 
 def every_spec():
@@ -464,10 +464,10 @@ def test_packing_loses_nothing_and_takes_the_bits_of_the_format(name):
     assert packed.nbytes == q.nbytes - 3 * (64 - PACKED_BYTES[name])
     assert packed.unpack().unpack() is not packed and q.unpack() is q
     assert along_rows.layout == Layout(Packing(-2, 3)) and along_rows.shape == (3, 64)
-    for found in (*unpacked, packed.unpack()):
-        assert_equal(found, q)
-    for found in (*again, q.pack()):
-        assert_equal(found, packed)
+    for actual in (*unpacked, packed.unpack()):
+        assert_equal(actual, q)
+    for actual in (*again, q.pack()):
+        assert_equal(actual, packed)
     for real in reals[1:]:
         assert_floats(real, np.asarray(reals[0]), np.float32)
     assert "packed" in repr(packed) and f"{packed.nbytes:,} bytes" in repr(packed)
@@ -486,8 +486,8 @@ def test_packed_codes_with_zero_points_and_a_tail_dequantize_alike(qtype):
 
     real, *others, unpacked = reals(q, packed)
     assert_equal(unpacked, q)
-    for found in others:
-        assert_floats(found, np.asarray(real), np.float32)
+    for actual in others:
+        assert_floats(actual, np.asarray(real), np.float32)
 
 
 BLOCK, HALF_BLOCK = jqx.per_block({0: 1, 1: 32}), jqx.per_block({0: 1, 1: 16})
@@ -620,9 +620,9 @@ def test_what_is_found_has_the_gradient_of_what_is_given_whatever_the_values(qty
     pull = on_device(gaussian(64, 32), dtype)
     q = jqx.QTensor.quantize(x, spec)
     given = Affine(q.scale, q.zero_point)
-    found, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
+    actual, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
     same, again = jax.vjp(lambda x: fake_quantize_as(x, spec, given), x)
-    assert_floats(found, np.asarray(same), dtype)
+    assert_floats(actual, np.asarray(same), dtype)
     known = ~np.isnan(np.asarray(x))
     assert_floats(back(pull)[0][known], np.asarray(again(pull)[0])[known], dtype)
 
@@ -631,9 +631,9 @@ def test_a_nan_makes_all_nan_that_its_scale_covers_and_the_gradient_is_of_the_id
     """No mask is computed there. Beside a scale that is given, `ste` gives a NaN no gradient."""
     x = on_device(gaussian(2, 5)).at[1, 3].set(jnp.nan)
     spec = jqx.QSpec(jnp.int8, jqx.per_axis(0))
-    found, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
-    np.testing.assert_array_equal(jnp.isnan(found), [[False] * 5, [True] * 5])
-    np.testing.assert_array_equal(back(found.at[1].set(2.0))[0][1], np.full(5, 2.0))
+    actual, back = jax.vjp(lambda x: fake_quantize_as(x, spec), x)
+    np.testing.assert_array_equal(jnp.isnan(actual), [[False] * 5, [True] * 5])
+    np.testing.assert_array_equal(back(actual.at[1].set(2.0))[0][1], np.full(5, 2.0))
     given = Affine(jnp.ones((2, 1)))
     gradient = jax.grad(lambda x: fake_quantize_as(x, spec, given).sum())(x)
     np.testing.assert_array_equal(gradient[1], [1, 1, 1, 0, 1])

@@ -409,9 +409,9 @@ def test_codes_below_a_byte_are_joined():
         for qtype in ("int2", "uint2", "int4", "uint4")
     }
     join = jqx.QTensor.concatenate
-    found = jax.jit(lambda pairs: {qtype: join(pair) for qtype, pair in pairs.items()})(pairs)
-    found = [*found.items(), ("int2", join(pairs["int2"]))]
-    for qtype, whole in found:
+    actual = jax.jit(lambda pairs: {qtype: join(pair) for qtype, pair in pairs.items()})(pairs)
+    actual = [*actual.items(), ("int2", join(pairs["int2"]))]
+    for qtype, whole in actual:
         assert whole.values.dtype == whole.zero_point.dtype == qtype
         assert_joined(whole, pairs[qtype], 0, qtype)
 
@@ -520,9 +520,9 @@ def test_blocks_that_a_reshape_would_tear_become_smaller():
     ]
     for shape, sizes, after, new in cases:
         q = blocked(jnp.int8, shape, sizes)
-        found = q.reshape(new)
-        assert found.groups.sizes == after
-        assert np.array_equal(found.dequantize(), q.dequantize().reshape(new))
+        actual = q.reshape(new)
+        assert actual.groups.sizes == after
+        assert np.array_equal(actual.dequantize(), q.dequantize().reshape(new))
 
 
 @pytest.mark.parametrize("name", ["int4 with a tail", "nv with a tail", "nf4 with a tail"])
@@ -568,8 +568,8 @@ def test_views_of_views_commute_with_dequantizing(names, data):
         for x, of in zip(arrays, views, strict=True):
             yield functools.reduce(lambda x, view: view(x), of, x)
 
-    found = jax.jit(lambda tensors: [q.dequantize() for q in viewed(tensors)])(tensors)
-    for result, expected in zip(found, viewed(reals), strict=True):
+    actual = jax.jit(lambda tensors: [q.dequantize() for q in viewed(tensors)])(tensors)
+    for result, expected in zip(actual, viewed(reals), strict=True):
         assert_floats(result, expected, np.float32)
 
 
@@ -588,16 +588,16 @@ def test_mapping_and_scanning_over_leading_axes_keep_blocks_and_tails(name, axes
 
     @jax.jit
     def mapped(q):
-        found = []
+        actual = []
         for axis in axes:
             whole = jax.vmap(lambda q: q.dequantize(), in_axes=axis)(q)
             views = jax.vmap(lambda q: q[..., 1:6], in_axes=axis)(q)
-            found += [(whole, views.dequantize())]
+            actual += [(whole, views.dequantize())]
         _, (whole, views) = jax.lax.scan(lambda c, q: (c, (q.dequantize(), q[..., :9])), 0, q)
-        return found, (whole, views.dequantize())
+        return actual, (whole, views.dequantize())
 
-    found, scanned = mapped(q)
-    for axis, (whole, view) in zip(axes, found, strict=True):
+    actual, scanned = mapped(q)
+    for axis, (whole, view) in zip(axes, actual, strict=True):
         moved = np.moveaxis(real, axis, 0)
         assert_floats(whole, moved, np.float32)
         assert_floats(view, moved[..., 1:6], np.float32)
@@ -617,11 +617,11 @@ def test_mapping_over_an_axis_after_a_tail_gives_the_right_values_or_raises(axis
         return jax.vmap(lambda q: q.dequantize(), in_axes=axis, out_axes=axis)(q), q.dequantize()
 
     try:
-        found, expected = mapped(x)
+        actual, expected = mapped(x)
     except ValueError as error:
         assert "fix" in str(error)
         return
-    assert_floats(found, np.asarray(expected), np.float32)
+    assert_floats(actual, np.asarray(expected), np.float32)
 
 
 NO_AXES = [

@@ -1,7 +1,10 @@
-"""Attention of linen that decodes over a `jqx.KVCache`."""
+"""Attention of linen that decodes: over a `jqx.KVCache`, and over arrays of codes in a decoder with
+weights of 4 bits.
+"""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 
@@ -159,3 +162,81 @@ def test_what_does_not_fit_is_refused():
             run()
         text = str(caught.value)
         assert "fix: " in text and all(fact in text for fact in facts.split("|")), text
+
+
+STEPS, FEATURES, LETTERS = 12, 128, 32
+W4A16 = jqx.presets.w4a16(block=32)
+INT8 = {".*/cached_(key|value)": jqx.QSpec(jnp.int8, jqx.per_token())}
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(LETTERS, FEATURES, name="embed")(tokens)
+        for i in range(2):
+            attention = nn.MultiHeadAttention(num_heads=2, decode=True, name=f"attention{i}")
+            x = x + attention(nn.LayerNorm(name=f"norm{i}")(x))
+            x = x + nn.Dense(FEATURES, name=f"down{i}")(
+                nn.gelu(nn.Dense(FEATURES, name=f"up{i}")(x))
+            )
+        return nn.Dense(LETTERS, name="head")(x)
+
+
+@pytest.fixture(scope="module")
+def decoder_variables():
+    return jax.jit(Decoder().init)(jax.random.key(0), jnp.zeros((2, STEPS), jnp.int32))
+
+
+def greedy(module, decoder_variables):
+    """Tokens, the cache after them, and how often a step was compiled."""
+    fixed = {name: tree for name, tree in decoder_variables.items() if name != "cache"}
+
+    @jax.jit
+    def step(token, cache):
+        logits, new = module.apply({**fixed, "cache": cache}, token[:, None], mutable=["cache"])
+        return logits[:, -1].argmax(-1), new["cache"]
+
+    token, cache, written = jnp.array([1, 2]), decoder_variables["cache"], []
+    for _ in range(STEPS - 2):
+        token, cache = step(token, cache)
+        written.append(token)
+    return np.stack(written), cache, step._cache_size()
+
+
+@pytest.mark.slow
+def test_tokens_are_equal_under_simulate_on_integers_and_convert(decoder_variables):
+    state = jqx.quantize_state(decoder_variables["cache"], INT8)
+    quantized = jqx.linen.quantize(Decoder(), W4A16, backward=jnp.float32)
+    integers = jqx.linen.quantize(Decoder(), W4A16, mode=Mode.CONVERT)
+    token = jnp.zeros((2, 1), jnp.int32)
+    converted = jax.jit(lambda known: jqx.linen.convert(integers, known, token))(decoder_variables)
+    simulated, cache, compiled = greedy(quantized, {**decoder_variables, "cache": state})
+    assert compiled == 1
+    tokens, codes, compiled = greedy(integers, {**converted, "cache": state})
+    assert compiled == 1
+    np.testing.assert_array_equal(tokens, simulated)
+    assert len(np.unique(tokens)) > 2
+    assert jax.tree.structure(codes) == jax.tree.structure(cache) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(codes), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_cache_takes_little_more_than_a_quarter(decoder_variables):
+    keys = decoder_variables["cache"]["attention0"]["cached_key"]
+    assert keys.shape[-1] == 64
+    state = jqx.quantize_state(decoder_variables["cache"], INT8)
+    assert state["attention0"]["cached_key"].nbytes <= 0.27 * keys.nbytes
+    assert (
+        state["attention0"]["cache_index"]
+        is decoder_variables["cache"]["attention0"]["cache_index"]
+    )
+
+
+@pytest.mark.parametrize("mode", [Mode.FLOAT, Mode.CALIBRATE])
+def test_other_modes_keep_the_cache_quantized(decoder_variables, mode):
+    module = jqx.linen.quantize(Decoder(), jqx.presets.w8a8(), mode=mode)
+    state = jqx.quantize_state(decoder_variables["cache"], INT8)
+    given, token = {**decoder_variables, "cache": state}, jnp.ones((2, 1), jnp.int32)
+    written = ["cache", "quant_stats"]
+    _, new = jax.jit(lambda given: module.apply(given, token, mutable=written))(given)
+    assert jax.tree.structure(new["cache"]) == jax.tree.structure(state)
