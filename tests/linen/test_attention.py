@@ -13,6 +13,7 @@ import jqx.linen
 from jqx.linen import Mode
 
 from ..arrays import normal
+from ..oracles.refusals import assert_error
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 48, 64, 2
 POLICY = jqx.presets.w8a16()
@@ -158,10 +159,7 @@ def test_what_does_not_fit_is_refused():
             "the cache is full|49 new",
         ),
     ):
-        with pytest.raises(error) as caught:
-            run()
-        text = str(caught.value)
-        assert "fix: " in text and all(fact in text for fact in facts.split("|")), text
+        assert_error(run, *facts.split("|"), error=error)
 
 
 STEPS, FEATURES, LETTERS = 12, 128, 32

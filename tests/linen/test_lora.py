@@ -17,6 +17,7 @@ from jqx.algorithms import chain, eora, loftq, rotate
 from jqx.linen import Mode
 
 from ..arrays import normal
+from ..oracles.refusals import assert_error
 
 NF4 = jqx.presets.nf4(block=8)
 X = normal(1, 4, 16)
@@ -103,9 +104,7 @@ def test_the_gradient_tree_holds_adapters_only():
 
 def test_nothing_to_merge_is_an_error():
     known = Merged().init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="there are no adapters") as error:
-        jqx.linen.merge_lora(known)
-    assert "LoRADense" in str(error.value)
+    assert_error(lambda: jqx.linen.merge_lora(known), "there are no adapters", "LoRADense")
 
 
 WEIGHTS = jqx.Policy({".*": "int2:channel"})
@@ -258,11 +257,8 @@ def test_what_does_not_fit_is_refused():
             "not have the parameters|'gain' of shape (1, 16)|(1, 1)",
         ),
     ):
-        with pytest.raises(ValueError) as error:
-            jqx.linen.init_lora(module, given, X)
-        text = str(error.value)
-        assert text.startswith("jqx.linen.init_lora: ") and "fix: " in text
-        assert all(fact in text for fact in facts.split("|")), text
+        start = functools.partial(jqx.linen.init_lora, module, given, X)
+        assert_error(start, "jqx.linen.init_lora: ", *facts.split("|"))
     jqx.linen.init_lora(Mixed(lora, half), first, X)
     with pytest.raises(TypeError, match=r"(?s)linen\.init_lora: `quantized`.*fix:"):
         jqx.linen.init_lora(with_adapters(WEIGHTS), own.params, X)

@@ -2,20 +2,13 @@
 
 from typing import Any
 
-import jax
 from flax import nnx
 
 import jqx
 import jqx.nnx
 
-from ..arrays import normal
-
-POLICIES = {
-    "w8a8": jqx.presets.w8a8(),
-    "w8a8_dynamic": jqx.presets.w8a8_dynamic(),
-    "w4a16": jqx.presets.w4a16(block=4),
-    "fp8": jqx.presets.fp8(),
-}
+from ..linen.networks import POLICIES as POLICIES
+from ..linen.networks import images as images
 
 
 class Net(nnx.Module):
@@ -68,11 +61,6 @@ def of_whole(policy: jqx.Policy, mode: jqx.nnx.Mode, scales: str = "calibrated")
 
 
 WAYS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
-
-
-def images(seed: int = 1) -> jax.Array:
-    """A batch of four images of 5 x 5 pixels with two channels."""
-    return normal(seed, 4, 5, 5, 2)
 
 
 def params() -> dict:

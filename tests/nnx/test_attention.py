@@ -12,6 +12,7 @@ import jqx.nnx
 from jqx.nnx import Mode
 
 from ..arrays import normal
+from ..oracles.refusals import assert_error
 
 BATCH, LENGTH, WIDTH, HEADS, GROUPS = 2, 48, 64, 4, 2
 SHAPE = (BATCH, LENGTH, WIDTH)
@@ -121,10 +122,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: other(X[:, :1]), "has the format 'int4'|layer 'fp8'"),
         (lambda: layer(X[:, :1].repeat(49, 1)), "the cache is full|49 new"),
     ):
-        with pytest.raises(ValueError) as caught:
-            run()
-        text = str(caught.value)
-        assert "fix: " in text and all(fact in text for fact in facts.split("|")), text
+        assert_error(run, *facts.split("|"))
     assert layer.attention_fn is nnx.dot_product_attention
 
 

@@ -1,5 +1,7 @@
 """Adapters of nnx over a base that may be quantized, and started from what LoftQ and EoRA find."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from jqx.algorithms import eora, loftq
 from jqx.nnx import Mode, QParam
 
 from ..arrays import normal
+from ..oracles.refusals import assert_error
 
 DYNAMIC = jqx.presets.w8a8_dynamic()
 ADAPTERS = nnx.DiffState(0, nnx.LoRAParam)
@@ -177,11 +180,8 @@ def test_what_does_not_fit_is_refused():
         ),
     ):
         before = nnx.graphdef(model)
-        with pytest.raises(ValueError) as error:
-            jqx.nnx.init_lora(model, given)
-        text = str(error.value)
-        assert text.startswith("jqx.nnx.init_lora: ") and "fix: " in text
-        assert all(fact in text for fact in facts.split("|")), text
+        start = functools.partial(jqx.nnx.init_lora, model, given)
+        assert_error(start, "jqx.nnx.init_lora: ", *facts.split("|"))
         assert nnx.graphdef(model) == before
     kept = with_adapters(WEIGHTS, nnx.Linear)
     jqx.nnx.init_lora(kept, first)

@@ -32,7 +32,6 @@ from .tensors import (
     spread_out,
 )
 
-law = settings(max_examples=25, deadline=None)
 SWAPPED, AS_INT8 = Layout(swapped=True), Layout(int8=True)
 BOTH = Layout(swapped=True, int8=True)
 
