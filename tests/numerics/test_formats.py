@@ -27,6 +27,7 @@ from jqx.numerics import (
 )
 
 from ..arrays import on_device
+from ..ops.formats import NF4
 from ..oracles.numerics import assert_codes, code_range, codes_of, rounded, saturated
 from ..oracles.refusals import assert_refused
 from .tables import (
@@ -437,14 +438,6 @@ def test_minifloats_that_do_not_exist_are_refused():
 def test_widths_of_numpy_integers_are_the_same_format():
     assert Minifloat(np.int64(4), np.int8(3)) == Minifloat(4, 3)
     assert hash(Minifloat(np.int64(4), np.int8(3))) == hash(Minifloat(4, 3))
-
-
-NF4 = (  # Dettmers et al., arXiv:2305.14314, appendix E
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
 
 
 def _random(count):

@@ -145,15 +145,15 @@ def test_every_number_is_its_own_code_in_every_mode():
 
 @pytest.mark.parametrize("mode", RoundMode)
 def test_every_power_midpoint_and_neighbour_is_rounded_as_the_mode_says(mode):
+    """Op by op, under jit and vmap, and where x64 is on."""
     y = powers(np.float32)
-    assert_conforms(QTYPE, every_way(QTYPE, on_device(y), mode), y, expected_of(y, mode))
-
-
-@pytest.mark.parametrize("mode", RoundMode)
-def test_jit_and_vmap_change_nothing(mode):
-    y = powers(np.float32).reshape(8, GRID // 8)
-    actual = jax.jit(jax.vmap(lambda row: every_way(QTYPE, row, mode)))(y)
-    assert_conforms(QTYPE, actual, y, expected_of(y, mode))
+    expected = expected_of(y, mode)
+    assert_conforms(QTYPE, every_way(QTYPE, on_device(y), mode), y, expected)
+    rows = y.reshape(8, GRID // 8)
+    mapped = jax.jit(jax.vmap(lambda row: every_way(QTYPE, row, mode)))(rows)
+    assert_conforms(QTYPE, mapped, rows, expected.reshape(rows.shape))
+    with jax.enable_x64(True):
+        assert_conforms(QTYPE, every_way(QTYPE, on_device(y), mode), y, expected)
 
 
 @pytest.mark.parametrize("mode", RoundMode)
@@ -171,13 +171,6 @@ def test_float64_is_rounded_once(mode):
 def code_of(numbers):
     exponent = np.frexp(np.where(np.isnan(numbers), 1, numbers))[1] - 1
     return np.where(np.isnan(numbers), 255, exponent + 127).astype(np.uint8)
-
-
-@pytest.mark.parametrize("mode", RoundMode)
-def test_float32_is_rounded_alike_where_x64_is_on(mode):
-    y = powers(np.float32)
-    with jax.enable_x64(True):
-        assert_conforms(QTYPE, every_way(QTYPE, on_device(y), mode), y, expected_of(y, mode))
 
 
 def test_nearest_even_is_the_cast_of_ml_dtypes_but_for_ties_zero_and_infinity():
