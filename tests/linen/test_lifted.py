@@ -280,14 +280,14 @@ def test_a_module_under_lifted_transforms_is_initialized_and_converted(name):
 
     @jax.jit
     def run(key):
-        found = module.init(key, *args, **kwargs)
-        plain = module.clone(mode=Mode.FLOAT).apply(found, *args, **kwargs)
-        converted = jqx.linen.convert(module, found, *args, **kwargs)
+        actual = module.init(key, *args, **kwargs)
+        plain = module.clone(mode=Mode.FLOAT).apply(actual, *args, **kwargs)
+        converted = jqx.linen.convert(module, actual, *args, **kwargs)
         results = plain, module.apply(converted, *args, **kwargs)
-        return found, net.init(key, *args, **kwargs), net.apply(found, *args, **kwargs), *results
+        return actual, net.init(key, *args, **kwargs), net.apply(actual, *args, **kwargs), *results
 
-    found, known, expected, plain, quantized = run(jax.random.key(0))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, known))
+    actual, known, expected, plain, quantized = run(jax.random.key(0))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), actual, known))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), plain, expected))
     y, exact = jax.tree.leaves(quantized)[0], jax.tree.leaves(expected)[0]
     assert 0 < jnp.abs(y - exact).max() < 0.05 * jnp.abs(exact).max()

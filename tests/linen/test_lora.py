@@ -157,8 +157,8 @@ def quantized(policy, algorithm, net=None, **kwargs):
 @pytest.mark.parametrize("algorithm", [loftq(rank=4), eora(rank=4)])
 def test_the_module_starts_as_the_quantized_function(policy, algorithm):
     """But for rounding: of sums of 16 products and of 4, and of two factors."""
-    own = quantized(policy, algorithm)
-    known = jqx.linen.init_lora(with_adapters(policy), own, X)
+    quantized_model = quantized(policy, algorithm)
+    known = jqx.linen.init_lora(with_adapters(policy), quantized_model, X)
     names = ["lora", "params", "qparams"] + ["quant_scales"] * (policy is STATIC)
     assert sorted(known) == sorted(names)
     assert float(known["params"]["gain"][0, 0]) == 2
@@ -166,7 +166,7 @@ def test_the_module_starts_as_the_quantized_function(policy, algorithm):
         "layers": {"own": {"a": (2, 16, 4), "b": (2, 4, 16)}},
         "last": {"a": (16, 4), "b": (4, 2)},
     }
-    expected = own(X)
+    expected = quantized_model(X)
     for mode in (Mode.SIMULATE, Mode.CONVERT):
         out = jax.jit(with_adapters(policy, mode).apply)(known, X)
         assert jnp.abs(out - expected).max() <= 2.0**-18 * jnp.abs(expected).max()
@@ -182,8 +182,8 @@ def test_the_module_starts_as_the_quantized_function(policy, algorithm):
 
 
 def test_training_goes_on():
-    own = quantized(WEIGHTS, loftq(rank=1))
-    known = jqx.linen.init_lora(with_adapters(WEIGHTS, rank=1), own, X)
+    quantized_model = quantized(WEIGHTS, loftq(rank=1))
+    known = jqx.linen.init_lora(with_adapters(WEIGHTS, rank=1), quantized_model, X)
     frozen = {name: tree for name, tree in known.items() if name != "lora"}
     exact = Net().apply(variables(), X)
 
@@ -209,15 +209,15 @@ def test_types_of_adapters_and_abstract_inputs():
     plain = nn.Dense(8, param_dtype=jnp.bfloat16, use_bias=False)
     quantize = jqx.linen.ptq(plain, WEIGHTS, loftq(rank=2), progress=False)
     x = X.astype(jnp.bfloat16)
-    own = quantize(plain.init(jax.random.key(0), x), [x])
-    known = jqx.linen.init_lora(module, own, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    quantized_model = quantize(plain.init(jax.random.key(0), x), [x])
+    known = jqx.linen.init_lora(module, quantized_model, jax.ShapeDtypeStruct(x.shape, x.dtype))
     assert sorted(known) == ["lora", "qparams"]
     assert known["lora"]["a"].dtype == known["lora"]["b"].dtype == jnp.bfloat16
 
 
 def test_what_does_not_fit_is_refused():
     loft = loftq(rank=4)
-    own = quantized(WEIGHTS, loft)
+    quantized_model = quantized(WEIGHTS, loft)
     other = jqx.Policy({"last/.*": "int2:channel"})
     half = functools.partial(jqx.linen.Dense, policy=WEIGHTS)
 
@@ -240,10 +240,10 @@ def test_what_does_not_fit_is_refused():
     maps = {key: x for key, x in unscanned.maps.items() if key.startswith("layers/")}
     first = dataclasses.replace(unscanned, maps=maps)
     for module, given, facts in (
-        (Net(), own, "no layer with adapters|LoRADense"),
-        (with_adapters(WEIGHTS, rank=3), own, "another rank|product of rank 4|rank=4"),
-        (with_adapters(WEIGHTS, rank=8), own, "another rank|product of rank 4"),
-        (with_adapters(WEIGHTS, alpha=0.0), own, "add nothing|alpha == 0"),
+        (Net(), quantized_model, "no layer with adapters|LoRADense"),
+        (with_adapters(WEIGHTS, rank=3), quantized_model, "another rank|product of rank 4|rank=4"),
+        (with_adapters(WEIGHTS, rank=8), quantized_model, "another rank|product of rank 4"),
+        (with_adapters(WEIGHTS, alpha=0.0), quantized_model, "add nothing|alpha == 0"),
         (with_adapters(WEIGHTS), quantized(WEIGHTS, None), "no compensation|'last'|loftq"),
         (with_adapters(WEIGHTS), quantized(other, loft), "no compensation|'layers/own'"),
         (with_adapters(WEIGHTS), quantized(WEIGHTS, chain(rotate(), loft)), "hold|ChannelMap"),
@@ -261,6 +261,6 @@ def test_what_does_not_fit_is_refused():
         assert_error(start, "jqx.linen.init_lora: ", *facts.split("|"))
     jqx.linen.init_lora(Mixed(lora, half), first, X)
     with pytest.raises(TypeError, match=r"(?s)linen\.init_lora: `quantized`.*fix:"):
-        jqx.linen.init_lora(with_adapters(WEIGHTS), own.params, X)
+        jqx.linen.init_lora(with_adapters(WEIGHTS), quantized_model.params, X)
     with pytest.raises(TypeError, match=r"(?s)linen\.init_lora: `module`.*fix:"):
-        jqx.linen.init_lora(own, own, X)
+        jqx.linen.init_lora(quantized_model, quantized_model, X)

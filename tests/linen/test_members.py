@@ -105,15 +105,15 @@ def of(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_of_every_base_are_quantized(kind):
-    plain, module, known = of(kind)
-    expected = module.apply(known, X, method="own")
-    assert (expected != plain.apply(known, X, method="own")).any()
-    assert (module.apply(known, X, method="encode") == expected).all()
-    assert (module.apply(known, X, method="twice") == 2 * expected).all()
+    plain, module, variables = of(kind)
+    expected = module.apply(variables, X, method="own")
+    assert (expected != plain.apply(variables, X, method="own")).any()
+    assert (module.apply(variables, X, method="encode") == expected).all()
+    assert (module.apply(variables, X, method="twice") == 2 * expected).all()
     integers = module.clone(mode=Mode.CONVERT)
-    small = jqx.linen.convert(integers, known, X)
-    out = integers.apply(small, X, method="encode")
-    assert (out == integers.apply(small, X, method="own")).all()
+    converted = jqx.linen.convert(integers, variables, X)
+    out = integers.apply(converted, X, method="encode")
+    assert (out == integers.apply(converted, X, method="own")).all()
     assert jnp.abs(out - expected).max() <= 2.0**-18 * jnp.abs(expected).max()
 
 
@@ -151,68 +151,68 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("title", WAYS)
 def test_a_part_is_quantized_however_it_is_reached(title):
-    plain, module, known = of(Behind)
-    out = WAYS[title](module, known)
-    assert (out == module.apply(known, X, method="own")).all()
-    assert (out != plain.apply(known, X, method="own")).any()
-    same = WAYS[title](module.clone(mode=Mode.FLOAT), known)
-    assert (same == plain.apply(known, X, method="own")).all()
+    plain, module, variables = of(Behind)
+    out = WAYS[title](module, variables)
+    assert (out == module.apply(variables, X, method="own")).all()
+    assert (out != plain.apply(variables, X, method="own")).any()
+    same = WAYS[title](module.clone(mode=Mode.FLOAT), variables)
+    assert (same == plain.apply(variables, X, method="own")).all()
 
 
 def test_what_is_bound_reads_as_the_float_module():
-    plain, module, known = of(Behind)
-    bound = module.bind(known)
+    plain, module, variables = of(Behind)
+    bound = module.bind(variables)
     assert bound.width == 8 and bound.activation is nn.relu
     assert (bound.of_ones == bound.inner(jnp.ones((1, 8)))).all()
-    assert (bound.of_ones != plain.bind(known).of_ones).any()
+    assert (bound.of_ones != plain.bind(variables).of_ones).any()
     x = jnp.stack([X[0], 3 * X[1]])
-    assert (bound.layers[1](x) != plain.bind(known).layers[1](x)).any()
+    assert (bound.layers[1](x) != plain.bind(variables).layers[1](x)).any()
     assert bound.layers[1].features == 8
     with pytest.raises(AttributeError, match="missing"):
         _ = bound.missing
 
 
 def test_functions_are_calibrated_planned_and_converted():
-    plain, _, known = of(Behind)
+    plain, _, variables = of(Behind)
     policy = jqx.presets.w8a8()
     observe = jqx.linen.quantize(plain, policy, mode=Mode.CALIBRATE)
 
     def two(module, x):
         return module.inner(module.inner(x))
 
-    out, stats = observe.apply(known, X, method=two, mutable=["quant_stats"])
-    assert (out == plain.apply(known, X, method=two)).all()
-    known = {**known, **stats}
+    out, stats = observe.apply(variables, X, method=two, mutable=["quant_stats"])
+    assert (out == plain.apply(variables, X, method=two)).all()
+    variables = {**variables, **stats}
     module = observe.clone(mode=Mode.CONVERT)
-    assert len(jqx.linen.make_plan(module, known, X, method=two).sites) == 2
-    small = jqx.linen.convert(module, known, X, method=two)
-    assert set(small["qparams"]) == {"inner"} and set(small["params"]["layers_0"])
-    simulated = observe.clone(mode=Mode.SIMULATE).apply(known, X, method=two)
-    out = module.apply(small, X, method=two)
+    assert len(jqx.linen.make_plan(module, variables, X, method=two).sites) == 2
+    converted = jqx.linen.convert(module, variables, X, method=two)
+    assert set(converted["qparams"]) == {"inner"} and set(converted["params"]["layers_0"])
+    simulated = observe.clone(mode=Mode.SIMULATE).apply(variables, X, method=two)
+    out = module.apply(converted, X, method=two)
     assert jnp.abs(out - simulated).max() <= 2.0**-18 * jnp.abs(out).max()
 
 
 def test_modules_among_the_fields():
     plain = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(8)])
-    known = plain.init(jax.random.key(0), X)
+    variables = plain.init(jax.random.key(0), X)
     module = jqx.linen.quantize(plain, POLICY)
-    assert (module.apply(known, X) != plain.apply(known, X)).any()
-    first = module.apply(known, X, method=lambda m, x: m.layers[0](x))
-    assert (first != plain.apply(known, X, method=lambda m, x: m.layers[0](x))).any()
+    assert (module.apply(variables, X) != plain.apply(variables, X)).any()
+    first = module.apply(variables, X, method=lambda m, x: m.layers[0](x))
+    assert (first != plain.apply(variables, X, method=lambda m, x: m.layers[0](x))).any()
     with pytest.raises(Exception, match="unbound"):
-        module.bind(known).layers[0](X)
+        module.bind(variables).layers[0](X)
     lifted = nn.remat(type(module))
-    again = lifted(plain.layers, policy=POLICY).apply(known, X)
-    assert (again == module.apply(known, X)).all()
+    again = lifted(plain.layers, policy=POLICY).apply(variables, X)
+    assert (again == module.apply(variables, X)).all()
 
 
 @pytest.mark.parametrize("method", ["own", Behind.own, lambda m, x: m.inner(x)])
 def test_init_by_a_method(method):
     plain, module, _ = of(Behind)
     key = jax.random.key(0)
-    out, known = module.init_with_output(key, X, method=method)
+    out, variables = module.init_with_output(key, X, method=method)
     expected, want = plain.init_with_output(key, X, method=method)
-    assert (out == expected).all() and jax.tree.structure(known) == jax.tree.structure(want)
+    assert (out == expected).all() and jax.tree.structure(variables) == jax.tree.structure(want)
     lazy = module.lazy_init(key, jax.ShapeDtypeStruct(X.shape, X.dtype), method=method)
     assert jax.tree.structure(lazy) == jax.tree.structure(want)
 
@@ -222,8 +222,8 @@ def test_methods_that_need_no_variables_run_unbound():
     module = jqx.linen.quantize(cell, POLICY)
     carry = module.initialize_carry(jax.random.key(0), X.shape)
     assert carry.shape == (4, 4)
-    known = module.init(jax.random.key(0), carry, X)
-    assert (module.apply(known, carry, X)[1] != cell.apply(known, carry, X)[1]).any()
+    variables = module.init(jax.random.key(0), carry, X)
+    assert (module.apply(variables, carry, X)[1] != cell.apply(variables, carry, X)[1]).any()
 
 
 def test_a_layer_with_a_method_of_its_own_keeps_it():
@@ -232,10 +232,12 @@ def test_a_layer_with_a_method_of_its_own_keeps_it():
             return self(self(x))
 
     layer = Twice(8, policy=POLICY)
-    known = layer.init(jax.random.key(0), X)
-    once = layer.apply(known, X)
-    assert (layer.apply(known, X, method="twice") == layer.apply(known, once)).all()
-    assert (layer.apply(known, X, method=lambda m, x: m(m(x))) == layer.apply(known, once)).all()
+    variables = layer.init(jax.random.key(0), X)
+    once = layer.apply(variables, X)
+    assert (layer.apply(variables, X, method="twice") == layer.apply(variables, once)).all()
+    assert (
+        layer.apply(variables, X, method=lambda m, x: m(m(x))) == layer.apply(variables, once)
+    ).all()
 
 
 TRACES = []
@@ -253,7 +255,7 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("policy", [jqx.presets.w8a8(), jqx.presets.w8a8_dynamic()])
 def test_every_mode_and_conversion_traces_the_module_once(policy):
-    known = Counted().init(jax.random.key(0), ONES)
+    variables = Counted().init(jax.random.key(0), ONES)
     module = jqx.linen.quantize(Counted(), policy)
     integers = module.clone(mode=Mode.CONVERT)
     counts = []
@@ -265,9 +267,9 @@ def test_every_mode_and_conversion_traces_the_module_once(policy):
         return result
 
     calibrate = module.clone(mode=Mode.CALIBRATE)
-    _, seen = counted(lambda: calibrate.apply(known, ONES, mutable=["quant_stats"]))
-    known = {**known, **seen}
-    counted(lambda: module.apply(known, ONES))
-    codes = counted(lambda: jqx.linen.convert(integers, known, ONES))
+    _, seen = counted(lambda: calibrate.apply(variables, ONES, mutable=["quant_stats"]))
+    variables = {**variables, **seen}
+    counted(lambda: module.apply(variables, ONES))
+    codes = counted(lambda: jqx.linen.convert(integers, variables, ONES))
     counted(lambda: integers.apply(codes, ONES))
     assert counts == [1] * 4

@@ -337,8 +337,8 @@ def test_modules_that_write_collections(make, kind):
     assert set(jqx.linen.learn_scales(module, known, TOKENS)) == {"params", *other}
     small = jqx.linen.convert(make(kind, Mode.CONVERT), known, TOKENS)
     assert set(small) >= {"qparams", "quant_scales", *other}
-    for found in (fixed, small):
-        before, after = (jax.tree.leaves([v[name] for name in other]) for v in (known, found))
+    for actual in (fixed, small):
+        before, after = (jax.tree.leaves([v[name] for name in other]) for v in (known, actual))
         assert all(a is b for a, b in zip(before, after, strict=True))
     simulated, one = module.apply(fixed, TOKENS, mutable=other)
     converted, two = make(kind, Mode.CONVERT).apply(small, TOKENS, mutable=other)

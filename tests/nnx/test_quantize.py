@@ -290,9 +290,9 @@ def test_convert_lays_weights_out_for_a_target():
         jqx.nnx.convert(plain, x)
         jqx.nnx.convert(packed, x, target="cpu")
         expected = jqx.pack_for(plain.kernel.get_value(), "cpu")
-        found = packed.kernel.get_value()
-        assert found.layout == expected.layout != plain.kernel.get_value().layout
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        actual = packed.kernel.get_value()
+        assert actual.layout == expected.layout != plain.kernel.get_value().layout
+        pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
         assert all((a == b).all() for a, b in pairs)
         packed(x)
 

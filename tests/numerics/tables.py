@@ -167,8 +167,8 @@ def assert_same_numbers(result: Any, expected: Any) -> None:
     """Asserts equal values and equal signs, of zero too; NaN equals NaN of either sign."""
     result, expected = np.asarray(result), np.asarray(expected)
     np.testing.assert_array_equal(result.astype(np.float64), expected, strict=True)
-    known = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(result)[known], np.signbit(expected)[known])
+    is_number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(result)[is_number], np.signbit(expected)[is_number])
 
 
 def every_way(qtype: QType, y: jax.Array, mode: RoundMode) -> dict[str, jax.Array]:

@@ -272,14 +272,14 @@ def test_an_index_array_may_be_of_any_integer_dtype():
     q = tensor(random_codes(rng, "int8", (300,)), "int8", rng.uniform(0.01, 1, 10))
     every = []
     for dtype in ("int8", "uint8", "int16", "uint32"):
-        places = [0, 31, 100] + ([-1, -100] if dtype.startswith("i") else [])
-        every.append(np.array(places, dtype))
-    traced = jax.jit(lambda q, every: [q[places] for places in every])(q, every)
-    constant = jax.jit(lambda q: [q[places] for places in every])(q)
+        positions = [0, 31, 100] + ([-1, -100] if dtype.startswith("i") else [])
+        every.append(np.array(positions, dtype))
+    traced = jax.jit(lambda q, every: [q[positions] for positions in every])(q, every)
+    constant = jax.jit(lambda q: [q[positions] for positions in every])(q)
     for actual in (traced, constant):
-        for result, places in zip(actual, every, strict=True):
-            expected = of_elements(operator.itemgetter(places.astype(int)), q)
-            assert_stands_for(result, expected, str(places.dtype))
+        for result, positions in zip(actual, every, strict=True):
+            expected = of_elements(operator.itemgetter(positions.astype(int)), q)
+            assert_stands_for(result, expected, str(positions.dtype))
 
 
 MASKS = {

@@ -225,10 +225,10 @@ def test_a_matrix_and_a_row_turn_as_arrays_do():
     assert_equal(row.T, row)
 
 
-def joined_again(x, places):
+def joined_again(x, positions):
     if isinstance(x, jqx.QTensor):
-        return jqx.QTensor.concatenate(x.split(places, -1)[::-1], -1)
-    return np.concatenate(np.split(x, places, -1)[::-1], -1)
+        return jqx.QTensor.concatenate(x.split(positions, -1)[::-1], -1)
+    return np.concatenate(np.split(x, positions, -1)[::-1], -1)
 
 
 def test_codes_stored_as_int8_pass_through_every_view():

@@ -23,8 +23,8 @@ def matrix(shape=(6, 8), block=4, *, offset=True, order=True, seed=0):
     if offset:
         parts["offset"] = on_device(rng.normal(size=entries), np.float32)
     if order:
-        places = rng.permutation(shape[-1]).astype(np.int32)
-        parts["order"] = on_device(places.reshape((1,) * (len(shape) - 1) + (-1,)))
+        positions = rng.permutation(shape[-1]).astype(np.int32)
+        parts["order"] = on_device(positions.reshape((1,) * (len(shape) - 1) + (-1,)))
     tail = shape[-1] % block
     return QTensor(
         on_device(rng.integers(-8, 8, shape), jnp.int4),

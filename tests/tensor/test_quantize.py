@@ -356,9 +356,9 @@ def test_each_block_is_quantized_as_if_it_were_alone(name, shared):
     q, actual = round_trip(x, spec=spec)
     real, scale = by_blocks(x, name, sizes)
     assert_floats(actual, real, np.float32)
-    places = tuple(np.arange(0, n, b) for n, b in zip(x.shape, sizes, strict=True))
+    positions = tuple(np.arange(0, n, b) for n, b in zip(x.shape, sizes, strict=True))
     actual = q.scale.dequantize() if name == "nvfp4" else np.asarray(q.scale).astype(np.float32)
-    assert_floats(actual, scale[np.ix_(*places)], np.float32)
+    assert_floats(actual, scale[np.ix_(*positions)], np.float32)
     assert q.groups.sizes == tuple(min(b, n) for b, n in zip(sizes, x.shape, strict=True))
 
 

@@ -56,10 +56,10 @@ AXES = [(), (0, 3), (1, 2), (0, 1, 2, 3)]
 
 def tensors_of(shape, axes=AXES, coarser=1):
     """One of each granularity, with zero points as the scales, on fewer of its axes, or absent."""
-    for seed, own in enumerate(axes):
+    for seed, axes_of_scale in enumerate(axes):
         rng = np.random.default_rng(seed)
-        for zero_point_axes in (None, own, own[:coarser]):
-            yield random_tensor(rng, "uint8", shape, own, zero_point_axes)
+        for zero_point_axes in (None, axes_of_scale, axes_of_scale[:coarser]):
+            yield random_tensor(rng, "uint8", shape, axes_of_scale, zero_point_axes)
 
 
 def assert_commutes(view, tensors):
@@ -129,9 +129,9 @@ def test_reshaping_takes_the_scale_along():
     """Axes that merge or split share a scale, or have their own, or keep whole blocks."""
     tensors, views = [], []
     for shape, axes, new, scale in RESHAPES:
-        own = list(tensors_of(shape, [axes], coarser=0))
-        tensors += own
-        views += [[operator.methodcaller("reshape", new)]] * len(own)
+        axes_of_scale = list(tensors_of(shape, [axes], coarser=0))
+        tensors += axes_of_scale
+        views += [[operator.methodcaller("reshape", new)]] * len(axes_of_scale)
         q = random_tensor(np.random.default_rng(0), "int8", shape, axes)
         assert jax.eval_shape(lambda q, new=new: q.reshape(new), q).scale.shape == scale
     assert_commute(tensors, views)
@@ -280,13 +280,13 @@ def taken(name):
 def test_taking_splitting_and_transposing_take_the_scale_along(name):
     q, _ = made(name)
     assert_laws(q, taken(name))
-    for places, axis in SPLITS:
-        parts = on_host(q).split(places, axis)
-        expected = of_elements(lambda x, of=(places, axis): np.split(x, *of), q)
+    for positions, axis in SPLITS:
+        parts = on_host(q).split(positions, axis)
+        expected = of_elements(lambda x, of=(positions, axis): np.split(x, *of), q)
         assert len(parts) == len(expected["code"])
         for i, part in enumerate(parts):
             of_part = {name: split[i] for name, split in expected.items()}
-            assert_stands_for(part, of_part, f"{places}, {axis}, part {i}:")
+            assert_stands_for(part, of_part, f"{positions}, {axis}, part {i}:")
 
 
 @pytest.mark.many
@@ -545,8 +545,8 @@ def chains(draw, shape):
         elif kind == "array" and shape:
             axis = draw(st.integers(0, len(shape) - 1))
             n = shape[axis]
-            places = draw(st.lists(st.integers(-n, n - 1), max_size=3)) if n else []
-            view = along_axis(axis, np.array(places, np.int32))
+            positions = draw(st.lists(st.integers(-n, n - 1), max_size=3)) if n else []
+            view = along_axis(axis, np.array(positions, np.int32))
         elif kind == "turn":
             order = tuple(draw(st.permutations(range(len(shape)))))
             view = operator.methodcaller("transpose", order)
