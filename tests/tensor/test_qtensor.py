@@ -115,7 +115,8 @@ def test_parts_of_other_dtypes_are_refused_by_name():
         assert_refused(OF_INT8, leaves, TypeError, "QTensor", "`scale`", dtype)
     for name in ("values", "scale", "zero_point"):
         fields = {"values": ones(3, jnp.int8), "scale": ones(1), "zero_point": None, name: 0}
-        assert_error(lambda: OF_INT8(**fields), f"`{name}` is not an array", error=TypeError)  # noqa: B023
+        make_one = functools.partial(OF_INT8, **fields)
+        assert_error(make_one, f"`{name}` is not an array", error=TypeError)
 
 
 def test_formats_and_dtypes_of_another_kind_are_refused():

@@ -253,7 +253,7 @@ def test_a_given_scale_must_fit():
         (jqx.QSpec(jnp.int8, jqx.per_axis(0)), (2, 1), wrong),
         (channels, (1, 1), "relative to a contraction"),
     ]:
-        assert_error(lambda: jqx.QTensor.quantize(x, spec, (ones(shape), None)), fact)  # noqa: B023
+        assert_error(quantizing(x, spec, (ones(shape), None)), fact)
 
 
 def test_a_range_wider_than_the_largest_float_stays_finite():
@@ -496,7 +496,7 @@ FLOAT_SCALE = ones((2, 2)), None
 
 
 def quantizing(x, spec, *affine, **options):
-    """A call of `quantize` that nothing is given."""
+    """A call of `quantize` with all of its arguments."""
     return functools.partial(jqx.QTensor.quantize, x, spec, *affine, **options)
 
 
