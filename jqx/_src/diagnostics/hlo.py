@@ -2,11 +2,13 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
+
+import jax
 
 SHAPED = ("broadcast", "bitcast", "reshape", "transpose", "copy")
 LIBRARY = re.compile(
@@ -44,6 +46,19 @@ class Instruction:
     def target(self) -> str:
         """The function that a custom call calls."""
         return self.attribute(r'custom_call_target="([^"]*)"')
+
+    @property
+    def position(self) -> int:
+        """The position of a parameter."""
+        return int(self.attribute(r"parameter\((\d+)\)"))
+
+    @property
+    def branches(self) -> list[str]:
+        """The computations that a conditional chooses from."""
+        listed = self.attribute(r"branch_computations=\{(.*?)\}")
+        return re.findall(r"%([\w.\-]+)", listed) or [
+            self.attribute(rf"{which}_computation=%?([\w.\-]+)") for which in ("true", "false")
+        ]
 
     def attribute(self, pattern: str) -> str:
         """Returns the first group of the pattern in the line, or an empty string."""
@@ -160,12 +175,12 @@ class Program:
             visited.add(instruction.line)
             home = self.home[instruction.line]
             named = self.named[home]
-            if any(True for _ in self.contractions(instruction)):
+            if any(self.contractions(instruction)):
                 continue
             if instruction.opcode != "parameter":
                 todo += [named[name] for name in instruction.operands if name in named]
                 continue
-            index = int(instruction.attribute(r"parameter\((\d+)\)"))
+            index = instruction.position
             if home == outermost:
                 parameters[index] = instruction
             elif home in self.callers:
@@ -248,15 +263,10 @@ class Value:
     @classmethod
     def union(cls, values: Sequence[Any]) -> "Value":
         """Returns the provenance of a value computed from all of them; copies end here."""
-        flat = list(_flat(values))
+        flat: list[Value] = jax.tree.leaves(values)
         origins = frozenset[str]().union(*(value.origins for value in flat))
         codes = min((value.codes for value in flat if value.codes), key=bits, default="")
         return cls(origins, codes, any(value.counted for value in flat))
-
-    def written_by(self, kernel: Instruction) -> "Value":
-        """Returns the provenance of the result of a kernel without a contraction."""
-        is_wider = self.codes and not self.counted and bits(kernel.dtype) > bits(self.codes)
-        return replace(self, widened=kernel if is_wider and kernel.dtype != "pred" else None)
 
 
 @dataclass(frozen=True)
@@ -289,107 +299,72 @@ class Kernel:
 
 def kernels(program: Program) -> list[Kernel]:
     """Returns the kernels in order; those of a loop once, with the number of its iterations."""
-    walk = _Walk(program, [])
-    walk.follow(program.entry, [], 1)
-    return walk.launched
+    launched: list[Kernel] = []
+    _follow(program, program.entry, [], 1, launched)
+    return launched
 
 
-class _Step(NamedTuple):
-    """An instruction during the walk, with the provenance of its operands: a `Value` for an array,
-    a list for a tuple. The other fields are those of the computation that contains it.
+def _follow(
+    program: Program, name: str, arguments: list[Any], times: int | None, launched: list[Kernel]
+) -> Any:
+    """Follows a computation, and collects its kernels. Returns the provenance of its result: a
+    `Value` for an array, a list for a tuple.
     """
-
-    instruction: Instruction
-    read: list[Any]
-    arguments: list[Any]
-    times: int | None
-    named: Mapping[str, Instruction]
-
-    @property
-    def called(self) -> str:
-        """The computation that it calls."""
-        return self.instruction.attribute(CALLED)
-
-
-@dataclass(frozen=True)
-class _Walk:
-    """Follows a program and collects its kernels, with a method for each kind of opcode."""
-
-    program: Program
-    launched: list[Kernel]
-
-    def follow(self, name: str, arguments: list[Any], times: int | None) -> Any:
-        """Follows a computation; returns the provenance of its result."""
-        values: dict[str, Any] = {}
-        result: Any = Value()
-        named = self.program.named[name]
-        for instruction in self.program.computations[name]:
-            read = [values[operand] for operand in instruction.operands if operand in values]
-            visit = _OPCODES.get(instruction.opcode, _Walk.launch)
-            result = values[instruction.name] = visit(
-                self, _Step(instruction, read, arguments, times, named)
-            )
-        return result
-
-    def parameter(self, step: _Step) -> Any:
-        index = int(step.instruction.attribute(r"parameter\((\d+)\)"))
-        return step.arguments[index] if step.arguments else Value.of_argument(step.instruction)
-
-    def view(self, step: _Step) -> Any:
-        return step.read[0] if len(step.read) == 1 else step.read
-
-    def element(self, step: _Step) -> Any:
-        elements = step.read[0]
-        index = int(step.instruction.attribute(r"index=(\d+)"))
-        return elements[index] if isinstance(elements, list) else elements
-
-    def call(self, step: _Step) -> Any:
-        if step.called not in self.program.computations:
-            return self.launch(step)
-        return self.follow(step.called, step.read, step.times)
-
-    def loop(self, step: _Step) -> Any:
-        trips = _trips(self.program, step.instruction, step.named)
-        times = None if step.times is None or trips is None else step.times * trips
-        return _merge(step.read[0], self.follow(step.called, step.read, times))
-
-    def branches(self, step: _Step) -> Any:
-        listed = step.instruction.attribute(r"branch_computations=\{(.*?)\}")
-        bodies = re.findall(r"%([\w.\-]+)", listed) or [
-            step.instruction.attribute(rf"{which}_computation=%?([\w.\-]+)")
-            for which in ("true", "false")
-        ]
-        results = [
-            self.follow(body, [argument], step.times)
-            for body, argument in zip(bodies, step.read[1:], strict=False)
-        ]
-        return reduce(_merge, results) if results else Value()
-
-    def launch(self, step: _Step) -> Any:
-        instruction = step.instruction
-        if instruction.opcode == "fusion-start":  # its own shape starts with the operands
-            root = self.program.computations[step.called][-1]
-            instruction = replace(instruction, dtype=root.dtype, dims=root.dims)
-        value = Value.union(step.read)
-        self.launched.append(Kernel(instruction, step.times, value, tuple(step.read)))
-        contracts = any(True for _ in self.program.contractions(instruction))
-        return replace(value, codes="") if contracts else value.written_by(instruction)
+    values: dict[str, Any] = {}
+    result: Any = Value()
+    for instruction in program.computations[name]:
+        read = [values[operand] for operand in instruction.operands if operand in values]
+        called = instruction.attribute(CALLED)
+        match instruction.opcode:
+            case "parameter":
+                result = Value.of_argument(instruction)
+                if arguments:
+                    result = arguments[instruction.position]
+            case "constant" | "iota" | "after-all" | "partition-id":
+                result = Value()
+            case "get-tuple-element":
+                elements = read[0]
+                index = int(instruction.attribute(r"index=(\d+)"))
+                result = elements[index] if isinstance(elements, list) else elements
+            case "copy-start":
+                result = read[0]
+            case "bitcast" | "optimization-barrier" | "copy-done" | "fusion-done" | "async-done":
+                result = read[0] if len(read) == 1 else read
+            case "tuple":
+                result = read
+            case "async-start" | "call" if called in program.computations:
+                result = _follow(program, called, read, times, launched)
+            case "while":
+                trips = _trips(program, instruction, program.named[name])
+                total = None if times is None or trips is None else times * trips
+                result = _merge(read[0], _follow(program, called, read, total, launched))
+            case "conditional":
+                pairs = zip(instruction.branches, read[1:], strict=False)
+                results = [_follow(program, x, [y], times, launched) for x, y in pairs]
+                result = reduce(_merge, results) if results else Value()
+            case _:
+                result = _launch(program, instruction, read, times, launched)
+        values[instruction.name] = result
+    return result
 
 
-_OPCODES: dict[str, Callable[[_Walk, _Step], Any]] = {
-    "parameter": _Walk.parameter,
-    **dict.fromkeys(("constant", "iota", "after-all", "partition-id"), lambda walk, step: Value()),
-    "tuple": lambda walk, step: step.read,
-    "get-tuple-element": _Walk.element,
-    "copy-start": lambda walk, step: step.read[0],
-    **dict.fromkeys(
-        ("bitcast", "optimization-barrier", "copy-done", "fusion-done", "async-done"), _Walk.view
-    ),
-    **dict.fromkeys(("async-start", "call"), _Walk.call),
-    "while": _Walk.loop,
-    "conditional": _Walk.branches,
-}
-"""Opcodes that are not launched; every other opcode is a kernel."""
+def _launch(
+    program: Program,
+    instruction: Instruction,
+    read: list[Any],
+    times: int | None,
+    launched: list[Kernel],
+) -> Value:
+    """Collects a kernel, and returns the provenance of its result."""
+    if instruction.opcode == "fusion-start":  # its own shape starts with the operands
+        root = program.computations[instruction.attribute(CALLED)][-1]
+        instruction = replace(instruction, dtype=root.dtype, dims=root.dims)
+    value = Value.union(read)
+    launched.append(Kernel(instruction, times, value, tuple(read)))
+    if any(program.contractions(instruction)):
+        return replace(value, codes="")
+    is_wider = value.codes and not value.counted and bits(instruction.dtype) > bits(value.codes)
+    return replace(value, widened=instruction if is_wider and instruction.dtype != "pred" else None)
 
 
 def _trips(program: Program, loop: Instruction, named: Mapping[str, Instruction]) -> int | None:
@@ -434,18 +409,10 @@ def _number(constant: Instruction | None, named: Mapping[str, Instruction]) -> i
     return int(digits) if digits else None
 
 
-def _flat(values: Any) -> Iterator[Value]:
-    if isinstance(values, Value):
-        yield values
-    else:
-        for value in values:
-            yield from _flat(value)
-
-
 def _merge(a: Any, b: Any) -> Any:
     """Returns the union of two values; it is a copy if one of them is."""
     if isinstance(a, list) and isinstance(b, list):
         return [_merge(x, y) for x, y in zip(a, b, strict=False)]
     union = Value.union([a, b])
-    copies = [value.widened for value in _flat([a, b]) if value.widened is not None]
+    copies = [value.widened for value in jax.tree.leaves([a, b]) if value.widened is not None]
     return replace(union, widened=copies[0] if copies else None)
