@@ -23,6 +23,7 @@ from ..transforms.calibrate import (
     advancing,
     affines,
     arguments_of,
+    arrays_of,
     calibrate_batches,
     inputs_of,
 )
@@ -34,7 +35,7 @@ from ..transforms.paths import Splits, Weights
 from ..transforms.plan import Plan, Site
 from ..transforms.plan_call import as_plan, params_of
 from ..transforms.quantize_weight import quantize_weight
-from ..transforms.trace import Call, is_array, is_quantized, trace_call
+from ..transforms.trace import Call, is_quantized, trace_call
 from .report import scheme_of_site
 
 Metric = Callable[[Any, Any], Any]
@@ -293,10 +294,6 @@ def _round(x: jax.Array, spec: QSpec | None, affine: Affine | None) -> jax.Array
     return x if spec is None else QTensor.quantize(x, spec, affine).dequantize()
 
 
-class _Array:
-    """Placeholder of an array of the parameters; their other leaves are static."""
-
-
 class Sweep:
     """A function with its weights and batches, to be evaluated with many choices.
 
@@ -306,6 +303,7 @@ class Sweep:
       advance: called after each evaluation.
       units: the units of choice, in the order of the sites: the path of a weight, of several
         weights that are joined, or of a site without a weight.
+      unit_of: the unit of each path.
       ops: the first operation of each unit.
       schemes: how the operands of each unit are quantized; where plans differ, by one of them.
       labels: what tables call each unit.
@@ -332,18 +330,17 @@ class Sweep:
         check_concrete(caller, params, batches)
         self.advance: Callable[[], Any] = lambda: None
         self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
-        self._arrays = [x for x in jax.tree.leaves(params) if is_array(x)]
+        self._arrays, self._params_of = arrays_of(params)
         self._batches = [Batch(x) for x in batches]
-        self._like = jax.tree.map(lambda x: _Array() if is_array(x) else x, params)
         by_address = [{site.address: site for site in plan.sites} for plan in plans]
         addresses = sorted(set().union(*by_address))
         self._sites = {address: [x.get(address) for x in by_address] for address in addresses}
         merged_sites = tuple(map(_together, self._sites.values()))
         self._plan = dataclasses.replace(plans[0], sites=merged_sites)
-        self._unit_of = _units(merged_sites, plans)
-        self.units = list(dict.fromkeys(self._unit_of[site.path] for site in merged_sites))
-        self.ops = {self._unit_of[site.path]: site.op for site in reversed(merged_sites)}
-        self.schemes, self.labels = _described(merged_sites, self._unit_of)
+        self.unit_of = _units(merged_sites, plans)
+        self.units = list(dict.fromkeys(self.unit_of[site.path] for site in merged_sites))
+        self.ops = {self.unit_of[site.path]: site.op for site in reversed(merged_sites)}
+        self.schemes, self.labels = _described(merged_sites, self.unit_of)
         self._scales = _scales(f, plans, params, batches, progress)
         self._evaluate = jax.jit(self._metric_of_one_batch)
         plain = jax.jit(self._in_float)
@@ -398,37 +395,28 @@ class Sweep:
         `None` uses the result at the same weights.
         """
 
-        nothing = dataclasses.replace(self._plan, sites=())
-
         def loss(weights: dict[str, jax.Array], batch: Any, plain: Any) -> jax.Array:
-            call = self._call(self._arrays, batch)
-            leaves = [
-                weights.get(path, x) if path is not None else x
-                for path, x in zip(call.paths, call.leaves, strict=True)
-            ]
-            out = _evaluated(call, leaves, _Chosen(nothing))
-            plain = jax.lax.stop_gradient(out) if plain is None else plain
+            out = self._in_float(self._arrays, batch, weights)
+            plain = lax.stop_gradient(out) if plain is None else plain
             return number_of(self._caller, "metric", self._metric, out, plain)
 
         return loss
 
-    def unit_of(self, path: str) -> str:
-        """Returns the unit that a weight belongs to."""
-        return self._unit_of[path]
-
     def paths(self, unit: str) -> list[str]:
         """Returns the weights of a unit."""
-        return [path for path in self.weights if self._unit_of[path] == unit]
-
-    def _arguments(self, arrays: Sequence[Any], batch: Any) -> list[Any]:
-        """Returns the arguments of the function, from the arrays of its parameters and a batch."""
-        remaining = iter(arrays)
-        params = jax.tree.map(lambda x: next(remaining) if isinstance(x, _Array) else x, self._like)
-        return arguments_of(self.plans[0], params, batch)
+        return [path for path in self.weights if self.unit_of[path] == unit]
 
     def _call(self, arrays: Sequence[Any], batch: Any) -> Call:
-        arguments = self._arguments(arrays, batch)
+        """Returns the function traced at the arrays of its parameters and a batch."""
+        arguments = arguments_of(self.plans[0], self._params_of(arrays), batch)
         return trace_call(self._caller, self._f, self.plans[0].parameters, arguments, {})
+
+    def _in_float(self, arrays: Any, batch: Any, weights: Mapping[str, Any] | None = None) -> Any:
+        """Returns the float result, with other values in place of some weights."""
+        call = self._call(arrays, batch)
+        pairs = zip(call.paths, call.leaves, strict=True)
+        leaves = [x if path is None else (weights or {}).get(path, x) for path, x in pairs]
+        return _evaluated(call, leaves, _Chosen(dataclasses.replace(self._plan, sites=())))
 
     def _metric_of_one_batch(
         self, choice: Any, arrays: Any, rounded: Any, scales: Any, batch: Any, plain: Any
@@ -436,21 +424,16 @@ class Sweep:
         call = self._call(arrays, batch)
         for plan in self.plans:
             as_plan(self._caller, plan, call, plan.parameters)
-        by_path = {path: choice[unit] for path, unit in self._unit_of.items()}
+        by_path = {path: choice[unit] for path, unit in self.unit_of.items()}
         leaves = [
-            x if path is None or path not in rounded else _select(by_path[path], x, rounded[path])
+            x
+            if path is None or path not in rounded
+            else lax.select_n(by_path[path], x, *rounded[path])
             for path, x in zip(call.paths, call.leaves, strict=True)
         ]
         rules = _Chosen(self._plan, scales, sites=self._sites, choice=by_path)
         out = _evaluated(call, leaves, rules)
         return number_of(self._caller, "metric", self._metric, out, plain)
-
-    def _in_float(self, arrays: Any, batch: Any) -> Any:
-        if not any(map(is_quantized, jax.tree.leaves(batch, is_leaf=is_quantized))):
-            return self._f(*self._arguments(arrays, batch))
-        call = self._call(arrays, batch)
-        nothing = dataclasses.replace(self._plan, sites=())
-        return _evaluated(call, call.leaves, _Chosen(nothing))
 
 
 def _scales(
@@ -475,11 +458,6 @@ def _evaluated(call: Call, leaves: Sequence[Any], rules: _Chosen) -> Any:
     """Returns the result of a call; quantized state is dequantized."""
     out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
     return jax.tree.unflatten(call.out_tree, [real_of(x) for x in out])
-
-
-def _select(choice: jax.Array, x: jax.Array, rounded: Sequence[jax.Array]) -> jax.Array:
-    values = [jnp.asarray(x), *rounded]
-    return lax.switch(choice, [lambda i=i: values[i] for i in range(len(values))])
 
 
 def _together(site_of_plan: Sequence[Site | None]) -> Site:
@@ -567,9 +545,9 @@ def _of_weights(
             of_path = {
                 path: traces[path] / max(e.size, 1) * jnp.sum(e * e) for path, e in errors.items()
             }
-    costs = dict.fromkeys((sweep.unit_of(path) for path in of_path), 0.0)
+    costs = dict.fromkeys((sweep.unit_of[path] for path in of_path), 0.0)
     for path, cost in of_path.items():
-        costs[sweep.unit_of(path)] += float(cost)
+        costs[sweep.unit_of[path]] += float(cost)
     return costs
 
 
