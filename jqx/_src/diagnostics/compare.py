@@ -39,7 +39,7 @@ from ..transforms.quantize_params import named_leaves
 from ..transforms.quantize_weight import quantize_weight
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
-from .report import scheme_of_site
+from .report import scheme_of_site, sqnr_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,8 +361,17 @@ def side_by_side(
     """
     rules = _Both(plan, scales)
     weights = [plan.weight_at(path) for path in call.paths]
-    leaf_pairs = zip(leaves, others, call.paths, weights, strict=True)
-    pairs = [_pair(*x, scales) for x in leaf_pairs]
+    pairs: list[Any] = []
+    for x, rounded, weight, path in zip(leaves, others, weights, call.paths, strict=True):
+        if rounded is None and weight is not None:
+            rounded = quantize_weight(x, weight.spec, scales.get(weight.key))
+        if rounded is not None and rounded.shape != x.shape:
+            problem = "`weights` does not fit the parameters of the call."
+            detail = f"shape {rounded.shape} for {path!r}, which has shape {x.shape}"
+            fix = "pass Quantized.params, or what jqx.quantize_params returned for these "
+            fix += "parameters."
+            raise fail("compare", problem, given=detail, fix=fix)
+        pairs.append(x if rounded is None else Trainable(rounded, x))
 
     def member() -> tuple[list[Any], Records]:
         member_leaves = [
@@ -374,26 +383,6 @@ def side_by_side(
 
     out, records = jax.vmap(member, axis_name=_MEMBERS, axis_size=2)()
     return out, jax.tree.map(lambda x: x[0], records)
-
-
-def _pair(
-    x: jax.Array,
-    rounded: Any,
-    path: str | None,
-    weight: Weight | None,
-    scales: Mapping[str, Affine],
-) -> Any:
-    """Returns a leaf with what the rounded member has in its place."""
-    if rounded is None:
-        if weight is None:
-            return x
-        rounded = quantize_weight(x, weight.spec, scales.get(weight.key))
-    if rounded.shape != x.shape:
-        problem = "`weights` does not fit the parameters of the call."
-        detail = f"shape {rounded.shape} for {path!r}, which has shape {x.shape}"
-        fix = "pass Quantized.params, or what jqx.quantize_params returned for these parameters."
-        raise fail("compare", problem, given=detail, fix=fix)
-    return Trainable(rounded, x)
 
 
 def comparison_of(
@@ -427,20 +416,12 @@ def _error(path: str, op: str, layer: tuple[int, ...], sums: Sums) -> SiteError:
         path=path,
         op=op,
         layer=tuple(map(int, layer)),
-        sqnr=_decibels(x["signal"], x["noise"]),
-        local_sqnr=_decibels(x["signal"], x["local_noise"]),
+        sqnr=sqnr_of(x["signal"], x["noise"]),
+        local_sqnr=sqnr_of(x["signal"], x["local_noise"]),
         cosine=x["product"] / norms if norms else math.nan,
         max_error=x["largest"],
         local_max_error=x["local_largest"],
     )
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if math.isnan(signal) or math.isnan(noise):
-        return math.nan
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 # What both members of a comparison evaluate: float parameters in the basis in which the sites of
@@ -487,7 +468,8 @@ class Members(NamedTuple):
         for path in (exact.keys() & others.keys()) - rounded.keys() - {None}:
             x, leaf = exact[path], others[path]
             is_known = x is leaf or is_quantized(x) or is_quantized(leaf)
-            if not is_known and not jnp.array_equal(x, leaf, equal_nan=_is_float(x)):
+            is_float = bool(jnp.issubdtype(x.dtype, jnp.floating))
+            if not is_known and not jnp.array_equal(x, leaf, equal_nan=is_float):
                 rounded[cast(str, path)] = leaf
         leaves = map(jax.tree.leaves, (as_maps(function, maps), as_maps(function, quantized.maps)))
         rounded_maps = [None if a is b else b for a, b in zip(*leaves, strict=True)]
@@ -624,10 +606,6 @@ def _is_entry(x: Any) -> bool:
     return all(hasattr(x, name) for name in ("sites", "step", "before", "after"))
 
 
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
 # `held_back`: the error on held-back rows, beside that on the rows that calibrated.
 
 
@@ -653,17 +631,18 @@ class HeldBack(Tabular):
 
     def table(self) -> Table:
         """Returns the rows as text."""
-        pairs = [
-            (site, site.local_sqnr, held.local_sqnr)
-            for site, held in zip(self.used.sites, self.held_back.sites, strict=True)
-        ]
-        result = self.used.result
-        pairs.append((result, result.sqnr, self.held_back.result.sqnr))
-        rows = tuple(map(_row, *zip(*pairs, strict=True)))
+        results = self.used.result, self.held_back.result
+        pairs = [*zip(self.used.sites, self.held_back.sites, strict=True), results]
+        rows: list[tuple[str, ...]] = []
+        for used, held in pairs:
+            is_result = used is self.used.result
+            ratios = [x.sqnr if is_result else x.local_sqnr for x in (used, held)]
+            errors = (f"{10 ** (-x / 10):.4g}" for x in ratios)
+            rows.append((used.name or "(argument)", used.op, *errors, f"{_ratio(*ratios):.2f}"))
         head = ("path", "op", "error on rows used", "on held-back rows", "ratio")
         note = "error: energy of the difference, relative to that of the float result; of a site: "
         note += "with only this site quantized, on float operands"
-        return Table(head, rows, note, texts=2)
+        return Table(head, tuple(rows), note, texts=2)
 
 
 @called(_NAME, "call it in two steps: held_back(f, quantized)(params, used, others).")
@@ -771,11 +750,6 @@ def _summed(sums_of_batch: Callable[[Any], _All], batches: Iterable[Any]) -> _Al
 @jax.jit
 def _merged(a: _All, b: _All) -> _All:
     return jax.tree.map(Sums.merge, a, b, is_leaf=lambda x: isinstance(x, Sums))
-
-
-def _row(site: SiteError, used: float, held: float) -> tuple[str, ...]:
-    errors = (f"{10 ** (-x / 10):.4g}" for x in (used, held))
-    return (site.name or "(argument)", site.op, *errors, f"{_ratio(used, held):.2f}")
 
 
 def _ratio(used: float, held: float) -> float:

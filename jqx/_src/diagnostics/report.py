@@ -316,6 +316,11 @@ def sqnr(x: np.ndarray, y: np.ndarray) -> float:
             a = x[start : start + _CHUNK].astype(np.float64)
             b = a - y[start : start + _CHUNK].astype(np.float64)
             signal, noise = signal + float(a @ a), noise + float(b @ b)
+    return sqnr_of(signal, noise)
+
+
+def sqnr_of(signal: float, noise: float) -> float:
+    """Returns the SQNR in decibels, from the energies of the values and of their errors."""
     if not math.isfinite(signal + noise):
         return math.nan
     if not noise:

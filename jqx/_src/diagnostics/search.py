@@ -109,11 +109,10 @@ class Assignment(Tabular):
         return {**fields, "front": front, "policy": policy, "budget": budget}
 
 
-FLOAT = "float"
 _NAME = "diagnostics.search"
 
+FLOAT = "float"
 """Name of the scheme that leaves a weight in float."""
-
 
 _MEASURED = 8
 """Number of the assignments with the best predictions that are measured."""
@@ -216,8 +215,20 @@ def search(
             uniform = {name: problem.uniform(name) for name in candidates}
             front = problem.exact() if additive else problem.greedy()
         with advancing("search: the best", "step", None, progress) as sweep.advance:
-            best = problem.best(front, list(uniform.values()))
-        return _assignment(problem, best, front, uniform, candidates, base)
+            point, measured = problem.best(front, list(uniform.values()))
+        schemes = dict(zip(units, point.schemes, strict=True))
+        paths_and_names = [(sweep.paths(unit), name) for unit, name in schemes.items()]
+        return Assignment(
+            policy=_policy_of(paths_and_names, candidates, base),
+            schemes=schemes,
+            bytes=point.bytes,
+            bits=8 * point.bytes / max(problem.count, 1),
+            predicted=point.error,
+            measured=measured,
+            uniform={name: (point.bytes, point.error) for name, point in uniform.items()},
+            front=tuple(front),
+            budget=budget,
+        )
 
     return searched
 
@@ -253,7 +264,7 @@ def totals(assignment: Assignment) -> list[tuple[str, float, float, float]]:
 # The policy of an assignment that `search` has found.
 
 
-def policy_of(
+def _policy_of(
     units: Sequence[tuple[Sequence[str], str]], candidates: Mapping[str, Policy], base: Plan
 ) -> Policy:
     """Returns the policy that assigns a candidate, by name, to each unit, given as the paths of its
@@ -310,14 +321,11 @@ def _patterns(parts: Sequence[Part]) -> list[str]:
     for part in parts:
         steps = f"[{part.start}:{part.stop}]" if part.length else ""
         ranges.setdefault(steps, []).append(re.escape(part.whole))
-    return [
-        "|".join(paths)
-        if not steps
-        else f"(?:{'|'.join(paths)}){steps}"
-        if len(paths) > 1
-        else paths[0] + steps
-        for steps, paths in ranges.items()
-    ]
+    patterns = []
+    for steps, paths in ranges.items():
+        joined = "|".join(paths)
+        patterns.append(f"(?:{joined}){steps}" if steps and len(paths) > 1 else joined + steps)
+    return patterns
 
 
 def _restricted(plan: Plan, base: Plan) -> Plan:
@@ -458,27 +466,3 @@ def _undominated(points: Sequence[Point]) -> list[Point]:
         if not front or point.error < front[-1].error:
             front.append(point)
     return front
-
-
-def _assignment(
-    problem: _Problem,
-    best: tuple[Point, float],
-    front: Sequence[Point],
-    uniform: Mapping[str, Point],
-    candidates: Mapping[str, Policy],
-    base: Plan,
-) -> Assignment:
-    point, measured = best
-    schemes = dict(zip(problem.units, point.schemes, strict=True))
-    units = [(problem.sweep.paths(unit), name) for unit, name in schemes.items()]
-    return Assignment(
-        policy=policy_of(units, candidates, base),
-        schemes=schemes,
-        bytes=point.bytes,
-        bits=8 * point.bytes / max(problem.count, 1),
-        predicted=point.error,
-        measured=measured,
-        uniform={name: (point.bytes, point.error) for name, point in uniform.items()},
-        front=tuple(front),
-        budget=problem.budget,
-    )
