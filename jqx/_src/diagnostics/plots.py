@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from matplotlib.transforms import ScaledTranslation
 
 from ..checks import check_instance
 from ..errors import fail
@@ -60,59 +59,22 @@ def check_some(function: str, items: Any) -> None:
         raise fail(function, "there is nothing to draw.", fix="pass one or more items.")
 
 
-def tidy(axis: Axes, grid: str = "x") -> None:
-    """Draws thin grid lines, and a frame only at the bottom and on the left."""
-    axis.set_axisbelow(True)
-    axis.grid(axis=grid, color="#8a8a8a", alpha=0.3, lw=0.6)  # pyright: ignore
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(axis="x", labelsize=SMALL)
-
-
-def titled(axis: Axes, title: str, handles: Sequence[Any] = (), lift: float = 0.0) -> None:
-    """Sets the title, and a legend of labelled artists between it and the axes.
-
-    Args:
-      axis: the axes.
-      title: text at the top.
-      handles: artists for the legend.
-      lift: height in points of tick labels at the top.
+def titled(
+    axis: Axes, title: str, xlabel: str, handles: Sequence[Any] = (), grid: Any = "x"
+) -> None:
+    """Sets the title, the label of the x-axis and thin grid lines, and leaves a frame only at the
+    bottom and on the left. A legend of labelled artists is between the title and the axes.
     """
-    named = [handle for handle in handles if handle is not None]
-    if not named:
-        axis.set_title(title, fontsize=10, y=1.0, pad=6 + lift, loc="left")
-        return
-    names = [str(handle.get_label()) for handle in named]
-    root = axis.get_figure(root=True)
-    if isinstance(root, Figure) and root.get_layout_engine() is not None:
-        axis.set_title(title, fontsize=10, loc="left")
-        root.draw_without_rendering()  # long names at the left make axes narrower
-    columns = _columns(names, 72 * axis.bbox.width / axis.figure.dpi)
-    rows = -(-len(names) // columns)
-    axis.legend(
-        named,
-        names,
-        loc="lower left",
-        bbox_to_anchor=(0.0, 1.0),
-        bbox_transform=axis.transAxes
-        + ScaledTranslation(0, (2 + lift) / 72, axis.figure.dpi_scale_trans),  # pyright: ignore
-        borderaxespad=0.0,
-        borderpad=0.2,
-        ncols=columns,
-        fontsize=SMALL,
-        frameon=False,
-        handlelength=1.6,
-        columnspacing=1.4,
-    )
-    axis.set_title(title, fontsize=10, y=1.0, pad=8 + lift + _LINE * rows, loc="left")
-
-
-def _columns(names: Sequence[str], width: float) -> int:
-    """Returns the number of columns of a legend that fit a width in points."""
-    widths = [(0.58 * len(name) + 3.9) * SMALL for name in names]
-    if sum(widths) <= width:
-        return len(names)
-    widest = max(widths)
-    return max(1, min(len(names), int(width // widest)))
+    axis.set_axisbelow(True)
+    axis.grid(axis=grid, color="#8a8a8a", alpha=0.3, lw=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(axis="x", which="both", labelsize=SMALL)
+    axis.set_xlabel(xlabel, fontsize=SMALL)
+    if handles:
+        above = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.3}
+        axis.legend(handles=handles, ncols=2, fontsize=SMALL, frameon=False, **above)
+    rows = -(-len(handles) // 2)
+    axis.set_title(title, fontsize=10, loc="left", pad=8 + _LINE * rows)
 
 
 # Horizontal rows, the first at the top, with names that stay readable for any number of rows.
@@ -127,46 +89,47 @@ _READABLE = 6.5
 """Minimum distance of labels in points."""
 
 
-def height_of(count: int) -> float:
-    """Returns the height of `count` rows in inches."""
-    return max(2, min(count * _ROW, _TALLEST))
-
-
 class Rows:
-    """Names at the left of horizontal rows.
+    """Axes with names at the left of horizontal rows.
 
     If there is room, each row has its name, without the part that it shares with the row above.
     Otherwise each group of rows has a name, or every n-th row. The part that all names share is
     next to the axis.
 
     Attributes:
+      figure: the figure.
+      axis: the axes.
+      height: height of all rows in inches, in a figure of their own.
       names: names without the parts that all share.
       groups: consecutive rows that belong together, such as layers.
       points: height of a row.
       each: whether every row has a label.
       size: font size of labels, in points.
-      thick: thickness of bars, in rows: they touch if rows are thin.
-      edges: arguments for the edges of bars, so that these show no seams.
+      bars: arguments for bars: they touch and show no seams if rows are thin.
     """
 
     def __init__(
         self,
-        axis: Axes,
+        function: str,
         names: Sequence[str],
-        points: float | None = None,
+        ax: Axes | None,
         *,
+        margin: float = 1.3,
+        width: float = 8.0,
         grouped: bool = True,
     ) -> None:
-        self._axis = axis
+        self.height = max(2.0, min(len(names) * _ROW, _TALLEST))
+        self.figure, self.axis = axes_for(function, ax, width, self.height + margin)
+        inches = self.height if ax is None else ax.bbox.height / ax.figure.dpi
+        self.points = 72 * inches / len(names)
         self.names, self._shared = shortened([name or "(argument)" for name in names])
         single_rows = [Group("", i, i + 1) for i in range(len(names))]
         self.groups = groups_of(self.names) if grouped else single_rows
-        row_points = 72 * axis.bbox.height / axis.figure.dpi / len(names)
-        self.points = row_points if points is None else points
         self.each = self.points >= _READABLE
         self.size = max(5.5, min(SMALL, 0.85 * self.points)) if self.each else 7.0
-        self.thick = 0.8 if self.points > 2.5 else 1.0
-        self.edges: dict[str, Any] = {"snap": False, "antialiased": self.points > 2.5}
+        is_thin = self.points <= 2.5
+        self.bars: dict[str, Any] = {"height": 1.0 if is_thin else 0.8, "snap": False}
+        self.bars["antialiased"] = not is_thin
         self._label()
 
     def within(self, row: int) -> str:
@@ -175,7 +138,7 @@ class Rows:
         return within(self.names[row], group.name) if _several(group) else self.names[row]
 
     def _label(self) -> None:
-        axis, count = self._axis, len(self.names)
+        axis, count = self.axis, len(self.names)
         note = ""
         if self.each:
             positions, texts = list(range(count)), list(self.names)
@@ -254,32 +217,29 @@ def sqnr_bars(
     name = "diagnostics.plots.sqnr_bars"
     check_instance(name, "found", found, (Comparison, Report), fix="pass either.")
     if isinstance(found, Comparison):
-        bars_of = [_Bar(x.name, x.local_sqnr, short_scheme(x.scheme), x.sqnr) for x in found.sites]
+        noun = "site"
+        items = [(x.name, x.local_sqnr, short_scheme(x.scheme), x.sqnr) for x in found.sites]
     else:
-        bars_of = [_Bar(x.path, x.sqnr, short_scheme(x.scheme), math.nan) for x in found.weights]
-    check_some(name, bars_of)
-    rows = [bars_of[i] for i in in_model_order([row.name for row in bars_of])]
-    values = [row.value for row in rows]
-    schemes = [row.scheme for row in rows]
-
-    height = height_of(len(rows))
-    figure, axis = axes_for(name, ax, 8, height + 1.3)
-    labels = Rows(axis, [row.name for row in rows], None if ax else 72 * height / len(rows))
+        noun = "weight"
+        items = [(x.path, x.sqnr, short_scheme(x.scheme), math.nan) for x in found.weights]
+    check_some(name, items)
+    order = in_model_order([row[0] for row in items])
+    names, values, schemes, gathered = zip(*(items[i] for i in order), strict=True)
+    labels = Rows(name, names, ax)
+    axis = labels.axis
     formats = sorted(set(schemes), key=lambda scheme: (-schemes.count(scheme), scheme))
     colors = {scheme: COLORS[i] if i < len(COLORS) else OTHERS for i, scheme in enumerate(formats)}
-    drawn = _drawn(values)
     fills = [colors[x] for x in schemes]
-    bars = axis.barh(range(len(rows)), drawn, color=fills, height=labels.thick, **labels.edges)
+    bars = axis.barh(range(len(names)), _drawn(values), color=fills, **labels.bars)
     for bar, value in zip(bars, values, strict=True):
         bar.set_hatch("////" if value == math.inf else "")
         bar.set_edgecolor("white" if value == math.inf else "none")
     handles: list[Any] = _schemes(formats, schemes, colors) if len(formats) > 1 else []
     if isinstance(found, Comparison):
         handles = handles or [Patch(color=COLORS[0], label="this site alone")]
-        gathered = _drawn([row.gathered for row in rows])
         handles += axis.plot(
-            gathered,
-            range(len(rows)),
+            _drawn(gathered),
+            range(len(names)),
             "-o",
             color="black",
             markersize=max(1.0, min(3.5, 0.3 * labels.points)),
@@ -289,13 +249,12 @@ def sqnr_bars(
     if any(value == math.inf for value in values):
         handles.append(Patch(facecolor=OTHERS, edgecolor="white", hatch="////", label="exact"))
     _values(axis, labels, values)
-    tidy(axis)
-    axis.set_xlabel("SQNR, dB", fontsize=SMALL)
-    noun = "site" if isinstance(found, Comparison) else "weight"
-    plural = f"{len(rows)} {noun}s" if len(rows) > 1 else f"one {noun}"
-    suffix = f", {formats[0]}" if len(formats) == 1 and formats[0] else ""
-    titled(axis, f"SQNR of {plural}{suffix}" if title is None else title, handles)
-    return figure
+    if title is None:
+        plural = f"{len(names)} {noun}s" if len(names) > 1 else f"one {noun}"
+        suffix = f", {formats[0]}" if len(formats) == 1 and formats[0] else ""
+        title = f"SQNR of {plural}{suffix}"
+    titled(axis, title, "SQNR, dB", handles)
+    return labels.figure
 
 
 def sensitivity_bars(
@@ -334,31 +293,20 @@ def sensitivity_bars(
     if others:
         names.append(f"{len(others)} others, together")
         costs.append(sum(row.cost for row in others))
-    height = height_of(len(names))
-    figure, axis = axes_for("diagnostics.plots.sensitivity_bars", ax, 8, height + 1.1)
-    labels = Rows(axis, names, None if ax else 72 * height / len(names), grouped=False)
-    axis.barh(range(len(ranked)), costs[: len(ranked)], height=labels.thick, **labels.edges)
+    labels = Rows("diagnostics.plots.sensitivity_bars", names, ax, margin=1.1, grouped=False)
+    axis = labels.axis
+    axis.barh(range(len(ranked)), costs[: len(ranked)], **labels.bars)
     total = sum(row.cost for row in found.ranked if row.cost > 0) or 1.0
     for row, cost in enumerate(costs if labels.each else costs[:1]):
         _at_right(axis, row, f"{100 * cost / total:.1f} %", labels.size)
     if shared:
         axis.set_ylabel(shared, fontsize=SMALL, color="#6a6a6a")
-    tidy(axis)
-    axis.set_xlabel("cost, in units of the metric; at the right the share of all", fontsize=SMALL)
-    text = f"cost of quantizing each weight ({found.estimate})"
-    if found.everything is not None:
-        text += f"; all of them: {found.everything:.3g}"
-    titled(axis, text if title is None else title)
-    return figure
-
-
-class _Bar(NamedTuple):
-    """A bar: its name, its length, the format, and the position of the line."""
-
-    name: str
-    value: float
-    scheme: str
-    gathered: float
+    if title is None:
+        title = f"cost of quantizing each weight ({found.estimate})"
+        if found.everything is not None:
+            title += f"; all of them: {found.everything:.3g}"
+    titled(axis, title, "cost, in units of the metric; at the right the share of all")
+    return labels.figure
 
 
 def _schemes(formats: Sequence[str], schemes: Sequence[str], colors: dict[str, str]) -> list[Any]:
@@ -460,9 +408,8 @@ def ranges(
         boxes.append(
             np.percentile(finite, [0, 1, 25, 50, 75, 99, 100]) if finite.size else [np.nan] * 7
         )
-    height = height_of(len(names))
-    figure, axis = axes_for("diagnostics.plots.ranges", ax, 8, height + 1.3)
-    rows = Rows(axis, labels, None if ax else 72 * height / len(names))
+    rows = Rows("diagnostics.plots.ranges", labels, ax)
+    axis = rows.axis
     low, percentile_1, q1, median, q3, percentile_99, high = np.array(boxes, float).T
     positions = np.arange(len(names))
     thick = min(1.4, 0.12 * rows.points)
@@ -496,12 +443,10 @@ def ranges(
         mew=0,
         label="smallest and largest",
     )
-    tidy(axis)
-    axis.set_xlabel("value", fontsize=SMALL)
     count = f"{len(names)} weights" if len(names) > 1 else "one weight"
     handles = [box, whiskers, middle, *points]
-    titled(axis, f"range of {count}" if title is None else title, handles)
-    return figure
+    titled(axis, f"range of {count}" if title is None else title, "value", handles)
+    return rows.figure
 
 
 # The best assignments of a search: error against bytes.
@@ -572,11 +517,10 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
     axis.xaxis.set_minor_formatter(NullFormatter())
     bits = found.bits / found.bytes
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{size(x)}\n{x * bits:.2g}"))
-    axis.set_xlabel("bytes of the weights, and bits a weight, with scales", fontsize=SMALL)
     axis.set_ylabel("metric", fontsize=SMALL)
-    tidy(axis, "both")
-    axis.tick_params(which="both", labelsize=SMALL)
-    titled(axis, "error against bytes" if title is None else title, handles)
+    axis.tick_params(axis="y", which="both", labelsize=SMALL)
+    xlabel = "bytes of the weights, and bits a weight, with scales"
+    titled(axis, "error against bytes" if title is None else title, xlabel, handles, "both")
     return figure
 
 
@@ -632,11 +576,11 @@ def heat_map(
     ends = (finite.min(initial=np.inf), finite.max(initial=-np.inf)) if finite.size else (0, 1)
     drawn = np.clip(values, *ends)
 
-    height, width = height_of(len(order)), max(2.0, min(_CELL * len(found), 12))
-    figure, axis = axes_for(name, ax, width + 3.6, height + 1.0)
+    width = max(2.0, min(_CELL * len(found), 12))
+    rows = Rows(name, [names[0][i] for i in order], ax, margin=1.0, width=width + 3.6)
+    axis = rows.axis
     axis.set_facecolor("#d8d8d8")
     image = axis.imshow(np.ma.masked_invalid(drawn), aspect="auto", cmap="viridis")
-    rows = Rows(axis, [names[0][i] for i in order], None if ax else 72 * height / len(order))
     across = 72 * (axis.bbox.width / axis.figure.dpi if ax else width) / len(found)
     if rows.each and across >= _NUMBER:
         _numbers(axis, values, drawn, ends, min(SMALL, rows.size))
@@ -644,24 +588,24 @@ def heat_map(
         cell = Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="////", lw=0)
         axis.add_patch(cell)
     longest = max(map(len, map(str, found))) * 0.6 * SMALL
-    slanted = longest > across
-    axis.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, labelsize=SMALL)
-    axis.set_xticks(range(len(found)), list(found))
-    if slanted:
-        for label in axis.get_xticklabels():
-            label.set(rotation=40, ha="left", rotation_mode="anchor")
-    axis.tick_params(axis="both", length=0)
+    slanted = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"} if longest > across else {}
+    axis.set_xticks(range(len(found)), list(found), fontsize=SMALL, **slanted)
+    axis.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
     axis.spines[:].set_visible(False)
     axis.set_ylim(len(order) - 0.5, -0.5)
-    bar = figure.colorbar(image, ax=axis, shrink=min(1.0, 4.0 / height), anchor=(0, 1), pad=0.02)
+    shrink = min(1.0, 4.0 / rows.height)
+    bar = rows.figure.colorbar(image, ax=axis, shrink=shrink, anchor=(0, 1), pad=0.02)
     bar.set_label("SQNR, dB", fontsize=SMALL)
     bar.ax.tick_params(labelsize=SMALL)
     bar.outline.set_visible(False)  # pyright: ignore
-    lift = 0.65 * longest + SMALL if slanted else 2 * SMALL
-    never = Patch(facecolor="#d8d8d8", hatch="////", label="never ran, or not a number")
-    handles = [never] if np.isnan(values).any() else []
-    titled(axis, "SQNR of each site alone, dB" if title is None else title, handles, lift)
-    return figure
+    if np.isnan(values).any():
+        never = Patch(facecolor="#d8d8d8", hatch="////", label="never ran, or not a number")
+        below = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0)}
+        axis.legend(handles=[never], fontsize=SMALL, frameon=False, **below)
+    axis.set_title(
+        "SQNR of each site alone, dB" if title is None else title, fontsize=10, loc="left"
+    )
+    return rows.figure
 
 
 def _numbers(
@@ -737,11 +681,10 @@ def histogram(
         lines[0].set_label(f"ends of {form.name}: {share} clipped")
         handles.append(lines[0])
     codes_in_use = "" if listed else f"; {len(grid)} codes are in use"
-    axis.set_xlabel(f"weight / scale{codes_in_use}", fontsize=SMALL)
     axis.set_ylabel("values", fontsize=SMALL)
-    tidy(axis, "y")
-    axis.tick_params(labelsize=SMALL)
-    titled(axis, short_scheme(scheme_of(q)) if title is None else title, handles)
+    axis.tick_params(axis="y", labelsize=SMALL)
+    title = short_scheme(scheme_of(q)) if title is None else title
+    titled(axis, title, f"weight / scale{codes_in_use}", handles, "y")
     return figure
 
 
