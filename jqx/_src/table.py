@@ -69,7 +69,7 @@ class Table:
         if left_out := max(0, len(self.rows) - _MOST_ROWS):
             count = f"{left_out:,} of {len(self.rows):,} rows are left out here; print shows all."
             footer = f"{count}\n{footer}" if footer else count
-        grid = grid_html(self, _MOST_ROWS, "jqx-")
+        grid = grid_html(self, _MOST_ROWS)
         return _framed(f'<div class="jqx-scroll">{grid}</div>', title, footer)
 
 
@@ -152,18 +152,11 @@ box-shadow:0 1px 0 rgba(128,128,128,.5)}
 </style>"""
 
 
-def grid_html(table: Table, limit: int, prefix: str = "") -> str:
-    """Returns the head and the first rows of a `Table` as an element, without style and footer.
-
-    Args:
-      table: the table.
-      limit: the largest number of rows.
-      prefix: before the names of the classes, `text` of cells and `dim` of rows.
-    """
-    head = _cells("th", table.head, table.texts, prefix)
+def grid_html(table: Table, limit: int) -> str:
+    """Returns the head and the first rows of a `Table` as an element, without style and footer."""
+    head = _cells("th", table.head, table.texts)
     body = "".join(
-        f"<tr{_class(prefix + 'dim', table.is_dim(i))}>"
-        f"{_cells('td', row, table.texts, prefix)}</tr>"
+        f"<tr{_class('jqx-dim', table.is_dim(i))}>{_cells('td', row, table.texts)}</tr>"
         for i, row in enumerate(table.rows[:limit])
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -171,7 +164,7 @@ def grid_html(table: Table, limit: int, prefix: str = "") -> str:
 
 def pairs_html(pairs: Sequence[tuple[str, str]], title: str) -> str:
     """Returns names and values as HTML, one pair a row."""
-    rows = "".join(f"<tr>{_cells('td', pair, 2, 'jqx-')}</tr>" for pair in pairs)
+    rows = "".join(f"<tr>{_cells('td', pair, 2)}</tr>" for pair in pairs)
     return _framed(f'<div class="jqx-scroll"><table><tbody>{rows}</tbody></table></div>', title)
 
 
@@ -187,9 +180,9 @@ def _framed(inside: str, title: str = "", footer: str = "") -> str:
     return f'<div class="jqx">{_STYLE}{above}{inside}{below}</div>'
 
 
-def _cells(tag: str, row: Sequence[str], texts: int, prefix: str) -> str:
+def _cells(tag: str, row: Sequence[str], texts: int) -> str:
     return "".join(
-        f"<{tag}{_class(prefix + 'text', i < texts)}>{html.escape(cell)}</{tag}>"
+        f"<{tag}{_class('jqx-text', i < texts)}>{html.escape(cell)}</{tag}>"
         for i, cell in enumerate(row)
     )
 

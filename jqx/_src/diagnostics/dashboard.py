@@ -13,26 +13,10 @@ from ..errors import fail, some
 from ..files import Path, Replacement
 from ..table import Table, decibels, size
 from ..transforms.plan import Plan
+from . import page
 from .compare import Comparison
 from .explain import Explanation
 from .lowering import Lowering
-from .page import (
-    COLORS,
-    OTHERS,
-    Row,
-    bars,
-    cards,
-    code,
-    folded,
-    grid,
-    in_model_order,
-    key,
-    note,
-    page,
-    section,
-    stacks,
-    text,
-)
 from .report import Report, WeightError, report, scheme_of_site, short_scheme
 from .search import Assignment, in_words, totals
 from .sensitivity import Sensitivities
@@ -168,10 +152,10 @@ def dashboard(
     results = {name: value for name, (value, _) in kinds.items()}
     _check_one_model(plan, weights, results)
     arguments = {**results, "report": weights, "plan": plan}
-    missing = tuple(name for name, (key, _) in _SECTIONS.items() if arguments[key] is None)
+    missing = tuple(name for name, (x, _) in _SECTIONS.items() if arguments[x] is None)
     parts = [
-        f"<header><h1>{text(title)}</h1>{note(_OF_THE_PLAN) if plan else ''}</header>",
-        cards(_summary(plan, weights, comparison, explanation)),
+        f"<header><h1>{page.text(title)}</h1>{page.note(_OF_THE_PLAN) if plan else ''}</header>",
+        page.cards(_summary(plan, weights, comparison, explanation)),
         _sizes(weights) if weights else "",
         _weights(weights) if weights and weights.weights else "",
         _costs(sensitivities, plan) if sensitivities else "",
@@ -182,7 +166,7 @@ def dashboard(
         _in_float(plan) if plan else "",
         _missing(missing),
     ]
-    return Dashboard(title, page(title, "".join(parts)), missing)
+    return Dashboard(title, page.document(title, "".join(parts)), missing)
 
 
 def _plan_and_report(model: Any, params: Any) -> tuple[Plan | None, Report | None]:
@@ -275,19 +259,19 @@ def _sizes(report: Report) -> str:
     ]
     rows.append(("not quantized", "-", size(report.kept), size(report.kept), "-", "-"))
     head = ("format", "weights", "in float", "quantized", "bits", "lowest SQNR dB")
-    bars = [
+    stacked = [
         ("float", [*float_bytes, report.kept], size(report.bytes_before)),
         ("quantized", [*quantized_bytes, report.kept], size(report.bytes_after)),
     ]
-    colors = [COLORS[i] if i < len(COLORS) else OTHERS for i in range(len(groups))]
     table = Table(head, tuple(rows), "bits: per weight, with its scales, and codes packed")
-    picture = stacks(bars, [row[0] for row in rows], [*colors, OTHERS])
-    return section("Sizes and formats", picture, grid(table))
+    colors = [*map(page.color_of, range(len(groups))), page.OTHERS]
+    picture = page.stacks(stacked, [row[0] for row in rows], colors)
+    return page.section("Sizes and formats", picture, page.grid(table))
 
 
 def _weights(report: Report) -> str:
     """Returns the signal-to-noise ratio of each weight, the worst first."""
-    weights = [report.weights[i] for i in in_model_order([w.path for w in report.weights])]
+    weights = [report.weights[i] for i in page.in_model_order([w.path for w in report.weights])]
     top = max((w.sqnr for w in weights if math.isfinite(w.sqnr)), default=1.0) or 1.0
     rows = []
     for w in sorted(weights, key=lambda w: (not math.isnan(w.sqnr), w.sqnr)):
@@ -296,14 +280,14 @@ def _weights(report: Report) -> str:
         share = 1.0 if w.sqnr == math.inf else w.sqnr / top
         detail = f"{short_scheme(w.scheme)}, {size(w.bytes_after)}"
         problems = ", ".join(filter(None, [clipped, dead]))
-        rows.append(Row(w.path or "(argument)", _sqnr(w.sqnr), share, detail, problems))
+        rows.append(page.Row(w.path or "(argument)", _sqnr(w.sqnr), share, detail, problems))
     faults = _count(len(report.faults), "weight")
     warning = f"{faults} with clipped values, or with groups that stand for zeros alone."
-    return section(
+    return page.section(
         "Weights, the worst first",
-        note("Signal to noise in dB: 6 dB more is half the error."),
-        note(warning, kind="bad") if report.faults else "",
-        bars(rows, "weights"),
+        page.note("Signal to noise in dB: 6 dB more is half the error."),
+        page.note(warning, kind="bad") if report.faults else "",
+        page.bars(rows, "weights"),
     )
 
 
@@ -321,7 +305,7 @@ def _costs(costs: Sensitivities, plan: Plan | None) -> str:
     largest = max((row.cost for row in costs.ranked), default=0.0) or 1.0
     total = sum(row.cost for row in costs.ranked if row.cost > 0) or 1.0
     rows = [
-        Row(
+        page.Row(
             row.name,
             f"{100 * row.cost / total:.1f} %",
             row.cost / largest,
@@ -339,17 +323,17 @@ def _costs(costs: Sensitivities, plan: Plan | None) -> str:
             "Measured with another plan than that of this model: the formats of "
             f"{_count(len(differing), 'weight')} differ, and stand beside their costs."
         )
-    return section("Sensitivities", note(*lines), bars(rows, "weights"))
+    return page.section("Sensitivities", page.note(*lines), page.bars(rows, "weights"))
 
 
 def _sites(comparison: Comparison) -> str:
     """Returns the error of each site."""
-    order = in_model_order([row.name for row in comparison.sites])
+    order = page.in_model_order([row.name for row in comparison.sites])
     sites = [comparison.sites[i] for i in order]
     ratios = [x for row in sites for x in (row.local_sqnr, row.sqnr) if math.isfinite(x)]
     top = max(ratios, default=1.0) or 1.0
     rows = [
-        Row(
+        page.Row(
             row.name or "(argument)",
             _sqnr(row.local_sqnr),
             1.0 if row.local_sqnr == math.inf else row.local_sqnr / top,
@@ -359,25 +343,25 @@ def _sites(comparison: Comparison) -> str:
         for row in sorted(sites, key=lambda row: (math.isnan(row.local_sqnr), row.local_sqnr))
     ]
     result = comparison.result
-    return section(
+    return page.section(
         "Results, site by site",
-        note(
+        page.note(
             f"The result of the function: {_sqnr(result.sqnr)}, cosine {result.cosine:.6f}, "
             f"largest difference {result.max_error:.3g}."
         ),
-        key([("this site alone, on float operands", "var(--bar)")], "with all before it"),
-        bars(rows, "sites"),
-        folded("The table, in the order of the model", grid(comparison.table())),
+        page.key([("this site alone, on float operands", "var(--bar)")], "with all before it"),
+        page.bars(rows, "sites"),
+        page.folded("The table, in the order of the model", page.grid(comparison.table())),
     )
 
 
 _KINDS = {
-    "codes": ("codes by codes", COLORS[0]),
-    "converted": ("codes, converted in the kernel", COLORS[1]),
-    "lookup": ("lookup of rows", COLORS[2]),
-    "widened first": ("codes, written in a wider type first", COLORS[3]),
-    "float": ("floats", OTHERS),
-    "gone": ("no contraction of that name", COLORS[4]),
+    "codes": ("codes by codes", page.COLORS[0]),
+    "converted": ("codes, converted in the kernel", page.COLORS[1]),
+    "lookup": ("lookup of rows", page.COLORS[2]),
+    "widened first": ("codes, written in a wider type first", page.COLORS[3]),
+    "float": ("floats", page.OTHERS),
+    "gone": ("no contraction of that name", page.COLORS[4]),
 }
 """The meaning of each `Explained.really`, and its colour; the best first."""
 
@@ -391,15 +375,15 @@ def _chip(compiled: Explanation | Lowering, plan: Plan | None) -> str:
     lines = [f"Compiled for {low.target}. Memory: {memory or 'not said by the compiler'}."]
     if low.cycles is not None:
         lines.append(f"{low.cycles:,} cycles estimated.")
-    inside = [note(*lines)]
+    inside = [page.note(*lines)]
     if isinstance(compiled, Explanation):
         inside += _explained(compiled, plan)
     else:
         remarks = sum(bool(c.widened or c.left) for c in low.contractions)
         count = _count(len(low.contractions), "contraction")
-        inside.append(note(f"{count}; {remarks} with remarks."))
-    table = folded("The table of contractions", grid(compiled.table()))
-    return section("What the chip runs", *inside, table)
+        inside.append(page.note(f"{count}; {remarks} with remarks."))
+    table = page.folded("The table of contractions", page.grid(compiled.table()))
+    return page.section("What the chip runs", *inside, table)
 
 
 def _explained(explanation: Explanation, plan: Plan | None) -> list[str]:
@@ -409,7 +393,7 @@ def _explained(explanation: Explanation, plan: Plan | None) -> list[str]:
     bar = [float(counts[kind]) for kind in kinds]
     names = [f"{_KINDS[kind][0]} ({counts[kind]})" for kind in kinds]
     total = _count(len(explanation.sites), "site")
-    inside = [stacks([("sites", bar, total)], names, [_KINDS[kind][1] for kind in kinds])]
+    inside = [page.stacks([("sites", bar, total)], names, [_KINDS[kind][1] for kind in kinds])]
     without_codes = tuple(
         (site.name, site.op, site.plan or "-", _KINDS[site.really][0])
         for site in explanation.sites
@@ -420,13 +404,13 @@ def _explained(explanation: Explanation, plan: Plan | None) -> list[str]:
     if without_codes:
         title = f"{_count(len(without_codes), 'quantized site')} whose kernels read no codes:"
         head = ("site", "op", "plan", "what runs")
-        inside += [note(title, kind="bad"), grid(Table(head, without_codes, texts=4))]
+        inside += [page.note(title, kind="bad"), page.grid(Table(head, without_codes, texts=4))]
     if explanation.plain:
         count = _count(len(explanation.plain), "weight")
         target = explanation.lowering.target
         line = f"{count} not laid out as {target} reads them fastest: "
         line += "jqx.quantize_params(..., target=), or jqx.pack_for, does it."
-        inside.append(note(line, kind="bad"))
+        inside.append(page.note(line, kind="bad"))
     return inside
 
 
@@ -437,17 +421,18 @@ def _mixture(assignment: Assignment) -> str:
         for name, bits, count, x in totals(assignment)
     )
     schemes = tuple((path or "(argument)", name) for path, name in assignment.schemes.items())
+    table = page.grid(Table(("path", "scheme"), schemes, texts=2))
     counts = Counter(assignment.schemes.values()).most_common()
     lines = [f"Weights: {', '.join(f'{n} in {name}' for name, n in counts)}."]
     if assignment.budget is not None:
         lines.append(f"Budget: {in_words(assignment.budget)}.")
     lines.append("Of the candidates of the search: this model may have other formats.")
     footer = "bits and bytes: of the weights of the plan, with their scales"
-    return section(
+    return page.section(
         "Search",
-        note(*lines),
-        grid(Table(("scheme", "bits a weight", "bytes", "metric"), rows, footer)),
-        folded("The scheme of each weight", grid(Table(("path", "scheme"), schemes, texts=2))),
+        page.note(*lines),
+        page.grid(Table(("scheme", "bits a weight", "bytes", "metric"), rows, footer)),
+        page.folded("The scheme of each weight", table),
     )
 
 
@@ -455,12 +440,12 @@ def _algorithm(details: Any, codes: str) -> str:
     """Returns what an algorithm reports; nothing without an algorithm."""
     if details is None and not codes:
         return ""
-    inside = [note(codes)] if codes else []
+    inside = [page.note(codes)] if codes else []
     if details is not None:
         table = details.table() if hasattr(details, "table") else None
-        shown = grid(table) if isinstance(table, Table) else code(str(details))
-        inside.append(folded("What it reports", shown))
-    return section("Algorithm", *inside)
+        shown = page.grid(table) if isinstance(table, Table) else page.code(str(details))
+        inside.append(page.folded("What it reports", shown))
+    return page.section("Algorithm", *inside)
 
 
 def _in_float(plan: Plan) -> str:
@@ -476,24 +461,27 @@ def _in_float(plan: Plan) -> str:
         listed = [f"{name} ({n} times)" if n > 1 else name for name, n in counts]
         others = f"; and {len(listed) - 4} more" if len(listed) > 4 else ""
         rows.append((reason, str(len(names)), "; ".join(listed[:4]) + others))
-    table = grid(Table(("why", "how many", "which"), tuple(rows), texts=3), wrap=True)
-    return section(
+    table = page.grid(Table(("why", "how many", "which"), tuple(rows), texts=3), wrap=True)
+    return page.section(
         "What stays in float",
-        table if rows else note("Nothing: every contraction is quantized."),
-        folded("The plan", grid(plan.table())),
+        table if rows else page.note("Nothing: every contraction is quantized."),
+        page.folded("The plan", page.grid(plan.table())),
     )
 
 
 def _missing(names: tuple[str, ...]) -> str:
     if not names:
         return ""
-    inside = "".join(f"<dt>{text(name)}</dt><dd>{code(_SECTIONS[name][1])}</dd>" for name in names)
-    keywords = [_SECTIONS[name][0] for name in names]
-    keywords = [f"{name}={name}" for name in keywords if name not in ("report", "plan")]
+    inside, keywords = "", []
+    for name in names:
+        argument, program = _SECTIONS[name]
+        inside += f"<dt>{page.text(name)}</dt><dd>{page.code(program)}</dd>"
+        if argument not in ("report", "plan"):
+            keywords.append(f"{argument}={argument}")
     lines = ["Nothing was given for these."]
     if keywords:
         lines.append(f"Pass them to dashboard by name: {', '.join(keywords)}.")
-    return section("Not on this page", note(*lines), f"<dl>{inside}</dl>")
+    return page.section("Not on this page", page.note(*lines), f"<dl>{inside}</dl>")
 
 
 # Whether all that a page shows is of one model. A comparison, and an explanation with a plan, must
@@ -576,10 +564,9 @@ def _check_formats(name: str, result: Formats, model: Formats) -> None:
 
 def _check_paths(name: str, paths: list[str], model: set[str], subset: bool) -> None:
     """Checks that paths are those of the model; unless `subset`, the model may have fewer."""
-    model = {*model, *(_STEPS.sub("", path) for path in model)}
-    unknown = [path for path in paths if not _is_part(path, model)]
-    parts = {part for path in paths for part in (path, *path.split("+"), _STEPS.sub("", path))}
-    if not unknown or (not subset and all(_is_part(path, parts) for path in model)):
+    parts = _parts(model)
+    unknown = [path for path in paths if not _parts([path]) <= parts]
+    if not unknown or (not subset and parts <= _parts(paths)):
         return
     detail = f"the paths {some(map(repr, unknown), 3)} in `{name}`"
     expected = f"paths of the model, such as {', '.join(map(repr, sorted(model)[:3]))}"
@@ -587,12 +574,9 @@ def _check_paths(name: str, paths: list[str], model: set[str], subset: bool) -> 
     raise fail(_NAME, problem, given=detail, expected=expected, fix=_FIXES[name])
 
 
-def _is_part(path: str, paths: set[str]) -> bool:
-    """Returns whether a path, or each of the paths that it joins, is among others, maybe whole."""
-    return any(
-        all(part in paths or _STEPS.sub("", part) in paths for part in parts)
-        for parts in ([path], path.split("+"))
-    )
+def _parts(paths: Iterable[str]) -> set[str]:
+    """Returns the weights that paths join or are steps of."""
+    return {_STEPS.sub("", part) for path in paths for part in path.split("+")}
 
 
 def _without_axes(schemes: Iterable[str]) -> set[str]:

@@ -3,6 +3,8 @@ and phones. These functions escape the text passed to them.
 """
 
 import html
+import itertools
+import pathlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -23,63 +25,6 @@ OPEN = 15
 
 MOST = 2000
 """Maximum number of rows of a list on a page."""
-
-_STYLE = """
-:root{color-scheme:light dark;--back:#fff;--card:#f4f6f8;--ink:#1d2329;--soft:#5b6670;
---line:#d9dee3;--track:#e6eaee;--bar:#0072B2;--bad:#b84c00;--code:#eef1f4}
-@media(prefers-color-scheme:dark){:root{--back:#14181c;--card:#1d2329;--ink:#e4e8ec;
---soft:#9aa5b0;--line:#343c44;--track:#2a3138;--bar:#3d9bd4;--bad:#f08a4b;--code:#262d34}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:66rem;padding:1.2rem 1rem 3rem;background:var(--back);
-color:var(--ink);font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
-font-variant-numeric:tabular-nums}
-h1{font-size:1.5rem;line-height:1.2;margin:.2rem 0}
-h2{font-size:1.1rem;margin:2rem 0 .3rem;padding-top:.8rem;border-top:1px solid var(--line)}
-p{margin:.3rem 0 .6rem;overflow-wrap:anywhere}
-.soft{color:var(--soft)}.bad{color:var(--bad)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(10rem,1fr));gap:.6rem;
-margin:1rem 0}
-.card{background:var(--card);border-radius:8px;padding:.6rem .8rem;min-width:0}
-.card b{display:block;font-size:1.25rem;line-height:1.25;overflow-wrap:anywhere}
-.card span{display:block;color:var(--soft);font-size:.82rem;overflow-wrap:anywhere}
-.stack{display:grid;grid-template-columns:5.5rem 1fr 5.5rem;gap:.2rem .6rem;align-items:center;
-margin:.6rem 0}
-.stack>b{text-align:right;font-weight:500}
-.whole{display:flex;height:1.3rem;border-radius:3px;overflow:hidden}
-.whole i{display:block;height:100%}
-.key{display:flex;flex-wrap:wrap;gap:.1rem 1.1rem;font-size:.85rem;margin:.4rem 0 .8rem}
-.key i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
-.key i.dot{height:2px;width:1.1em;vertical-align:middle}
-.bars{list-style:none;margin:0;padding:0}
-.bars li{display:grid;grid-template-columns:minmax(0,5fr) minmax(0,5fr) minmax(0,6fr) 4.5rem;
-gap:0 .8rem;align-items:center;padding:.14rem 0}
-.bars .name{overflow-wrap:anywhere;line-height:1.25}
-.bars .detail{color:var(--soft);font-size:.82rem;line-height:1.25;overflow-wrap:anywhere}
-.bars .track{position:relative;background:var(--track);height:.72rem;border-radius:3px}
-.bars .track i{position:absolute;left:0;top:0;bottom:0;background:var(--bar);border-radius:3px}
-.bars .track u{position:absolute;top:-3px;bottom:-3px;width:2px;background:var(--ink)}
-.bars .value{text-align:right}
-.scroll{overflow:auto;max-height:34rem;width:fit-content;max-width:100%;
-border:1px solid var(--line);border-radius:6px;margin:.5rem 0}
-table{border-collapse:collapse;font-size:.86rem}
-th,td{padding:.25rem .7rem;text-align:right;white-space:nowrap;vertical-align:top}
-th{position:sticky;top:0;background:var(--card);font-weight:600}
-th.text,td.text{text-align:left}.wrap td{white-space:normal}
-tbody tr:nth-child(even){background:var(--card)}
-tr.dim{color:var(--soft)}
-details{margin:.5rem 0}
-summary{cursor:pointer;color:var(--bar)}
-code,pre{font:.84rem/1.4 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-pre{background:var(--code);border-radius:6px;padding:.5rem .7rem;margin:.2rem 0 .7rem;
-overflow:auto;max-height:30rem}
-dt{font-weight:600;margin-top:.5rem}dd{margin:0}
-@media(max-width:640px){body{padding:.8rem .8rem 2rem}
-.bars li{grid-template-columns:minmax(0,1fr) auto;padding:.3rem 0}
-.bars .detail{grid-row:3;grid-column:1/3}.bars .track{grid-row:2;grid-column:1/3;margin:.15rem 0}
-.stack{grid-template-columns:5rem 1fr 4.4rem}
-table{font-size:.78rem}th,td{padding:.25rem .4rem}}
-@media print{details>*{display:block}}
-"""
 
 
 class Row(NamedTuple):
@@ -102,17 +47,23 @@ class Row(NamedTuple):
     mark: float | None = None
 
 
+def color_of(index: int) -> str:
+    """Returns the colour of a kind: of the palette, as long as it has one."""
+    return COLORS[index] if index < len(COLORS) else OTHERS
+
+
 def text(value: object) -> str:
     """Returns escaped text for HTML."""
     return html.escape(str(value))
 
 
-def page(title: str, body: str) -> str:
+def document(title: str, body: str) -> str:
     """Returns a whole page with this body."""
+    style = pathlib.Path(__file__).with_name("page.css").read_text("utf-8")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{text(title)}</title><style>{_STYLE}</style></head>"
+        f"<title>{text(title)}</title><style>{style}</style></head>"
         f"<body>{body}</body></html>\n"
     )
 
@@ -205,9 +156,9 @@ def grid(table: Table, *, wrap: bool = False) -> str:
     left_out = max(0, len(table.rows) - MOST)
     lines = [f"{left_out:,} more rows are left out of this page."] if left_out else []
     lines += table.footer.splitlines()
-    inside = grid_html(table, MOST)
     kind = "scroll wrap" if wrap else "scroll"
-    return f'<div class="{kind}" tabindex="0">{inside}</div>{note(*lines) if lines else ""}'
+    below = note(*lines) if lines else ""
+    return f'<div class="{kind}" tabindex="0">{grid_html(table, MOST)}</div>{below}'
 
 
 def folded(title: str, inside: str) -> str:
@@ -258,31 +209,25 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
-def _shared_ends(names: Sequence[str]) -> tuple[str, str]:
-    """Returns the prefix and suffix of whole components that all names share; empty if a name would
-    be left empty, or there is only one name.
+def shortened(names: Sequence[str]) -> tuple[list[str], str]:
+    """Returns names without the first and last components that all share, and these as a pattern.
+    It is empty if there is only one name; no name is left empty.
     """
     split = [_COMPONENT.findall(name) for name in names]
-    if len(split) < 2:
-        return "", ""
-    limit = min(map(len, split)) - 1
-    start = 0
-    while start < limit and len({parts[start] for parts in split}) == 1:
-        start += 1
+    limit = max(0, min(map(len, split)) - 1) if len(split) > 1 else 0
+    start = min(limit, _shared(split))
     if start and any(parts[start].strip("/.[]").isdecimal() for parts in split):
         start -= 1  # a number needs the word before it
-    end = 0
-    while end < limit - start and len({parts[-1 - end] for parts in split}) == 1:
-        end += 1
-    components = split[0]
-    return "".join(components[:start]), "".join(components[len(components) - end :])
-
-
-def shortened(names: Sequence[str]) -> tuple[list[str], str]:
-    """Returns names without their shared parts, and these as a pattern, which may be empty."""
-    prefix, suffix = _shared_ends(names)
+    end = min(limit - start, _shared([parts[::-1] for parts in split]))
+    prefix, suffix = "".join(split[0][:start]), "".join(split[0][len(split[0]) - end :])
     short = [name[len(prefix) : len(name) - len(suffix)].lstrip("/.") for name in names]
     return short, f"{prefix}{'/' * bool(prefix)}…{suffix}" if prefix or suffix else ""
+
+
+def _shared(names: Sequence[Sequence[str]]) -> int:
+    """Returns how many first components all names have in common."""
+    same = (len(set(parts)) == 1 for parts in zip(*names, strict=False))
+    return sum(itertools.takewhile(bool, same))
 
 
 def groups_of(names: Sequence[str]) -> list[Group]:

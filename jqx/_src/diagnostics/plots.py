@@ -18,7 +18,18 @@ from ..numerics.lookup import format_of
 from ..table import decibels, size
 from ..tensor.qtensor import QTensor
 from .compare import Comparison
-from .page import ACCENT, COLORS, OTHERS, Group, cut, groups_of, in_model_order, shortened, within
+from .page import (
+    ACCENT,
+    COLORS,
+    OTHERS,
+    Group,
+    color_of,
+    cut,
+    groups_of,
+    in_model_order,
+    shortened,
+    within,
+)
 from .report import Report, in_steps, limits_of, scheme_of, short_scheme
 from .search import Assignment, Error, bytes_of
 from .sensitivity import Sensitivities
@@ -228,7 +239,7 @@ def sqnr_bars(
     labels = Rows(name, names, ax)
     axis = labels.axis
     formats = sorted(set(schemes), key=lambda scheme: (-schemes.count(scheme), scheme))
-    colors = {scheme: COLORS[i] if i < len(COLORS) else OTHERS for i, scheme in enumerate(formats)}
+    colors = {scheme: color_of(i) for i, scheme in enumerate(formats)}
     fills = [colors[x] for x in schemes]
     bars = axis.barh(range(len(names)), _drawn(values), color=fills, **labels.bars)
     for bar, value in zip(bars, values, strict=True):
