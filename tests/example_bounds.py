@@ -9,9 +9,8 @@ import sys
 
 import jax
 
-from jqx._src.diagnostics.interval_walk import Follower, Notes
 from jqx._src.diagnostics.intervals import anything
-from jqx._src.diagnostics.ranges import _parameter
+from jqx._src.diagnostics.ranges import Follower, Notes, _parameter
 from jqx._src.transforms import make_plan
 
 plan_call = make_plan.plan_call

@@ -13,10 +13,10 @@ from .._src.diagnostics.dashboard import dashboard as dashboard
 from .._src.diagnostics.explain import Explained as Explained
 from .._src.diagnostics.explain import Explanation as Explanation
 from .._src.diagnostics.explain import explain as explain
-from .._src.diagnostics.interval_walk import Overflow as Overflow
 from .._src.diagnostics.lowering import Contraction as Contraction
 from .._src.diagnostics.lowering import Lowering as Lowering
 from .._src.diagnostics.lowering import lowering as lowering
+from .._src.diagnostics.ranges import Overflow as Overflow
 from .._src.diagnostics.ranges import Ranges as Ranges
 from .._src.diagnostics.ranges import ranges as ranges
 from .._src.diagnostics.report import Report as Report
