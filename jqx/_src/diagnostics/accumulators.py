@@ -85,11 +85,6 @@ class Accumulator:
         return dataclasses.replace(self, lhs=lhs, rhs=rhs, sums=joined(self.sums, accumulator.sums))
 
 
-def not_reached(site: Site) -> Accumulator:
-    """Returns the row of a site in a branch or a loop that never runs."""
-    return Accumulator(site.path, site.op, None, None, 0, None, "not reached", site.label)
-
-
 class _Operand(NamedTuple):
     """An operand as used by a site.
 

@@ -1,5 +1,6 @@
 """`explain`: the compiled contraction of each site, and whether it runs on codes."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -188,7 +189,7 @@ def explain(
                 "`affines` has no use without a plan.",
                 fix="pass the plan that these scales belong to, or only the converted function.",
             )
-        return _without_plan(lowering(f, *args, target=target), _plain(args, target))
+        return _explained(lowering(f, *args, target=target), _plain(args, target), None)
     check_plan("explain", plan, order="explain(f, *args, plan=plan)", policies=True)
     if isinstance(plan, Policy):
         plan = make_plan(f, plan)(*args)
@@ -207,7 +208,7 @@ def explain(
     planned = {operand.path for site in plan.sites for operand in site.operands}
     leaves = _quantized_leaves(by_argument(plan.params, params))
     outside = {path: scheme_of(q) for path, q in leaves if path not in planned}
-    return _with_plan(program, plan, plain, outside)
+    return _explained(program, plain, _named_by(plan, outside))
 
 
 def _plain(args: Any, target: str) -> tuple[str, ...]:
@@ -235,43 +236,39 @@ def _with_codes(params: Any, plan: Plan) -> Any:
     return quantize_params(shapes, plan)
 
 
-def _with_plan(
-    program: Lowering, plan: Plan, plain: tuple[str, ...], schemes_outside: Mapping[str, str]
-) -> Explanation:
-    by_site = _by_site(program)
-    sites = []
-    for site in plan.sites:
-        parts = tuple(by_site.pop(site.name, ()))
-        really, scheme = _really(site.op, parts), scheme_of_site(site)
-        sites.append(Explained(site.path, site.op, scheme, really, parts, site.label))
+def _named_by(plan: Plan, schemes_outside: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Returns the name of each contraction of a plan, and the fields that say what it is."""
+    named = [(x.name, x.path, x.op, scheme_of_site(x), x.label) for x in plan.sites]
     for i, skip in enumerate(plan.skipped):
-        parts = tuple(by_site.pop(plan.name_of_skipped(i), ()))
         reason = f"left in float: {skip.reason}"
         if skip.path in schemes_outside:
             reason = f"quantized already: {schemes_outside[skip.path]}"
-        really, label = _really(skip.op, parts), plan.label_of_skipped(i)
-        sites.append(Explained(skip.path, skip.op, reason, really, parts, label))
-    others = tuple(c for parts in by_site.values() for c in parts)
-    return Explanation(tuple(sites), others, program, plain)
+        label = plan.label_of_skipped(i)
+        named.append((plan.name_of_skipped(i), skip.path, skip.op, reason, label))
+    return named
 
 
-def _without_plan(program: Lowering, plain: tuple[str, ...]) -> Explanation:
-    by_site = _by_site(program)
-    others = tuple(by_site.pop("", ()))
-    sites = []
-    for name, parts in by_site.items():
-        path, _, op = name.rpartition(":")
-        op = op.partition("#")[0].partition("~")[0]
-        label = label_of(path, name, is_weight=False)
-        sites.append(Explained(path, op, "", _really(op, tuple(parts)), tuple(parts), label))
-    return Explanation(tuple(sites), others, program, plain)
-
-
-def _by_site(program: Lowering) -> dict[str, list[Contraction]]:
+def _explained(
+    program: Lowering, plain: tuple[str, ...], named: list[tuple[str, ...]] | None
+) -> Explanation:
+    """Returns the explanation of a program, whose contractions are named by a plan or as they are
+    in the program.
+    """
     by_site: dict[str, list[Contraction]] = {}
     for contraction in program.contractions:
         by_site.setdefault(contraction.site, []).append(contraction)
-    return by_site
+    if named is None:
+        named = []
+        for name in filter(None, by_site):
+            path, _, op = name.rpartition(":")
+            op = re.split("[#~]", op)[0]
+            named.append((name, path, op, "", label_of(path, name, is_weight=False)))
+    sites = []
+    for name, path, op, scheme, label in named:
+        parts = tuple(by_site.pop(name, ()))
+        sites.append(Explained(path, op, scheme, _really(op, parts), parts, label))
+    others = tuple(c for parts in by_site.values() for c in parts)
+    return Explanation(tuple(sites), others, program, plain)
 
 
 def _really(op: str, contractions: tuple[Contraction, ...]) -> Really:

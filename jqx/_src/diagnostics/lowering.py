@@ -16,6 +16,7 @@ from .. import compat
 from ..checks import called
 from ..errors import fail
 from ..table import Table, Tabular
+from ..transforms.calibrate import arrays_of
 from ..transforms.trace import is_array
 from .hlo import SHAPED, Instruction, Kernel, Program, bits, kernels
 
@@ -186,7 +187,7 @@ def read_executable(executable: Any, target: str) -> Lowering:
     sizes = {name: getattr(stats, f"{name}_size_in_bytes", None) for name in _BYTES}
     return Lowering(
         target=target,
-        contractions=tuple(contractions_of(program, target_of("lowering", target).platform)),
+        contractions=tuple(contractions_of(program, TARGETS[target].platform)),
         memory={name: size for name, size in sizes.items() if size is not None},
         cycles=cycles,
         hlo=text,
@@ -245,11 +246,13 @@ def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -
         for parameters, operand in zip(fed, operands, strict=True)
     )
     op_name = program.name_of(kernel.instruction, inner)
-    site = re.search(SCOPE, op_name)
+    site, multiplies = SCOPE.search(op_name), MULTIPLIES.search(op_name)
     return Contraction(
         site=site[1] if site else "",
         op_name=op_name,
-        operands=tuple(_multiplied(operand, op_name) for operand in operands),
+        operands=tuple(
+            f"{multiplies[1] if multiplies else x.dtype}{x.type[len(x.dtype) :]}" for x in operands
+        ),
         result=inner.type,
         reads=reads,
         runs=_runs(kernel.instruction, inner),
@@ -259,12 +262,6 @@ def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -
         cycles=kernel.cycles,
         kernel=kernel.instruction.name,
     )
-
-
-def _multiplied(operand: Instruction, op_name: str) -> str:
-    """Returns the type of an operand at its multiplication."""
-    match = MULTIPLIES.search(op_name)
-    return operand.type if match is None else f"{match[1]}{operand.type[len(operand.dtype) :]}"
 
 
 def _before_broadcast(program: Program, instruction: Instruction) -> Instruction:
@@ -406,33 +403,23 @@ def sharding_on(function: str, target: str) -> jax.sharding.Sharding:
 
 def compiled_for(function: str, target: str, f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Compiles `f` at `args` for one device of a target, and returns the executable."""
-    machine, sharding = target_of(function, target), sharding_on(function, target)
-    leaves, tree = jax.tree.flatten(args)
-    placed_leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if is_array(leaf) else leaf
-        for leaf in leaves
-    ]
-    if isinstance(f, jax.stages.Wrapped):
-        lowered = f.lower(*jax.tree.unflatten(tree, placed_leaves))
-    else:
-        jitted = jax.jit(with_static(f, leaves, tree), keep_unused=True)
-        lowered = jitted.lower(
-            *jax.tree.unflatten(tree, [x if is_array(x) else None for x in placed_leaves])
-        )
-    with compat.names_in_cache_key():
-        return lowered.compile(compiler_options=machine.options or None)
+    sharding = sharding_on(function, target)
+    is_jitted = isinstance(f, jax.stages.Wrapped)
+    _, filled = arrays_of(args)
 
-
-def with_static(f: Callable[..., Any], leaves: list[Any], tree: Any) -> Callable[..., Any]:
-    """Returns `f` as a function of the arrays among its arguments; the other leaves are static."""
+    def placed(x: Any) -> Any:
+        if is_array(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return x if is_jitted else None
 
     @functools.wraps(f)
-    def call(*dynamic: Any) -> Any:
-        arrays = iter(jax.tree.leaves(dynamic))
-        filled = [next(arrays) if is_array(leaf) else leaf for leaf in leaves]
-        return f(*jax.tree.unflatten(tree, filled))
+    def of_arrays(*dynamic: Any) -> Any:
+        return f(*filled(jax.tree.leaves(dynamic)))
 
-    return call
+    jitted: Any = f if is_jitted else jax.jit(of_arrays, keep_unused=True)
+    lowered = jitted.lower(*jax.tree.map(placed, args))
+    with compat.names_in_cache_key():
+        return lowered.compile(compiler_options=TARGETS[target].options or None)
 
 
 def _is_installed(module: str) -> bool:

@@ -26,7 +26,7 @@ from ..transforms.quantize_weight import quantize_weight
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import CALLS, Body, Domain, Where, passed_on, walk
-from .accumulators import Accumulator, at_site, not_reached, of_output
+from .accumulators import Accumulator, at_site, of_output
 from .intervals import (
     RULES,
     Bounds,
@@ -190,7 +190,11 @@ def ranges(
         leaves = _leaves(call, call_plan, scales, args, kwargs, bounds or {})
         results = Follower(call_plan, scales, notes).run(call.jaxpr, leaves, consts=call.consts)
         return Ranges(
-            sites=tuple(notes.sites.get(s.address, not_reached(s)) for s in call_plan.sites),
+            sites=tuple(
+                notes.sites.get(x.address)
+                or Accumulator(x.path, x.op, None, None, 0, None, "not reached", x.label)
+                for x in call_plan.sites
+            ),
             overflows=tuple(notes.overflows.values()),
             unknown=dict(notes.unknown),
             results=tuple((x.low, x.high) for x in results),
