@@ -146,8 +146,7 @@ def dashboard(
     }
     for name, (value, kind) in kinds.items():
         if value is not None:
-            fix = f"{next(call for argument, call in _SECTIONS.values() if argument == name)}."
-            check_instance(_NAME, name, value, kind, fix=fix)
+            check_instance(_NAME, name, value, kind, fix=_FIXES[name])
     check_instance(_NAME, "title", title, str, fix='pass title="a name".')
     results = {name: value for name, (value, _) in kinds.items()}
     _check_one_model(plan, weights, results)

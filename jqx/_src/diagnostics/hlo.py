@@ -23,7 +23,9 @@ CALLED = r"(?:calls|to_apply|body)=%?([\w.\-]+)"
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO; `dims` and `dtype` are those of the first array it returns."""
+    """One line of HLO; `dims` and `dtype` are those of the first array it returns, and `home` is
+    the computation that it is in.
+    """
 
     name: str
     opcode: str
@@ -31,6 +33,7 @@ class Instruction:
     dims: tuple[int, ...]
     operands: tuple[str, ...]
     line: str
+    home: str
     op_name: str = ""
     """The name scopes and the primitive that it was traced from; for an argument, its path."""
 
@@ -82,15 +85,6 @@ class Program:
         }
 
     @functools.cached_property
-    def home(self) -> dict[str, str]:
-        """The name of the computation that contains an instruction, by its line."""
-        return {
-            instruction.line: name
-            for name, body in self.computations.items()
-            for instruction in body
-        }
-
-    @functools.cached_property
     def callers(self) -> dict[str, Instruction]:
         """The fusion that runs a computation."""
         return {
@@ -104,13 +98,14 @@ class Program:
     def parse(cls, text: str) -> "Program":
         """Parses the result of `compiled.as_text()`."""
         computations: dict[str, list[Instruction]] = {}
-        entry, current = "", []
+        entry, home = "", ""
         for line in text.splitlines():
             if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-                current = computations.setdefault(head[2], [])
-                entry = head[2] if head[1] else entry
-            elif instruction := _instruction(line):
-                current.append(instruction)
+                home = head[2]
+                computations[home] = []
+                entry = home if head[1] else entry
+            elif instruction := _instruction(line, home):
+                computations[home].append(instruction)
         return cls(computations, entry)
 
     def contractions(self, instruction: Instruction) -> Iterator[Instruction]:
@@ -142,13 +137,13 @@ class Program:
 
     def operands_of(self, instruction: Instruction, start: int = 0) -> list[Instruction]:
         """Returns two operands from `first` on, wherever the instruction is."""
-        named = self.named[self.home[instruction.line]]
+        named = self.named[instruction.home]
         two = instruction.operands[start : start + 2]
         return [named[name] for name in two if name in named]
 
     def leading(self, instruction: Instruction, dtype: str) -> int:
         """Returns how many of the first operands have a dtype, if others follow."""
-        named = self.named[self.home[instruction.line]]
+        named = self.named[instruction.home]
         dtypes = [named[name].dtype if name in named else "" for name in instruction.operands]
         count = next((i for i, operand_dtype in enumerate(dtypes) if operand_dtype != dtype), 0)
         return count if count + 1 < len(dtypes) else 0
@@ -173,8 +168,7 @@ class Program:
             if instruction.line in visited:
                 continue
             visited.add(instruction.line)
-            home = self.home[instruction.line]
-            named = self.named[home]
+            home, named = instruction.home, self.named[instruction.home]
             if any(self.contractions(instruction)):
                 continue
             if instruction.opcode != "parameter":
@@ -185,7 +179,7 @@ class Program:
                 parameters[index] = instruction
             elif home in self.callers:
                 caller = self.callers[home]
-                todo.append(self.named[self.home[caller.line]][caller.operands[index]])
+                todo.append(self.named[caller.home][caller.operands[index]])
         return parameters
 
     def name_of(self, kernel: Instruction, inner: Instruction) -> str:
@@ -195,7 +189,7 @@ class Program:
         if inner.op_name or kernel.op_name:
             return inner.op_name or kernel.op_name
         reading = {kernel.name}
-        for instruction in self.computations[self.home[kernel.line]]:  # in order
+        for instruction in self.computations[kernel.home]:  # in order
             if reading & {*instruction.operands}:
                 if instruction.op_name:
                     return instruction.op_name
@@ -215,7 +209,7 @@ def bits(dtype: str) -> int:
     return 8 if dtype == "pred" else int(re.sub(r"\D*(\d+).*", r"\1", dtype) or 0)
 
 
-def _instruction(line: str) -> Instruction | None:
+def _instruction(line: str, home: str) -> Instruction | None:
     head = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", line)
     if head is None or (call := re.search(r"\s([a-z][\w\-]*)\((.*)", head[2])) is None:
         return None
@@ -228,6 +222,7 @@ def _instruction(line: str) -> Instruction | None:
         tuple(int(n) for n in dims.split(",") if n),
         tuple(re.findall(r"%([\w.\-]+)", call[2].partition(")")[0])),
         line,
+        home,
         re.sub(r"\\(.)", r"\1", name[1]) if (name := OP_NAME.search(line)) else "",
     )
 
@@ -276,19 +271,14 @@ class Kernel:
     Attributes:
       instruction: the instruction.
       times: how often it runs; `None` in a loop that runs until a condition fails.
-      value: provenance of its result, from all operands.
+      origins: paths of the arguments that it is computed from.
       reads: its operands, in order.
     """
 
     instruction: Instruction
     times: int | None
-    value: Value
-    reads: tuple[Any, ...] = ()
-
-    @property
-    def origins(self) -> frozenset[str]:
-        """Paths of the arguments that it is computed from."""
-        return self.value.origins
+    origins: frozenset[str]
+    reads: tuple[Any, ...]
 
     @property
     def cycles(self) -> int | None:
@@ -360,7 +350,7 @@ def _launch(
         root = program.computations[instruction.attribute(CALLED)][-1]
         instruction = replace(instruction, dtype=root.dtype, dims=root.dims)
     value = Value.union(read)
-    launched.append(Kernel(instruction, times, value, tuple(read)))
+    launched.append(Kernel(instruction, times, value.origins, tuple(read)))
     if any(program.contractions(instruction)):
         return replace(value, codes="")
     is_wider = value.codes and not value.counted and bits(instruction.dtype) > bits(value.codes)

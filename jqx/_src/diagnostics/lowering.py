@@ -266,7 +266,7 @@ def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -
 
 def _before_broadcast(program: Program, instruction: Instruction) -> Instruction:
     """Returns the value that a broadcast repeats for a product of elements."""
-    named = program.named[program.home[instruction.line]]
+    named = program.named[instruction.home]
     while instruction.opcode in SHAPED and instruction.operands[0] in named:
         instruction = named[instruction.operands[0]]
     return instruction

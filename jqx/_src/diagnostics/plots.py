@@ -157,16 +157,12 @@ class Rows:
                 for i in range(group.start + 1, group.stop):
                     texts[i] = within(self.names[i], group.name)
         elif len(self.groups) <= 0.6 * count:
-            groups: list[Group] = []  # whose names do not overlap, large groups first
-            for group in sorted(self.groups, key=lambda group: group.start - group.stop):
-                middle = group.start + group.stop
-                if all(
-                    abs(middle - x.start - x.stop) / 2 * self.points > self.size for x in groups
-                ):
-                    groups.append(group)
-            groups.sort(key=lambda group: group.start)
-            positions = [(group.start + group.stop - 1) / 2 for group in groups]
-            texts = [group.name if _several(group) else self.names[group.start] for group in groups]
+            positions, texts = [], []
+            for group in self.groups:
+                middle = (group.start + group.stop - 1) / 2
+                if not positions or (middle - positions[-1]) * self.points > self.size:
+                    positions.append(middle)
+                    texts.append(group.name if _several(group) else self.names[group.start])
             note = f"{count} rows in groups"
         else:
             step = int(-(-_READABLE // self.points))
