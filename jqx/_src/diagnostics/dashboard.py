@@ -276,10 +276,9 @@ def _weights(report: Report) -> str:
     for w in sorted(weights, key=lambda w: (not math.isnan(w.sqnr), w.sqnr)):
         clipped = f"{100 * w.clipped:.2g} % clipped" if w.clipped > 0 else ""
         dead = f"{_count(w.dead, 'group')} of zeros" if w.dead else ""
-        share = 1.0 if w.sqnr == math.inf else w.sqnr / top
         detail = f"{short_scheme(w.scheme)}, {size(w.bytes_after)}"
         problems = ", ".join(filter(None, [clipped, dead]))
-        rows.append(page.Row(w.path or "(argument)", _sqnr(w.sqnr), share, detail, problems))
+        rows.append(page.Row(w.path or "(argument)", _sqnr(w.sqnr), w.sqnr / top, detail, problems))
     faults = _count(len(report.faults), "weight")
     warning = f"{faults} with clipped values, or with groups that stand for zeros alone."
     return page.section(
@@ -335,9 +334,9 @@ def _sites(comparison: Comparison) -> str:
         page.Row(
             row.name or "(argument)",
             _sqnr(row.local_sqnr),
-            1.0 if row.local_sqnr == math.inf else row.local_sqnr / top,
+            row.local_sqnr / top,
             short_scheme(row.scheme) or row.op,
-            mark=None if math.isnan(row.sqnr) else min(1.0, row.sqnr / top),
+            mark=None if math.isnan(row.sqnr) else row.sqnr / top,
         )
         for row in sorted(sites, key=lambda row: (math.isnan(row.local_sqnr), row.local_sqnr))
     ]

@@ -165,9 +165,9 @@ class Program:
         todo, visited = [source], set()
         while todo:
             instruction = todo.pop()
-            if instruction.line in visited:
+            if instruction in visited:
                 continue
-            visited.add(instruction.line)
+            visited.add(instruction)
             home, named = instruction.home, self.named[instruction.home]
             if any(self.contractions(instruction)):
                 continue

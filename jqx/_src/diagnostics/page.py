@@ -33,10 +33,10 @@ class Row(NamedTuple):
     Attributes:
       name: name of the row.
       value: value as text.
-      share: length of its bar, from 0 to 1.
+      share: length of its bar: from 0 to 1, or as one of these if it is outside; NaN is 0.
       detail: further description.
       faults: problems.
-      mark: position of a mark on its bar, from 0 to 1.
+      mark: position of a mark on its bar, as `share`.
     """
 
     name: str

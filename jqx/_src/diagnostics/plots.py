@@ -360,7 +360,7 @@ def _at_right(axis: Axes, row: float, text: str, size: float, color: str = "#404
     )
 
 
-def _drawn(values: Sequence[float]) -> np.ndarray:
+def _drawn(values: Any) -> np.ndarray:
     """Returns values to draw: infinite values, of exact results, become the largest other value, or
     one if there is none; no signal becomes the smallest value.
     """
@@ -490,7 +490,7 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
     check_instance(name, "found", found, Assignment, fix="pass the result of search.")
     figure, axis = axes_for(name, ax, 7, 4.4)
     points = [point for point in found.front if point.error > 0]
-    x, y = zip(*((p.bytes, p.error) for p in points), strict=True) if points else ((), ())
+    x, y = [point.bytes for point in points], [point.error for point in points]
     handles = axis.plot(x, y, "-", color=COLORS[0], label="best mixtures, predicted")
     handles += axis.plot(
         [found.bytes],
@@ -507,14 +507,12 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
         handles.append(axis.axvline(budget_bytes, color=ACCENT, lw=1, ls="--"))
     if found.budget is not None:
         handles[-1].set_label("the budget")
+    x, y = zip(*found.uniform.values(), strict=True)
     label = "one scheme for all, measured"
-    for name, (count, error) in found.uniform.items():
-        mark = axis.plot([count], [error], "x", color="black", mew=1.6, label=label)
-        handles += mark if label else []
-        label = ""
-        axis.annotate(
-            name, (count, error), xytext=(5, 5), textcoords="offset points", fontsize=SMALL
-        )
+    handles += axis.plot(x, y, "x", color="black", mew=1.6, label=label)
+    beside: Any = {"xytext": (5, 5), "textcoords": "offset points"}
+    for name, point in found.uniform.items():
+        axis.annotate(name, point, fontsize=SMALL, **beside)
     axis.set(xscale="log", yscale="log")
     axis.margins(0.07, 0.09)
     low, high = axis.get_xlim()
@@ -579,18 +577,20 @@ def heat_map(
     check_some(name, names[0])
     order = in_model_order(names[0])
     values = np.array([[c.sites[i].local_sqnr for c in found.values()] for i in order], float)
-    finite = values[np.isfinite(values)]
-    ends = (finite.min(initial=np.inf), finite.max(initial=-np.inf)) if finite.size else (0, 1)
-    drawn = np.clip(values, *ends)
-
     width = max(2.0, min(_CELL * len(found), 12))
     rows = Rows(name, [names[0][i] for i in order], ax, margin=1.0, width=width + 3.6)
     axis = rows.axis
     axis.set_facecolor("#d8d8d8")
-    image = axis.imshow(np.ma.masked_invalid(drawn), aspect="auto", cmap="viridis")
+    drawn = np.ma.masked_invalid(_drawn(values))
+    image = axis.imshow(drawn, aspect="auto", cmap="viridis")
     across = 72 * (axis.bbox.width / axis.figure.dpi if ax else width) / len(found)
     if rows.each and across >= _NUMBER:
-        _numbers(axis, values, drawn, ends, min(SMALL, rows.size))
+        bright = np.asarray(image.norm(drawn))
+        for (i, j), value in np.ndenumerate(values):
+            if not np.isnan(value):
+                color = "black" if bright[i, j] > 0.55 else "white"
+                text = axis.text(j, i, decibels(value), color=color, ha="center", va="center")
+                text.set_fontsize(min(SMALL, rows.size))
     for i, j in np.argwhere(np.isnan(values)):
         cell = Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="////", lw=0)
         axis.add_patch(cell)
@@ -613,18 +613,6 @@ def heat_map(
         "SQNR of each site alone, dB" if title is None else title, fontsize=10, loc="left"
     )
     return rows.figure
-
-
-def _numbers(
-    axis: Axes, values: np.ndarray, drawn: np.ndarray, ends: tuple[float, float], size: float
-) -> None:
-    """Writes numbers into cells: light on dark, dark on light."""
-    for (i, j), value in np.ndenumerate(values):
-        bright = (drawn[i, j] - ends[0]) / ((ends[1] - ends[0]) or 1.0)
-        if np.isnan(value):
-            continue
-        color = "black" if bright > 0.55 else "white"
-        axis.text(j, i, decibels(value), ha="center", va="center", color=color, fontsize=size)
 
 
 # A histogram of the values of a weight on its quantization grid.

@@ -429,10 +429,7 @@ class _Problem:
 
     def uniform(self, name: str) -> Point:
         """Returns one scheme on all weights, with its measured metric."""
-        schemes = (name,) * len(self.units)
-        index = self.names.index(name)
-        size = sum(sizes[index] for sizes in self.sizes.values())
-        return Point(size, self.measured(schemes), schemes)
+        return self._point(dict.fromkeys(self.units, self.names.index(name)))
 
     def measured(self, schemes: Sequence[str]) -> float:
         """Returns the metric of an assignment."""
