@@ -634,9 +634,9 @@ class HeldBack(Tabular):
         results = self.used.result, self.held_back.result
         pairs = [*zip(self.used.sites, self.held_back.sites, strict=True), results]
         rows: list[tuple[str, ...]] = []
-        for used, held in pairs:
+        for used, unused in pairs:
             is_result = used is self.used.result
-            ratios = [x.sqnr if is_result else x.local_sqnr for x in (used, held)]
+            ratios = [x.sqnr if is_result else x.local_sqnr for x in (used, unused)]
             errors = (f"{10 ** (-x / 10):.4g}" for x in ratios)
             rows.append((used.name or "(argument)", used.op, *errors, f"{_ratio(*ratios):.2f}"))
         head = ("path", "op", "error on rows used", "on held-back rows", "ratio")

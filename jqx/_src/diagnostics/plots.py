@@ -510,9 +510,9 @@ def front(found: Assignment, *, title: str | None = None, ax: Axes | None = None
     x, y = zip(*found.uniform.values(), strict=True)
     label = "one scheme for all, measured"
     handles += axis.plot(x, y, "x", color="black", mew=1.6, label=label)
-    beside: Any = {"xytext": (5, 5), "textcoords": "offset points"}
+    offset: Any = {"xytext": (5, 5), "textcoords": "offset points"}
     for name, point in found.uniform.items():
-        axis.annotate(name, point, fontsize=SMALL, **beside)
+        axis.annotate(name, point, fontsize=SMALL, **offset)
     axis.set(xscale="log", yscale="log")
     axis.margins(0.07, 0.09)
     low, high = axis.get_xlim()
