@@ -169,7 +169,7 @@ def devices_of(target: str) -> list[Any] | None:
     with lowering._present(known.environment):
         if known.platform == "tpu":
             return compat.devices_of_topology("tpu", "v5e:2x4")
-        config = resources.files("jqx.diagnostics").joinpath(f"{target}.textproto").read_text()
+        config = resources.files("jqx._src.diagnostics").joinpath(f"{target}.textproto").read_text()
         return compat.devices_of_topology(
             "cuda", "", plugin=modules[0], target_config=config, topology="1x1x8"
         )

@@ -53,7 +53,7 @@ def devices(target):
     with targets._present(known.environment):
         if known.platform == "tpu":
             return compat.devices_of_topology("tpu", "v5e:2x4")
-        config = targets.resources.files("jqx.diagnostics").joinpath(f"{target}.textproto")
+        config = targets.resources.files("jqx._src.diagnostics").joinpath(f"{target}.textproto")
         return compat.devices_of_topology(
             "cuda", "", plugin=modules[0], target_config=config.read_text(), topology="1x1x8"
         )
