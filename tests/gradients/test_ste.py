@@ -33,6 +33,24 @@ def f32(*values):
     return np.float32(values)
 
 
+def fake_quantize_sum(levels, operands=5):
+    """The gradients of a sum of results by the first operands."""
+
+    def loss(*args):
+        return jqx.fake_quantize(*args, levels=levels).sum()
+
+    return jax.grad(loss, argnums=tuple(range(operands)))
+
+
+def affine_sum(qtype, **options):
+    """The gradients of a sum of results by x and the scale."""
+
+    def loss(x, scale, zero_point=None):
+        return jqx.quantize_dequantize(x, scale, zero_point, qtype=qtype, **options).sum()
+
+    return jax.grad(loss, argnums=(0, 1))
+
+
 def numerical_gradients(f, operands):
     """Central differences of the scalar function `f` in every element of every operand."""
     gradients = []
@@ -161,10 +179,8 @@ def test_fake_quantize_has_the_same_gradients_eagerly_and_under_vmap(name):
 
 def test_vmap_over_x_alone_gives_each_copy_its_own_limit_gradient():
     x = f32(-2, 0.5, 3)[:, None]
-    f = jax.grad(
-        lambda x, il, ih: jqx.fake_quantize(x, il, ih, 0.0, 1.0, levels=3).sum(), argnums=(1, 2)
-    )
-    d_il, d_ih = jax.vmap(f, in_axes=(0, None, None))(x, *f32(0, 1))
+    f = jax.vmap(fake_quantize_sum(3, 3), in_axes=(0, *[None] * 4))
+    _, d_il, d_ih = f(x, *f32(0, 1, 0, 1))
     np.testing.assert_array_equal(d_il, [0, -0.5, 0])
     np.testing.assert_array_equal(d_ih, [0, -0.5, 0])
 
@@ -192,9 +208,7 @@ def test_equal_input_limits_have_no_gradient_and_leave_x_none(form, jit):
     x = np.float32([[-1, 0.5, 0.5, 2], [-1, 0.25, 0.5, 2]]).T
     shape = () if form == "scalar" else (2,)
     limits = [np.full(shape, v, np.float32) for v in (0.5, 0.5, -1, 3)]
-    f = jax.grad(
-        lambda *operands: jqx.fake_quantize(*operands, levels=4).sum(), argnums=(0, 1, 2, 3, 4)
-    )
+    f = fake_quantize_sum(4)
     dx, d_il, d_ih, d_ol, d_oh = (jax.jit(f) if jit else f)(x, *limits)
     np.testing.assert_array_equal(dx, np.zeros((4, 2)))
     np.testing.assert_array_equal(d_il, np.zeros(shape))
@@ -205,10 +219,7 @@ def test_equal_input_limits_have_no_gradient_and_leave_x_none(form, jit):
 def test_equal_limits_in_one_channel_leave_the_other_channels_alone():
     x = np.float32([[0.25, 0.25], [0.75, 0.75]])
     il, ih = f32(0.5, 0), f32(0.5, 1)
-    f = jax.grad(
-        lambda *operands: jqx.fake_quantize(*operands, 0.0, 1.0, levels=5).sum(), argnums=(0, 1, 2)
-    )
-    dx, d_il, d_ih = f(x, il, ih)
+    dx, d_il, d_ih = fake_quantize_sum(5, 3)(x, il, ih, *f32(0, 1))
     np.testing.assert_array_equal(dx, [[0, 1], [0, 1]])
     np.testing.assert_array_equal(d_il, [0, -1])
     np.testing.assert_array_equal(d_ih, [0, -1])
@@ -216,10 +227,7 @@ def test_equal_limits_in_one_channel_leave_the_other_channels_alone():
 
 def test_infinite_x_has_finite_gradients():
     x = f32(-np.inf, 0.5, np.inf)
-    f = jax.grad(
-        lambda *operands: jqx.fake_quantize(*operands, levels=5).sum(), argnums=(0, 1, 2, 3, 4)
-    )
-    dx, d_il, d_ih, d_ol, d_oh = f(x, *f32(0, 1, 0, 4))
+    dx, d_il, d_ih, d_ol, d_oh = fake_quantize_sum(5)(x, *f32(0, 1, 0, 4))
     np.testing.assert_array_equal(dx, [0, 4, 0])
     assert (d_il, d_ih, d_ol, d_oh) == (-2, -2, 1.5, 1.5)
 
@@ -301,9 +309,7 @@ def test_quantize_dequantize_has_the_same_gradients_under_vmap():
 
 
 def test_a_clipped_value_pulls_the_scale_by_its_distance_from_the_zero_point():
-    f = jax.grad(
-        lambda x, s, z: jqx.quantize_dequantize(x, s, z, qtype=jnp.int8).sum(), argnums=(0, 1)
-    )
+    f = affine_sum(jnp.int8)
     x, scale = f32(-1000, 0.3, 1000), np.float32(0.5)
     for z in (-128, -3, 0, 100, 126):
         dx, ds = f(x, scale, np.int8(z))
@@ -316,9 +322,7 @@ def test_a_clipped_value_pulls_the_scale_by_its_distance_from_the_zero_point():
 @pytest.mark.parametrize("mode", [jqx.RoundMode.UP, jqx.RoundMode.NEAREST_DOWNWARD])
 def test_the_round_mode_does_not_change_the_gradient(mode):
     x = np.linspace(-3, 3, 41, dtype=np.float32)
-    dx = jax.grad(
-        lambda x: jqx.quantize_dequantize(x, 0.25, qtype=jnp.int4, round_mode=mode).sum()
-    )(x)
+    dx, _ = affine_sum(jnp.int4, round_mode=mode)(x, np.float32(0.25))
     np.testing.assert_array_equal(dx, (x >= -2) & (x <= 1.75))
 
 
@@ -327,11 +331,7 @@ def test_16_bit_inputs_of_quantize_dequantize_have_16_bit_gradients(dtype):
     x = np.array([[-100, 0.3], [0.5, 100]]).astype(jnp.dtype(dtype))
     scale = np.array([0.25, 0.5]).astype(jnp.dtype(dtype))
     z = codes_of([2, -3], "int4")
-
-    def loss(x, scale):
-        return jqx.quantize_dequantize(x, scale, z, qtype=jnp.int4, axes=1).sum()
-
-    dx, ds = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, scale)
+    dx, ds = jax.jit(affine_sum(jnp.int4, axes=1))(x, scale, z)
     assert dx.dtype == ds.dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(as_float64(dx), [[0, 1], [1, 0]])
     np.testing.assert_array_equal(as_float64(ds), [-8 - 2, 7 + 3])
@@ -339,8 +339,7 @@ def test_16_bit_inputs_of_quantize_dequantize_have_16_bit_gradients(dtype):
 
 def test_nan_gets_no_gradient_and_gives_the_scale_none():
     x = f32(np.nan, 0.5, np.inf, -np.inf)
-    f = jax.grad(lambda x, s: jqx.quantize_dequantize(x, s, qtype=jnp.int8).sum(), argnums=(0, 1))
-    dx, ds = f(x, np.float32(0.5))
+    dx, ds = affine_sum(jnp.int8)(x, np.float32(0.5))
     np.testing.assert_array_equal(dx, [0, 1, 0, 0])
     assert ds == 127 - 128
 
@@ -374,10 +373,6 @@ def test_the_rule_takes_infinite_limits():
     np.testing.assert_array_equal(dhigh, [0, 1, 0])
 
 
-def test_straight_through_is_a_value():
-    assert ste == StraightThrough() and hash(ste) == hash(StraightThrough())
-
-
 def test_the_rule_without_the_clip_mask_passes_everything_but_nan_to_x():
     x = f32(-np.inf, -2, -1, 0, 1, 2, np.inf, np.nan)
     cotangent = np.arange(1, 9, dtype=np.float32)
@@ -385,14 +380,12 @@ def test_the_rule_without_the_clip_mask_passes_everything_but_nan_to_x():
     np.testing.assert_array_equal(dx, [1, 2, 3, 4, 5, 6, 7, 0])
     np.testing.assert_array_equal(dlow, np.zeros(8))
     np.testing.assert_array_equal(dhigh, np.zeros(8))
-    assert ste_unclipped == StraightThroughUnclipped() != ste
+    assert ste == StraightThrough() != StraightThroughUnclipped() == ste_unclipped
+    assert hash(ste) == hash(StraightThrough())
 
 
 def test_without_the_clip_mask_the_scale_has_no_gradient():
-    f = jax.grad(
-        lambda x, s: jqx.quantize_dequantize(x, s, qtype=jnp.int4, gradient=ste_unclipped).sum(),
-        (0, 1),
-    )
+    f = affine_sum(jnp.int4, gradient=ste_unclipped)
     dx, ds = f(f32(-100, 0.3, 100), np.float32(0.5))
     np.testing.assert_array_equal(dx, [1, 1, 1])
     assert ds == 0
@@ -432,3 +425,43 @@ def test_straight_through_has_the_derivative_of_its_second_argument_in_both_mode
     np.testing.assert_array_equal(y, [0, 2])
     np.testing.assert_allclose(dy, 2 * x * t)
     np.testing.assert_allclose(dx, 2 * x)
+
+
+def test_the_extreme_that_sets_a_symmetric_scale_keeps_its_gradient():
+    """One rounding puts the limit on either side of the extreme; it must not matter which."""
+    rng = np.random.default_rng(14)
+    x = (rng.normal(size=(300, 32)) * 2.0 ** rng.integers(-30, 30, (300, 1))).astype(np.float32)
+    for qtype in ("int4", "int8", "int16"):
+        limit = np.abs(x).max(1)
+        scale, _ = jqx.affine_from_range(-limit, limit, qtype=qtype, symmetric=True)
+        top = as_float64(scale) * code_range(qtype)[1]
+        assert np.any(top < limit) and np.any(top > limit)
+        f = jax.grad(
+            lambda x, s=scale, q=qtype: jqx.quantize_dequantize(x, s, qtype=q, axes=0).sum()
+        )
+        np.testing.assert_array_equal(f(x), np.ones(x.shape))
+        np.testing.assert_array_equal(jax.jit(f)(x), np.ones(x.shape))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_extremes_that_are_the_input_limits_keep_their_gradient(dtype):
+    rng = np.random.default_rng(15)
+    x = rng.normal(size=(50, 16)).astype(jnp.dtype(dtype))
+    low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
+
+    def loss(x):
+        return jqx.fake_quantize(x, low, high, low, high, levels=16).astype(jnp.float32).sum()
+
+    np.testing.assert_array_equal(as_float64(jax.jit(jax.grad(loss))(x)), np.ones(x.shape))
+
+
+def test_limits_taken_from_x_inside_the_graph_keep_the_gradient_of_the_extreme():
+    """With output limits equal to the input limits, y follows the extremes one to one."""
+    x = f32(-1.3, 0.2, 0.9, 2.7)
+
+    def loss(x):
+        low, high = x.min(), x.max()
+        y = jqx.fake_quantize(x, low, high, low, high, levels=256)
+        return y[0] + 10 * y[3]
+
+    np.testing.assert_allclose(jax.grad(loss)(x), [1, 0, 0, 10], rtol=0, atol=ROUNDINGS)
