@@ -1,5 +1,6 @@
-"""What compiled programs run, on CPU; planted faults are seen."""
+"""What compiled programs run, on CPU; what each site of a plan became; planted faults are seen."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,9 +12,154 @@ import pytest
 
 import jqx
 from jqx._src.diagnostics import lowering as targets
+from jqx._src.diagnostics.hlo import Program, bits
+from jqx._src.diagnostics.lowering import contractions_of
 from jqx.diagnostics import lowering
+from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from .programs import by_hand, codes, looped, shape
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def codes(*dims, qtype=jnp.int8, granularity=None):
+    """An abstract weight [K, N]."""
+    spec = jqx.QSpec(qtype, granularity or jqx.per_axis(1))
+    return jax.eval_shape(lambda w: jqx.QTensor.quantize(w, spec), shape(*dims))
+
+
+def two_layers(params, x):
+    """A layer, and one with the same shapes under another name."""
+    return jax.nn.relu(x @ params["w"]) @ params["v"]
+
+
+def looped(params, x):
+    """Layers under a scan, and attention without weights."""
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
+    with jax.named_scope("scores"):
+        scores = h @ h.T
+    return scores @ h
+
+
+def by_hand(w, x):
+    """What not to do: the weight is dequantized before the product."""
+    return x @ (w.values.astype(jnp.float32) * w.scale)
+
+
+# A fusion inside of a fusion, a loop whose condition alone bounds it, and cycles.
+FUSIONS = """
+%read (p: s8[4,64,32], i: s32[]) -> bf16[64,32] {
+  %p = s8[4,64,32]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %one = s8[1,64,32]{2,1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,64,32}
+  %flat = s8[64,32]{1,0} bitcast(%one)
+  ROOT %wide = bf16[64,32]{1,0} convert(%flat)
+}
+%product (x: bf16[16,64], w: s8[4,64,32], i: s32[]) -> f32[16,32] {
+  %x.1 = bf16[16,64]{1,0} parameter(0)
+  %w.1 = s8[4,64,32]{2,1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  %fusion.1 = bf16[64,32]{1,0} fusion(%w.1, %i.1), kind=kLoop, calls=%read
+  ROOT %conv = f32[16,32]{1,0} convolution(%x.1, %fusion.1), dim_labels=bf_io->bf, NAME
+}
+%body (arg: (s32[], bf16[16,64], s8[4,64,32])) -> (s32[], bf16[16,64], s8[4,64,32]) {
+  %arg = (s32[], bf16[16,64]{1,0}, s8[4,64,32]{2,1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%arg), index=0
+  %x.2 = bf16[16,64]{1,0} get-tuple-element(%arg), index=1
+  %w.2 = s8[4,64,32]{2,1,0} get-tuple-element(%arg), index=2
+  %y = f32[16,32]{1,0} fusion(%x.2, %w.2, %n), kind=kOutput, calls=%product, CYCLES
+  %step = s32[] STEP
+  %next = s32[] add(%n, %step)
+  ROOT %out = (s32[], bf16[16,64]{1,0}, s8[4,64,32]{2,1,0}) tuple(%next, %x.2, %w.2)
+}
+%condition (arg: (s32[], bf16[16,64], s8[4,64,32])) -> pred[] {
+  %bound = s32[] constant(7)
+  %arg.1 = (s32[], bf16[16,64]{1,0}, s8[4,64,32]{2,1,0}) parameter(0)
+  %n.1 = s32[] get-tuple-element(%arg.1), index=0
+  ROOT %less = pred[] compare(%n.1, %bound), direction=LT
+}
+ENTRY %main (w: s8[4,64,32], scale: f32[4,1,32], x: bf16[16,64]) -> f32[16,32] {
+  %w = s8[4,64,32]{2,1,0} parameter(0), metadata={op_name="w.values"}
+  %scale = f32[4,1,32]{2,1,0} parameter(1), metadata={op_name="w.scale"}
+  %x = bf16[16,64]{1,0} parameter(2), metadata={op_name="x"}
+  %start = s32[] FIRST
+  %first = s32[] copy(%start)
+  %carry = (s32[], bf16[16,64]{1,0}, s8[4,64,32]{2,1,0}) tuple(%first, %x, %w)
+  ROOT %loop = (s32[], bf16[16,64]{1,0}) while(%carry), condition=%condition, body=%body
+}
+"""
+SITE = 'metadata={op_name="jit(f)/while/body/jqx[a/w:dot_general#1]/dot_general"}'
+CONFIG = 'backend_config={"window_config":{"estimated_cycles":"123"}}'
+
+
+def tpu(first="constant(3)", step="constant(1)"):
+    text = FUSIONS.replace("CYCLES", CONFIG).replace("NAME", SITE)
+    text = text.replace("FIRST", first).replace("STEP", step)
+    (result,) = contractions_of(Program.parse(text), "tpu")
+    return result
+
+
+def test_a_fusion_in_a_fusion_is_read_through():
+    result = tpu()
+    assert result.site == "a/w:dot_general#1"
+    assert result.operands == ("bf16[16,64]", "bf16[64,32]")
+    assert result.reads == (("bf16",), ("s8",))
+    assert (result.runs, result.widened, result.left) == ("output fusion", (), "")
+
+
+def test_the_bound_of_a_counter_is_how_often_a_loop_runs():
+    assert (tpu().times, tpu().cycles) == (7 - 3, 123)
+    assert tpu("constant(9)").times == 0
+    assert tpu(step="constant(3)").times == 2  # 3 and 6
+    assert tpu("rng-get-and-update-state()").times is None
+    assert tpu(step="rng-get-and-update-state()").times is None
+
+
+BY_ELEMENTS = """
+%sum (p: bf16[512], q: s8[512,64]) -> f32[64] {
+  %p = bf16[512]{0} parameter(0)
+  %q = s8[512,64]{1,0} parameter(1)
+  %p.1 = f32[512]{0} convert(%p)
+  %spread = f32[512,64]{1,0} broadcast(%p.1), dimensions={0}
+  %wide = f32[512,64]{1,0} convert(%q)
+  %times = f32[512,64]{1,0} multiply(%spread, %wide)NAME1
+  %zero = f32[] constant(0)
+  ROOT %total = f32[64]{0} reduce(%times, %zero), dimensions={0}, to_apply=%addNAME2
+}
+ENTRY %main (x: bf16[512], w: s8[512,64]) -> f32[64] {
+  %x = bf16[512]{0} parameter(0), metadata={op_name="x"}
+  %w = s8[512,64]{1,0} parameter(1), metadata={op_name="w"}
+  ROOT %y = f32[64]{0} fusion(%x, %w), kind=kInput, calls=%sum
+}
+"""
+
+
+@pytest.mark.parametrize("named", ["NAME1", "NAME2"])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_product_that_is_written_as_a_sum_of_elements_is_found_by_its_name(platform, named):
+    text = BY_ELEMENTS.replace(named, ', metadata={op_name="jit(f)/dot_general"}')
+    text = text.replace("NAME1", "").replace("NAME2", "")
+    (result,) = contractions_of(Program.parse(text), platform)
+    assert result.operands == ("f32[512]", "f32[512,64]")
+    assert result.reads == (("bf16",), ("s8",))
+    assert (result.runs, result.left) == (
+        "input fusion, by elements",
+        "elements are multiplied and summed",
+    )
+
+
+def test_another_sum_of_products_is_no_contraction():
+    text = BY_ELEMENTS.replace("NAME1", "").replace(
+        "NAME2", ', metadata={op_name="jit(f)/reduce_sum"}'
+    )
+    assert contractions_of(Program.parse(text), "tpu") == []
+
+
+@pytest.mark.parametrize(
+    "dtype, expected", [("s4", 4), ("bf16", 16), ("f8e4m3fn", 8), ("f4e2m1fn", 4), ("pred", 8)]
+)
+def test_the_bits_of_a_dtype(dtype, expected):
+    assert bits(dtype) == expected
 
 
 def only(low):
@@ -28,25 +174,42 @@ def test_a_quantized_product_multiplies_codes_and_copies_none():
     assert q.result == "s32[24,512]"
 
 
-def test_a_weight_that_is_dequantized_first_is_named_with_its_copy():
-    q = only(lowering(by_hand, codes(256, 512), shape(32, 256)))
-    assert q.dtypes == ("f32", "f32")
-    assert q.widened == ("f32[256,512] of w.scale and w.values",)
+def looked_up(table, v, i):
+    """Rows of a table in float: they are no copy of it."""
+    return (table.values[i].astype(jnp.float32) * table.scale) @ v
 
 
-def test_a_float_product_copies_nothing():
-    q = only(lowering(jnp.matmul, shape(32, 256), shape(256, 512)))
-    assert (q.dtypes, q.widened) == (("f32", "f32"), ())
+def int32_dot(x, w):
+    return jax.lax.dot(x, w, preferred_element_type=jnp.int32)
 
 
-def test_a_widened_activation_is_no_weight():
-    """A table that is looked up gives rows in float: they are no copy of the table."""
+INT8_X, INT8_W = shape(32, 256, dtype=jnp.int8), shape(256, 512, dtype=jnp.int8)
+UINT8_X = shape(32, 256, dtype=jnp.uint8)
+COPY = "f32[256,512] of w.scale and w.values"
+PRODUCTS = {
+    "dequantized first": (by_hand, (codes(256, 512), shape(32, 256)), "f32", (COPY,)),
+    "float": (jnp.matmul, (shape(32, 256), shape(256, 512)), "f32", ()),
+    "a widened activation": (
+        looked_up,
+        (codes(300, 256), shape(256, 512), shape(32, dtype=jnp.int32)),
+        "f32",
+        (),
+    ),
+    "uint8 beside int8": (
+        int32_dot,
+        (UINT8_X, INT8_W),
+        "s32",
+        ("s32[32,256] of x", "s32[256,512] of w"),
+    ),
+    "int8 beside int8": (int32_dot, (INT8_X, INT8_W), "s8", ()),
+}
 
-    def f(table, v, i):
-        return (table.values[i].astype(jnp.float32) * table.scale) @ v
 
-    q = only(lowering(f, codes(300, 256), shape(256, 512), shape(32, dtype=jnp.int32)))
-    assert q.widened == ()
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_copies_of_weights_are_named_and_there_are_no_others(name):
+    f, args, dtype, widened = PRODUCTS[name]
+    q = only(lowering(f, *args))
+    assert (q.dtypes, q.widened) == ((dtype, dtype), widened)
 
 
 def test_int4_codes_are_widened_on_cpu_unless_packed_for_it():
@@ -57,17 +220,6 @@ def test_int4_codes_are_widened_on_cpu_unless_packed_for_it():
     assert sum(c.times for c in tiles) == 8
     packed = only(lowering(jqx.matmul, shape(8, 256), jqx.pack_for(plain, "cpu")))
     assert (packed.dtypes, packed.widened) == (("s8", "s8"), ())
-
-
-def test_uint8_beside_int8_is_widened_to_32_bits_on_cpu():
-    def f(x, w):
-        return jax.lax.dot(x, w, preferred_element_type=jnp.int32)
-
-    mixed = only(lowering(f, shape(32, 256, dtype=jnp.uint8), shape(256, 512, dtype=jnp.int8)))
-    assert mixed.dtypes == ("s32", "s32")
-    assert mixed.widened == ("s32[32,256] of x", "s32[256,512] of w")
-    alike = only(lowering(f, shape(32, 256, dtype=jnp.int8), shape(256, 512, dtype=jnp.int8)))
-    assert (alike.dtypes, alike.widened) == (("s8", "s8"), ())
 
 
 def test_a_loop_counts_its_steps_and_a_condition_leaves_them_unknown():
@@ -116,14 +268,14 @@ def test_leaves_that_are_no_arrays_are_static():
     assert only(low).dtypes == ("f32", "f32")
 
 
-def test_it_prints_a_table_and_is_a_dict():
+def test_a_lowering_prints_a_table_and_is_a_dict():
     low = lowering(by_hand, codes(256, 512), shape(32, 256))
     text = str(low)
     assert "f32[32,256] x f32[256,512] -> f32[32,512]" in text
-    assert "writes f32[256,512] of w.scale and w.values first" in text
+    assert f"writes {COPY} first" in text
     assert text.splitlines()[-1].startswith("1 contractions on cpu; bytes: argument")
     data = json.loads(json.dumps(low.to_dict()))
-    assert data["contractions"][0]["widened"] == ["f32[256,512] of w.scale and w.values"]
+    assert data["contractions"][0]["widened"] == [COPY]
     assert low.__rich__().row_count == 1
 
 
@@ -171,3 +323,178 @@ assert len(low.contractions) == 1
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+PARAMS = {"w": shape(256, 256), "v": shape(256, 256)}
+X = shape(32, 256)
+
+
+def really(explanation):
+    return {(site.path, site.op): site.really for site in explanation.sites}
+
+
+def test_each_site_is_found_though_all_have_one_shape():
+    explanation = jqx.explain(two_layers, PARAMS, X, plan=w8a8_dynamic())
+    assert [site.path for site in explanation.sites] == ["w", "v"]
+    assert [site.really for site in explanation.sites] == ["codes", "codes"]
+    assert [len(site.contractions) for site in explanation.sites] == [1, 1]
+    assert explanation.others == ()
+
+
+def test_a_site_left_in_float_is_shown_with_its_reason():
+    explanation = jqx.explain(two_layers, PARAMS, X, plan=w8a8_dynamic("v"))
+    (w,), (v,) = explanation["w"], explanation["v"]
+    assert (v.really, v.is_quantized) == ("codes", True)
+    assert (w.really, w.is_quantized) == ("float", False)
+    assert w.plan == "left in float: no rule matches"
+    assert w.contractions[0].dtypes == ("f32", "f32")
+    assert "left in float: no rule matches" in str(explanation)
+    assert str(explanation).endswith("1 of 2 contractions read codes on cpu")
+    assert json.loads(json.dumps(explanation.to_dict()))["sites"][1]["really"] == "float"
+    assert explanation.__rich__().row_count == 2
+
+
+def test_sites_in_loops_and_contractions_without_weights_are_found():
+    explanation = jqx.explain(looped, {"layers": shape(3, 256, 256)}, X, plan=w8a8_dynamic())
+    assert really(explanation) == {
+        ("layers", "dot_general"): "codes",
+        ("scores", "dot_general"): "float",
+        ("", "dot_general"): "float",
+    }
+    assert explanation["layers"][0].contractions[0].times == 3
+    assert explanation.others == ()
+    assert [site.label for site in explanation.sites] == ["layers", "scores", "(dot_general~1)"]
+    assert "gone" not in str(explanation)
+    sites = (dataclasses.replace(explanation.sites[0], really="gone"), *explanation.sites[1:])
+    assert "\ngone: the program has no such product:" in str(
+        dataclasses.replace(explanation, sites=sites)
+    )
+
+
+def test_what_has_neither_weight_nor_scope_is_called_by_its_operation_and_number():
+    """In every table; a weight that is a whole argument is called so. Rules see empty paths."""
+    attention = jqx.Rule(activation=jqx.QSpec("int8", dynamic=True))
+    policy = w8a8_dynamic() + jqx.Policy([attention])
+    f, w = lambda w, x: (x @ w) @ x.T @ x, jnp.eye(4)
+    plan = jqx.make_plan(f, policy)(w, w)
+    labels = ["(argument)", "(dot_general#1)", "(dot_general#2)"]
+    assert [site.label for site in plan.sites] == labels
+    assert [site.path for site in plan.sites] == [""] * 3
+    assert [row.name for row in jqx.compare(f, plan)(w, w).sites] == labels
+    assert [row.label for row in jqx.diagnostics.ranges(f, plan, {})(w, w).sites] == labels
+    skipped = jqx.make_plan(f, w8a8_dynamic())(w, w)
+    assert [row[0] for row in skipped.table().rows] == [
+        "(argument)",
+        "(dot_general~0)",
+        "(dot_general~1)",
+    ]
+    three = lambda p, x: f(p["w"], x)  # noqa: E731
+    costs = jqx.diagnostics.sensitivity(three, policy, estimate="one_at_a_time")({"w": w}, w)
+    assert {row.label: row.path for row in costs.ranked} == {"w": "w", "(2 unnamed)": ""}
+    assert {row.scheme for row in costs.ranked} == {
+        "int8 per_axis(0) dynamic x int8 per_channel",
+        "int8 per_tensor dynamic x int8 per_tensor dynamic",
+    }
+
+
+def test_a_fault_by_hand_is_no_site_and_is_listed_beside():
+    """One weight goes through a plan; the other is dequantized by the user, before the product."""
+
+    def f(params, x):
+        return by_hand(params["own"], jax.nn.relu(x @ params["w"]))
+
+    params = {"w": shape(256, 256), "own": codes(256, 256)}
+    policy = w8a8_dynamic("w")
+    plan = jqx.make_plan(lambda p, x: jax.nn.relu(x @ p["w"]), policy)({"w": params["w"]}, X)
+    converted = jqx.convert(lambda p, x: jax.nn.relu(x @ p["w"]), plan)
+    q = jqx.quantize_params({"w": params["w"]}, plan)
+    explanation = jqx.explain(lambda q, own, x: by_hand(own, converted(q, x)), q, params["own"], X)
+    assert really(explanation) == {("w", "dot_general"): "codes"}
+    (other,) = explanation.others
+    assert other.widened == ("f32[256,256] of own.scale and own.values",)
+
+
+def test_a_weight_whose_codes_are_converted_before_the_product_is_widened_first():
+    explanation = jqx.explain(two_layers, PARAMS, shape(8, 256), plan=w8a16())
+    assert [site.really for site in explanation.sites] == ["codes", "codes"]  # digits of x, on CPU
+    blocks = jqx.explain(two_layers, PARAMS, X, plan=jqx.presets.w4a16())
+    assert [site.really for site in blocks.sites] == ["widened first", "widened first"]
+    copies = {copy.partition(" ")[0] for c in blocks["w"][0].contractions for copy in c.widened}
+    assert copies == {"f32[32,256]"}  # a tile at a time
+
+
+@pytest.mark.parametrize("preset", ["fp8", "mxfp8", "nf4", "w4a16"])
+def test_a_product_of_one_row_is_found_though_xla_on_cpu_drops_its_name(preset):
+    plan = getattr(jqx.presets, preset)()
+    f = lambda params, x: x @ params["w"]  # noqa: E731
+    explanation = jqx.explain(f, {"w": shape(512, 1024)}, shape(1, 512), plan=plan)
+    assert really(explanation) == {("w", "dot_general"): "widened first"}
+    assert explanation.others == ()
+
+
+def test_a_lookup_multiplies_nothing():
+    def f(params, i):
+        return params["table"][i] @ params["w"]
+
+    params = {"table": shape(300, 256), "w": shape(256, 256)}
+    explanation = jqx.explain(f, params, shape(32, dtype=jnp.int32), plan=w8a8_dynamic())
+    assert really(explanation) == {("table", "gather"): "lookup", ("w", "dot_general"): "codes"}
+
+
+def test_a_plan_and_quantized_parameters_are_taken_as_they_are():
+    plan = jqx.make_plan(two_layers, w8a8())(PARAMS, X)
+    key = jax.random.key(0)
+    params = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape), PARAMS)
+    x = jax.random.normal(key, X.shape)
+    affines = jqx.affines(plan, jqx.calibrate(two_layers, plan)(params, x)[1])
+    q = jqx.quantize_params(params, plan)
+    explanation = jqx.explain(two_layers, q, x, plan=plan, affines=affines)
+    assert [site.is_quantized for site in explanation.sites] == [True, True]
+
+
+def test_what_is_no_plan_and_scales_without_one_are_refused():
+    with pytest.raises(ValueError, match="`affines` has no use without a plan"):
+        jqx.explain(two_layers, PARAMS, X, affines={})
+    with pytest.raises(TypeError, match="`plan` is not a Plan or a Policy"):
+        jqx.explain(two_layers, PARAMS, X, plan="w8a8")
+
+
+@pytest.mark.parametrize("path", ["a/b", 'quo"te', "br]acket", "back\\slash", "per%cent"])
+def test_any_path_is_found_again(path):
+    f = lambda params, x: x @ params[path]  # noqa: E731
+    explanation = jqx.explain(f, {path: shape(256, 256)}, X, plan=w8a8_dynamic())
+    assert really(explanation) == {(path, "dot_general"): "codes"}
+
+
+def test_the_compilation_cache_does_not_mix_up_names():
+    """Functions that differ in the names of their weights alone are one to JAX's cache, which the
+    tests use.
+    """
+    assert jax.config.jax_compilation_cache_dir
+    for path in ("one", "other", "one"):
+        f = lambda params, x, path=path: jnp.tanh(x @ params[path])  # noqa: E731
+        explanation = jqx.explain(f, {path: shape(256, 192)}, X, plan=w8a8_dynamic())
+        assert really(explanation) == {(path, "dot_general"): "codes"}
+
+
+def test_weights_in_the_plain_layout_are_named_with_what_lays_them_out():
+    f, params = lambda p, x: x @ p["w"] + p["b"], {"w": jnp.ones((64, 32)), "b": jnp.ones((1, 32))}
+    plan = jqx.make_plan(f, jqx.presets.w4a16())(params, jnp.ones((2, 64)))
+    plain = jqx.explain(f, params, jnp.ones((2, 64)), plan=plan)
+    assert plain.plain == ("w",) and plain.to_dict()["plain"] == ["w"]
+    assert "quantize_params" in str(plain) and "pack_for" in str(plain)
+    packed = jqx.quantize_params(params, plan, target="cpu")
+    explanation = jqx.explain(f, packed, jnp.ones((2, 64)), plan=plan)
+    assert explanation.plain == () and "pack_for" not in str(explanation)
+
+
+def test_weights_that_were_quantized_before_the_plan_say_so():
+    def f(params, x):
+        return x @ params["params"]["up"]["w"]
+
+    spec = jqx.QSpec("int4", jqx.per_block({0: 32, 1: 1}), symmetric=False)
+    w = jqx.QTensor.quantize(jnp.ones((64, 32)), spec)
+    explanation = jqx.explain(f, {"params": {"up": {"w": w}}}, shape(8, 64), plan=jqx.Policy([]))
+    (site,) = explanation.sites
+    assert site.plan == "quantized already: int4 per_block({0: 32, 1: 1}) asymmetric"
+    assert "of w.scale and w.values" in str(explanation) and "args[0]" not in str(explanation)

@@ -33,19 +33,19 @@ KNOWN: dict[tuple[str, str, str, int], str] = {}
 
 def needs(target):
     """Skips a test where the compiler for a target is not installed."""
-    known = targets.TARGETS[target]
-    if not any(map(targets._is_installed, known.modules)):
-        pytest.skip(f"no compiler for {target}: the extra {known.extra} is not installed")
+    compiler = targets.TARGETS[target]
+    if not any(map(targets._is_installed, compiler.modules)):
+        pytest.skip(f"no compiler for {target}: the extra {compiler.extra} is not installed")
 
 
 def cells(rule, rows, names=PRESETS):
     """Every preset, target and number of rows; the known violations must fail."""
-    found = []
+    results = []
     for preset, target, m in itertools.product(names, ALL, rows):
         reason = KNOWN.get((rule, preset, target, m))
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        found.append(pytest.param(preset, target, m, marks=marks, id=f"{preset}-{target}-{m}"))
-    return found
+        results.append(pytest.param(preset, target, m, marks=marks, id=f"{preset}-{target}-{m}"))
+    return results
 
 
 def dense(w, x):
@@ -70,9 +70,9 @@ def test_products_run_on_the_units_for_matrices(preset, target, rows):
     product may be one: reading the weight takes all its time.)
     """
     needs(target)
-    found = compiled(preset, target, rows)
-    assert found
-    for c in found:
+    result = compiled(preset, target, rows)
+    assert result
+    for c in result:
         assert "by elements" not in c.runs and "a loop multiplies" not in c.left, c
         assert not {"s32", "u8", "u4"} & {*c.dtypes}, c
 
@@ -139,9 +139,9 @@ def layers(w, x):
 def test_a_loop_over_layers_carries_codes(preset, target):
     """Compilers may move a conversion out of a loop: then the stack would lie there in float."""
     needs(target)
-    found = compiled(preset, target, 8, layers, (4, K, K))
-    assert [c.times for c in found] == [4]
-    assert found[0].widened == ()
+    result = compiled(preset, target, 8, layers, (4, K, K))
+    assert [c.times for c in result] == [4]
+    assert result[0].widened == ()
 
 
 FAULTS = {
@@ -198,5 +198,5 @@ def test_what_a_product_before_it_reads_is_not_what_a_product_reads(target):
         return jax.nn.relu(x @ params["w"]) @ params["v"]
 
     params = {"w": bf16(1024, 4096), "v": bf16(4096, 1024)}
-    found = jqx.explain(f, params, bf16(512, 1024), plan=presets.w8a16("w"), target=target)
-    assert [site.really for site in found.sites] == ["converted", "float"]
+    explanation = jqx.explain(f, params, bf16(512, 1024), plan=presets.w8a16("w"), target=target)
+    assert [site.really for site in explanation.sites] == ["converted", "float"]

@@ -102,6 +102,16 @@ def gamma(roundings: int) -> float:
     return roundings * UNIT / (1 - roundings * UNIT)
 
 
+def near(error: float, layers: int, terms: int) -> float:
+    """How far two programs may be apart in an error that both measure, relative to it.
+
+    A `relative_error` is the square of a difference of two results, over that of their size. Each
+    result sums `terms` products in each of its layers, off by half a unit in the last place each;
+    two programs so differ by four times that.
+    """
+    return 2 * 4 * layers * terms * 2.0**-25 / error**0.5
+
+
 def contraction(lhs: np.ndarray, rhs: np.ndarray, numbers: Numbers) -> np.ndarray:
     """`lax.dot_general` of NumPy arrays, in their own arithmetic; axes may be negative."""
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers
