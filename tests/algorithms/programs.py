@@ -60,9 +60,9 @@ class Program:
 
     def leaf(self, *shape, near=0.0, again=0.15):
         """The name of a parameter, sometimes one that is in use already."""
-        known = [name for name, x in self.params.items() if x.shape == shape]
-        if known and self.rng.random() < again:
-            return self.one(*known)
+        names = [name for name, x in self.params.items() if x.shape == shape]
+        if names and self.rng.random() < again:
+            return self.one(*names)
         spread = np.exp(self.rng.normal(size=shape[-1:] or ()))
         fan = shape[-2] if len(shape) > 1 else 1
         x = near + self.rng.normal(size=shape) * spread / fan**0.5
@@ -422,10 +422,10 @@ class Program:
 
             def step(c, xs):
                 x, key = c
-                w, own = xs
+                w, key_of_step = xs
                 key, other = jax.random.split(key)
-                x = x @ w + 0 * (jax.random.uniform(own) + jax.random.uniform(other))
-                return (x, key), own
+                x = x @ w + 0 * (jax.random.uniform(key_of_step) + jax.random.uniform(other))
+                return (x, key), key_of_step
 
             return lax.scan(step, (of(v), jax.random.key(1)), (p[w], keys))[0][0]
 
@@ -454,5 +454,5 @@ def inputs(seed):
 
 def together(programs):
     """One function of the parameters of many, which returns the results of each."""
-    params = {f"{i}": own.params for i, own in enumerate(programs)}
-    return lambda p, x, t: [own(p[f"{i}"], x, t) for i, own in enumerate(programs)], params
+    params = {f"{i}": program.params for i, program in enumerate(programs)}
+    return lambda p, x, t: [program(p[f"{i}"], x, t) for i, program in enumerate(programs)], params

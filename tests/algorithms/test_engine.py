@@ -10,6 +10,7 @@ import sys
 import tempfile
 import tracemalloc
 import weakref
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from jqx._src.transforms.plan import Weight
 from jqx.algorithms import gptq
 
 from ..arrays import on_device
+from ..oracles.algorithms import Interruption, interrupt_gptq
 
 RNG = np.random.default_rng(0)
 D, L = 16, 3
@@ -43,6 +45,8 @@ def normal(*shape):
 
 PARAMS = {"layers": normal(L, D, D), "experts": normal(3, D, D)}
 BATCHES = [normal(n, D) for n in (32, 24)]
+TWO = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
+INT4 = jqx.Policy({".*": "int4"})
 
 
 def f(p, x):
@@ -59,12 +63,31 @@ def f(p, x):
 
 @pytest.fixture(scope="module")
 def plan():
-    return jqx.make_plan(f, jqx.Policy({".*": "int4"}))(PARAMS, BATCHES[0])
+    return jqx.make_plan(f, INT4)(PARAMS, BATCHES[0])
 
 
 @pytest.fixture(scope="module")
 def plain(plan):
     return gptq().run(f, plan, PARAMS, BATCHES, progress=False)
+
+
+@pytest.fixture
+def solved(monkeypatch):
+    """The matrices that GPTQ is given, a list for each call."""
+    calls, solve = [], gptq.solve
+
+    def spy(self, matrices, *args):
+        calls.append(matrices)
+        return solve(self, matrices, *args)
+
+    monkeypatch.setattr(gptq, "solve", spy)
+    return calls
+
+
+def run(f, params, batches=BATCHES, policy=INT4, **options):
+    """What GPTQ chooses for a function."""
+    plan = jqx.make_plan(f, policy)(params, batches[0])
+    return gptq(**options).run(f, plan, params, batches, progress=False)
 
 
 def check_same(a, b):
@@ -82,13 +105,13 @@ def stack_of(count, rows, columns, drift):
     rng = np.random.default_rng(1)
     w = on_device(np.float32(rng.normal(size=(count, rows, columns))))
     places = np.arange(w.size, dtype=np.int32).reshape(w.shape)
-    found = []
+    results = []
     for i in range(count):
         x, d = rng.normal(size=(2, 4 * columns, columns)) * np.exp(rng.normal(size=columns))
-        own = Drift(d.T @ x, d.T @ d) if drift else None
+        drift_of_one = Drift(d.T @ x, d.T @ d) if drift else None
         products = x.T @ x * (np.nan if i == 1 else 1)
-        found.append(Matrix(("w",), (), (i,), places[i], products, len(x), own))
-    return w, found
+        results.append(Matrix(("w",), (), (i,), places[i], products, len(x), drift_of_one))
+    return w, results
 
 
 OPTIONS = (
@@ -115,8 +138,8 @@ def test_a_stack_is_rounded_as_each_matrix_alone(shape, scheme, options):
     together, alone = (Grids.of({"w": w}, {"w": spec}) for _ in range(2))
     entries = solver.solve(matrices, together, weight)
     for matrix, entry in zip(matrices, entries, strict=True):
-        (own,) = solver.solve([matrix], alone, weight)
-        assert without_time([own]) == without_time([entry])
+        (entry_alone,) = solver.solve([matrix], alone, weight)
+        assert without_time([entry_alone]) == without_time([entry])
     assert [entry.damping is None for entry in entries] == [i == 1 for i in range(shape[0])]
     np.testing.assert_array_equal(together.codes, alone.codes)
     np.testing.assert_array_equal(together.scale, alone.scale)
@@ -136,20 +159,24 @@ def test_a_table_has_one_line_for_matrices_that_are_multiplied_by_at_once(plain)
 @pytest.fixture
 def held(monkeypatch):
     """A function that returns the values of batches that are held now, each once."""
-    known = weakref.WeakSet()
+    holders = weakref.WeakSet()
     for cls in (Frame, Scan):
 
         def record(self, *args, init=cls.__init__):
-            known.add(self)
+            holders.add(self)
             init(self, *args)
 
         monkeypatch.setattr(cls, "__init__", record)
     fields = ("values", "_consts", "_carry", "_xs", "_rows")
 
     def values():
-        found = [[vars(x).get(name) for name in fields] for x in known]
-        found = [list(x.values()) if isinstance(x, dict) else x for own in found for x in own]
-        return list({id(x): x for x in jax.tree.leaves(found)}.values())
+        results = [[vars(x).get(name) for name in fields] for x in holders]
+        results = [
+            list(x.values()) if isinstance(x, dict) else x
+            for fields_of_one in results
+            for x in fields_of_one
+        ]
+        return list({id(x): x for x in jax.tree.leaves(results)}.values())
 
     return values
 
@@ -172,15 +199,15 @@ def test_activations_elsewhere_give_the_same_codes(
     monkeypatch.setattr(gptq, "solve", spy)
     algorithm, kind = gptq(propagation=propagation), OnDisk if where == "disk" else OnHost
     away = dataclasses.replace(algorithm, offload=where)
-    found = away.run(f, plan, PARAMS, BATCHES, progress=False)
+    chosen = away.run(f, plan, PARAMS, BATCHES, progress=False)
     assert len(seen) == L + 1 and all(set(kinds) == {kind} for kinds in seen)
     told = "on disk" if where == "disk" else "on the host"
-    assert found.report.memory.offload == where and told in str(found.report.memory)
+    assert chosen.report.memory.offload == where and told in str(chosen.report.memory)
     assert files == [len(kinds) if where == "disk" else 0 for kinds in seen]
     if propagation != "none":
         plain = algorithm.run(f, plan, PARAMS, BATCHES, progress=False)
         assert all(kind not in kinds for kinds in seen[L + 1 :])
-    check_same(found, plain)
+    check_same(chosen, plain)
     gc.collect()
     assert not list(tmp_path.iterdir())
 
@@ -189,42 +216,37 @@ def test_values_on_disk_are_those_that_were_kept():
     x = jnp.arange(24).reshape(4, 6)
     keeper = store.Offload("disk")
     for dtype in ("float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4"):
-        own = jnp.tile(x.astype(dtype), (store._LEAST, 1))
-        away = keeper.kept(own)
+        values = jnp.tile(x.astype(dtype), (store._LEAST, 1))
+        away = keeper.kept(values)
         assert isinstance(away, OnDisk)
         back = store.on_device(away)
-        assert back.dtype == own.dtype and back.sharding == own.sharding
-        np.testing.assert_array_equal(back, own)
+        assert back.dtype == values.dtype and back.sharding == values.sharding
+        np.testing.assert_array_equal(back, values)
     assert isinstance(keeper.kept(x), OnHost)
     key = jax.random.key(0)
     assert keeper.kept(key) is key
 
 
-def test_memory_is_known_before_it_is_taken(plan, plain, held, monkeypatch, capsys):
+def test_memory_is_known_before_it_is_taken(plan, plain, held, solved, monkeypatch, capsys):
     """Of what is held: weights and statistics to the byte, activations too."""
-    live, sums = [], []
-    solve = gptq.solve
+    live = []
 
     def put(self, stage, results):
         self.values.update(zip(stage.gives, results, strict=True))
         live.append(sum(x.nbytes for x in held()))
         self.drop(stage)
 
-    def spy(self, matrices, *args):
-        sums.append(sum(matrix.hessian.nbytes for matrix in matrices))
-        return solve(self, matrices, *args)
-
     monkeypatch.setattr(Frame, "put", put)
-    monkeypatch.setattr(gptq, "solve", spy)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     memory = gptq().run(f, plan, PARAMS, BATCHES).report.memory
     assert memory == plain.report.memory
+    sums = [sum(matrix.hessian.nbytes for matrix in matrices) for matrices in solved]
     assert memory.statistics == max(sums) * 3 // 2  # and of one batch in float32
     assert memory.activations == max(live)
     expected = 2 * 4 * sum(x.size for x in PARAMS.values())  # the parameters twice
     for weight in plan.weights:
-        own = Grids.of(PARAMS, {weight.path: weight.spec})
-        expected += sum(x.nbytes for x in (own.codes, own.scale))
+        grids = Grids.of(PARAMS, {weight.path: weight.spec})
+        expected += sum(x.nbytes for x in (grids.codes, grids.scale))
     assert memory.weights == expected
     if importlib.util.find_spec("tqdm"):
         assert f"quantize: {memory}\n" in capsys.readouterr().err
@@ -258,11 +280,11 @@ def test_what_is_held_grows_with_codes_alone(monkeypatch):
     finally:
         tracemalloc.stop()
     one = width * width  # of one step: places, and the sum in float64 with what becomes of it
-    known = memory.weights - 2 * params.nbytes
-    assert known == params.size + params.size // 32 * 4  # codes and scales
+    grids = memory.weights - 2 * params.nbytes
+    assert grids == params.size + params.size // 32 * 4  # codes and scales
     on_host, arrays = (max(x) for x in zip(*most, strict=True))
     assert len(most) == layers
-    assert known <= on_host <= known + one * (4 + 2 * 8) + 4096
+    assert grids <= on_host <= grids + one * (4 + 2 * 8) + 4096
     assert arrays <= params.nbytes + memory.activations + one * 8
 
 
@@ -286,29 +308,17 @@ def test_large_statistics_are_stated_before_they_are_taken(plan, monkeypatch, ca
     assert f"the statistics take {size / 1024:.4g} KiB\n" in capsys.readouterr().err
 
 
-class Interruption(Exception):
-    pass
-
-
 @pytest.mark.parametrize("options", [{}, {"groups": "dynamic"}, {"sequential": False}], ids=str)
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not(
     plan, plain, options, tmp_path, monkeypatch
 ):
-    solved, left = [], [1]
-    solve = gptq.solve
-
-    def until(self, matrices, *args):
-        if len(solved) == left[0]:
-            raise Interruption
-        solved.append([matrix.name for matrix in matrices])
-        return solve(self, matrices, *args)
-
-    monkeypatch.setattr(gptq, "solve", until)
+    solved, limit = interrupt_gptq(monkeypatch, 1)
     resumed = gptq(checkpoint=tmp_path / "run", **options)
+    resume = partial(resumed.run, f, plan, PARAMS, BATCHES, progress=False)
     with pytest.raises(Interruption):
-        resumed.run(f, plan, PARAMS, BATCHES, progress=False)
-    left[0] = 100
-    found = resumed.run(f, plan, PARAMS, BATCHES, progress=False)
+        resume()
+    limit[0] = 100
+    result = resume()
     assert len(solved) == len({*map(tuple, solved)})
     count = len(solved)
     whole = plain
@@ -316,10 +326,10 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not(
         whole = gptq(**options).run(f, plan, PARAMS, BATCHES, progress=False)
         count += count
     assert len(solved) == count
-    check_same(found, whole)
-    assert without_time(found.report) == without_time(whole.report)
-    again = resumed.run(f, plan, PARAMS, BATCHES, progress=False)
-    assert len(solved) == count and again.report == found.report
+    check_same(result, whole)
+    assert without_time(result.report) == without_time(whole.report)
+    again = resume()
+    assert len(solved) == count and again.report == result.report
 
 
 def refused(plan, folder, g=f, batches=BATCHES, params=PARAMS, **options):
@@ -329,33 +339,26 @@ def refused(plan, folder, g=f, batches=BATCHES, params=PARAMS, **options):
 
 
 def test_a_checkpoint_of_something_else_is_an_error(plan, tmp_path):
-    own = tmp_path / "run"
-    gptq(checkpoint=own).run(f, plan, PARAMS, BATCHES, progress=False)
-    assert sorted(os.listdir(own)) == ["000000.npz", *(f"00000{i}.npz" for i in (1, 2, 3)), NAME]
+    folder = tmp_path / "run"
+    gptq(checkpoint=folder).run(f, plan, PARAMS, BATCHES, progress=False)
+    assert sorted(os.listdir(folder)) == ["000000.npz", *(f"00000{i}.npz" for i in (1, 2, 3)), NAME]
     other = lambda p, x: jnp.abs(f(p, x))  # noqa: E731
-    assert "with other function\n" in refused(plan, own, other)
-    assert "with other batches\n" in refused(plan, own, batches=[x + 1 for x in BATCHES])
+    assert "with other function\n" in refused(plan, folder, other)
+    assert "with other batches\n" in refused(plan, folder, batches=[x + 1 for x in BATCHES])
     assert "with other parameters\n" in refused(
-        plan, own, params={**PARAMS, "layers": PARAMS["layers"] * 2}
+        plan, folder, params={**PARAMS, "layers": PARAMS["layers"] * 2}
     )
-    assert "with other options\n" in refused(plan, own, damping=0.1)
+    assert "with other options\n" in refused(plan, folder, damping=0.1)
     eight = jqx.make_plan(f, jqx.Policy({".*": "int8"}))(PARAMS, BATCHES[0])
-    assert "with other plan\n" in refused(eight, own)
-    (own / "000002.npz").write_bytes(b"PK")
-    assert "000002.npz" in refused(plan, own)
-    (own / "000002.npz").write_bytes((own / "000001.npz").read_bytes())
-    assert "000002.npz" in refused(plan, own)
+    assert "with other plan\n" in refused(eight, folder)
+    (folder / "000002.npz").write_bytes(b"PK")
+    assert "000002.npz" in refused(plan, folder)
+    (folder / "000002.npz").write_bytes((folder / "000001.npz").read_bytes())
+    assert "000002.npz" in refused(plan, folder)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").write_text("mine")
     for path in (tmp_path / "other", tmp_path / "other" / "notes"):
         assert "not a checkpoint folder" in refused(plan, path)
-    with pytest.raises(TypeError, match=r"jqx\.algorithms\.gptq: (.|\n)+fix:"):
-        gptq(checkpoint=3)
-    with pytest.raises(ValueError, match="`offload` and `sequential` exclude each other"):
-        gptq(offload=True, sequential=False)
-    for algorithm in (gptq, jqx.algorithms.adaround, jqx.algorithms.auto_round):
-        with pytest.raises(ValueError, match=r"`offload` is out of range(.|\n)+fix:"):
-            algorithm(offload="memory")
 
 
 def beside(p, x):
@@ -378,56 +381,52 @@ def in_a_loop(p, x):
     return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ w)[:, :D], x)
 
 
-ALIKE = {
-    beside: lambda w, x: jnp.tanh(x) @ w,
-    above: lambda w, x: jnp.concatenate([x, jnp.tanh(x)], axis=1) @ w,
-    in_steps: lambda w, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0],
-    in_a_loop: lambda w, x: lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ w)[:, :D], x),
+JOINED = {
+    beside: (lambda w, x: jnp.tanh(x) @ w, lambda a, b: np.concatenate([a, b.T], 1)),
+    above: (
+        lambda w, x: jnp.concatenate([x, jnp.tanh(x)], axis=1) @ w,
+        lambda a, b: np.concatenate([a, b])[::-1],
+    ),
+    in_steps: (
+        lambda w, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0],
+        lambda a, b: np.stack([a, b]),
+    ),
+    in_a_loop: (
+        lambda w, x: lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ w)[:, :D], x),
+        lambda a, b: np.concatenate([a, b], 1),
+    ),
 }
-WHOLE = {
-    beside: lambda a, b: np.concatenate([a, b.T], 1),
-    above: lambda a, b: np.concatenate([a, b])[::-1],
-    in_steps: lambda a, b: np.stack([a, b]),
-    in_a_loop: lambda a, b: np.concatenate([a, b], 1),
-}
+"""The same function of one weight, and which weight that is."""
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("sequential", [True, False])
-@pytest.mark.parametrize("g", ALIKE, ids=lambda g: g.__name__)
+@pytest.mark.parametrize("g", JOINED, ids=lambda g: g.__name__)
 def test_weights_that_are_joined_have_the_codes_of_one_weight(g, sequential):
     """Of scales for each weight, which all parts of the one have too."""
-    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
-    whole = on_device(WHOLE[g](*map(np.asarray, params.values())))
-    found = []
-    for f, p in ((g, params), (ALIKE[g], whole)):
-        plan = jqx.make_plan(f, jqx.Policy({".*": "int4:group=16"}))(p, BATCHES[0])
-        chosen = gptq(sequential=sequential).run(f, plan, p, BATCHES, progress=False)
-        found.append((chosen, chosen.report))
-    (joined, entries), (one, expected) = found
-    values = WHOLE[g](*(np.asarray(x.dequantize()) for x in joined.params.values()))
+    of_one, join = JOINED[g]
+    whole = on_device(join(*map(np.asarray, TWO.values())))
+    policy = jqx.Policy({".*": "int4:group=16"})
+    joined, one = (
+        run(f, p, policy=policy, sequential=sequential) for f, p in ((g, TWO), (of_one, whole))
+    )
+    values = join(*(np.asarray(x.dequantize()) for x in joined.params.values()))
     np.testing.assert_array_equal(values, one.params.dequantize())
-    assert [x.path for x in entries] == ["a+b"] * len(expected)
-    assert [x.after for x in entries] == [x.after for x in expected]
+    assert [x.path for x in joined.report] == ["a+b"] * len(one.report)
+    assert [x.after for x in joined.report] == [x.after for x in one.report]
 
 
-def test_what_follows_joined_weights_sees_all_of_them_quantized(monkeypatch):
-    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1], "c": normal(2 * D, D)}
-    x, seen, solve = BATCHES[0], [], gptq.solve
+def test_what_follows_joined_weights_sees_all_of_them_quantized(solved):
+    params, x = {**TWO, "c": normal(2 * D, D)}, BATCHES[0]
 
     def f(p, x):
         return jnp.tanh(beside(p, x)) @ p["c"]
 
-    def spy(self, matrices, *args):
-        seen.extend(matrices)
-        return solve(self, matrices, *args)
-
-    monkeypatch.setattr(gptq, "solve", spy)
-    plan = jqx.make_plan(f, jqx.Policy({".*": "int3"}))(params, x)
-    found = gptq().run(f, plan, params, [x], progress=False).params
-    a, b = (np.asarray(found[name].dequantize()) for name in "ab")
+    codes = run(f, params, [x], jqx.Policy({".*": "int3"})).params
+    a, b = (np.asarray(codes[name].dequantize()) for name in "ab")
     h = np.tanh(np.tanh(x) @ np.concatenate([a, b.T], 1))
-    np.testing.assert_allclose(seen[1].hessian, h.T @ h, rtol=0, atol=1e-5 * len(h))
+    (_, (matrix,)) = solved
+    np.testing.assert_allclose(matrix.hessian, h.T @ h, rtol=0, atol=1e-5 * len(h))
 
 
 def on_devices(p, x):
@@ -438,10 +437,8 @@ def on_devices(p, x):
 
 @pytest.mark.parametrize("sequential", [True, False])
 def test_a_weight_inside_of_a_shard_map_is_an_error_that_names_the_site(sequential):
-    params = {"a": PARAMS["layers"][0], "b": PARAMS["layers"][1]}
-    plan = jqx.make_plan(on_devices, jqx.Policy({".*": "int4"}))(params, BATCHES[0])
     with pytest.raises(NotImplementedError, match=r"(?s)jqx\..+'a:dot_general'.+fix:") as info:
-        gptq(sequential=sequential).run(on_devices, plan, params, BATCHES, progress=False)
+        run(on_devices, TWO, sequential=sequential)
     assert "replace a shard_map" in str(info.value)
 
 
@@ -470,39 +467,28 @@ def routed(p, x, argsort):
 
 @pytest.mark.parametrize("weight", [None, lambda x: jnp.ones(x.shape[:1])], ids=["all", "counted"])
 @pytest.mark.parametrize("argsort", [jnp.argsort, in_order])
-def test_experts_compare_the_tokens_that_the_quantized_router_sends_them(
-    argsort, weight, monkeypatch
-):
-    params = {"in": PARAMS["layers"][0], "experts": PARAMS["experts"]}
-    x, seen, solve = BATCHES[0], [], gptq.solve
-
-    def f(p, x):
-        return routed(p, x, argsort)
-
-    def spy(self, matrices, *args):
-        seen.append(matrices)
-        return solve(self, matrices, *args)
-
-    monkeypatch.setattr(gptq, "solve", spy)
-    plan = jqx.make_plan(f, jqx.Policy({".*": "int2"}))(params, x)
-    found = gptq(propagation="qep", weight=weight).run(f, plan, params, [x], progress=False)
-    own, exact = (np.tanh(x @ w) for w in (found.params["in"].dequantize(), params["in"]))
-    by_score = np.argsort(-own[:, :EXPERTS], axis=1, kind="stable")[:, :CHOSEN]
+def test_experts_compare_the_tokens_that_the_quantized_router_sends_them(argsort, weight, solved):
+    params, x = {"in": PARAMS["layers"][0], "experts": PARAMS["experts"]}, BATCHES[0]
+    f = partial(routed, argsort=argsort)
+    int2 = jqx.Policy({".*": "int2"})
+    chosen = run(f, params, [x], int2, propagation="qep", weight=weight)
+    rounded, exact = (np.tanh(x @ w) for w in (chosen.params["in"].dequantize(), params["in"]))
+    by_score = np.argsort(-rounded[:, :EXPERTS], axis=1, kind="stable")[:, :CHOSEN]
     assert (by_score != np.argsort(-exact[:, :EXPERTS], axis=1)[:, :CHOSEN]).any(1).sum() > 5
-    assert len(seen[1]) == EXPERTS
-    for expert, matrix in enumerate(seen[1]):
+    assert len(solved[1]) == EXPERTS
+    for expert, matrix in enumerate(solved[1]):
         tokens = np.flatnonzero((by_score == expert).any(1))
-        a, b = (h[tokens] * h[tokens, expert][:, None] for h in (own, exact))
+        a, b = (h[tokens] * h[tokens, expert][:, None] for h in (rounded, exact))
         assert matrix.rows == len(tokens)
         size = np.abs(a).max() * np.abs(b - a).max() * len(tokens)
         np.testing.assert_allclose(matrix.drift.cross, (b - a).T @ a, rtol=0, atol=1e-5 * size)
         np.testing.assert_allclose(matrix.drift.gram, (b - a).T @ (b - a), rtol=0, atol=1e-5 * size)
 
 
-def test_a_reversed_scan_is_stepped_through_from_its_end(monkeypatch):
+def test_a_reversed_scan_is_stepped_through_from_its_end(solved):
     """Each step sees what those after it, quantized, have made; results keep their places."""
     params = {"layers": PARAMS["layers"], "head": normal(D, D)}
-    x, seen, solve = BATCHES[0], [], gptq.solve
+    x = BATCHES[0]
     count = np.arange(1.0, L + 1, dtype=np.float32)[:, None, None]
 
     def f(p, x):
@@ -513,23 +499,18 @@ def test_a_reversed_scan_is_stepped_through_from_its_end(monkeypatch):
         _, rows = lax.scan(layer, x, p["layers"], reverse=True)
         return (rows * count).sum(0) @ p["head"]
 
-    def spy(self, matrices, *args):
-        seen.extend(matrices)
-        return solve(self, matrices, *args)
-
-    monkeypatch.setattr(gptq, "solve", spy)
-    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, x)
-    found = gptq().run(f, plan, params, [x], progress=False).params
+    codes = run(f, params, [x]).params
     h, rows, inputs = np.asarray(x), [], []
-    for w in np.asarray(found["layers"].dequantize())[::-1]:
+    for w in np.asarray(codes["layers"].dequantize())[::-1]:
         inputs.append(h)
         h = np.tanh(h @ w)
         rows.insert(0, h)
     inputs.append((np.stack(rows) * count).sum(0))
-    assert [matrix.step for matrix in seen] == [*((i,) for i in reversed(range(L))), ()]
-    for matrix, own in zip(seen, inputs, strict=True):
-        size = 1e-5 * len(own) * np.abs(own).max() ** 2
-        np.testing.assert_allclose(matrix.hessian, own.T @ own, rtol=0, atol=size)
+    matrices = [matrix for call in solved for matrix in call]
+    assert [matrix.step for matrix in matrices] == [*((i,) for i in reversed(range(L))), ()]
+    for matrix, rows in zip(matrices, inputs, strict=True):
+        size = 1e-5 * len(rows) * np.abs(rows).max() ** 2
+        np.testing.assert_allclose(matrix.hessian, rows.T @ rows, rtol=0, atol=size)
 
 
 @pytest.mark.parametrize("options", [{}, {"sequential": False}, {"propagation": "qep"}], ids=str)
@@ -539,16 +520,14 @@ def test_a_scan_of_no_steps_has_no_matrices(options):
     def f(p, x):
         return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0] @ p["head"]
 
-    plan = jqx.make_plan(f, jqx.Policy({".*": "int4"}))(params, BATCHES[0])
-    found = gptq(**options).run(f, plan, params, BATCHES, progress=False)
-    assert [entry.path for entry in found.report] == ["head"]
-    assert found.params["layers"].shape == (0, D, D)
+    chosen = run(f, params, **options)
+    assert [entry.path for entry in chosen.report] == ["head"]
+    assert chosen.params["layers"].shape == (0, D, D)
 
 
-def test_scales_that_rows_share_cannot_be_dynamic(plan):
-    shared = jqx.make_plan(f, jqx.Policy({".*": "int4:tensor"}))(PARAMS, BATCHES[0])
+def test_scales_that_rows_share_cannot_be_dynamic():
     with pytest.raises(ValueError, match=r"(?s)jqx\.algorithms\.gptq: scales of this .+fix:"):
-        gptq(groups="dynamic").run(f, shared, PARAMS, BATCHES, progress=False)
+        run(f, PARAMS, policy=jqx.Policy({".*": "int4:tensor"}), groups="dynamic")
 
 
 def test_functions_of_one_text_and_the_same_constants_are_one_program():
@@ -570,19 +549,11 @@ def test_functions_of_one_text_and_the_same_constants_are_one_program():
     ):
         np.testing.assert_array_equal(programs.call(key, f, x), f(x))
         assert len(programs._compiled) == count
-
-
-def test_functions_with_other_constants_inside_are_other_programs():
-    """The text of a function that is jitted inside has the shapes of its constants alone."""
-    programs, x = Programs(), jnp.arange(8.0)
-
-    def adds(constant):
-        return jax.jit(lambda x: x + constant)
-
-    for step in (1, 2):
-        f = adds(jnp.full(8, float(step)))
-        np.testing.assert_array_equal(programs.call(step, f, x), x + step)
-    assert len(programs._compiled) == 2
+    # The text of a function that is jitted inside has the shapes of its constants alone.
+    for count, constant in ((5, first), (6, second)):
+        inside = jax.jit(lambda x, constant=constant: x + constant)
+        np.testing.assert_array_equal(programs.call(("inside", count), inside, x), x + constant)
+        assert len(programs._compiled) == count
 
 
 def test_equal_layers_are_compiled_once(monkeypatch):
@@ -591,12 +562,11 @@ def test_equal_layers_are_compiled_once(monkeypatch):
     params = [{"w": normal(D, D), "b": normal(D)} for _ in range(4)]
 
     def deep(p, x):
-        for own in p:
-            x = jnp.tanh(x @ own["w"] + own["b"][None])
+        for weights in p:
+            x = jnp.tanh(x @ weights["w"] + weights["b"][None])
         return x * 3
 
-    plan = jqx.make_plan(deep, jqx.Policy({".*": "int4"}))(params, BATCHES[0])
-    gptq().run(deep, plan, params, BATCHES[:1], progress=False)
+    run(deep, params, BATCHES[:1])
     (programs,) = made
     # A product, and what stands between two; nothing is run behind the last site.
     assert len(programs._compiled) == 3 and len(programs._called) == 4 + 3

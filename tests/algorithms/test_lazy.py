@@ -19,6 +19,7 @@ from jqx.interop import Lazy
 
 from ..arrays import normal
 from ..interop.trees import assert_same
+from ..oracles.algorithms import Interruption, interrupt_gptq
 
 KILLS = 3
 NAMES = [f"layer{i}" for i in range(4)]
@@ -49,8 +50,8 @@ def whole(x):
     return jnp.clip(jnp.round(x / 4), -7, 7)
 
 
-def lazily(tree, reads=None):
-    """The same parameters, read when they are needed; `reads` are told which are."""
+def lazily(tree, reads=None, copy=jnp.array):
+    """The same parameters, copied when they are needed; `reads` are told which are."""
 
     def leaf(path, x):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -58,7 +59,7 @@ def lazily(tree, reads=None):
         def make():
             if reads is not None:
                 reads.append(name)
-            return jnp.array(x)
+            return copy(x)
 
         return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), make, f"test {name}")
 
@@ -69,8 +70,8 @@ def read(tree):
     return jax.tree.map(lambda x: x.read() if isinstance(x, Lazy) else x, tree)
 
 
-def quantized(g, params, batches, *given, policy=POLICY):
-    return jqx.ptq(g, policy, *given, progress=False)(params, batches)
+def quantized(g, params, batches, *algorithm, policy=POLICY):
+    return jqx.ptq(g, policy, *algorithm, progress=False)(params, batches)
 
 
 def written(path, tree):
@@ -81,13 +82,13 @@ def written(path, tree):
 @pytest.mark.parametrize("given", [(nearest(),), ()], ids=str)
 def test_rounding_to_nearest_reads_a_leaf_for_the_report_and_when_it_is_written(given, tmp_path):
     reads, policy = [], jqx.presets.w8a16()
-    found = quantized(f, lazily(PARAMS, reads), BATCHES, *given, policy=policy)
+    result = quantized(f, lazily(PARAMS, reads), BATCHES, *given, policy=policy)
     eager = quantized(f, PARAMS, BATCHES, *given, policy=policy)
-    assert found.report == eager.report
-    assert all(isinstance(x, Lazy) for x in jax.tree.leaves(found.params))
+    assert result.report == eager.report
+    assert all(isinstance(x, Lazy) for x in jax.tree.leaves(result.params))
     assert max(reads.count(name) for name in set(reads)) == 2  # beside what became of it
     reads.clear()
-    assert written(tmp_path / "a", found) == written(tmp_path / "b", eager)
+    assert written(tmp_path / "a", result) == written(tmp_path / "b", eager)
     assert len(reads) == len(set(reads)) == 2 * len(NAMES)
 
 
@@ -97,11 +98,11 @@ def test_steps_that_rules_select_are_read_and_laid_out(tmp_path):
     policy = jqx.Policy({"w[0]": "int8", ".*": "int4"})
     for target in ("cpu", False):
         quantize = jqx.ptq(scan, policy, nearest(), target=target, progress=False)
-        found, eager = (quantize(p, [BATCHES[0]]) for p in (lazily(params), params))
-        own = read(found.params), eager.params
-        assert jax.tree.structure(own[0]) == jax.tree.structure(own[1])
-        assert_same(*map(jax.tree.leaves, own))
-        assert written(tmp_path / "a", found) == written(tmp_path / "b", eager)
+        result, eager = (quantize(p, [BATCHES[0]]) for p in (lazily(params), params))
+        both = read(result.params), eager.params
+        assert jax.tree.structure(both[0]) == jax.tree.structure(both[1])
+        assert_same(*map(jax.tree.leaves, both))
+        assert written(tmp_path / "a", result) == written(tmp_path / "b", eager)
 
 
 def test_weights_that_are_quantized_already_may_be_lazy_too():
@@ -112,8 +113,8 @@ def test_weights_that_are_quantized_already_may_be_lazy_too():
     assert_same(read(real), jqx.dequantize_params(jqx.quantize_params(PARAMS, plan)))
     mixed = {**lazily(PARAMS), "layer0": codes["layer0"]}
     policy = jqx.Policy({"layer[1-3]/.*": "int4:group=16"})
-    found = quantized(f, mixed, BATCHES, nearest(), policy=policy)
-    assert_same(read(found.params["layer0"]["w"]), read(codes["layer0"]["w"]))
+    result = quantized(f, mixed, BATCHES, nearest(), policy=policy)
+    assert_same(read(result.params["layer0"]["w"]), read(codes["layer0"]["w"]))
 
 
 class Observing:
@@ -185,8 +186,8 @@ def every_form(p, x):
     products of activations; experts.
     """
 
-    def layer(h, own):
-        weight, bias = own
+    def layer(h, xs):
+        weight, bias = xs
         inner, rows = jax.lax.scan(lambda c, b: (whole(c @ p["once"]) + b, c), h, bias)
         return whole(inner @ weight) + rows[0], h.sum(1)
 
@@ -226,14 +227,14 @@ def test_static_scales_are_those_of_parameters_in_memory(calibrator):
         jqx.Rule(weight="int8", activation=spec, output=spec),
     ]
     reads = []
-    found = quantized(every_form, lazily(FORMS, reads), WHOLE, nearest(), policy=jqx.Policy(rules))
+    result = quantized(every_form, lazily(FORMS, reads), WHOLE, nearest(), policy=jqx.Policy(rules))
     assert max(reads.count(name) for name in set(reads)) <= 12
     eager = quantized(every_form, FORMS, WHOLE, nearest(), policy=jqx.Policy(rules))
-    assert found.affines.keys() == eager.affines.keys() and len(found.affines) > 12
+    assert result.affines.keys() == eager.affines.keys() and len(result.affines) > 12
     for key, (scale, zero_point) in eager.affines.items():
-        np.testing.assert_array_equal(found.affines[key].scale, scale, strict=True, err_msg=key)
-        assert (found.affines[key].zero_point is None) == (zero_point is None)
-    assert_same(read(found.params), eager.params)
+        np.testing.assert_array_equal(result.affines[key].scale, scale, strict=True, err_msg=key)
+        assert (result.affines[key].zero_point is None) == (zero_point is None)
+    assert_same(read(result.params), eager.params)
 
 
 def test_a_static_scale_inside_of_a_while_loop_needs_arrays():
@@ -254,15 +255,15 @@ def test_codes_are_those_of_parameters_in_memory(name, algorithm, scheme):
     """Bit for bit; what is not quantized is the leaf that was given."""
     g, params = MODELS[name]
     policy, lazy = jqx.Policy([jqx.Rule(weight=scheme)]), lazily(params)
-    found, eager = (quantized(g, p, BATCHES, algorithm, policy=policy) for p in (lazy, params))
-    assert all(isinstance(x, Lazy) for x in jax.tree.leaves(found.params))
-    own = read(found.params)
-    assert jax.tree.structure(own) == jax.tree.structure(eager.params)
-    assert_same(*map(jax.tree.leaves, (own, eager.params)))
-    assert found.report == eager.report
+    result, eager = (quantized(g, p, BATCHES, algorithm, policy=policy) for p in (lazy, params))
+    assert all(isinstance(x, Lazy) for x in jax.tree.leaves(result.params))
+    codes = read(result.params)
+    assert jax.tree.structure(codes) == jax.tree.structure(eager.params)
+    assert_same(*map(jax.tree.leaves, (codes, eager.params)))
+    assert result.report == eager.report
     if g is f:
-        assert all(found.params[name]["b"] is lazy[name]["b"] for name in NAMES)
-        assert found.details.memory.weights < eager.details.memory.weights / 3
+        assert all(result.params[name]["b"] is lazy[name]["b"] for name in NAMES)
+        assert result.details.memory.weights < eager.details.memory.weights / 3
 
 
 @pytest.mark.parametrize("propagation", ["none", "qep"])
@@ -270,22 +271,16 @@ def test_a_leaf_is_read_where_its_site_comes_and_held_until_the_next(propagation
     """Each once in each stream: its site is one stage with what chooses its codes."""
     made, most, reads = [], [0], []
 
-    def leaf(path, x):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    def copy(x):
+        made.append(weakref.ref(y := np.array(x)))
+        alive = [array for ref in made if (array := ref()) is not None]
+        most[0] = max(most[0], sum(array.ndim == 2 for array in alive))
+        return y
 
-        def make():
-            reads.append(name)
-            made.append(weakref.ref(y := np.array(x)))
-            alive = [own for ref in made if (own := ref()) is not None]
-            most[0] = max(most[0], sum(own.ndim == 2 for own in alive))
-            return y
-
-        return Lazy(jax.ShapeDtypeStruct(x.shape, x.dtype), make, name)
-
-    params = jax.tree_util.tree_map_with_path(leaf, PARAMS)
+    params = lazily(PARAMS, reads, copy)
     plan = jqx.make_plan(f, POLICY)(params, BATCHES[0])
     algorithm = gptq(propagation=propagation)
-    found = algorithm.run(f, plan, params, BATCHES, progress=False)
+    chosen = algorithm.run(f, plan, params, BATCHES, progress=False)
     gc.collect()
     assert not any(ref() is not None for ref in made)
     streams = 1 if propagation == "none" else 2
@@ -293,42 +288,30 @@ def test_a_leaf_is_read_where_its_site_comes_and_held_until_the_next(propagation
     assert [name for name in reads if name.endswith("w")] == expected
     assert most[0] <= streams
     reads.clear()
-    read(found.params)
+    read(chosen.params)
     assert {name for name in reads if name.endswith("w")} == set()  # codes lie in files
-
-
-class Interruption(Exception):
-    pass
 
 
 @pytest.mark.parametrize("name", ["layers", "scan"])
 def test_a_run_that_was_interrupted_goes_on_from_its_folder(name, tmp_path, monkeypatch):
-    (g, params), solved, left = MODELS[name], [], [2]
-    solve = gptq.solve
-
-    def until(self, matrices, *args):
-        if len(solved) == left[0]:
-            raise Interruption
-        solved.append([matrix.name for matrix in matrices])
-        return solve(self, matrices, *args)
-
-    monkeypatch.setattr(gptq, "solve", until)
+    (g, params), (solved, limit) = MODELS[name], interrupt_gptq(monkeypatch, 2)
     resumed = gptq(checkpoint=tmp_path / "run")
     with pytest.raises(Interruption):
         quantized(g, lazily(params), BATCHES, resumed)
-    left[0] = 100
-    found = quantized(g, lazily(params), BATCHES, resumed)
+    limit[0] = 100
+    result = quantized(g, lazily(params), BATCHES, resumed)
     assert len(solved) == len({*map(tuple, solved)})
     again = quantized(g, lazily(params), BATCHES, resumed)
     assert len(solved) == len({*map(tuple, solved)})
     plain = quantized(g, params, BATCHES, gptq())
-    assert_same(*map(jax.tree.leaves, (read(found.params), plain.params)))
-    sources = [[x.source for x in jax.tree.leaves(own.params)] for own in (found, again)]
+    assert_same(*map(jax.tree.leaves, (read(result.params), plain.params)))
+    sources = [[x.source for x in jax.tree.leaves(one.params)] for one in (result, again)]
     assert sources[0] == sources[1] and all(sources[0])
     other = quantized(g, lazily(params), [x + 1 for x in BATCHES], gptq())
-    assert not set(sources[0]) & {x.source for x in jax.tree.leaves(other.params)} - {
-        x.source for x in jax.tree.leaves(lazily(params))
-    }
+    of_others, of_params = (
+        {x.source for x in jax.tree.leaves(tree)} for tree in (other.params, lazily(params))
+    )
+    assert not set(sources[0]) & of_others - of_params
     changed = jax.tree.map(
         lambda x: Lazy(x.spec, x.make, x.source + "!"),
         lazily(params),
@@ -368,14 +351,14 @@ def test_a_checkpoint_needs_sources():
     params = jax.tree.map(bare, PARAMS)
     with pytest.raises(ValueError, match=r"cannot identify(.|\n)+'layer0/[bw]'(.|\n)+fix:"):
         quantized(f, params, BATCHES, gptq(checkpoint="/tmp/never-there"))
-    found = quantized(f, params, BATCHES, gptq())
-    assert not any(x.source for x in jax.tree.leaves(found.params))
+    result = quantized(f, params, BATCHES, gptq())
+    assert not any(x.source for x in jax.tree.leaves(result.params))
 
 
 def test_the_default_does_not_rotate_what_is_read_when_needed():
-    found = quantized(f, lazily(PARAMS), BATCHES, policy=jqx.presets.w4a8())
-    assert found.report.codes.startswith("gptq(") and len(found.details) == len(NAMES)
-    assert "without rotate(offline='only'): parameters are read one" in found.report.codes
+    result = quantized(f, lazily(PARAMS), BATCHES, policy=jqx.presets.w4a8())
+    assert result.report.codes.startswith("gptq(") and len(result.details) == len(NAMES)
+    assert "without rotate(offline='only'): parameters are read one" in result.report.codes
 
 
 def tied(p, x):
@@ -386,8 +369,8 @@ def tied(p, x):
 def repeated(p, x):
     """A weight that a loop uses in all of its steps, and another one beside it."""
 
-    def step(h, own):
-        return whole(h @ p["w"] + own), None
+    def step(h, bias):
+        return whole(h @ p["w"] + bias), None
 
     return jax.lax.scan(step, x, p["biases"])[0] @ p["last"]
 
@@ -407,14 +390,14 @@ SHARED = {
 def test_a_weight_that_sites_share_is_chosen_by_one_more_run(name, counts):
     g, params, x = SHARED[name]
     algorithm = gptq(weight=counts, unsupported="round")
-    given = [x[:48], x[48:]], algorithm
+    args = [x[:48], x[48:]], algorithm
     policy = jqx.Policy({".*": "int4:group=16:asymmetric"})
     reads = []
-    found = quantized(g, lazily(params, reads), *given, policy=policy)
-    eager = quantized(g, params, *given, policy=policy)
+    result = quantized(g, lazily(params, reads), *args, policy=policy)
+    eager = quantized(g, params, *args, policy=policy)
     assert any(entry.after < entry.before for entry in eager.details)
-    assert found.report == eager.report
-    assert_same(*map(jax.tree.leaves, (read(found.params), eager.params)))
+    assert result.report == eager.report
+    assert_same(*map(jax.tree.leaves, (read(result.params), eager.params)))
 
 
 def test_a_shared_weight_inside_of_a_while_loop_needs_arrays():

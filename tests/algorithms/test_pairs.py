@@ -1,4 +1,4 @@
-"""Pairs: what can be scaled with what, in any function; folding leaves the function as it is."""
+"""Pairs: what can be scaled with what, in any function, and however tables are looked up."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,24 @@ import jqx
 from jqx.algorithms import find_pairs, rotate
 
 from ..arrays import on_device
-from .scales import divided
+from ..models.layers import (
+    HEAD,
+    HIDDEN,
+    KEYS,
+    LAYERS,
+    TOKENS,
+    WIDTH,
+    attention,
+    conv,
+    llama,
+    llama_params,
+    rms_norm,
+    unstacked,
+)
+from ..oracles.algorithms import assert_near, divided
 
 RNG = np.random.default_rng(0)
-D, HEADS, KV, TOKENS, LAYERS = 8, 4, 2, 5, 3
+D = 8
 POLICY = jqx.Policy([jqx.Rule(".*", weight="int8", tables=None)])
 
 
@@ -41,8 +55,7 @@ def check_identity(f, params, *inputs, pairs=None):
     factors[0] = 1
     folded = pairs.folds.folded(params, factors)
     run = jax.jit(f)
-    for a, b in zip(*(jax.tree.leaves(run(p, *inputs)) for p in (params, folded)), strict=True):
-        assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
+    assert_near(run(folded, *inputs), run(params, *inputs))
     both = zip(*map(jax.tree.leaves, (params, folded)), strict=True)
     assert any([bool((a != b).any()) for a, b in both]) >= (len(pairs) > 0)
     return pairs
@@ -53,42 +66,13 @@ def row(v, x):
     return v.reshape((1,) * (x.ndim - v.ndim) + v.shape)
 
 
-def norm(x, gain):
-    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * row(gain, x)
-
-
-def attention(p, x):
-    """Two query heads share keys and values."""
-    split = lambda w, heads: (x @ w).reshape(*x.shape[:2], heads, D // HEADS)  # noqa: E731
-    q, k, v = split(p["q"], HEADS), split(p["k"], KV), split(p["v"], KV)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["o"]
-
-
-def llama(p, tokens):
-    """Layers in a scan, a table that is the head too."""
-
-    def layer(x, p):
-        x = x + attention(p, norm(x, p["first"]))
-        h = norm(x, p["second"])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
-
-    x, _ = lax.scan(layer, p["table"][tokens], p["layers"])
-    return norm(x, p["last"]) @ p["table"].T
-
-
-def layers_of_llama():
-    shapes = {"q": (D, D), "k": (D, D // 2), "v": (D, D // 2), "o": (D, D), "first": (D,)}
-    shapes |= {"gate": (D, 12), "up": (D, 12), "down": (12, D), "second": (D,)}
-    return {name: normal(LAYERS, *shape) for name, shape in shapes.items()}
-
-
-LLAMA = {"table": normal(11, D), "layers": layers_of_llama(), "last": normal(D)}
+LLAMA = llama_params(tied=True)
 TOKEN_IDS = on_device(np.array([[1, 2, 3, 4, 5], [7, 7, 0, 10, 3]]))
 OF_LLAMA = {
-    "layers/q layers/k layers/v": ("layers/first", LAYERS * D),
-    "layers/o": ("layers/v", LAYERS * D // 2),
-    "layers/gate layers/up": ("layers/second", LAYERS * D),
-    "layers/down": ("layers/up", LAYERS * 12),
+    "layers/q layers/k layers/v": ("layers/norm", LAYERS * WIDTH),
+    "layers/out": ("layers/v", LAYERS * KEYS * HEAD),
+    "layers/gate layers/up": ("layers/norm2", LAYERS * WIDTH),
+    "layers/down": ("layers/up", LAYERS * HIDDEN),
 }
 
 
@@ -98,22 +82,16 @@ def test_the_pairs_of_a_llama_are_those_of_registries_and_values_of_shared_heads
 
 
 def unrolled(p, tokens):
-    x = p["table"][tokens]
-    for i in range(LAYERS):
-        own = jax.tree.map(lambda w: w[i], p["layers"])  # noqa: B023
-        x = x + jax.checkpoint(attention)(own, norm(x, own["first"]))
-        h = norm(x, own["second"])
-        x = x + (jax.nn.silu(h @ own["gate"]) * (h @ own["up"])) @ own["down"]
-    return norm(x, p["last"]) @ p["table"].T
+    return llama(unstacked(p), tokens, checkpointed=True)
 
 
 def test_layers_one_by_one_have_the_pairs_of_a_scan():
     pairs = check_identity(unrolled, LLAMA, TOKEN_IDS)
-    found = {}
+    result = {}
     for x in pairs:
         key = " ".join(name.split(":")[0] for name in x.after)
-        found[key] = found.get(key, 0) + x.channels
-    assert found == {key: count for key, (_, count) in OF_LLAMA.items()}
+        result[key] = result.get(key, 0) + x.channels
+    assert result == {key: count for key, (_, count) in OF_LLAMA.items()}
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -121,7 +99,8 @@ def test_floats_of_two_bytes_have_the_pairs_and_rotations_of_four(dtype):
     def f(p, tokens):
         return jax.nn.relu(llama(p, tokens) @ p["up"]) @ p["down"]
 
-    params, tables, reports = LLAMA | {"up": normal(11, 16), "down": normal(16, 3)}, [], []
+    more = {"up": normal(TOKENS, 16), "down": normal(16, 3)}
+    params, tables, reports = LLAMA | more, [], []
     with jax.numpy_dtype_promotion("standard"):  # attention computes in float32
         for p in (params, jax.tree.map(lambda x: x.astype(dtype), params)):
             plan = jqx.make_plan(f, POLICY)(p, TOKEN_IDS)
@@ -138,7 +117,7 @@ def test_values_of_a_cache_that_is_given_are_not_scaled_and_the_table_says_so():
         return jax.nn.softmax(x @ cache.mT) @ values @ p["o"]
 
     params = {name: normal(D, D) for name in "vo"}
-    pairs = found_in(f, params, normal(2, 3, D), normal(2, TOKENS, D), np.int32(2))
+    pairs = found_in(f, params, normal(2, 3, D), normal(2, 5, D), np.int32(2))
     assert not pairs
     why = pairs.reasons["o:dot_general"].split("; ")
     assert len(why) == 2 and why[0].startswith("exp") and why[1] == "it is an argument"
@@ -147,21 +126,21 @@ def test_values_of_a_cache_that_is_given_are_not_scaled_and_the_table_says_so():
 def bert(p, tokens):
     """Norms behind the sums, biases, GELU."""
 
-    def layer_norm(x, own):
+    def layer_norm(x, weights):
         x = x - x.mean(-1, keepdims=True)
-        return norm(x, own["gain"]) + row(own["bias"], x)
+        return rms_norm(x, weights["gain"]) + row(weights["bias"], x)
 
     x = layer_norm(p["table"][tokens] + p["places"][None], p["n0"])
-    x = layer_norm(x + attention(p, x), p["n1"])
+    x = layer_norm(x + attention(x, p), p["n1"])
     return layer_norm(x + jax.nn.gelu(x @ p["up"]) @ p["down"], p["n2"])
 
 
 def test_in_a_bert_values_are_scaled_alone_and_every_other_site_says_why():
-    norms = {f"n{i}": {"gain": normal(D), "bias": normal(D)} for i in range(3)}
-    own = {name: x[0] for name, x in LLAMA["layers"].items() if name in "q k v o up down".split()}
-    params = {"table": normal(11, D), "places": normal(TOKENS, D), **norms, **own}
+    norms = {f"n{i}": {"gain": normal(WIDTH), "bias": normal(WIDTH)} for i in range(3)}
+    weights = {name: LLAMA["layers"][name][0] for name in ("q", "k", "v", "out", "up", "down")}
+    params = {"table": LLAMA["table"], "places": normal(5, WIDTH), **norms, **weights}
     pairs = check_identity(bert, params, TOKEN_IDS)
-    assert table_of(pairs) == {"o": ("v", D // 2)}
+    assert table_of(pairs) == {"out": ("v", KEYS * HEAD)}
     why = {name.split(":")[0]: reason for name, reason in pairs.reasons.items()}
     assert sorted(why) == ["down", "k", "q", "up", "v"]
     for name in ("q", "k", "v", "up"):  # the sum is read by a norm over its channels
@@ -171,11 +150,6 @@ def test_in_a_bert_values_are_scaled_alone_and_every_other_site_says_why():
 
 def images(p, x):
     """Expansion, depthwise, projection, a sum; batch norms that are not folded; a pool; a head."""
-    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
-
-    def conv(x, w, **options):
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", **numbers, **options)
-
     x = jax.nn.relu(conv(x, p["stem"]) + p["b0"][None, None, None])
     h = conv(x, p["expand"]) - row(p["mean"], x)
     h = jax.nn.relu(h * row(p["scale"], x) + row(p["b1"], x))
@@ -206,7 +180,7 @@ def test_images_are_scaled_through_clips_depthwise_kernels_sums_and_pools():
 
 def test_experts_share_the_factors_of_their_rows():
     def f(p, x):
-        h = norm(x, p["gain"])
+        h = rms_norm(x, p["gain"])
         sizes = jnp.bincount(jnp.argmax(h @ p["router"], -1), length=3)
         return lax.ragged_dot(jax.nn.relu(lax.ragged_dot(h, p["up"], sizes)), p["down"], sizes)
 
@@ -220,115 +194,69 @@ TWO = {"a": normal(D, 6), "b": normal(6, D), "c": normal(6, 6), "gain": normal(6
 X = normal(4, D)
 
 
-def twice(p, x):
-    h = x @ p["a"]
-    return (jnp.abs(h) * 2) @ p["b"] + h @ p["b"]
-
-
-def stacked(p, x):
-    h = x @ p["a"]
+def stacked(h, p, x):
     h = jnp.stack([h, 2 * h])[::-1]
     return jnp.where(h > 0, h, 0.1 * h).max(0) @ p["b"]
 
 
-def chosen(p, x):
-    return lax.cond(x.sum() > 0, lambda h: h * 2, lambda h: -h, x @ p["a"]) @ p["b"]
+def many_steps(h, p, x):
+    return lax.scan(lambda h, _: (h * 0.99, None), h, length=300)[0] @ p["b"]
 
 
-def in_a_loop(p, x):
-    return lax.fori_loop(0, 3, lambda i, h: h * 2, x @ p["a"]) @ p["b"]
+def while_it_is_small(h, p, x):
+    return lax.while_loop(lambda h: h.max() < 10, lambda h: h * 2, jnp.abs(h)) @ p["b"]
 
 
-def in_many_steps(p, x):
-    return lax.scan(lambda h, _: (h * 0.99, None), x @ p["a"], length=300)[0] @ p["b"]
-
-
-def while_it_holds(p, x):
-    return lax.while_loop(lambda h: h.max() < 10, lambda h: h * 2, jnp.abs(x @ p["a"])) @ p["b"]
-
-
-def a_part_of_a_gain(p, x):
-    return (x @ p["a"])[:, :3] * p["gain"][None, :3] @ p["b"][:3]
-
-
-def with_a_constant(p, x):
-    return jnp.maximum(x @ p["a"], 1.0) @ p["b"]
-
-
-def in_between(p, x):
-    h = x @ p["a"]
-    return h @ p["b"], h
-
-
-def joined(p, x):
-    h = x @ p["a"]
-    return (h + h @ p["c"]) @ p["b"]
-
-
-def two_factors(p, x):
-    h = x @ p["a"]
-    return (h * h[:, ::-1]) @ p["b"]
-
-
-def gated(p, x):
-    """Either factor may take it."""
-    return ((x @ p["a"]) * (x[:, :6] @ p["c"])) @ p["b"]
-
-
-def rows_of_a_table(p, x):
-    return p["b"].T[jnp.arange(4) % 3] @ p["c"]
-
-
-def along_a_sum(p, x):
-    h = x @ p["a"]
-    return jnp.cumsum(h, 0) @ p["b"], jnp.sort(h, 1)
-
-
+A_AND_B = {"b": ("a", 6)}
 CASES = {
-    twice: "has another use",
-    stacked: {"b": ("a", 6)},
-    chosen: {"b": ("a", 6)},
-    in_a_loop: {"b": ("a", 6)},
-    in_many_steps: "a scan of 300 steps",
-    while_it_holds: "while",
-    a_part_of_a_gain: "a part of it is not used here",
-    with_a_constant: "max with a constant",
-    in_between: "it is a result of the function",
-    joined: {"c b": ("a c", 6)},
-    two_factors: "the other factor of a product takes it",
-    gated: {"b": ("a", 6)},
-    along_a_sum: "sort",
+    "another use": (lambda h, p, x: (jnp.abs(h) * 2) @ p["b"] + h @ p["b"], "has another use"),
+    "a stack": (stacked, A_AND_B),
+    "branches": (
+        lambda h, p, x: lax.cond(x.sum() > 0, lambda h: h * 2, lambda h: -h, h) @ p["b"],
+        A_AND_B,
+    ),
+    "a loop": (lambda h, p, x: lax.fori_loop(0, 3, lambda i, h: h * 2, h) @ p["b"], A_AND_B),
+    "many steps": (many_steps, "a scan of 300 steps"),
+    "while": (while_it_is_small, "while"),
+    "a part of a gain": (
+        lambda h, p, x: h[:, :3] * p["gain"][None, :3] @ p["b"][:3],
+        "a part of it is not used here",
+    ),
+    "a constant": (lambda h, p, x: jnp.maximum(h, 1.0) @ p["b"], "max with a constant"),
+    "a result": (lambda h, p, x: (h @ p["b"], h), "it is a result of the function"),
+    "joined": (lambda h, p, x: (h + h @ p["c"]) @ p["b"], {"c b": ("a c", 6)}),
+    "two factors": (
+        lambda h, p, x: (h * h[:, ::-1]) @ p["b"],
+        "the other factor of a product takes it",
+    ),
+    "either factor": (lambda h, p, x: (h * (x[:, :6] @ p["c"])) @ p["b"], A_AND_B),
+    "along a sum": (lambda h, p, x: (jnp.cumsum(h, 0) @ p["b"], jnp.sort(h, 1)), "sort"),
 }
 
 
-@pytest.mark.parametrize("f", CASES, ids=lambda f: f.__name__)
-def test_forms_and_what_stands_in_the_way(f):
-    pairs, expected = check_identity(f, TWO, X), CASES[f]
+@pytest.mark.parametrize("name", CASES)
+def test_forms_and_what_stands_in_the_way(name):
+    of, expected = CASES[name]
+    pairs = check_identity(lambda p, x: of(x @ p["a"], p, x), TWO, X)
     if isinstance(expected, dict):
-        assert {key: count for key, (_, count) in table_of(pairs).items()} == {
-            key: count for key, (_, count) in expected.items()
-        }
-        assert {before for before, _ in table_of(pairs).values()} == {
-            before for before, _ in expected.values()
-        }
-        return
-    assert not pairs and pairs.reasons
-    assert any(expected in why for why in pairs.reasons.values())
+        assert table_of(pairs) == expected
+    else:
+        assert not pairs and any(expected in why for why in pairs.reasons.values())
 
 
 def test_scales_are_what_sites_divide_by():
     pairs = found_in(llama, LLAMA, TOKEN_IDS)
-    scale = np.exp(RNG.normal(size=(LAYERS, D)))
+    scale = np.exp(RNG.normal(size=(LAYERS, WIDTH)))
     keys = [f"layers/{name}:dot_general:lhs" for name in "qkv"]
     folded, _ = divided(pairs, LLAMA, {keys[0]: scale})
     every, _ = divided(pairs, LLAMA, dict.fromkeys(keys, scale))
     jax.tree.map(np.testing.assert_array_equal, folded, every)
-    own, given = folded["layers"], LLAMA["layers"]
-    np.testing.assert_allclose(own["first"], given["first"] / scale, rtol=2.0**-23)
-    np.testing.assert_allclose(own["k"], given["k"] * scale[..., None], rtol=2.0**-23)
-    assert all(own[name] is given[name] for name in ("o", "up", "second"))
-    a, b = jax.jit(llama)(LLAMA, TOKEN_IDS), jax.jit(llama)(folded, TOKEN_IDS)
-    assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
+    scaled, layers = folded["layers"], LLAMA["layers"]
+    np.testing.assert_allclose(scaled["norm"], layers["norm"] / scale, rtol=2.0**-23)
+    np.testing.assert_allclose(scaled["k"], layers["k"] * scale[..., None], rtol=2.0**-23)
+    assert all(scaled[name] is layers[name] for name in ("out", "up", "norm2"))
+    run = jax.jit(llama)
+    assert_near(run(folded, TOKEN_IDS), run(LLAMA, TOKEN_IDS))
     assert "layers/q:dot_general, layers/k:dot_general, layers/v:dot_general" in str(pairs)
 
 
@@ -345,3 +273,59 @@ def test_weights_may_stand_in_several_arguments():
         folded, _ = divided(pairs, params, {key: np.full(6, 4.0)})
         args_of = dict(zip(positions, folded, strict=True))
         np.testing.assert_array_equal(f(args_of[0], X, args_of[2]), f(*args))
+
+
+# Lookups
+
+ROWS, STEPS = 11, 3
+DECODER = {
+    "table": normal(ROWS, D),
+    "gains": normal(STEPS, D),
+    "up": normal(STEPS, D, 12),
+    "down": normal(STEPS, 12, D),
+    "last": normal(D),
+    "head": normal(D, ROWS),
+}
+LOOKED_UP = on_device(RNG.integers(0, ROWS, (2, 3)), jnp.int32)
+LOOKUPS = {
+    "index": lambda t, i: t[i],
+    "index in two maps": lambda t, i: jax.vmap(jax.vmap(lambda i: t[i]))(i),
+    "dynamic index in two maps": lambda t, i: jax.vmap(
+        jax.vmap(lambda i: lax.dynamic_index_in_dim(t, i, keepdims=False))
+    )(i),
+    "batch last": lambda t, i: jax.vmap(lambda i: t[i], out_axes=1)(i).swapaxes(0, 1),
+    "columns first": lambda t, i: jnp.moveaxis(
+        jax.vmap(lambda i: t[i], out_axes=-1)(i.ravel()), -1, 0
+    ).reshape(*i.shape, D),
+    "two rows at once": lambda t, i: jax.vmap(
+        lambda i: lax.dynamic_slice(t, (i, np.int32(0)), (2, D))
+    )(i[:, 0]),
+}
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("form", LOOKUPS)
+def test_any_lookup(form, tied):
+    def f(p, tokens):
+        x = LOOKUPS[form](p["table"], tokens)
+        for gain, up, down in zip(p["gains"], p["up"], p["down"], strict=True):
+            x = x + jax.nn.relu(rms_norm(x, gain) @ up) @ down
+        return rms_norm(x, p["last"]) @ (p["table"].T if tied else p["head"])
+
+    plan = jqx.make_plan(f, jqx.Policy({"up|down|head": "int8"}))(DECODER, LOOKED_UP)
+    pairs = find_pairs(f, plan)(DECODER, LOOKED_UP)
+    factors = np.r_[1, 2.0 ** RNG.uniform(-2, 2, pairs.folds.count - 1)]
+    folded = pairs.folds.folded(DECODER, factors)
+    rotated = rotate(offline=True).rewrite(f, plan, DECODER, [(LOOKED_UP,)], progress=False)
+    mapped = jqx.map_channels(f, plan, rotated.maps)
+    every = jax.jit(lambda p, q, r, x: (f(p, x), f(q, x), mapped(r, x)))
+    exact, *results = every(DECODER, folded, rotated.params, LOOKED_UP)
+    for result in results:  # float32: sums of at most 12 products, through three layers
+        assert_near(result, exact)
+    is_plain = form != "two rows at once"
+    for row in rotated.report:
+        whole = is_plain and not row.site.startswith("down")
+        assert row.offline == whole and bool(row.why) != whole, row
+    # Behind a gain, a table that is the head stays as it is: its rows are rotated as looked up.
+    assert len(rotated.report.edges) == (2 if tied and is_plain else 0)

@@ -20,7 +20,7 @@ from flax import nnx
 import jqx
 from jqx.algorithms import find_pairs, rotate
 
-from .scales import divided
+from ..oracles.algorithms import divided
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 INT8 = jqx.Policy({".*": "int8"})
@@ -63,9 +63,9 @@ def definitions(name):
     """The classes and functions of an example that runs where it is imported."""
     tree, kept = ast.parse((EXAMPLES / f"{name}.py").read_text()), (ast.Import, ast.ImportFrom)
     tree.body = [x for x in tree.body if isinstance(x, (*kept, ast.ClassDef, ast.FunctionDef))]
-    found = {"__name__": name}
-    exec(compile(tree, name, "exec"), found)
-    return found
+    result = {"__name__": name}
+    exec(compile(tree, name, "exec"), result)
+    return result
 
 
 def of_nnx(model):
@@ -73,9 +73,9 @@ def of_nnx(model):
     graph, streams, state = nnx.split(model, nnx.RngState, ...)
 
     def f(params, *args):
-        own, keys = (jax.tree.map(lambda x: x, part) for part in (state, streams))
-        nnx.replace_by_pure_dict(own, params)
-        return nnx.merge(graph, keys, own)(*args)
+        variables, keys = (jax.tree.map(lambda x: x, part) for part in (state, streams))
+        nnx.replace_by_pure_dict(variables, params)
+        return nnx.merge(graph, keys, variables)(*args)
 
     return f, nnx.to_pure_dict(state)
 
@@ -94,16 +94,16 @@ def scales_of(pairs):
     """Random scales of all sites of pairs: from 1/4 to 4, and from 1 to 16 where they are clipped,
     which takes 1 or more.
     """
-    folds, found = pairs.folds, {}
+    folds, result = pairs.folds, {}
     scales = 2.0 ** np.random.default_rng(0).uniform(-2, 2, folds.count)
     scales[folds.is_clipped] *= 4
     scales[0] = 1
     for visit in folds.visits:
         shape = *(loop.length for loop in visit.site.loops), *visit.inputs.shape
-        found.setdefault(folds.key(visit), np.ones(shape))[visit.steps] = scales[
+        result.setdefault(folds.key(visit), np.ones(shape))[visit.steps] = scales[
             folds.inputs(visit)
         ]
-    return {key: scale for key, scale in found.items() if np.any(scale != 1)}
+    return {key: scale for key, scale in result.items() if np.any(scale != 1)}
 
 
 def in_float64(x):
@@ -112,9 +112,9 @@ def in_float64(x):
     )
 
 
-def apart(exact, found):
+def apart(exact, results):
     """The largest difference, to the largest output; of several outputs, the worst."""
-    both = zip(jax.tree.leaves(exact), jax.tree.leaves(found), strict=True)
+    both = zip(jax.tree.leaves(exact), jax.tree.leaves(results), strict=True)
     return max(float(jnp.abs(a - b).max() / jnp.abs(a).max()) for a, b in both)
 
 
@@ -129,23 +129,27 @@ def check(f, params, *args, policy=INT8):
             p, x = (params, args) if dtype == "float32" else in_float64((params, args))
             plan, exact = jqx.make_plan(f, policy)(p, *x), jax.jit(f)(p, *x)
             assert {str(y.dtype) for y in jax.tree.leaves(exact)} == {dtype}
-            own = find_pairs(f, plan)(p, *x) if pairs is None else pairs
-            changed = {"fold": divided(own, p, scales_of(own))} if own else {}
+            pairs_of_dtype = find_pairs(f, plan)(p, *x) if pairs is None else pairs
+            changed = (
+                {"fold": divided(pairs_of_dtype, p, scales_of(pairs_of_dtype))}
+                if pairs_of_dtype
+                else {}
+            )
             for offline in (False, True):
                 done = rotate(offline=offline).rewrite(f, plan, p, [x], progress=False)
                 changed[f"rotate(offline={offline})"] = done.params, done.maps
                 reports.append(done.report)
             for name, (q, maps) in changed.items():
                 case = f"{name} in {dtype}"
-                found = jax.jit(jqx.map_channels(f, plan, maps))(q, *x)
-                assert {str(y.dtype) for y in jax.tree.leaves(found)} == {dtype}, case
-                error = apart(exact, found)
+                result = jax.jit(jqx.map_channels(f, plan, maps))(q, *x)
+                assert {str(y.dtype) for y in jax.tree.leaves(result)} == {dtype}, case
+                error = apart(exact, result)
                 assert error <= TOLERANCE[dtype, bool(maps)], (case, error)
                 both = zip(*map(jax.tree.leaves, (p, q)), strict=True)
                 assert any([bool(jnp.any(a != b)) for a, b in both]), case
                 if maps:  # which the function needs
                     assert apart(exact, jax.jit(f)(q, *x)) > 1e-2, case
-            pairs = own
+            pairs = pairs_of_dtype
     return pairs, *reports[:2]
 
 
@@ -295,8 +299,8 @@ def test_the_decoder_in_equinox():
     of = definitions("equinox_decoder")
     model = of["Decoder"](LETTERS, jax.random.key(0))
     norms = [jax.tree.map(uneven_array, x) for x in (*model.blocks.norms, model.norm)]
-    own = lambda x: (*x.blocks.norms, x.norm)  # noqa: E731
-    model = equinox.tree_at(own, model, tuple(norms))
+    norms_of = lambda x: (*x.blocks.norms, x.norm)  # noqa: E731
+    model = equinox.tree_at(norms_of, model, tuple(norms))
 
     def f(model, tokens):
         return model(tokens, of["empty_cache"](2), 0)[0]

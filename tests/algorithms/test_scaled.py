@@ -1,5 +1,6 @@
-"""Algorithms that scale channels and clip ranges: each leaves the function as it is, or nearly, and
-loses less where its paper says so.
+"""Algorithms that scale channels, shift them and clip ranges: each leaves the function as it is, or
+nearly, and loses less where its paper says so. Where a ReLU is clipped, sites clip their channels
+anew.
 """
 
 import dataclasses
@@ -8,12 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 import jqx
-from jqx.algorithms import awq, chain, equalize, find_pairs, gptq, smooth_quant
+import jqx.linen
+import jqx.nnx
+from jqx._src.algorithms.channels import at_most_one, clips_of
+from jqx.algorithms import awq, bias_correction, chain, equalize, find_pairs, gptq, smooth_quant
 
 from ..arrays import on_device
+from ..models.layers import conv
+from ..models.modules import LinenLayers, NnxLayers
+from ..oracles.algorithms import assert_near, divided
 
 RNG, NEAREST = np.random.default_rng(0), jqx.algorithms.nearest()
 D, H, LAYERS = 16, 24, 2
@@ -51,6 +60,10 @@ def plan_of(policy):
     return jqx.make_plan(f, policy)(PARAMS, BATCHES[0])
 
 
+def rewritten(algorithm, plan, f=f, params=PARAMS, batches=BATCHES):
+    return algorithm.rewrite(f, plan, params, batches, progress=False)
+
+
 def lost(policy, algorithm):
     quantize = jqx.ptq(f, policy, algorithm, target=False, progress=False)
     quantized = quantize(PARAMS, BATCHES)
@@ -74,10 +87,10 @@ REWRITES = {
 @pytest.mark.parametrize("name", REWRITES)
 def test_the_function_stays_as_it_is(name):
     plan = plan_of(W8A8)
-    found, _, maps = REWRITES[name].rewrite(f, plan, PARAMS, BATCHES, progress=False)[:3]
-    a, b = jax.jit(f)(PARAMS, TEST), jax.jit(jqx.map_channels(f, plan, maps))(found, TEST)
-    assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
-    changed = {key for key in PARAMS if (np.asarray(PARAMS[key]) != np.asarray(found[key])).any()}
+    params, _, maps = rewritten(REWRITES[name], plan)[:3]
+    a, b = jax.jit(f)(PARAMS, TEST), jax.jit(jqx.map_channels(f, plan, maps))(params, TEST)
+    assert_near(b, a)
+    changed = {key for key in PARAMS if (np.asarray(PARAMS[key]) != np.asarray(params[key])).any()}
     gains = set() if name == "equalize" else {"gain", "gate"}
     kept = {"head"} if "and what is kept" in name else set()
     assert changed == {"up", "down"} | gains | kept
@@ -89,24 +102,29 @@ def test_activations_with_outliers_lose_less_after_smooth_quant():
     assert smooth < 0.5 * plain
 
 
-def test_scales_are_kept_where_nothing_takes_them():
-    """Two sites of one value have one scale; a group of a convolution, and experts, have theirs."""
+def kept_at_sites(groups):
+    """A function whose sites come after a tanh: two of one value, a convolution, experts."""
 
     def g(p, x):
         h = jnp.tanh(x) * OUTLIERS[None]
         y = jnp.sin(h @ p["a"]) + jnp.sin(h @ p["b"])
         image = y.reshape(-1, 4, 4, H // 2 // 4) ** 3
         sizes = jnp.array([x.shape[0] // 4, x.shape[0] - x.shape[0] // 4], jnp.int32)
-        options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=3)
-        z = lax.conv_general_dilated(image, p["kernel"], (1, 1), "SAME", **options)
+        z = conv(image, p["kernel"], feature_group_count=groups)
         return z, lax.ragged_dot(h, p["experts"], sizes)
 
-    shapes = {"a": (D, 2 * H), "b": (D, 2 * H), "kernel": (3, 3, 1, 6), "experts": (2, D, 4)}
-    params = {name: normal(*shape) for name, shape in shapes.items()}
+    shapes = {"a": (D, 2 * H), "b": (D, 2 * H), "kernel": (3, 3, 3 // groups, 6)}
+    return g, {name: normal(*shape) for name, shape in {**shapes, "experts": (2, D, 4)}.items()}
+
+
+def test_scales_are_kept_where_nothing_takes_them():
+    """Two sites of one value have one scale; a group of a convolution, and experts, have theirs."""
+
+    g, params = kept_at_sites(groups=3)
     params["experts"] = params["experts"] / OUTLIERS[None, :, None]
     plan = jqx.make_plan(g, W8A8)(params, TEST)
     smooth = smooth_quant(strength=0.5)
-    found, report, maps = smooth.rewrite(g, plan, params, BATCHES, progress=False)[:3]
+    scaled, report, maps = rewritten(smooth, plan, g, params)[:3]
     assert "a:dot_general" in report.kept and "kept at the site: " in str(report)
     a, b, kernel, experts = (np.asarray(x.scale) for x in maps.values())
     np.testing.assert_array_equal(a, b)
@@ -119,69 +137,54 @@ def test_scales_are_kept_where_nothing_takes_them():
     scale = np.sqrt(np.abs(h).max(0) / most)
     scale *= (np.abs(h).max(0) / scale).max() / np.abs(h).max()
     np.testing.assert_allclose(1 / experts, scale, rtol=1e-5)
-    own, other = g(params, TEST), jqx.map_channels(g, plan, maps)(found, TEST)
-    for x, y in zip(own, other, strict=True):
-        assert np.abs(x - y).max() <= 1e-5 * np.abs(x).max()
+    assert_near(jqx.map_channels(g, plan, maps)(scaled, TEST), g(params, TEST))
     # Weights alone are not worth a product at run time: then there is nothing to do.
     weights = jqx.make_plan(g, W4)(params, TEST)
     with pytest.raises(ValueError, match=r"(?s)smooth_quant: no weight .+a:dot_general: tanh"):
-        smooth_quant().rewrite(g, weights, params, BATCHES, progress=False)
+        rewritten(smooth_quant(), weights, g, params)
 
 
 def test_awq_keeps_scales_where_nothing_takes_them():
     """Also for weights alone; the report says so, and the error is that of the products."""
 
-    def g(p, x):
-        h = jnp.tanh(x) * OUTLIERS[None]
-        y = jnp.sin(h @ p["a"]) + jnp.sin(h @ p["b"])
-        image = y.reshape(-1, 4, 4, H // 2 // 4) ** 3
-        sizes = jnp.array([x.shape[0] // 4, x.shape[0] - x.shape[0] // 4], jnp.int32)
-        options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        z = lax.conv_general_dilated(image, p["kernel"], (1, 1), "SAME", **options)
-        return z, lax.ragged_dot(h, p["experts"], sizes)
-
-    shapes = {"a": (D, 2 * H), "b": (D, 2 * H), "kernel": (3, 3, 3, 6), "experts": (2, D, 4)}
-    params = {name: normal(*shape) for name, shape in shapes.items()}
+    g, params = kept_at_sites(groups=1)
     plan = jqx.make_plan(g, jqx.Policy({".*": "int3:channel"}))(params, TEST)
-    given = g, plan, params, BATCHES
-    found, report, maps = awq(clip=False, steps=6).rewrite(*given, progress=False)[:3]
+    scaled, report, maps = rewritten(awq(clip=False, steps=6), plan, g, params)[:3]
     by_site = {site: entry for entry in report for site in entry.sites}
     assert by_site["a:dot_general"].kept and "yes" in str(report).splitlines()[1]
     kept = {key: np.asarray(x.scale) for key, x in maps.items()}
     np.testing.assert_array_equal(kept["a:dot_general:lhs"], kept["b:dot_general:lhs"])
     assert {x.shape for x in kept.values()} <= {(D,), (3,)} and len(kept) >= 3
-    own, other = g(params, TEST), jqx.map_channels(g, plan, maps)(found, TEST)
-    for x, y in zip(own, other, strict=True):
-        assert np.abs(x - y).max() <= 1e-5 * np.abs(x).max()
+    assert_near(jqx.map_channels(g, plan, maps)(scaled, TEST), g(params, TEST))
     # The error after scaling is that of the products, by NumPy.
     h = np.tanh(np.concatenate(BATCHES)) * OUTLIERS * kept["a:dot_general:lhs"]
-    codes = jqx.dequantize_params(jqx.quantize_params(found, plan))
+    codes = jqx.dequantize_params(jqx.quantize_params(scaled, plan))
     entry, error = by_site["a:dot_general"], 0.0
     assert entry.sites == ("a:dot_general", "b:dot_general")
     for path in "ab":
-        error += ((h @ (np.asarray(codes[path]) - np.asarray(found[path]))) ** 2).sum() / len(h)
+        error += ((h @ (np.asarray(codes[path]) - np.asarray(scaled[path]))) ** 2).sum() / len(h)
     np.testing.assert_allclose(entry.after, error, rtol=1e-4)
     assert entry.after < 0.8 * entry.before
     with pytest.raises(ValueError, match=r"(?s)awq: no weight .+a:dot_general: tanh"):
-        awq(clip=False, keep=False).rewrite(*given, progress=False)
+        rewritten(awq(clip=False, keep=False), plan, g, params)
 
 
 def test_smooth_quant_is_the_formula_of_the_paper():
     plan, inputs = plan_of(W8A8), np.concatenate(BATCHES)
-    found = smooth_quant(strength=0.7).rewrite(f, plan, PARAMS, BATCHES, progress=False).params
-    own = {name: np.asarray(x)[0] for name, x in PARAMS.items()}
-    h = inputs / np.sqrt((inputs**2).mean(-1, keepdims=True) + 1e-6) * own["gain"]
-    largest = np.maximum(*(np.abs(own[name]).max(1) for name in ("up", "gate")))
+    codes = rewritten(smooth_quant(strength=0.7), plan).params
+    weights = {name: np.asarray(x)[0] for name, x in PARAMS.items()}
+    h = inputs / np.sqrt((inputs**2).mean(-1, keepdims=True) + 1e-6) * weights["gain"]
+    largest = np.maximum(*(np.abs(weights[name]).max(1) for name in ("up", "gate")))
     scale = np.abs(h).max(0) ** 0.7 / largest**0.3
-    np.testing.assert_allclose(found["gain"][0], own["gain"] / scale, rtol=1e-5)
-    np.testing.assert_allclose(found["gate"][0], own["gate"] * scale[:, None], rtol=1e-5)
+    np.testing.assert_allclose(codes["gain"][0], weights["gain"] / scale, rtol=1e-5)
+    np.testing.assert_allclose(codes["gate"][0], weights["gate"] * scale[:, None], rtol=1e-5)
 
 
 def test_the_plan_decides_the_strength():
     dynamic = jqx.presets.w8a8_dynamic()
     for policy, strength in ((W8A8, 0.85), (dynamic, 0.5), (jqx.presets.w8a16(), 0.5)):
-        given = f, plan_of(policy), PARAMS, BATCHES
-        a, b = (x.rewrite(*given, progress=False) for x in (smooth_quant(), smooth_quant(strength)))
+        plan = plan_of(policy)
+        a, b = (rewritten(x, plan) for x in (smooth_quant(), smooth_quant(strength)))
         jax.tree.map(np.testing.assert_array_equal, a.params, b.params)
         assert not a.report.left
 
@@ -219,15 +222,15 @@ def test_channels_are_scaled_where_the_modelled_error_shrinks():
     outcomes = set()
     for names in (["0", "1"], ["12"], ["0", "2"], ["4", "15"]):
         plan = jqx.make_plan(g, jqx.presets.w8a8(f"w/({'|'.join(names)})"))(params, x)
-        given = g, plan, params, [x[:99], x[99:]]
-        found = smooth_quant().rewrite(*given, progress=False)
+        args = plan, g, params, [x[:99], x[99:]]
+        result = rewritten(smooth_quant(), *args)
         part = np.exp(np.mean([np.log(ratios[name]) for name in names]))
         assert abs(np.log(part / 0.3)) > 0.1
         sites = {f"w/{name}:dot_general" for name in names}
-        assert found.report.left == (sites if part > 0.3 else set())
-        same = smooth_quant(0.85).rewrite(*given, progress=False).params if part < 0.3 else params
-        jax.tree.map(np.testing.assert_array_equal, found.params, same)
-        assert (", left" in str(found.report)) == (part > 0.3)
+        assert result.report.left == (sites if part > 0.3 else set())
+        same = rewritten(smooth_quant(0.85), *args).params if part < 0.3 else params
+        jax.tree.map(np.testing.assert_array_equal, result.params, same)
+        assert (", left" in str(result.report)) == (part > 0.3)
         outcomes.add(part > 0.3)
     assert outcomes == {True, False}
 
@@ -238,8 +241,8 @@ def test_rows_of_weight_0_are_left_out():
     for algorithm in (smooth_quant(), smooth_quant(0.85), awq(clip=False, steps=3)):
         weighted = dataclasses.replace(algorithm, weight=is_row)
         plan = plan_of(W8A8)
-        a = weighted.rewrite(f, plan, PARAMS, whole, progress=False).params
-        b = algorithm.rewrite(f, plan, PARAMS, part, progress=False).params
+        a = rewritten(weighted, plan, batches=whole).params
+        b = rewritten(algorithm, plan, batches=part).params
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), a, b)
 
 
@@ -251,17 +254,15 @@ def test_equalized_channels_have_one_range_in_both_weights():
 
     params = {"a": normal(D, H) * 9, "b": normal(H, H), "c": normal(H, 4) / 7}
     plan = jqx.make_plan(g, jqx.presets.w8a16())(params, TEST)
-    found = equalize().rewrite(g, plan, params, BATCHES, progress=False).params
-    size = {name: np.abs(np.asarray(x)) for name, x in found.items()}
+    codes = rewritten(equalize(), plan, g, params).params
+    size = {name: np.abs(np.asarray(x)) for name, x in codes.items()}
     for first, second in ("ab", "bc"):
         # The last factors changed by less than .001, and so have those of the pair beside since:
         # ranges differ by their squares at most.
         np.testing.assert_allclose(size[first].max(0), size[second].max(1), rtol=4e-3)
-    a, b = g(params, TEST), g(found, TEST)
-    assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
-    assert str(find_pairs(g, plan)(params, TEST)) == str(
-        equalize(steps=1).rewrite(g, plan, params, BATCHES).report
-    )
+    assert_near(g(codes, TEST), g(params, TEST))
+    report = rewritten(equalize(steps=1), plan, g, params).report
+    assert str(find_pairs(g, plan)(params, TEST)) == str(report)
 
 
 def test_awq_loses_less_than_rounding_and_its_report_says_how_much():
@@ -277,28 +278,29 @@ def test_awq_loses_less_than_rounding_and_its_report_says_how_much():
     # The error of the report is that of the products, by NumPy.
     entry = next(x for x in report if "down:dot_general[1]" in x.sites)
     nearest = np.asarray(jqx.quantize_params(PARAMS, plan_of(W4))["down"].dequantize())
-    x, own = np.concatenate(BATCHES), PARAMS
+    x, weights = np.concatenate(BATCHES), PARAMS
     for i in range(LAYERS):
-        h = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(own["gain"][i])
-        gate = h @ np.asarray(own["gate"][i])
-        h = gate / (1 + np.exp(-gate)) * (h @ np.asarray(own["up"][i]))
-        x = x + h @ np.asarray(own["down"][i])
-    error = ((h @ (nearest[1] - np.asarray(own["down"][1]))) ** 2).sum() / len(h)
+        h = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(weights["gain"][i])
+        gate = h @ np.asarray(weights["gate"][i])
+        h = gate / (1 + np.exp(-gate)) * (h @ np.asarray(weights["up"][i]))
+        x = x + h @ np.asarray(weights["down"][i])
+    error = ((h @ (nearest[1] - np.asarray(weights["down"][1]))) ** 2).sum() / len(h)
     np.testing.assert_allclose(entry.before, error, rtol=1e-5)
 
 
 def test_ranges_are_clipped_where_that_loses_less_also_of_what_has_no_pair():
     plan = plan_of(jqx.Policy({".*": "int3"}))
-    found = awq(steps=4).rewrite(f, plan, PARAMS, BATCHES, progress=False).params
-    scaled = awq(steps=4, clip=False).rewrite(f, plan, PARAMS, BATCHES, progress=False).params
+    codes = rewritten(awq(steps=4), plan).params
+    scaled = rewritten(awq(steps=4, clip=False), plan).params
     for name in ("up", "down", "head"):
-        own, whole = (np.abs(np.asarray(x[name])) for x in (found, scaled))
-        assert (own <= whole * (1 + 1e-6)).all() and (own < whole).any()
-        assert (own.max(-2) >= 0.5 * whole.max(-2)).all()
-    clipped, kept = (
-        lost(jqx.Policy({".*": "int3"}), awq(steps=4, clip=x))[0] for x in (True, False)
-    )
-    assert clipped < kept
+        clipped_weights, whole_weights = (np.abs(np.asarray(x[name])) for x in (codes, scaled))
+        assert (clipped_weights <= whole_weights * (1 + 1e-6)).all() and (
+            clipped_weights < whole_weights
+        ).any()
+        assert (clipped_weights.max(-2) >= 0.5 * whole_weights.max(-2)).all()
+    policy = jqx.Policy({".*": "int3"})
+    clipped, whole_weights = (lost(policy, awq(steps=4, clip=x))[0] for x in (True, False))
+    assert clipped < whole_weights
 
 
 @pytest.mark.slow
@@ -307,7 +309,7 @@ def test_a_chain_goes_on_with_what_the_one_before_has_made():
     both = chain(smooth, gptq())
     policy = jqx.Policy([jqx.Rule(".*", weight="int4", activation="int8")])
     error, quantized = lost(policy, both)
-    first = smooth.rewrite(f, quantized.plan, PARAMS, BATCHES, progress=False).params
+    first = rewritten(smooth, quantized.plan).params
     codes = gptq().run(f, quantized.plan, first, BATCHES, progress=False)
     jax.tree.map(np.testing.assert_array_equal, codes.params, quantized.params)
     pairs, report = quantized.details
@@ -319,27 +321,6 @@ def test_a_chain_goes_on_with_what_the_one_before_has_made():
     jax.tree.map(np.testing.assert_array_equal, dict(quantized.affines), dict(expected))
 
 
-def test_what_means_nothing_is_refused():
-    cases = (
-        (lambda: smooth_quant(strength=1.5), ValueError, "0 or more and at most 1"),
-        (lambda: smooth_quant(weight=3), TypeError, "`weight`"),
-        (lambda: smooth_quant(keep=1), TypeError, "`keep`"),
-        (lambda: equalize(steps=0), ValueError, "1 or more"),
-        (lambda: awq(steps=1), ValueError, "2 or more"),
-        (lambda: awq(clip=1), TypeError, "True or False"),
-        (lambda: awq(keep=None), TypeError, "`keep`"),
-        (lambda: chain(), ValueError, "there is none"),
-        (lambda: chain(gptq(), awq()), ValueError, "in the wrong order"),
-        (lambda: chain(3), TypeError, "argument 0"),
-        (lambda: chain(chain(awq())), TypeError, "argument 0"),
-    )
-    for make, error, fact in cases:
-        with pytest.raises(error, match=rf"(?s)jqx\.algorithms\.\w+: .*{fact}.*fix:"):
-            make()
-    with pytest.raises(TypeError, match=r"(?s)jqx\.quantize_params: .+ needs the function"):
-        jqx.quantize_params(PARAMS, plan_of(W4), algorithm=smooth_quant())
-
-
 def test_a_function_without_pairs_is_an_error_that_says_why():
     def g(p, x):
         return jnp.tanh(x @ p["a"]) @ p["b"]
@@ -348,3 +329,325 @@ def test_a_function_without_pairs_is_an_error_that_says_why():
     for algorithm in (smooth_quant(keep=False), equalize(), awq(clip=False, keep=False)):
         with pytest.raises(ValueError, match=r"(?s)can be scaled.+b:dot_general: tanh.+fix:"):
             jqx.ptq(g, W8A8, algorithm, progress=False)(params, BATCHES)
+    with pytest.raises(TypeError, match=r"(?s)jqx\.quantize_params: .+ needs the function"):
+        jqx.quantize_params(PARAMS, plan_of(W4), algorithm=smooth_quant())
+
+
+# Clipped channels
+
+RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+POLICY = jqx.Policy({".*": "int8:tensor"})
+WIDTH, LIMITS = 8, np.float32([6, 1, 2, 6, 0.5, 3, 6, 4])
+
+
+FORMS = {
+    "min of max": lambda x: jnp.minimum(jnp.maximum(x, 0), 6.0),
+    "max of min": lambda x: jnp.maximum(jnp.minimum(x, 6.0), 0),
+    "clamp": lambda x: lax.clamp(0.0, x, 6.0),
+    "relu6": jax.nn.relu6,
+    "clip": lambda x: jnp.clip(x, 0, 6),
+    "a limit for each channel": lambda x: jnp.clip(x, 0, jnp.broadcast_to(LIMITS, x.shape)),
+    "twice": lambda x: jnp.minimum(jax.nn.relu6(x), 3.0),
+    "from above alone": lambda x: jnp.minimum(x, 6.0),
+}
+
+
+def changed(f, params, *inputs):
+    """The pairs of a function, other parameters, and the function of these with its maps."""
+    plan = jqx.make_plan(f, POLICY)(params, *inputs)
+    pairs = find_pairs(f, plan)(params, *inputs)
+    factors = np.exp(2 * RNG.normal(size=pairs.folds.count))
+    factors[0] = 1
+    factors = at_most_one(pairs.folds, factors)
+    maps = clips_of(pairs.folds, factors)
+    assert bool(maps) == any(x.clipped for x in pairs)
+    folded = pairs.folds.folded(params, factors)
+    return pairs, folded, jqx.map_channels(f, plan, maps)
+
+
+def check_identity(f, params, *inputs):
+    """The function is the same with its maps, and another one without."""
+    pairs, folded, mapped = changed(f, params, *inputs)
+    run = jax.jit(lambda p, q, *x: (f(p, *x), mapped(q, *x), f(q, *x)))
+    a, b, c = map(jax.tree.leaves, run(params, folded, *inputs))
+    # float32: sums of up to 72 products of factors that were rounded once
+    assert_near(b, a)
+    assert any(np.abs(x - y).max() > 1e-3 * np.abs(x).max() for x, y in zip(a, c, strict=True))
+    return pairs
+
+
+def network(clip):
+    """Expansion, depthwise, projection and a sum, as in MobileNet."""
+
+    def layer(x, w, b, **options):
+        return conv(x, w, **options) + b[None, None, None]
+
+    def f(p, x):
+        x = clip(layer(x, p["stem"], p["b0"]))
+        h = clip(layer(x, p["expand"], p["b1"]))
+        h = clip(layer(h, p["depthwise"], p["b2"], feature_group_count=WIDTH))
+        h = x + layer(h, p["project"], p["b3"])
+        h = lax.reduce_window(clip(h), -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return h.reshape(h.shape[0], -1) @ p["head"]
+
+    return f
+
+
+def params_of_network():
+    shapes = {
+        "stem": (3, 3, 3, WIDTH),
+        "expand": (1, 1, WIDTH, WIDTH),
+        "depthwise": (3, 3, 1, WIDTH),
+    }
+    shapes |= {"project": (1, 1, WIDTH, WIDTH), "head": (9 * WIDTH, 4)}
+    return {
+        **{k: normal(*s) for k, s in shapes.items()},
+        **{f"b{i}": normal(WIDTH) for i in range(4)},
+    }
+
+
+NETWORK, IMAGES = params_of_network(), 5 * normal(2, 6, 6, 3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_images_pass_clips_of_every_form(form):
+    f = network(FORMS[form])
+    pairs = check_identity(f, NETWORK, IMAGES)
+    name = lambda x: x.split(":")[0]  # noqa: E731
+    results = {" ".join(map(name, x.after)): " ".join(map(name, x.before)) for x in pairs}
+    # What a clip stops is a sum with something else; the sum is clipped itself, and taken by
+    # "head", with the factors of both members.
+    expected = {"depthwise": "expand b1", "project": "depthwise b2"}
+    assert results == expected and all(x.clipped and x.channels == WIDTH for x in pairs)
+    assert "add of clipped values" in pairs.reasons["head:dot_general"]
+    assert ", clipped" in str(pairs)
+
+
+def test_sums_that_are_clipped_have_factors_of_all_their_members():
+    def f(p, x):
+        h = jnp.tanh(x) @ p["a"]
+        return jax.nn.relu6(h + jax.nn.relu(x) @ p["b"]) @ p["c"], jax.nn.relu(h) @ p["d"]
+
+    params = {name: normal(WIDTH, WIDTH) for name in "abcd"}
+    (pair,) = check_identity(f, params, 4 * normal(5, WIDTH))
+    assert pair.clipped and len(pair.before) == 2 and len(pair.after) == 2
+
+
+def test_clips_step_with_scans_and_pass_vmap_branches_and_stacks():
+    def f(p, x):
+        def layer(x, p):
+            return jnp.tanh(jax.nn.relu6(x @ p["up"]) @ p["down"]) * 3, None
+
+        x = lax.scan(layer, x, p["layers"])[0]
+        h = jax.vmap(lambda x: jax.nn.relu6(x @ p["a"]))(x[None])[0]
+        h = lax.cond(x.sum() > 0, lambda h: h[::-1], lambda h: h, h)
+        h = jnp.concatenate([jnp.stack([h, h]).max(0), jnp.where(h > 0, h, 0)], -1)
+        return h @ p["b"]
+
+    layers = {"up": 3 * normal(3, WIDTH, 6), "down": normal(3, 6, WIDTH)}
+    params = {"layers": layers, "a": 3 * normal(WIDTH, 6), "b": normal(12, 4)}
+    pairs = check_identity(f, params, normal(5, WIDTH))
+    assert sum(x.channels for x in pairs if x.clipped) == 3 * 6 + 6
+    plan = jqx.make_plan(f, POLICY)(params, normal(5, WIDTH))
+    result = equalize().rewrite(f, plan, params, [normal(5, WIDTH)])
+    shapes = {key.split(":")[0]: x.clip.shape for key, x in result.maps.items()}
+    assert shapes == {"layers/down": (3, 6), "b": (12,)}
+
+
+TWO = {"a": 3 * normal(WIDTH, WIDTH), "b": normal(WIDTH, WIDTH), "gain": normal(WIDTH)}
+X = 2 * normal(16, WIDTH)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    form=st.sampled_from(sorted(FORMS)),
+    powers=st.lists(st.integers(0, 4), min_size=WIDTH, max_size=WIDTH),
+    seed=st.integers(0, 99),
+)
+def test_a_clip_at_the_site_is_exact_for_scales_of_one_and_more(form, powers, seed):
+    """Integers and powers of two: every number is a float32."""
+    rng = np.random.default_rng(seed)
+    a, b, x = (on_device(rng.integers(-4, 5, (WIDTH, WIDTH)), jnp.float32) for _ in range(3))
+    clip = FORMS[form]
+    f = lambda p, x: clip(x @ p["a"]) @ p["b"]  # noqa: E731
+    params = {"a": a, "b": b}
+    plan = jqx.make_plan(f, POLICY)(params, x)
+    pairs, scales = find_pairs(f, plan)(params, x), {"b:dot_general:lhs": 2.0 ** np.array(powers)}
+    folded, maps = divided(pairs, params, scales)
+    assert bool(maps) == any(powers)
+    np.testing.assert_array_equal(f(params, x), jqx.map_channels(f, plan, maps)(folded, x))
+
+
+def behind(of=lambda h, x: h):
+    """A function of what is clipped, before the second weight."""
+    return lambda p, x: of(jax.nn.relu6(x @ p["a"]), x) @ p["b"]
+
+
+def pairs_of(f, params=TWO, x=X):
+    return find_pairs(f, jqx.make_plan(f, POLICY)(params, x))(params, x)
+
+
+REFUSED = {
+    "min with a constant that is not positive": lambda p, x: jnp.minimum(x @ p["a"], -6.0) @ p["b"],
+    "clamp with a constant": lambda p, x: lax.clamp(-1.0, x @ p["a"], 6.0) @ p["b"],
+    "max with a constant": lambda p, x: jnp.maximum(x @ p["a"], -6.0) @ p["b"],
+    "min with an unscaled value": lambda p, x: jnp.minimum(x @ p["a"], x.max()) @ p["b"],
+    "reduce_sum of clipped values": behind(lambda h, x: h.mean(0, keepdims=True)),
+    "neg of clipped values": behind(lambda h, x: -h),
+    "mul of clipped values": behind(lambda h, x: h * 0.5),
+    "add of clipped values": behind(lambda h, x: h + h[::-1]),
+    "a product of clipped values": behind(lambda h, x: jnp.tanh(x) @ h[:WIDTH]),
+    "select_n of clipped values": behind(lambda h, x: jnp.where(x > 9, jnp.inf, h)),
+    "where one is clipped and another not": behind(
+        lambda h, x: jnp.where(x > 0, h, jnp.minimum(h, 3.0))
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_a_clip_does_not_commute_with_is_refused_and_the_table_says_so(reason):
+    pairs = pairs_of(REFUSED[reason])
+    assert not pairs.pairs and reason in pairs.reasons["b:dot_general"]
+    assert f"none: {reason}" in str(pairs) or reason in str(pairs)
+
+
+def test_a_limit_that_is_a_parameter_is_scaled_itself():
+    f = lambda p, x: jnp.minimum(jax.nn.relu(x @ p["a"]), p["gain"][None]) @ p["b"]  # noqa: E731
+    params = {**TWO, "gain": jnp.abs(TWO["gain"]) + 1}
+    (pair,) = pairs_of(f, params)
+    assert not pair.clipped and "gain" in pair.before
+
+
+def test_clips_are_divided_as_their_channels():
+    pairs, key = pairs_of(behind()), "b:dot_general:lhs"
+    unchanged, maps = divided(pairs, TWO, {key: np.ones(WIDTH)})
+    jax.tree.map(np.testing.assert_array_equal, unchanged, TWO)
+    assert not maps
+    folded, maps = divided(pairs, TWO, {key: np.full(WIDTH, 2.0)})
+    np.testing.assert_array_equal(maps[key].clip, np.full(WIDTH, 3.0))
+    np.testing.assert_array_equal(folded["a"], TWO["a"] / 2)
+
+
+def test_factors_of_one_tensor_keep_their_ratios():
+    folds = pairs_of(behind()).folds
+    factors = np.r_[1.0, 2.0 ** np.arange(WIDTH)]
+    np.testing.assert_array_equal(at_most_one(folds, factors)[1:], factors[1:] / 2 ** (WIDTH - 1))
+    np.testing.assert_array_equal(at_most_one(folds, factors / 512), factors / 512)
+
+
+def test_smooth_quant_and_awq_leave_clipped_pairs_alone():
+    f = behind()
+    policy = jqx.presets.w8a8()
+    plan = jqx.make_plan(f, policy)(TWO, X)
+    result = rewritten(smooth_quant(strength=0.85), plan, f, TWO, [X])
+    assert set(result.maps) == {"a:dot_general:lhs", "b:dot_general:lhs"}
+    assert all(x.clip is None for x in result.maps.values())
+    assert_near(jqx.map_channels(f, plan, result.maps)(result.params, X), f(TWO, X))
+    with pytest.raises(ValueError, match=r"(?s)awq: no weight .+it is clipped by a constant"):
+        rewritten(awq(clip=False, keep=False), plan, f, TWO, [X])
+
+
+def test_least_values_are_absorbed_where_nothing_pads():
+    """In steps of a scan, groups, patches and behind a clip: the function stays as it is."""
+
+    def f(p, x):
+        layer = lambda x, w: (jax.nn.sigmoid(x @ w["a"]) @ w["b"], None)  # noqa: E731
+        x = lax.scan(layer, x, p["layers"])[0]
+        h = jax.nn.relu6(conv(x.reshape(-1, 4, 4, WIDTH), p["same"], "SAME") + 3.0)
+        h = jax.nn.relu6(conv(h, p["valid"], "VALID", feature_group_count=2) + 3.0)
+        return jnp.einsum("bhwc,hcd->bhwd", h, p["stack"])
+
+    shapes = {
+        "same": (3, 3, WIDTH, WIDTH),
+        "valid": (3, 3, WIDTH // 2, WIDTH),
+        "stack": (2, WIDTH, 3),
+    }
+    params = {name: normal(*shape) / 50 for name, shape in shapes.items()}
+    params["layers"] = {"a": normal(2, WIDTH, WIDTH), "b": normal(2, WIDTH, WIDTH)}
+    x, policy = normal(32, WIDTH), jqx.presets.w8a8()
+    plan = jqx.make_plan(f, policy)(params, x)
+    result = rewritten(equalize(), plan, f, params, [x[:16], x[16:]])
+    shapes = {k: m.shift.shape for k, m in result.maps.items() if m.shift is not None}
+    expected = {
+        "layers/b:dot_general:lhs": (2, WIDTH),
+        "layers/b:dot_general:out": (2, WIDTH),
+        "valid:conv_general_dilated:lhs": (WIDTH,),
+        "valid:conv_general_dilated:out": (WIDTH,),
+        "stack:dot_general:rhs": (2, WIDTH),
+        "stack:dot_general:out": (2, 3),
+    }
+    assert expected.items() <= shapes.items() and not any("same" in key for key in shapes)
+    mapped = jqx.map_channels(f, plan, result.maps)
+    for own in (x, 9 * normal(16, WIDTH)):  # seen, and not seen
+        a, b = jax.jit(lambda p, q, x: (f(p, x), mapped(q, x)))(params, result.params, own)
+        # float32: sums of 72 products, from which sums of the same size were taken
+        assert_near(b, a)
+    weights = jqx.make_plan(f, jqx.presets.w8a16())(params, x)
+    for own, algorithm in ((plan, equalize(absorb=False)), (weights, equalize())):
+        maps = rewritten(algorithm, own, f, params, [x]).maps
+        assert all(m.shift is None for m in maps.values())
+
+
+def test_a_channel_that_hardly_changes_loses_less_when_its_least_value_is_absorbed():
+    f = behind(lambda h, x: h + jnp.float32([99] + [0] * (WIDTH - 1))[None])
+    policy, exact = jqx.presets.w8a8(), f(TWO, X)
+
+    def lost(algorithm):
+        quantized = jqx.ptq(f, policy, algorithm, progress=False)(TWO, [X])
+        return float(np.mean((quantized(X) - exact) ** 2))
+
+    assert lost(equalize()) < lost(jqx.algorithms.nearest()) / 10
+    with pytest.raises(ValueError, match=r"(?s)equalize: no weight .+fix:"):
+        lost(equalize(absorb=False))
+
+
+def wild(f, params, x):
+    """Parameters whose channels differ in range by a factor of thousands."""
+    folds = pairs_of(f, params, x).folds
+    factors = np.exp(2.5 * RNG.normal(size=folds.count))
+    factors[0] = 1
+    return folds.folded(params, factors)
+
+
+@pytest.mark.slow
+def test_equalized_networks_lose_as_little_with_one_scale_as_with_one_a_channel():
+    f = network(jax.nn.relu6)
+    params, test = wild(f, NETWORK, IMAGES), 5 * normal(8, 6, 6, 3)
+    exact = jax.jit(f)(params, test)
+
+    def lost(policy, algorithm):
+        quantized = jqx.ptq(f, policy, algorithm, progress=False)(params, [IMAGES])
+        return float(np.mean((quantized(test) - exact) ** 2) / np.mean(exact**2))
+
+    plain, channel = lost(POLICY, None), lost(jqx.Policy({".*": "int8"}), None)
+    equal = lost(POLICY, equalize())
+    assert equal < 2 * channel and equal < plain / 10
+
+
+def test_files_keep_clips_and_every_bind_applies_them(tmp_path):
+    algorithm = chain(equalize(), bias_correction())
+    batches = [9 * X]
+    f = behind()
+    module, model = (
+        LinenLayers((WIDTH, 4), jax.nn.relu6),
+        NnxLayers((WIDTH, WIDTH, 4), jax.nn.relu6),
+    )
+    variables, args = module.init(jax.random.key(0), X), (POLICY, algorithm)
+    ways = {
+        "function": (jqx.ptq(f, *args, progress=False)(TWO, batches), lambda x: x.bind(f)),
+        "linen": (
+            jqx.linen.ptq(module, *args, progress=False)(variables, batches),
+            lambda x: jqx.linen.bind(x, module),
+        ),
+        "nnx": (
+            jqx.nnx.ptq(model, *args, progress=False)(batches),
+            lambda x: jqx.nnx.bind(x, model),
+        ),
+    }
+    for name, (quantized, bind) in ways.items():
+        clips = [x.clip for each in quantized.maps.values() for x in each if x.clip is not None]
+        assert len(clips) == 1 and clips[0].shape == (WIDTH,), name
+        jqx.save(tmp_path / name, quantized)
+        again = bind(jqx.load(tmp_path / name))
+        np.testing.assert_array_equal(again(9 * X), quantized(9 * X), name)
+        jax.tree.map(np.testing.assert_array_equal, dict(again.maps), dict(quantized.maps))

@@ -33,9 +33,9 @@ def keyed(inside, keys=None, count=3):
     """Scans over weights and typed keys; `inside` uses the key of a step."""
 
     def f(p, x, i):
-        own = jax.random.split(jax.random.key(0), count)
+        key_of_each_step = jax.random.split(jax.random.key(0), count)
         step = lambda c, xs: (jnp.tanh(c @ xs[0] + inside(xs[1])), None)  # noqa: E731
-        return lax.scan(step, norm(x[:, :D], p["g"]), (p["ws"], own))[0] @ p["v"]
+        return lax.scan(step, norm(x[:, :D], p["g"]), (p["ws"], key_of_each_step))[0] @ p["v"]
 
     return f
 
@@ -43,8 +43,8 @@ def keyed(inside, keys=None, count=3):
 def key_as_carry(p, x, i):
     def step(c, w):
         x, key = c
-        key, own = jax.random.split(key)
-        return (jnp.tanh(x @ w + 0 * jax.random.normal(own)), key), key
+        key, subkey = jax.random.split(key)
+        return (jnp.tanh(x @ w + 0 * jax.random.normal(subkey)), key), key
 
     (y, key), keys = lax.scan(step, (norm(x[:, :D], p["g"]), jax.random.key(1)), p["ws"])
     return y @ p["v"] + 0 * jax.random.normal(key) + 0 * jax.random.normal(keys[1])
@@ -186,16 +186,16 @@ MARKS = dict.fromkeys(("smooth_quant", "awq", "offline"), (pytest.mark.slow,)) |
 EACH_WAY = [pytest.param(way, marks=MARKS.get(way, (pytest.mark.sweep,))) for way in WAYS]
 
 
-def fitting(f, policy, params, given):
+def fitting(f, policy, params, args):
     """A policy that does what the errors say: weights that reach other operations stay in float,
     and those that sites contract along different axes have one scale.
     """
     rules = []
     for _ in range(len(jax.tree.leaves(params)) + 1):
         try:
-            found = jqx.Policy([*rules, *policy.rules])
-            jqx.make_plan(f, found)(params, *given)
-            return found
+            result = jqx.Policy([*rules, *policy.rules])
+            jqx.make_plan(f, result)(params, *args)
+            return result
         except ValueError as error:
             other = re.search("the weight '([^']+)', which", str(error))
             axes = re.search("scale varies along a contracted axis .weight '([^']+)'", str(error))
@@ -221,7 +221,7 @@ def check(f, params, way, policy, names):
     float64 = lambda x: x.astype(jnp.float64) if is_float(x) else x  # noqa: E731
     with jax.enable_x64(True):
         params, *batches = jax.tree.map(float64, [params, inputs(1), inputs(2), inputs(3)])
-        given = batches.pop()
+        unseen = batches.pop()
         plan = jqx.make_plan(f, fitting(f, policy, params, batches[0]))(params, *batches[0])
         changed, maps = WAYS[way](f, plan, params, batches)
         both = zip(*map(jax.tree.leaves, (params, changed)), strict=True)
@@ -230,17 +230,17 @@ def check(f, params, way, policy, names):
         by = lambda x: 1 + 2.0**-24 * rng.choice([-1, 1], x.shape)  # noqa: E731
         near = jax.tree.map(lambda x: x * by(x) if is_float(x) else x, params)
         run = jax.jit(f)
-        every = run(params, *given), run(near, *given)
+        every = run(params, *unseen), run(near, *unseen)
         mapped = jax.jit(jqx.map_channels(f, plan, maps)) if maps else run
-        every = jax.device_get((*every, mapped(changed, *given)))
-    for name, *own in zip(names, *every, strict=True):
-        flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(y)]) for y in own]
-        exact, noise, found = np.asarray(flat, np.float64)
+        every = jax.device_get((*every, mapped(changed, *unseen)))
+    for name, *outputs in zip(names, *every, strict=True):
+        flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(y)]) for y in outputs]
+        exact, noise, result = np.asarray(flat, np.float64)
         largest = np.abs(exact).max()
         bound = max(1e-5 * largest, 10 * np.abs(noise - exact).max())
         assert bound <= 1e-2 * largest, f"{name} is not exact enough for this test"
         bound = 1e-10 * largest if way in EXACT else bound
-        assert np.abs(found - exact).max() <= bound, (name, way)
+        assert np.abs(result - exact).max() <= bound, (name, way)
 
 
 @pytest.mark.parametrize("way", EACH_WAY)
@@ -271,19 +271,19 @@ def test_only_weights_without_another_use_are_changed():
     params = {use: (normal(i, D, D), normal(9 + i, D, D)) for i, use in enumerate(OTHER_USES)}
     x = inputs(1)[0][:, :D]
     plan = jqx.make_plan(f, jqx.presets.w8a8(), unsupported="dequantize")(params, x)
-    given, exact = (f, plan, params, [(x,)]), f(params, x)
+    args, exact = (f, plan, params, [(x,)]), f(params, x)
     chosen = {
-        "smooth_quant": algorithms.smooth_quant(0.85).rewrite(*given, progress=False),
-        "awq": algorithms.awq(steps=4, clip=False).rewrite(*given, progress=False),
-        "rotate": algorithms.rotate().rewrite(*given, progress=False),
-        "loftq": algorithms.loftq(rank=2).run(*given, progress=False),
+        "smooth_quant": algorithms.smooth_quant(0.85).rewrite(*args, progress=False),
+        "awq": algorithms.awq(steps=4, clip=False).rewrite(*args, progress=False),
+        "rotate": algorithms.rotate().rewrite(*args, progress=False),
+        "loftq": algorithms.loftq(rank=2).run(*args, progress=False),
     }
-    for name, found in chosen.items():
-        for use, own in found.params.items():
+    for name, result in chosen.items():
+        for use, own in result.params.items():
             is_same = all(map(np.array_equal, own, params[use]))
             assert is_same == (use != "none"), (name, use)
         if name != "loftq":  # its products make up for rounding
-            y = jqx.map_channels(f, plan, found.maps)(found.params, x)
+            y = jqx.map_channels(f, plan, result.maps)(result.params, x)
             for use, want in exact.items():
                 assert np.abs(y[use] - want).max() <= 1e-5 * np.abs(want).max(), (name, use)
 
@@ -315,18 +315,18 @@ def test_defaults_are_not_worse_than_nearest(preset, first):
     A default fits the rows that it sees. Of seed 130 under w8a8 it loses 1.2 times as much as
     nearest on 96 rows, and .6 times as much on 768.
     """
-    own = [Program(seed) for seed in range(first, first + 10)]
-    f, params = together(own)
+    programs = [Program(seed) for seed in range(first, first + 10)]
+    f, params = together(programs)
     policy = fitting(f, getattr(jqx.presets, preset)(), params, inputs(1))
-    run, given, lost = jax.jit(f), [inputs(i) for i in range(2, 10)], {}
-    exact = [run(params, *x) for x in given]
+    run, args, lost = jax.jit(f), [inputs(i) for i in range(2, 10)], {}
+    exact = [run(params, *x) for x in args]
     for name, algorithm in (("default", None), ("nearest", algorithms.nearest())):
         q = jqx.ptq(f, policy, algorithm, progress=False)(
             params, [inputs(i) for i in range(10, 74)]
         )
         run = jax.jit(q.function)
-        found = [zip(run(q.params, *x), y, strict=True) for x, y in zip(given, exact, strict=True)]
-        each = [[np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in x] for x in found]
+        results = [zip(run(q.params, *x), y, strict=True) for x, y in zip(args, exact, strict=True)]
+        each = [[np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in x] for x in results]
         lost[name] = np.mean(each, 0)
     ratio = lost["default"] / np.maximum(lost["nearest"], 1e-3)
     print(preset, first, "default / nearest:", np.round(ratio, 2))

@@ -260,9 +260,9 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_it_is_found_by_an_example(name):
-    found = []
-    jax.eval_shape(lambda: found.append(moves_limits(getattr(gradients, name))))  # while it traces
-    assert found == [EXPECTED[name]]
+    moves = []
+    jax.eval_shape(lambda: moves.append(moves_limits(getattr(gradients, name))))  # while it traces
+    assert moves == [EXPECTED[name]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,8 +316,8 @@ def test_the_second_derivative_is_that_of_the_rule_in_every_mode():
             if kind == "affine" or name in ("lsq", "a user's")
         }
 
-    found = jax.jit(run)(W, V)
-    for (name, kind), each in found.items():
+    products = jax.jit(run)(W, V)
+    for (name, kind), each in products.items():
         center = (lambda x: x - x.mean()) if name == "a user's" else (lambda x: x)
         rounded = quantizers[kind](W, gradients.ste)
         expected = center(jax.jvp(jax.grad(loss), (rounded,), (center(V),))[1])
@@ -373,8 +373,8 @@ def parts_and_whole(gradient):
             )(scale, xs),
         }
 
-    found = jax.jit(run)(scale, xs)
-    return found.pop("whole"), found
+    results = jax.jit(run)(scale, xs)
+    return results.pop("whole"), results
 
 
 def test_the_gradient_of_a_scale_adds_up_over_parts_if_elements_are_given():
@@ -388,7 +388,7 @@ def test_the_gradient_of_a_scale_adds_up_over_parts_if_elements_are_given():
 
 
 @pytest.mark.parametrize(
-    "given, error, words",
+    "options, error, words",
     [
         ({"elements": 1.5}, TypeError, "`elements` has the wrong type"),
         ({"elements": 0}, ValueError, "`elements` is out of range"),
@@ -399,9 +399,9 @@ def test_the_gradient_of_a_scale_adds_up_over_parts_if_elements_are_given():
         ),
     ],
 )
-def test_elements_that_have_no_meaning_are_refused(given, error, words):
+def test_elements_that_have_no_meaning_are_refused(options, error, words):
     with pytest.raises(error, match=words):
-        gradients.LearnedStep(**given)
+        gradients.LearnedStep(**options)
 
 
 def test_plans_store_the_number_of_elements():

@@ -83,8 +83,8 @@ def points_beside_kinks(low, high, shape, seed):
     """Values below, inside and above [low, high], a twentieth of its width away from its ends."""
     rng = np.random.default_rng(seed)
     inside, outside = rng.uniform(0.05, 0.95, shape), rng.uniform(0.05, 0.9, shape)
-    place = rng.permutation(np.arange(np.prod(shape)) % 4).reshape(shape)
-    t = np.select([place == 0, place == 1], [-outside, 1 + outside], inside)
+    region = rng.permutation(np.arange(np.prod(shape)) % 4).reshape(shape)
+    t = np.select([region == 0, region == 1], [-outside, 1 + outside], inside)
     return low + (high - low) * t
 
 

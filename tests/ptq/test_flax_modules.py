@@ -1,4 +1,6 @@
-"""`ptq` on modules of Flax: the numbers of `jqx.linen` and `jqx.nnx`, and a pure function."""
+"""`ptq` on modules of Flax: the numbers of `jqx.linen` and `jqx.nnx`, and a pure function. Weights
+that are computed from parameters alone, of functions, in files and in modules.
+"""
 
 import re
 
@@ -13,6 +15,8 @@ import jqx
 import jqx.linen
 import jqx.nnx
 
+from ..models.transforms import normal
+from ..oracles.algorithms import assert_same
 from ..oracles.contractions import gamma
 
 X = jax.random.normal(jax.random.key(1), (4, 16))
@@ -53,12 +57,6 @@ class Model(nnx.Module):
         return 2 * self(x)
 
 
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and np.array_equal(x, y)
-
-
 @pytest.fixture(scope="module")
 def linen():
     module = Net()
@@ -78,18 +76,18 @@ def test_linen_gives_the_numbers_of_linen_ptq(linen):
     assert isinstance(quantized, jqx.Quantized)
     calibrate = jqx.linen.quantize(module, W8A8, mode=jqx.linen.Mode.CALIBRATE)
     observe = jax.jit(lambda v, x: calibrate.apply(v, x, mutable=["quant_stats"])[1])
-    known = dict(variables)
+    state = dict(variables)
     for batch in (X, 2 * X):
-        known |= observe(known, batch)
+        state |= observe(state, batch)
     whole = calibrate.clone(mode=jqx.linen.Mode.CONVERT)
-    converted = jqx.linen.convert(whole, known, X, target=jax.default_backend())
-    same(quantized(X), whole.apply(converted, X))
+    converted = jqx.linen.convert(whole, state, X, target=jax.default_backend())
+    assert_same(quantized(X), whole.apply(converted, X))
     # Scales are constants there. Sums are of integers: scaled twice, and added to a bias.
-    compiled, found = jax.jit(quantized.function)(quantized.params, X), np.asarray(quantized(X))
-    size = np.abs(found) + 2 * np.abs(quantized.params["params"]["out"]["bias"])
-    assert np.all(np.abs(compiled - found) <= 2 * gamma(3) * size)
-    same(quantized.params["params"]["out"]["kernel"], converted["qparams"]["out"]["kernel"])
-    same(quantized.params["batch_stats"], dict(variables["batch_stats"]))
+    compiled, result = jax.jit(quantized.function)(quantized.params, X), np.asarray(quantized(X))
+    size = np.abs(result) + 2 * np.abs(quantized.params["params"]["out"]["bias"])
+    assert np.all(np.abs(compiled - result) <= 2 * gamma(3) * size)
+    assert_same(quantized.params["params"]["out"]["kernel"], converted["qparams"]["out"]["kernel"])
+    assert_same(quantized.params["batch_stats"], dict(variables["batch_stats"]))
 
 
 def test_linen_is_ptq_of_apply(linen):
@@ -99,16 +97,16 @@ def test_linen_is_ptq_of_apply(linen):
     names = {"params": "", "batch_stats": None, "constants": None}
     other = jqx.ptq(module.apply, W8A8, NEAREST, names=names, **QUIET)(variables, [X, 2 * X])
     assert other.plan == quantized.plan and str(other.report) == str(quantized.report)
-    same(quantized.params, other.params)
-    same(quantized.affines, other.affines)
+    assert_same(quantized.params, other.params)
+    assert_same(quantized.affines, other.affines)
 
 
 def test_calls_take_what_apply_takes(linen):
     module, variables, quantized = linen
     doubled = jqx.linen.ptq(module, W8A8, NEAREST, method="twice", target=False, **QUIET)
-    found = doubled({"params": variables["params"], **variables}, [X, 2 * X])
-    assert found.params["params"]["out"]["kernel"].layout is None
-    same(found(X), 2 * quantized(X))  # twice a float is exact
+    result = doubled({"params": variables["params"], **variables}, [X, 2 * X])
+    assert result.params["params"]["out"]["kernel"].layout is None
+    assert_same(result(X), 2 * quantized(X))  # twice a float is exact
     with pytest.raises(Exception, match="immutable"):
         quantized(X, train=True)
     rngs = {"dropout": jax.random.key(0)}
@@ -120,8 +118,8 @@ def test_boxes_of_linen_are_opened():
     init = nn.with_partitioning(nn.initializers.ones, (None, "x"))
     module = nn.Dense(8, kernel_init=init)
     variables = module.init(jax.random.key(0), X)
-    found = jqx.linen.ptq(module, jqx.presets.w8a16(), **QUIET)(variables, [X])
-    assert [w.path for w in found.plan.weights] == ["kernel"] and found(X).shape == (4, 8)
+    quantized = jqx.linen.ptq(module, jqx.presets.w8a16(), **QUIET)(variables, [X])
+    assert [w.path for w in quantized.plan.weights] == ["kernel"] and quantized(X).shape == (4, 8)
 
 
 def test_nnx_gives_the_numbers_of_nnx_ptq(model):
@@ -131,8 +129,8 @@ def test_nnx_gives_the_numbers_of_nnx_ptq(model):
     for batch in (X, 2 * X):
         whole(batch)
     jqx.nnx.convert(whole, X, target=jax.default_backend())
-    same(quantized(X), whole(X))
-    same(quantized.params["parts"]["1"]["kernel"], whole.parts[1].kernel.get_value())
+    assert_same(quantized(X), whole(X))
+    assert_same(quantized.params["parts"]["1"]["kernel"], whole.parts[1].kernel.get_value())
     assert [w.path for w in quantized.plan.weights] == ["parts/0/kernel", "parts/1/kernel"]
     assert isinstance(net.parts[0].kernel, nnx.Param) and len(quantized.plan.skipped) == 1
     np.testing.assert_array_equal(quantized(X, scale=2.0), 2 * quantized(X))
@@ -144,16 +142,16 @@ def test_a_file_gives_back_the_same_module_and_model(linen, model, tmp_path):
     jqx.save(path, quantized)
     loaded = jqx.load(path)
     for bound in (jqx.linen.bind(loaded, module), loaded.bind(module.apply)):
-        same(bound.params, quantized.params)
-        same(bound(X), quantized(X))
+        assert_same(bound.params, quantized.params)
+        assert_same(bound(X), quantized(X))
         assert repr(bound) == repr(quantized)
     _, quantized = model
     jqx.save(path, quantized)
     abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(3)))
     abstract.eval()
     bound = jqx.nnx.bind(jqx.load(path), abstract)
-    same(bound.params, quantized.params)
-    same(bound(X), quantized(X))
+    assert_same(bound.params, quantized.params)
+    assert_same(bound(X), quantized(X))
 
 
 def test_what_does_not_fit_is_refused_in_four_parts(linen, model, tmp_path):
@@ -250,13 +248,13 @@ def test_what_is_kept_at_sites_of_modules_is_saved_and_bound(tmp_path):
         (jqx.linen.ptq(module, W8A8, of.chain(*algorithms), **QUIET)(variables, [X]), module),
         (jqx.nnx.ptq(model, W8A8, of.chain(*algorithms), **QUIET)([X]), model),
     )
-    for way, (quantized, own) in zip((jqx.linen, jqx.nnx), both, strict=True):
-        exact = own.apply(variables, X) if way is jqx.linen else own(X)
+    for way, (quantized, net) in zip((jqx.linen, jqx.nnx), both, strict=True):
+        exact = net.apply(variables, X) if way is jqx.linen else net(X)
         assert np.abs(quantized(X) - exact).max() < 0.05 * np.abs(exact).max()
         assert {key.rsplit(":", 1)[1] for key in quantized.maps} == {"lhs", "out"}
         path = tmp_path / "model.safetensors"
         jqx.save(path, quantized)
-        bound = way.bind(jqx.load(path), own)
+        bound = way.bind(jqx.load(path), net)
         np.testing.assert_array_equal(bound(X), quantized(X))
 
 
@@ -291,13 +289,150 @@ def test_decoders_write_their_own_text():
     """One position at a time: there is no warning. Logits after the last place are NaN."""
     module, model = Decoder(), DecoderModel(nnx.Rngs(0))
     variables = module.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
-    given = W8A8, NEAREST
+    args = W8A8, NEAREST
     for quantized, plain in (
-        (jqx.linen.ptq(module, *given, **QUIET)(variables), lambda x: module.apply(variables, x)),
-        (jqx.nnx.ptq(model, *given, **QUIET)(), model),
+        (jqx.linen.ptq(module, *args, **QUIET)(variables), lambda x: module.apply(variables, x)),
+        (jqx.nnx.ptq(model, *args, **QUIET)(), model),
     ):
         tokens = jnp.array([[0, 1, 2, 3, 4, 5], [0, 7, 8, 9, 10, 11]])
         np.testing.assert_allclose(quantized(tokens), plain(tokens), atol=0.1)
         codes = quantized.report.codes
         assert codes.endswith("calibrated on 16 rows of 32 tokens that the function wrote itself")
         assert len(quantized.affines) == 5
+
+
+ROWS = normal(0, 4, 16)
+MASKED = {
+    "w": normal(1, 16, 16),
+    "mask": jnp.tri(16),
+    "v": normal(2, 3, 16, 16),
+    "b": normal(3, 1, 16),
+}
+
+
+def norm(w):
+    return w / jnp.linalg.norm(w, axis=0, keepdims=True)
+
+
+def masked(p, x):
+    h = jnp.tanh(x @ (p["w"] * p["mask"]) + p["b"])
+    return jax.lax.scan(lambda h, v: (jnp.tanh(h @ norm(v)), None), h, p["v"])[0]
+
+
+def hoisted(function=masked, params=MASKED, policy=None, hoist=True, **options):
+    policy = policy or jqx.presets.w8a8()
+    split = jqx.ptq(function, policy, NEAREST, hoist=hoist, target=False, progress=False, **options)
+    return split(params, [ROWS])
+
+
+def error_of(got, expected):
+    return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
+
+
+def test_what_is_split_off_is_quantized_saved_and_bound_again(tmp_path):
+    quantized = hoisted()
+    assert [weight.path for weight in quantized.plan.weights] == ["computed/mask,w", "computed/v"]
+    assert quantized.plan.skipped == () and quantized.plan.hoisted.what == "weights"
+    expected = quantized(ROWS)
+    assert (
+        error_of(expected, masked(MASKED, ROWS)) < 0.05
+    )  # eight bits, in four layers one after another
+    jqx.save(tmp_path / "f", quantized)
+    unbound = jqx.load(tmp_path / "f")
+    assert unbound.plan == quantized.plan
+    g, _ = jqx.hoist(masked, "weights")(MASKED, ROWS)
+    for bound in (unbound.bind(masked, target=False), unbound.bind(g, target=False)):
+        np.testing.assert_array_equal(bound(ROWS), expected)
+        np.testing.assert_array_equal(bound(ROWS[:2]), expected[:2])
+
+
+def test_another_function_of_the_parameters_is_split_in_the_same_way():
+    quantized = hoisted()
+    step = quantized.bind(lambda p, x, scale: scale * masked(p, x[None])[0])
+    np.testing.assert_array_equal(step(ROWS[0], 2.0), 2 * quantized(ROWS[:1])[0])
+    with pytest.raises(ValueError, match="not the computed parameters"):
+        quantized.bind(lambda p, x: masked(p, x) @ jnp.exp(p["w"]) @ jnp.tanh(p["w"] * p["mask"]))(
+            ROWS
+        )
+
+
+def test_a_file_without_the_structure_of_the_parameters_asks_for_it(tmp_path):
+    def own(p, x):
+        return x @ (p["w"] * p["mask"]) * p["n"]
+
+    params = {"w": MASKED["w"], "mask": MASKED["mask"], "n": 3}
+    quantized = hoisted(own, params, jqx.presets.w8a16())
+    jqx.save(tmp_path / "f", quantized)
+    unbound = jqx.load(tmp_path / "f")
+    with pytest.raises(ValueError, match=r"bind\(f, like=params\)"):
+        unbound.bind(own)
+    for like in (params, {**jax.eval_shape(lambda: MASKED), "n": 3}):
+        like = {key: like[key] for key in params}
+        np.testing.assert_array_equal(unbound.bind(own, like, target=False)(ROWS), quantized(ROWS))
+    with pytest.raises(ValueError) as raised:
+        unbound.bind(lambda p, x: x @ (p["w"] + jnp.exp(p["w"])), params)
+    assert "fix:" in str(raised.value)
+
+
+def test_values_that_are_larger_are_split_off_only_when_asked():
+    low = {"a": normal(1, 16, 4), "b": normal(2, 4, 16)}
+    policy = jqx.presets.w8a16()
+    product = lambda p, x: x @ (p["a"] @ p["b"])  # noqa: E731
+    kept = hoisted(product, low, policy)
+    assert [weight.path for weight in kept.plan.weights] == ["a", "b"]
+    assert "larger than their 128" in kept.plan.skipped[0].reason
+    whole = hoisted(product, low, policy, hoist="all")
+    assert [weight.path for weight in whole.plan.weights] == ["computed/a,b"]
+    with pytest.raises(ValueError, match="`hoist` is unknown"):
+        hoisted(hoist="large")
+
+
+def test_complex_parameters_are_saved_as_they_are(tmp_path):
+    params = {"c": jax.lax.complex(MASKED["w"], MASKED["mask"]), "w": MASKED["w"]}
+
+    def own(p, x):
+        return (x.astype(jnp.complex64) @ jnp.exp(p["c"])).real @ norm(p["w"])
+
+    quantized = hoisted(own, params, jqx.presets.w8a16(), hoist="all")
+    jqx.save(tmp_path / "f", quantized)
+    bound = jqx.load(tmp_path / "f").bind(own, target=False)
+    assert bound.params["computed"]["c"].dtype == jnp.complex64
+    np.testing.assert_array_equal(bound(ROWS), quantized(ROWS))
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.BatchNorm(use_running_average=True)(nn.WeightNorm(nn.Dense(16))(x))
+        return h @ (self.param("w", nn.initializers.normal(), (16, 4)) * jnp.tri(16, 4))
+
+
+class NormalizedModel(nnx.Module):
+    def __init__(self, rngs):
+        self.v, self.g = nnx.Param(normal(5, 16, 16)), nnx.Param(jnp.ones((1, 16)))
+        self.norm = nnx.BatchNorm(16, use_running_average=True, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x @ (self.g[...] * norm(self.v[...])))
+
+
+@pytest.mark.slow
+def test_modules_of_flax_are_split_and_bound_again(tmp_path):
+    policy, options = jqx.presets.w8a8_dynamic(), {"hoist": True, "progress": False}
+    module = Normalized()
+    variables = module.init(jax.random.key(0), ROWS)
+    quantized = jqx.linen.ptq(module, policy, NEAREST, **options)(variables, [ROWS])
+    names = "Dense_0.kernel,WeightNorm_0.Dense_0.kernel.scale"
+    assert [x.path for x in quantized.plan.weights] == [f"computed/{names}", "computed/w"]
+    assert error_of(quantized(ROWS), module.apply(variables, ROWS)) < 0.02
+    jqx.save(tmp_path / "linen", quantized)
+    again = jqx.linen.bind(jqx.load(tmp_path / "linen"), module)
+    np.testing.assert_array_equal(again(ROWS), quantized(ROWS))
+    model = NormalizedModel(nnx.Rngs(0))
+    quantized = jqx.nnx.ptq(model, policy, NEAREST, **options)([ROWS])
+    assert [x.path for x in quantized.plan.weights] == ["computed/g,v"]
+    assert error_of(quantized(ROWS), model(ROWS)) < 0.02
+    jqx.save(tmp_path / "nnx", quantized)
+    np.testing.assert_array_equal(
+        jqx.nnx.bind(jqx.load(tmp_path / "nnx"), model)(ROWS), quantized(ROWS)
+    )

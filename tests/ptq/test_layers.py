@@ -162,9 +162,9 @@ def params_of(model):
 
 def steps(text):
     """Which layers a rule selects."""
-    own = text[1:-1].split(":")
-    chosen = range(L)[slice(*(int(x) if x else None for x in own))] if len(own) > 1 else None
-    chosen = [range(L)[int(own[0])]] if chosen is None else chosen
+    ends = text[1:-1].split(":")
+    chosen = range(L)[slice(*(int(x) if x else None for x in ends))] if len(ends) > 1 else None
+    chosen = [range(L)[int(ends[0])]] if chosen is None else chosen
     return set(chosen)
 
 
@@ -213,25 +213,25 @@ def both(model, policy):
     ends = {0, L} | {x for text in rules for x in (min(steps(text)), max(steps(text)) + 1)}
     parts = list(itertools.pairwise(sorted(ends)))
     named = {f"layers{text}": rule for text, rule in rules.items()}
-    own = jqx.Policy({**named, "layers/.*": rest, ".*": presets.w8a8()})
+    by_steps = jqx.Policy({**named, "layers/.*": rest, ".*": presets.w8a8()})
     each = {}
     for i, (a, b) in enumerate(parts):
         fitting = [rule for text, rule in rules.items() if {*range(a, b)} <= steps(text)]
         each[f"layers/{i}/.*"] = [*fitting, rest][0]
     cut = tuple(jax.tree.map(lambda w, a=a, b=b: w[a:b], p["layers"]) for a, b in parts)
     by_hand = jqx.Policy({**each, ".*": presets.w8a8()})
-    split = jqx.make_plan(f, own)(p, X).splits
+    split = jqx.make_plan(f, by_steps)(p, X).splits
     assert {x.bounds for x in split} == {tuple(sorted(ends))}
     whole = {x.path for x in split}
 
     def renamed(text):
-        def name(found):
-            path, (a, b) = f"layers/{found[2]}", parts[int(found[1])]
+        def name(match):
+            path, (a, b) = f"layers/{match[2]}", parts[int(match[1])]
             return f"{path}[{a}:{b}]" if path in whole else path
 
         return re.sub(r"layers/(\d+)/(\w+)", name, text)
 
-    return (f, own, p), (f, by_hand, {**p, "layers": cut}), parts, renamed
+    return (f, by_steps, p), (f, by_hand, {**p, "layers": cut}), parts, renamed
 
 
 def same(a, b):
@@ -239,30 +239,30 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def same_params(own, by_hand, parts):
+def same_params(params, by_hand, parts):
     """Codes, scales and floats are those of the parts, bit for bit."""
-    for name, leaf in own["layers"].items():
+    for name, leaf in params["layers"].items():
         each = leaf.parts if isinstance(leaf, jqx.Segments) else [leaf[a:b] for a, b in parts]
-        for found, layer in zip(each, by_hand["layers"], strict=True):
-            same(found, layer[name])
+        for result, layer in zip(each, by_hand["layers"], strict=True):
+            same(result, layer[name])
     for name in ("head", "mix"):
-        same(own[name], by_hand[name])
+        same(params[name], by_hand[name])
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("model", MODELS)
 def test_channels_and_rotations_pass_through_parts(model):
-    (f, own, p), (g, by_hand, q), parts, renamed = both(model, "ends")
-    plans = [jqx.make_plan(f, own)(p, X), jqx.make_plan(g, by_hand)(q, X)]
+    (f, by_steps, p), (g, by_hand, q), parts, renamed = both(model, "ends")
+    plans = [jqx.make_plan(f, by_steps)(p, X), jqx.make_plan(g, by_hand)(q, X)]
     pairs, oracle = find_pairs(f, plans[0])(p, X), find_pairs(g, plans[1])(q, X)
     one = lambda x: (tuple(map(renamed, x.before)), tuple(map(renamed, x.after)), x.channels)  # noqa: E731
     assert {*map(one, pairs)} == {*map(one, oracle)}
     assert pairs.reasons.keys() == {*map(renamed, oracle.reasons)}
     rewrite = rotate(offline=True).rewrite
-    done, known = rewrite(f, plans[0], p, [X]), rewrite(g, plans[1], q, [X])
-    same_params(done.params, known.params, parts)
+    done, expected = rewrite(f, plans[0], p, [X]), rewrite(g, plans[1], q, [X])
+    same_params(done.params, expected.params, parts)
     assert jax.tree.structure(done.params) == jax.tree.structure(p)
-    maps = {renamed(key): x for key, x in known.maps.items()}
+    maps = {renamed(key): x for key, x in expected.maps.items()}
     jax.tree.map(np.testing.assert_array_equal, dict(done.maps), maps)
 
 
@@ -286,18 +286,18 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "policy", "algorithm"), CASES)
 def test_layers_are_quantized_as_if_split_by_hand(model, policy, algorithm, tmp_path):
-    found, done, (own, by_hand, parts, renamed) = [], [], both(model, policy)
-    for f, rules, p in (own, by_hand):
+    result, done, (by_steps, by_hand, parts, renamed) = [], [], both(model, policy)
+    for f, rules, p in (by_steps, by_hand):
         quantize = jqx.ptq(f, rules, ALGORITHMS[algorithm], progress=False, target=False)
         try:
-            found.append(quantize(p, BATCHES))
-            done.append(jax.jit(found[-1].function)(found[-1].params, X))
+            result.append(quantize(p, BATCHES))
+            done.append(jax.jit(result[-1].function)(result[-1].params, X))
         except ValueError as error:
-            found.append(type(error))
-    if isinstance(found[1], type):  # the algorithm has nothing to do
-        assert found[0] is found[1]
+            result.append(type(error))
+    if isinstance(result[1], type):  # the algorithm has nothing to do
+        assert result[0] is result[1]
         return
-    a, b = found
+    a, b = result
     same_params(a.params, b.params, parts)
     assert a.report.codes == b.report.codes
     assert [x.path for x in a.report.weights] == [renamed(x.path) for x in b.report.weights]
@@ -306,8 +306,8 @@ def test_layers_are_quantized_as_if_split_by_hand(model, policy, algorithm, tmp_
     # Products of codes are exact; where a side stays in float, XLA may sum in another order.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-4), *done)
     jqx.save(tmp_path / "model.safetensors", a)
-    loaded = jqx.load(tmp_path / "model.safetensors").bind(own[0], target=False)
-    mapped = jqx.map_channels(own[0], a.plan, a.maps)
+    loaded = jqx.load(tmp_path / "model.safetensors").bind(by_steps[0], target=False)
+    mapped = jqx.map_channels(by_steps[0], a.plan, a.maps)
     simulate = jqx.simulate(mapped, a.plan, a.affines)
     real = jqx.dequantize_params(a.params)
 
@@ -348,10 +348,10 @@ def test_an_algorithm_of_a_user_sees_parts_as_parameters():
     once = f({"layers": w}, X)
     policy = jqx.Policy({"layers[0]": "int8", ".*": "int4"})
     quantize = jqx.ptq(f, policy, chain(Doubled(), Chosen()), progress=False, target=False)
-    found = quantize({"layers": w}, [X]).params["layers"]
+    codes = quantize({"layers": w}, [X]).params["layers"]
     assert seen == {"layers[0:1]": (1, K, K), "layers[1:3]": (2, K, K)}
     plan = jqx.make_plan(f, policy)({"layers": w}, X)
-    same(found, jqx.quantize_params({"layers": 2 * w}, plan)["layers"])
+    same(codes, jqx.quantize_params({"layers": 2 * w}, plan)["layers"])
 
 
 def test_a_split_parameter_is_returned_as_it_is_given():

@@ -1,5 +1,6 @@
-"""One rule for NaN and infinities: an error that names site and batch, or rows that are left out,
-as if the batches did not have them.
+"""Rows that are left out. NaN and infinities are an error that names site and batch, or their rows
+are left out, as if the batches did not have them. Rows of padding decide no scale, and rows of
+other lengths and tokens join padded ones.
 """
 
 import functools
@@ -19,6 +20,8 @@ from jqx import algorithms, presets
 from jqx.observers import absmax, hessian, mean
 
 from ..arrays import normal, on_device
+from ..models.modules import LinenLayers, NnxLayers
+from ..watched import Watched
 
 D, L = 16, 2
 ROWS = 24
@@ -63,8 +66,8 @@ def online(p, x):
         most, total, out = carry
         score, value = key
         now = jnp.maximum(most, score)
-        scale, own = jnp.exp(most - now), jnp.exp(score - now)
-        return (now, total * scale + own, out * scale + own * value[None]), None
+        scale, weight = jnp.exp(most - now), jnp.exp(score - now)
+        return (now, total * scale + weight, out * scale + weight * value[None]), None
 
     start = jnp.full((len(x), 1), -jnp.inf), jnp.zeros((len(x), 1)), jnp.zeros((len(x), D))
     keys = (x @ p["a"]).T[:, :, None], p["b"]
@@ -90,14 +93,14 @@ KINDS = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
 PLACES = {"first": 0, "one": 1, "last": 2}
 
 
-def spoilt(kind, place, dtype=np.float32):
+def spoilt(kind, index, dtype=np.float32):
     """Batches of which one has three more rows with such a value; and without these rows."""
     batches, bad = [x.astype(dtype) for x in X], X[0][:3].copy()
     bad[range(3), [0, 5, D - 1]] = KINDS.get(kind)
     if kind == "float16":  # its products overflow
         bad = np.full((3, D), 60000.0)
-    own = batches[place]
-    batches[place] = np.concatenate([own[:5], bad.astype(dtype), own[5:]])
+    rows = batches[index]
+    batches[index] = np.concatenate([rows[:5], bad.astype(dtype), rows[5:]])
     return [on_device(x) for x in batches], [on_device(x.astype(dtype)) for x in X]
 
 
@@ -141,10 +144,10 @@ def test_rows_left_out_are_as_if_they_were_not_there(calibration):
     assert not any(np.asarray(x)[..., :2].any() for x in want.flags.values())
     for kind in KINDS:
         bad, _ = spoilt(kind, 1)
-        found = seen(bad[1], "ignore")
-        assert_alike(found, want)
+        result = seen(bad[1], "ignore")
+        assert_alike(result, want)
         for form in FORMS:
-            first = next(x for k, x in found.left_out.items() if k.startswith(f"{form}/"))
+            first = next(x for k, x in result.left_out.items() if k.startswith(f"{form}/"))
             assert np.asarray(first)[..., :2].sum() >= 3, (kind, form)
 
 
@@ -173,14 +176,14 @@ def test_rows_of_any_length_are_counted():
         kinds = values[np.arange(1200) % 8]
         x, params = {}, {}
         for size in sizes:
-            own = np.zeros((1200, size), np.float32)
-            own[np.arange(1200), np.arange(1200) % size] = kinds
-            x[f"n{size}"] = jnp.asarray(own).astype(dtype)
+            values_of_rows = np.zeros((1200, size), np.float32)
+            values_of_rows[np.arange(1200), np.arange(1200) % size] = kinds
+            x[f"n{size}"] = jnp.asarray(values_of_rows).astype(dtype)
             params[f"n{size}"] = jnp.ones((size, 2), dtype)
         plan = jqx.make_plan(f, presets.w8a8())(params, x)
-        found = jax.jit(lambda p, x, plan=plan: jqx.calibrate(f, plan)(p, x)[1].flags)(params, x)
-        assert len(found) == 2 * len(sizes)
-        for key, each in found.items():
+        result = jax.jit(lambda p, x, plan=plan: jqx.calibrate(f, plan)(p, x)[1].flags)(params, x)
+        assert len(result) == 2 * len(sizes)
+        for key, each in result.items():
             assert each.tolist() == [300, 300, 900, 1200], key
 
 
@@ -203,11 +206,11 @@ def test_overflow_of_float16_is_named_where_it_is_seen():
         g = lambda p, x: (h := x @ p["a"], (h / jnp.abs(h)) @ p["b"])[1]  # noqa: E731
         jqx.calibrate_batches(g, plan, params, batches, progress=False)
     options = {"progress": False, "on_nonfinite": "ignore"}
-    found, want = (
+    result, want = (
         jqx.calibrate_batches(plain, plan, params, x, **options) for x in (batches, good)
     )
     key = "b:dot_general:lhs"  # the first site sees finite rows
-    assert found[key].largest.tolist() == want[key].largest.tolist()
+    assert result[key].largest.tolist() == want[key].largest.tolist()
 
 
 def test_weights_that_are_not_finite_are_an_error_and_other_leaves_are_not():
@@ -274,8 +277,10 @@ def averaged_linen(policy, batches):
     mix = lambda a, b: jqx.calibrators.moving_average(a, b, 0.5)  # noqa: E731
     for other in others:
         stats = {
-            name: mix(own, other[name]) if name in ("absmax", "delayed", "minmax") else other[name]
-            for name, own in stats.items()
+            name: mix(value, other[name])
+            if name in ("absmax", "delayed", "minmax")
+            else other[name]
+            for name, value in stats.items()
         }
     integers = module.clone(mode=jqx.linen.Mode.CONVERT)
     return lambda: jqx.linen.convert(integers, {**variables, "quant_stats": stats}, batches[0])
@@ -338,8 +343,8 @@ def test_a_weight_of_rows_reaches_static_scales():
         {"algorithm": algorithms.nearest(), "weight": is_token},
         {"algorithm": algorithms.bias_correction(weight=is_token)},
     ):
-        found = jqx.ptq(f, policy, progress=False, **options)(params, [tokens])
-        scale = found.affines["w:dot_general:lhs"].scale.item()
+        result = jqx.ptq(f, policy, progress=False, **options)(params, [tokens])
+        scale = result.affines["w:dot_general:lhs"].scale.item()
         np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
 
 
@@ -356,8 +361,8 @@ def test_a_site_that_saw_only_zeros_is_named():
 def test_inputs_of_all_batches_count_in_any_order():
     x = on_device(X[0])
     for batches in ([x[:1], x], [x[:0], x]):
-        found = jqx.ptq(lambda p, x: x @ p, jqx.Policy({".*": "int4"}), progress=False)
-        codes = found(PARAMS["plain"]["a"], batches).report.codes
+        result = jqx.ptq(lambda p, x: x @ p, jqx.Policy({".*": "int4"}), progress=False)
+        codes = result(PARAMS["plain"]["a"], batches).report.codes
         assert codes.startswith("gptq("), codes
     few = jqx.ptq(lambda p, x: x @ p, jqx.Policy({".*": "int4"}), progress=False)
     assert "3 inputs of 16 channels are too few" in few(PARAMS["plain"]["a"], [x[:3]]).report.codes
@@ -372,42 +377,25 @@ def test_matrices_that_were_rounded_for_want_of_inputs_are_named():
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = quantize(normal(4, 3, D, D), [x])
+        result = quantize(normal(4, 3, D, D), [x])
     texts = "\n".join(str(each.message) for each in caught)
     assert "4 inputs of 16 channels are too few" in texts and "no batch has reached it" in texts
-    assert "; 2 of 3 matrices rounded to nearest" in found.report.codes
+    assert "; 2 of 3 matrices rounded to nearest" in result.report.codes
     nearest = jqx.ptq(f, jqx.Policy({".*": "int4"}), algorithms.nearest(), progress=False)
-    own = nearest(normal(4, 3, D, D), [x]).params
-    np.testing.assert_array_equal(found.params.codes[1:], own.codes[1:])
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(D, name="b")(nn.tanh(nn.Dense(D, name="a")(x)))
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.a, self.b = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
-
-    def __call__(self, x):
-        return self.b(jnp.tanh(self.a(x)))
+    rounded = nearest(normal(4, 3, D, D), [x]).params
+    np.testing.assert_array_equal(result.params.codes[1:], rounded.codes[1:])
 
 
 def quantized(form, policy, algorithm, batches, **options):
     """What `ptq` makes of one of the forms."""
     options = {"progress": False, "target": False, **options}
     if form == "linen":
-        variables = {
-            "params": {
-                name: {"kernel": PARAMS["plain"][name], "bias": jnp.zeros(D)} for name in "ab"
-            }
-        }
-        return jqx.linen.ptq(Net(), policy, algorithm, **options)(variables, batches)
+        layers = {k: {"kernel": w, "bias": jnp.zeros(D)} for k, w in PARAMS["plain"].items()}
+        module = LinenLayers((D, D), jnp.tanh)
+        return jqx.linen.ptq(module, policy, algorithm, **options)({"params": layers}, batches)
     if form == "nnx":
-        return jqx.nnx.ptq(Model(), policy, algorithm, **options)(batches)
+        model = NnxLayers((D, D, D), jnp.tanh)
+        return jqx.nnx.ptq(model, policy, algorithm, **options)(batches)
     return jqx.ptq(FORMS[form][0], policy, algorithm, **options)(PARAMS[form], batches)
 
 
@@ -435,26 +423,26 @@ PRESETS = {
 }
 
 
-def check(form, preset, algorithm, kind, place):
+def check(form, preset, algorithm, kind, batch):
     """The error names the batch, and a result without these rows is the same as with none."""
-    bad, good = spoilt(kind, PLACES[place])
-    policy, own = PRESETS[preset](), ALGORITHMS[algorithm]()
+    bad, good = spoilt(kind, PLACES[batch])
+    policy, chosen_algorithm = PRESETS[preset](), ALGORITHMS[algorithm]()
     try:
-        want = quantized(form, policy, own, good)
+        want = quantized(form, policy, chosen_algorithm, good)
     except (ValueError, NotImplementedError):
         return  # the algorithm has nothing to do in this function
     try:
-        found = quantized(form, policy, own, bad)
+        result = quantized(form, policy, chosen_algorithm, bad)
     except ValueError as error:
-        assert f"batch {PLACES[place]}: " in str(error), error
+        assert f"batch {PLACES[batch]}: " in str(error), error
     else:  # nothing was observed
-        jax.tree.map(np.testing.assert_array_equal, found.params, want.params)
+        jax.tree.map(np.testing.assert_array_equal, result.params, want.params)
         return
     with pytest.warns(UserWarning, match="rows that are not finite were left out"):
-        found = quantized(form, policy, own, bad, on_nonfinite="ignore")
-    for a, b in zip(jax.tree.leaves(found.affines), jax.tree.leaves(want.affines), strict=True):
+        result = quantized(form, policy, chosen_algorithm, bad, on_nonfinite="ignore")
+    for a, b in zip(jax.tree.leaves(result.affines), jax.tree.leaves(want.affines), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-    y, z = (np.asarray(q(good[0]), np.float64) for q in (found, want))
+    y, z = (np.asarray(q(good[0]), np.float64) for q in (result, want))
     # Float sums in another order may round single weights to another code.
     assert np.linalg.norm(y - z) <= 0.02 * np.linalg.norm(z)
 
@@ -489,10 +477,167 @@ def test_ptq_leaves_rows_out_or_raises_in_more_forms(case):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("batch", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("form", [*FORMS, "linen", "nnx"])
-def test_ptq_leaves_rows_out_or_raises_everywhere(form, preset, algorithm, kind, place):
-    check(form, preset, algorithm, kind, place)
+def test_ptq_leaves_rows_out_or_raises_everywhere(form, preset, algorithm, kind, batch):
+    check(form, preset, algorithm, kind, batch)
+
+
+# Padding
+
+SENTENCES, LENGTH, WORDS, WIDTH = 6, 12, 50, 16
+W8A8 = jqx.presets.w8a8()
+RNG = np.random.default_rng(0)
+ENCODER = {
+    name: RNG.normal(size=shape).astype(np.float32)
+    for name, shape in {"table": (WORDS, WIDTH), "up": (WIDTH, 24), "down": (24, 8)}.items()
+}
+ENCODER["table"][45] *= 100  # of padding
+ENCODER = jax.tree.map(on_device, ENCODER)
+SIZES = np.array([3, 12, 7, 5, 9, 4])
+MASK = np.arange(LENGTH) < SIZES[:, None]
+TOKENS = np.where(MASK, RNG.integers(3, 40, MASK.shape), 45).astype(np.int32)
+TOKENS[:, 0] = 1
+TOKENS[np.arange(SENTENCES), SIZES - 1] = 2
+
+
+def encoder(params, tokens, mask):
+    """Attends to tokens that are not padding, and pools them."""
+    x = params["table"][tokens]
+    scores = jnp.where(mask[:, None], jnp.einsum("btd,bsd->bts", x, x) / 40, -1e30)
+    x = (x + jax.nn.softmax(scores, -1) @ x) @ params["up"]
+    x = jax.nn.relu(x) @ params["down"]
+    return jnp.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdims=True, dtype=jnp.float32)
+
+
+def nearest(f, batches, **options):
+    return jqx.ptq(f, W8A8, jqx.algorithms.nearest(), progress=False, **options)(ENCODER, batches)
+
+
+INPUTS = {
+    "bool": (encoder, lambda tokens, mask: (tokens, mask)),
+    "floats before": (lambda p, m, t: encoder(p, t, m > 0), lambda t, m: (m.astype(np.float32), t)),
+    "a dict": (
+        lambda p, x: encoder(p, x["ids"], x["mask"] == 1),
+        lambda t, m: {"ids": t, "mask": m.astype(np.int32), "types": np.zeros_like(t)},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", INPUTS)
+def test_padding_decides_no_scale(form):
+    """A batch without padding comes first; the mask is found in the next one."""
+    f, of = INPUTS[form]
+    whole = TOKENS.copy()
+    whole[:, 1:] = 5
+    batches = [of(whole, np.ones_like(MASK)), of(TOKENS, MASK)]
+    result = nearest(f, batches)
+    name = {"bool": "1", "floats before": "0", "a dict": "0/mask"}[form]
+    expected = f"nearest(); rows where input {name} is 0 are padding, and left out"
+    assert result.report.codes == expected
+    leaves = jax.tree.leaves_with_path((of(TOKENS, MASK),))
+    index = [np.array_equal(x, MASK) for _, x in leaves].index(True)
+    weighted = nearest(f, batches, weight=lambda *x: jax.tree.leaves(x)[index])
+    jax.tree.map(np.testing.assert_array_equal, result.affines, weighted.affines)
+    every = nearest(f, batches, weight=lambda *x: jnp.ones_like(jax.tree.leaves(x)[index]))
+    key = next(iter(result.affines))
+    assert result.affines[key].scale < every.affines[key].scale / 2
+
+
+NO_PADDING = {
+    "types of tokens": (
+        lambda p, t, m: encoder(p, t, jnp.ones_like(m, bool)) + m.sum(dtype=jnp.float32),
+        MASK,
+    ),
+    "an argument that nothing reads": (
+        lambda p, t, m: encoder(p, TOKENS, MASK) + 0 * t.sum(dtype=jnp.float32),
+        MASK,
+    ),
+    "all ones": (encoder, np.ones_like(MASK)),
+    "a weight in a sum": (
+        lambda p, t, m: (p["table"][t] * (m.astype(jnp.float32) + 1)[..., None]).sum(1) @ p["up"],
+        MASK,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_PADDING)
+def test_other_arrays_of_zeros_and_ones_are_no_masks(case):
+    f, mask = NO_PADDING[case]
+    assert nearest(f, [(TOKENS, mask)]).report.codes == "nearest()"
+
+
+def test_parameters_and_inputs_may_hold_what_is_no_array():
+    """A function among the parameters, as in Equinox, and a flag among the inputs."""
+
+    def f(p, tokens, mask, is_pooled):
+        x = p["relu"](encoder(p, tokens, mask)) if is_pooled else p["table"][tokens]
+        return x @ p["up"] if not is_pooled else x
+
+    params = {**ENCODER, "relu": jax.nn.relu}
+    quantize = jqx.ptq(f, W8A8, jqx.algorithms.nearest(), progress=False)
+    assert "input 1 is 0" in quantize(params, [(TOKENS, MASK, True)]).report.codes
+
+
+def test_an_array_is_tried_once():
+    calls = []
+
+    def f(p, tokens, types):
+        jax.debug.callback(lambda: calls.append(None))
+        return p["table"][tokens] @ p["up"] + types.astype(jnp.float32)[..., None]
+
+    jqx.ptq(f, W8A8, jqx.algorithms.nearest(), progress=False)(ENCODER, [(TOKENS, MASK)] * 2)
+    jax.effects_barrier()
+    one = len(calls)
+    jqx.ptq(f, W8A8, jqx.algorithms.nearest(), progress=False)(ENCODER, [(TOKENS, MASK)] * 5)
+    jax.effects_barrier()
+    assert len(calls) - one == one + 3  # three more batches are calibrated
+
+
+def test_the_weight_of_an_algorithm_stays():
+    weight = lambda tokens, mask: mask & (tokens != 7)  # noqa: E731
+    algorithm = jqx.algorithms.smooth_quant(weight=weight)
+    result, expected = (
+        jqx.ptq(encoder, W8A8, algorithm, weight=x, progress=False)(ENCODER, [(TOKENS, MASK)])
+        for x in (None, weight)
+    )
+    assert "padding" not in result.report.codes
+    jax.tree.map(np.testing.assert_array_equal, result.affines, expected.affines)
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_rows_of_other_lengths_and_tokens_join_padded_rows(is_left):
+    """32 parts of rows, and 32 with random tokens of the table; rows begin and end as all do."""
+    tokens, mask = (x if is_left else x[:, ::-1] for x in (TOKENS, MASK))
+    first, last = (1, 2) if is_left else (2, 1)
+    watched = Watched()
+    ptq = jqx.ptq(encoder, W8A8, watched, own_text=True, progress=False)
+    codes = ptq(ENCODER, [(tokens, mask)]).report.codes
+    assert codes == (
+        "Watched; rows where input 1 is 0 are padding, and left out; calibrated on 6 rows of the "
+        "batches, 36 parts of them and 36 rows of random tokens"
+    )
+    np.testing.assert_array_equal(watched.batches[0][0], tokens)
+    assert {x[0].shape for x in watched.batches} == {TOKENS.shape}
+    others = [np.concatenate(x) for x in zip(*watched.batches[1:], strict=True)]
+    rows = [t[m] for t, m in zip(*others, strict=True)]
+    assert all((t[~m] == 45).all() for t, m in zip(*others, strict=True))
+    assert all(m[0 if is_left else -1] for m in others[1])
+    assert all(len(x) >= 3 and x[0] == first and x[-1] == last for x in rows)
+    text = [" ".join(map(str, t[m])) for t, m in zip(tokens, mask, strict=True)]
+    is_part = [any(" ".join(map(str, x[1:-1])) in row for row in text) for x in rows]
+    assert all(is_part[:36]) and sum(is_part[36:]) < 18
+    assert {len(x) for x in rows} >= {3, 4, 6}
+    drawn = np.concatenate([x[1:-1] for x in rows[36:]])
+    assert drawn.min() < 3 and drawn.max() > 45 and drawn.max() < WORDS
+
+
+def test_default_algorithm_adds_rows_to_padded_ones():
+    quantize = jqx.ptq(encoder, W8A8, progress=False)
+    result = quantize(ENCODER, [(TOKENS, MASK)])
+    assert "36 rows of random tokens" in result.report.codes
+    alone = jqx.ptq(encoder, W8A8, own_text=False, progress=False)(ENCODER, [(TOKENS, MASK)])
+    assert alone.report.codes.endswith("are padding, and left out")

@@ -1,4 +1,6 @@
-"""Text that a function writes itself: the same whichever way its steps are evaluated."""
+"""Text that a function writes itself: the same whichever way its steps are evaluated. Functions of
+tokens and a mask of padding write theirs without padding.
+"""
 
 import re
 from functools import partial
@@ -65,8 +67,8 @@ def causal(length):
     return jnp.tril(jnp.ones((1, 1, length, length), bool))
 
 
-def layers_of(params):
-    return {name: params[name] for name in ("qkv", "out", "up", "down")}
+def layers_of(params, i=slice(None)):
+    return {name: params[name][i] for name in ("qkv", "out", "up", "down")}
 
 
 def scanned(params, tokens):
@@ -80,8 +82,7 @@ def unrolled(params, tokens):
     """Layers one by one, rematerialized, after learned positions."""
     x = params["table"][tokens] + params["places"][None, : tokens.shape[1]]
     for i in range(LAYERS):
-        own = jax.tree.map(lambda p, i=i: p[i], layers_of(params))
-        x = jax.checkpoint(layer)(x, own, causal(tokens.shape[1]))
+        x = jax.checkpoint(layer)(x, layers_of(params, i), causal(tokens.shape[1]))
     return x @ params["table"].T
 
 
@@ -90,7 +91,7 @@ def padded(params, tokens):
     places = jnp.cumsum(tokens != 3, 1) - 1
     x = params["table"][tokens] + params["places"][places]
     mask = causal(tokens.shape[1]) & (tokens != 3)[:, None, None]
-    x = layer(x, jax.tree.map(lambda p: p[0], layers_of(params)), mask)
+    x = layer(x, layers_of(params, 0), mask)
     return x @ params["table"].T
 
 
@@ -108,11 +109,11 @@ def cached(params, tokens):
     x, mask = params["table"][tokens], causal(tokens.shape[1])
     shape = (LAYERS, 2, *tokens.shape, WIDTH)
 
-    def step(carry, given):
+    def step(carry, xs):
         x, cache = carry
-        p, i = given
-        q, *own = jnp.split(x @ p["qkv"], 3, -1)
-        cache = lax.dynamic_update_slice(cache, jnp.stack(own)[None], (i, 0, 0, 0, 0))
+        p, i = xs
+        q, *keys_and_values = jnp.split(x @ p["qkv"], 3, -1)
+        cache = lax.dynamic_update_slice(cache, jnp.stack(keys_and_values)[None], (i, 0, 0, 0, 0))
         k, v = lax.dynamic_index_in_dim(cache, i, keepdims=False)
         scores = jnp.where(mask[0], jnp.einsum("bqd,bkd->bqk", q, k), -1e30)
         return (x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v), cache), None
@@ -171,14 +172,14 @@ def segments(params, tokens):
     """A mask from a comparison of positions."""
     x, of = params["table"][tokens], jnp.cumsum(tokens == 5, 1)
     mask = causal(tokens.shape[1]) & (of[:, :, None] == of[:, None])[:, None]
-    x = layer(x, jax.tree.map(lambda p: p[0], layers_of(params)), mask)
+    x = layer(x, layers_of(params, 0), mask)
     return x @ params["table"].T
 
 
 def of_one_length(params, tokens):
     """A table of places for rows of one length, and no others."""
     x = params["table"][tokens] + params["places"][None]
-    x = layer(x, jax.tree.map(lambda p: p[0], layers_of(params)), causal(LENGTH))
+    x = layer(x, layers_of(params, 0), causal(LENGTH))
     return x @ params["table"].T
 
 
@@ -213,8 +214,8 @@ def all_positions(f, rows=ROWS):
 
 
 def write(f, cache=None, **options):
-    given = {"rows": ROWS, "length": LENGTH, "progress": False, **options}
-    return np.asarray(own_text(f, PARAMS, cache, **given))
+    arguments = {"rows": ROWS, "length": LENGTH, "progress": False, **options}
+    return np.asarray(own_text(f, PARAMS, cache, **arguments))
 
 
 @pytest.mark.filterwarnings(r"error:jqx\.")
@@ -269,11 +270,11 @@ def test_rows_begin_with_given_tokens():
 
 
 def test_an_interrupted_text_continues(tmp_path):
-    is_killed, places = [False], []
+    is_killed, positions = [False], []
 
-    def watch(place):
-        places.append(int(place))
-        if is_killed[0] and place >= 200:
+    def watch(reached):
+        positions.append(int(reached))
+        if is_killed[0] and reached >= 200:
             raise RuntimeError("killed")
 
     def step(params, cache, tokens, position):
@@ -282,51 +283,44 @@ def test_an_interrupted_text_continues(tmp_path):
         return state @ params["table"].T, state
 
     def text(**options):
-        given = {"rows": 2, "length": 300, "progress": False, **options}
-        return np.asarray(own_text(step, PARAMS, jnp.zeros((2, WIDTH)), **given))
+        arguments = {"rows": 2, "length": 300, "progress": False, **options}
+        return np.asarray(own_text(step, PARAMS, jnp.zeros((2, WIDTH)), **arguments))
 
     expected = text()
     is_killed[0] = True
     with pytest.raises(Exception, match="killed"):
         text(checkpoint=tmp_path)
     is_killed[0] = False
-    places.clear()
+    positions.clear()
     np.testing.assert_array_equal(text(checkpoint=tmp_path), expected)
     jax.effects_barrier()
-    assert min(places) == 128
+    assert min(positions) == 128
     with pytest.raises(ValueError, match="belongs to another run"):
         text(checkpoint=tmp_path, length=301)
 
 
 MISTAKES = {
-    "not causal": (
-        lambda: write(lambda p, t: scanned(p, t[:, ::-1])[:, ::-1]),
-        "not causal: logits depend on later tokens",
-    ),
-    "a NaN": (lambda: write(lambda p, t: jnp.sqrt(routed(p, t) - 1e9)), "logits hold a NaN"),
-    "no logits": (lambda: write(lambda p, t: p["table"][t].sum()), "does not map tokens to logits"),
-    "two results": (
-        lambda: write(lambda p, t: (routed(p, t), t)),
-        "which returns the logits alone",
-    ),
-    "no cache": (lambda: write(all_positions(routed)[0]), "does not map tokens to logits"),
-    "a step without its cache": (
-        lambda: write(lambda p, c, t, i: p["table"][t], jnp.zeros(3)),
-        r"expected: \(logits \[3, vocabulary\], cache\)",
-    ),
-    "a text": (lambda: write(routed, start=40), "integers from 0 to 39"),
-    "never": (lambda: write(routed, never=[-1]), "`never` is not a token"),
-    "rows": (lambda: write(routed, rows=0), "`rows` is 0"),
-    "length": (lambda: write(routed, length=1), "`length` is 1"),
-    "temperature": (lambda: write(routed, temperature=0), "temperature == 0"),
-}
+    "not causal": (lambda p, t: scanned(p, t[:, ::-1])[:, ::-1], {},
+                   "not causal: logits depend on later tokens"),
+    "a NaN": (lambda p, t: jnp.sqrt(routed(p, t) - 1e9), {}, "logits hold a NaN"),
+    "no logits": (lambda p, t: p["table"][t].sum(), {}, "does not map tokens to logits"),
+    "two results": (lambda p, t: (routed(p, t), t), {}, "which returns the logits alone"),
+    "no cache": (all_positions(routed)[0], {}, "does not map tokens to logits"),
+    "a text": (routed, {"start": 40}, "integers from 0 to 39"),
+    "never": (routed, {"never": [-1]}, "`never` is not a token"),
+    "rows": (routed, {"rows": 0}, "`rows` is 0"),
+    "length": (routed, {"length": 1}, "`length` is 1"),
+    "temperature": (routed, {"temperature": 0}, "temperature == 0"),
+    "a step without its cache": (lambda p, c, t, i: p["table"][t], {"cache": jnp.zeros(3)},
+                                 r"expected: \(logits \[3, vocabulary\], cache\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes(mistake):
-    call, text = MISTAKES[mistake]
+    f, options, text = MISTAKES[mistake]
     with pytest.raises((TypeError, ValueError), match=text):
-        call()
+        write(f, **options)
 
 
 @pytest.mark.parametrize(
@@ -342,19 +336,24 @@ def test_ptq_without_batches_calibrates_on_own_text(f, length):
         lambda f, own=own: jqx.ptq(f, jqx.presets.w8a8(), own_text=own, progress=False)
         for own in (None, False)
     )
-    found, expected = quantize(f)(PARAMS), alone(f)(PARAMS, rows)
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
-    jax.tree.map(np.testing.assert_array_equal, found.affines, expected.affines)
-    assert found.report.codes.endswith(
+    quantized, expected = quantize(f)(PARAMS), alone(f)(PARAMS, rows)
+    assert_same(quantized, expected)
+    assert quantized.report.codes.endswith(
         f"on 16 rows of {length} tokens that the function wrote itself"
     )
 
 
+def assert_same(a, b):
+    """Asserts that two results of `ptq` have the same codes and scales."""
+    jax.tree.map(np.testing.assert_array_equal, a.params, b.params)
+    jax.tree.map(np.testing.assert_array_equal, a.affines, b.affines)
+
+
 def test_ptq_without_batches_says_where_nothing_was_read():
-    found = jqx.ptq(scanned, jqx.presets.w8a16(), progress=False)(PARAMS)
-    assert found.report.codes.endswith("without data")
+    quantized = jqx.ptq(scanned, jqx.presets.w8a16(), progress=False)(PARAMS)
+    assert quantized.report.codes.endswith("without data")
     np.testing.assert_allclose(
-        found.function(found.params, TOKENS), scanned(PARAMS, TOKENS), atol=0.3
+        quantized.function(quantized.params, TOKENS), scanned(PARAMS, TOKENS), atol=0.3
     )
 
 
@@ -381,10 +380,10 @@ def test_default_algorithm_adds_own_text_to_batches_of_tokens(rank):
     """Batches of rows of 16 tokens, with as many tokens of own text as 16 rows of 512."""
     f = predicting if rank == 2 else lambda params, tokens: predicting(params, tokens[None])[0]
     batches = [REPEATED] if rank == 2 else list(REPEATED)
-    found = jqx.ptq(f, W8A8, progress=False)(PREDICTING, batches)
+    quantized = jqx.ptq(f, W8A8, progress=False)(PREDICTING, batches)
     rows = 513 if rank == 2 else 512
     codes = "smooth_quant() (effort='seconds'); inputs of 2 sites not scaled: no clear gain"
-    assert found.report.codes == (
+    assert quantized.report.codes == (
         f"{codes}; calibrated on 3 rows of the batches and on {rows} rows of 16 tokens that the "
         "function wrote itself"
     )
@@ -392,8 +391,7 @@ def test_default_algorithm_adds_own_text_to_batches_of_tokens(rank):
     together = [*batches, *np.asarray(text).reshape(-1, *batches[0].shape)]
     alone = jqx.ptq(f, W8A8, own_text=False, progress=False)
     expected = alone(PREDICTING, together)
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
-    jax.tree.map(np.testing.assert_array_equal, found.affines, expected.affines)
+    assert_same(quantized, expected)
     without = alone(PREDICTING, batches)
     assert without.report.codes == codes
 
@@ -410,11 +408,11 @@ def test_own_text_begins_like_the_rows_of_a_batch():
     batch, watched = np.concatenate([np.full((ROWS, 1), 7, np.int32), REPEATED], 1), Watched()
     quantize = jqx.ptq(predicting, W8A8, watched, own_text=True, progress=False)
     quantize(PREDICTING, [batch, batch])
-    given = [np.asarray(x) for x in watched.batches]
-    assert {x.shape for x in given} == {batch.shape}
-    assert all((x[:, 0] == 7).all() for x in given)
-    places = [i for i, x in enumerate(given) if np.array_equal(x, batch)]
-    count = len(given)
+    batches = [np.asarray(x) for x in watched.batches]
+    assert {x.shape for x in batches} == {batch.shape}
+    assert all((x[:, 0] == 7).all() for x in batches)
+    places = [i for i, x in enumerate(batches) if np.array_equal(x, batch)]
+    count = len(batches)
     assert places[0] == 0 and abs(places[1] - count / 2) <= 1  # between those of the text
 
 
@@ -467,3 +465,130 @@ def test_mistakes_in_own_text_of_ptq():
     assert nothing(PREDICTING, [REPEATED]).report.codes == (
         "nearest() (effort='seconds'); without text of its own: nothing is calibrated"
     )
+
+
+# Masks of padding
+
+PAD = 39
+RNG = np.random.default_rng(0)
+UNIT = RNG.normal(size=(WORDS, WIDTH))
+UNIT = (UNIT / np.linalg.norm(UNIT, axis=1, keepdims=True)).astype(np.float32)
+PLACES = 0.02 * RNG.normal(size=(LENGTH, WIDTH)).astype(np.float32)
+MIX = np.linalg.qr(RNG.normal(size=(24, WIDTH)))[0].T.astype(np.float32)
+REPEATING = {"table": UNIT, "places": PLACES, "mix": MIX, "head": 12 * (UNIT @ MIX).T}
+REPEATING = jax.tree.map(on_device, REPEATING)
+SIZES = np.array([5, 16, 9])
+CONSTANT = np.repeat(np.arange(ROWS, dtype=np.int32)[:, None] + 5, LENGTH, 1)
+CONSTANT[:, 0] = 1
+
+
+def decoder(params, tokens, mask, places):
+    """Attends to earlier tokens that are not padding, and predicts that each is repeated."""
+    x = params["table"][tokens] + params["places"][places]
+    seen = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[: mask.shape[1], : mask.shape[1]]
+    scores = jnp.einsum("btd,bsd->bts", x, x) / 40
+    scores = jnp.where(seen[None] & (mask > 0)[:, None], scores, -1e30)
+    x = x + 0.1 * jax.nn.softmax(scores) @ params["table"][tokens]
+    return x @ params["mix"] @ params["head"]
+
+
+def with_padding(is_left):
+    """Rows with padding, their mask, and positions that count what is no padding."""
+    mask = np.arange(LENGTH) < SIZES[:, None]
+    mask = mask[:, ::-1] if is_left else mask
+    tokens = np.where(mask, CONSTANT, PAD)
+    tokens[np.arange(ROWS), mask.argmax(1)] = 1
+    places = np.where(mask, np.cumsum(mask, 1) - 1, 1)
+    return tokens, mask.astype(np.int32), places.astype(np.int32)
+
+
+WHOLE = np.ones((ROWS, LENGTH), np.int32), np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+
+
+def counted(p, t, m):
+    return decoder(p, t, m, jnp.maximum(jnp.cumsum(m, 1) - 1, 0))
+
+
+FORMS = {
+    "tokens and a mask": (counted, lambda t, m, i: (t, m)),
+    "positions before": (lambda p, i, m, t: decoder(p, t, m, i), lambda t, m, i: (i, m, t)),
+    "a dict": (
+        lambda p, x: decoder(p, x["ids"], x["mask"].astype(jnp.int32), x["at"]),
+        lambda t, m, i: {"ids": t, "mask": m == 1, "at": i},
+    ),
+    "one row of positions, types, a flag and a number": (
+        lambda p, t, i, m, kinds, flag, n: decoder(p, t + 0 * kinds, m, i) * (n if flag else 0),
+        lambda t, m, i: (t, np.arange(LENGTH)[None], m, np.zeros_like(t), True, np.float32(1)),
+    ),
+}
+
+
+CASES = [
+    (form, padding)
+    for form in FORMS
+    for padding in ("right", "left", "none")
+    if "one row" not in form or padding != "left"  # whose positions begin elsewhere in each row
+]
+
+
+@pytest.mark.parametrize(("form", "padding"), CASES)
+def test_functions_of_a_mask_write_text_without_padding(form, padding):
+    """The text is that of the function without a mask, and has the form of the batches."""
+    f, of = FORMS[form]
+    args = (CONSTANT, *WHOLE) if padding == "none" else with_padding(padding == "left")
+    batch, watched = of(*args), Watched()
+    quantize = jqx.ptq(f, W8A8, watched, own_text=True, progress=False)
+    codes = quantize(REPEATING, [batch]).report.codes
+    left = "rows where input {} is 0 are padding, and left out; " if padding != "none" else ""
+    names = {"a dict": "0/mask", "one row of positions, types, a flag and a number": "2"}
+    assert codes == (
+        f"Watched; {left.format(names.get(form, 1))}calibrated on 3 rows of the batches and on 513 "
+        "rows of 16 tokens that the function wrote itself"
+    )
+    plain = lambda p, t: counted(p, t, jnp.ones_like(t))  # noqa: E731
+    options = {"rows": 513, "length": LENGTH, "start": 1, "progress": False}
+    text = np.asarray(own_text(plain, REPEATING, **options)).reshape(-1, ROWS, LENGTH)
+    for result, rows in zip(watched.batches, [None, *text], strict=True):
+        want = batch if rows is None else of(rows, *WHOLE)
+        jax.tree.map(np.testing.assert_array_equal, result, want)
+        kinds, wanted = (jax.tree.map(lambda x: np.asarray(x).dtype, y) for y in (result, want))
+        assert kinds == wanted
+
+
+UNKNOWN = {
+    "positions that do not count": (
+        lambda p, t, m, i: decoder(p, t, m, i),
+        lambda t, m, i: (t, m, np.where(m == 1, i // 2 + t, 0)),
+        "what inputs 0, 2 are in rows without padding is not known",
+    ),
+    "weights of rows": (
+        lambda p, t, m, x: counted(p, t, m) * x[:, None, None],
+        lambda t, m, i: (t, m, np.arange(1.0, 4, dtype=np.float32)),
+        "what inputs 2 are in rows without padding is not known",
+    ),
+    "logits and a cache": (
+        lambda p, t, m: (counted(p, t, m), p["table"][t]),
+        lambda t, m, i: (t, m),
+        "it returns 2 arrays, and not logits alone",
+    ),
+    "not causal": (
+        lambda p, t, m: (
+            counted(p, t, m.astype(jnp.int32))
+            + 0.1 * (m[..., None] * (p["table"][t] @ p["mix"] @ p["head"])).sum(1, keepdims=True)
+        ),
+        lambda t, m, i: (t, m.astype(np.float32)),
+        "the function is not causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_where_no_text_is_written_the_report_says_why(case):
+    """Padded rows get parts of them and random tokens then, if there are no other inputs."""
+    f, of, why = UNKNOWN[case]
+    quantize = jqx.ptq(f, W8A8, progress=False)
+    codes = quantize(REPEATING, [of(*with_padding(False))]).report.codes
+    assert f"; without text of its own: {why}" in codes, codes
+    assert codes.endswith("rows of random tokens") == (case in ("logits and a cache", "not causal"))
+    codes = quantize(REPEATING, [of(CONSTANT, *WHOLE)]).report.codes
+    assert f"; without text of its own: {why}" in codes and "random tokens" not in codes
