@@ -15,12 +15,6 @@ from . import presets as presets
 from . import tflite as tflite
 from ._src.caches.decode_attention import decode_attention as decode_attention
 from ._src.caches.kv_cache import KVCache as KVCache
-from ._src.calibrators.granularity import per_axis as per_axis
-from ._src.calibrators.granularity import per_block as per_block
-from ._src.calibrators.granularity import per_channel as per_channel
-from ._src.calibrators.granularity import per_group as per_group
-from ._src.calibrators.granularity import per_tensor as per_tensor
-from ._src.calibrators.granularity import per_token as per_token
 from ._src.contractions.cache import dynamic_slice as dynamic_slice
 from ._src.contractions.cache import dynamic_update_slice as dynamic_update_slice
 from ._src.contractions.conv_general_dilated import conv_general_dilated as conv_general_dilated
@@ -45,6 +39,12 @@ from ._src.policy import Rule as Rule
 from ._src.ptq.ptq import ptq as ptq
 from ._src.ptq.quantized import Quantized as Quantized
 from ._src.ptq.quantized import Unbound as Unbound
+from ._src.statistics.granularity import per_axis as per_axis
+from ._src.statistics.granularity import per_block as per_block
+from ._src.statistics.granularity import per_channel as per_channel
+from ._src.statistics.granularity import per_group as per_group
+from ._src.statistics.granularity import per_tensor as per_tensor
+from ._src.statistics.granularity import per_token as per_token
 from ._src.tensor.qtensor import QTensor as QTensor
 from ._src.tensor.segments import Segments as Segments
 from ._src.tensor.shardings import pack_for as pack_for

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .calibrators.granularity import Granularity, per_channel, per_group, per_tensor, per_token
-from .calibrators.searches import Mse, ceil
 from .checks import called, check_instance
 from .errors import fail
 from .numerics.blocks import Block, mxfp8_e4m3
@@ -17,6 +15,8 @@ from .numerics.codebooks import nf4 as nf4_codes
 from .numerics.lookup import as_qtype, format_of
 from .numerics.qtype import QType
 from .policy import Policy, Rule
+from .statistics.granularity import Granularity, per_channel, per_group, per_tensor, per_token
+from .statistics.searches import Mse, ceil
 from .tensor.spec import QSpec, Role, as_spec, needed_spec
 
 Fields = Mapping[str, Any] | QSpec | str

@@ -10,8 +10,8 @@ import pytest
 
 import jqx
 from jqx import calibrators, numerics
-from jqx._src.calibrators.granularity import PerAxis, PerBlock, PerGroup, PerKeptAxis, PerRun
-from jqx._src.calibrators.ranges import Fixed, Rms
+from jqx._src.statistics.calibrators import Fixed, Rms
+from jqx._src.statistics.granularity import PerAxis, PerBlock, PerGroup, PerKeptAxis, PerRun
 
 HOSTILE = [
     *(None, True, -1, 0, 3.5, math.nan, math.inf, -math.inf, 1e300, 10**400, -(10**400), 2**31),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx._src.calibrators.ranges import Fixed
+from jqx._src.statistics.calibrators import Fixed
 from jqx.calibrators import fixed
 
 from ..oracles.calibrators import BLOCKED, SHAPE, affine, draw

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jqx
-from jqx._src.calibrators.granularity import is_without_blocks
+from jqx._src.statistics.granularity import is_without_blocks
 
 from ..oracles.refusals import assert_refused
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jqx
-from jqx._src.calibrators import histogram as histogram
+from jqx._src.statistics import searches as histogram
 from jqx.calibrators import percentile
 
 from ..arrays import on_device

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jqx
-from jqx._src.calibrators.histogram import LENGTH, ZERO, bin_of, points_in, points_of
+from jqx._src.statistics.searches import LENGTH, ZERO, bin_of, points_in, points_of
 from jqx.calibrators import percentile
 
 from ..arrays import on_device

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx._src.calibrators.ranges import Rms
+from jqx._src.statistics.calibrators import Rms
 from jqx.calibrators import rms
 
 from ..arrays import on_device

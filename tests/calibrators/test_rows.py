@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx._src.calibrators.histogram import members, rows_of
+from jqx._src.statistics.searches import members, rows_of
 
 from ..arrays import on_device
 from ..oracles.calibrators import BLOCKED, SHAPE, blocks

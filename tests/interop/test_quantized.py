@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx._src.calibrators.ranges import AbsMax
 from jqx._src.interop.tree import _fields as fields_of_map
+from jqx._src.statistics.calibrators import AbsMax
 
 from ..arrays import normal
 

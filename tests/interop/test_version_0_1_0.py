@@ -17,7 +17,7 @@ import pytest
 
 import jqx
 from jqx import calibrators, numerics
-from jqx._src.calibrators.ranges import AbsMax
+from jqx._src.statistics.calibrators import AbsMax
 from jqx._src.tensor import serialize
 
 from .planned import FUNCTIONS

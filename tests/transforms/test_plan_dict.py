@@ -17,8 +17,8 @@ from jax import export
 
 import jqx
 from jqx import calibrators, gradients, numerics
-from jqx._src.calibrators.ranges import AbsMax
 from jqx._src.numerics.lookup import DTYPES, PowerOfTwo
+from jqx._src.statistics.calibrators import AbsMax
 from jqx._src.tensor.serialize import CLASSES, record_from_json, to_json
 from jqx._src.transforms.plan import Weight
 from jqx.calibrators import Groups

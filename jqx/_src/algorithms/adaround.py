@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.calibrator import Calibrator
 from ..checks import choice, number, whole
 from ..errors import fail
 from ..files import Path
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import format_of
+from ..statistics.calibrators import Calibrator
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen
 from ..transforms.plan import Plan, Weight

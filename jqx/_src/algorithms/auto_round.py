@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.calibrator import Affine, Calibrator
-from ..calibrators.granularity import Groups
 from ..checks import check_pattern, flag, nothing, number, whole
 from ..errors import fail
 from ..gradients.estimators import straight_through
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer, QType
+from ..statistics.calibrators import Affine, Calibrator
+from ..statistics.granularity import Groups
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen, Inapplicable
 from ..transforms.calibrate import look_at_batches, progress_bar

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import check_fields, flag, whole
-from ..observers.observer import check_weight
-from ..observers.statistics import absmax, hessian, mean_abs
+from ..statistics.statistics import absmax, check_weight, hessian, mean_abs
 from ..table import Printed
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..compat import Eqn
 from ..errors import fail
-from ..observers.observer import ObservedSite, check_weight, flags
-from ..observers.statistics import Mean, MeanStats
+from ..statistics.calibrators import Affine
+from ..statistics.statistics import Mean, MeanStats, ObservedSite, check_weight, flags
 from ..table import Printed
 from ..transforms.algorithm import Chosen, Unstacked
 from ..transforms.calibrate import Batch, Observe, arguments_of, arrays_of, observed, progress_bar
@@ -463,9 +462,6 @@ class _ResultMean(Mean):
 
     def looks_at(self, site: ObservedSite) -> bool:
         return site.role == "result" and site.has_weight and site.op != "gather"
-
-    def empty(self, operand: jax.ShapeDtypeStruct, site: ObservedSite) -> MeanStats:
-        return _flat(super().empty(operand, _of_channels(site)), operand.shape, site)
 
     def observe(self, x: jax.Array, site: ObservedSite) -> MeanStats:
         return _flat(super().observe(x, _of_channels(site)), x.shape, site)

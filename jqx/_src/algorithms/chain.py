@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..calibrators.calibrator import Calibrator
 from ..checks import Rule, called, check_fields, choice, flag, instance, nothing, shown
 from ..errors import fail
 from ..files import as_path
-from ..observers.observer import check_weight
+from ..statistics.calibrators import Calibrator
+from ..statistics.statistics import check_weight
 from ..transforms.algorithm import has
 from ..transforms.plan import Plan
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..compat import Eqn
 from ..errors import fail
-from ..observers.observer import ObservedSite
+from ..statistics.statistics import ObservedSite
 from ..transforms.algorithm import Unstacked
 from ..transforms.channel_map import ChannelMap, Channels
 from ..transforms.plan import Plan, Site, Weight

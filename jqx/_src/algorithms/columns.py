@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..calibrators.calibrator import Affine
-from ..calibrators.granularity import per_block
 from ..errors import fail
+from ..statistics.calibrators import Affine
+from ..statistics.granularity import per_block
 from ..tensor.grid import rounded_to
 from ..tensor.spec import QSpec
 from .grids import Grids

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import compat
 from ..errors import fail
-from ..observers.observer import Observer, RowWeight
+from ..statistics.statistics import Observer, RowWeight
 from ..tensor.segments import Lazy, read
 from ..tensor.spec import QSpec
 from ..transforms.calibrate import arguments_of, progress_bar

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import check_fields, flag, whole
-from ..observers.observer import ObservedSite, Observer
+from ..statistics.statistics import ObservedSite, Observer
 from ..transforms.algorithm import Chosen
 from ..transforms.channel_map import ChannelMap
 from ..transforms.plan import Plan

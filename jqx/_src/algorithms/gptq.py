@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ..calibrators.calibrator import Calibrator
 from ..checks import Rule, check_fields, choice, nothing, number, whole
 from ..errors import fail
 from ..files import Path
+from ..statistics.calibrators import Calibrator
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen

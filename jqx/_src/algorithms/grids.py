@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.calibrator import Affine, Calibrator
 from ..compat import whole_of
 from ..numerics.lookup import E8M0, format_of
-from ..observers.statistics import places
 from ..ops.affine import affine_dequantize, affine_quantize
 from ..policy import Policy, Rule
+from ..statistics.calibrators import Affine, Calibrator
+from ..statistics.statistics import places
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.find import contractions

@@ -16,7 +16,7 @@ from jax.tree_util import keystr
 from .. import compat
 from ..compat import Eqn
 from ..contractions.dimensions import OperandAxes
-from ..observers.observer import ObservedSite
+from ..statistics.statistics import ObservedSite
 from ..transforms.find import Found, contractions
 from ..transforms.plan import Plan, Site
 from ..transforms.rules import CONTRACTIONS

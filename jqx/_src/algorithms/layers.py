@@ -24,8 +24,15 @@ from ..checks import shown
 from ..errors import fail
 from ..files import Path, Replacement, as_path
 from ..gradients.estimators import ste
-from ..observers.observer import ObservedSite, flags, without_nonfinite
-from ..observers.statistics import HessianStats, gram, has_rows, hessian
+from ..statistics.statistics import (
+    HessianStats,
+    ObservedSite,
+    flags,
+    gram,
+    has_rows,
+    hessian,
+    without_nonfinite,
+)
 from ..tensor.segments import Lazy, has_lazy
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen

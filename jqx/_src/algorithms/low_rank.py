@@ -8,11 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.calibrator import Affine
 from ..checks import check_fields, whole
 from ..errors import fail
-from ..observers.observer import check_weight
-from ..observers.statistics import hessian
+from ..statistics.calibrators import Affine
+from ..statistics.statistics import check_weight, hessian
 from ..table import Printed
 from ..transforms.algorithm import Chosen
 from ..transforms.calibrate import arguments_of, calibrate_batches

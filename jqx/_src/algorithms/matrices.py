@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..errors import fail
-from ..observers.observer import ObservedSite, RowWeight
-from ..observers.statistics import Hessian, has_rows, hessian, places
+from ..statistics.statistics import Hessian, ObservedSite, RowWeight, has_rows, hessian, places
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import flags_of
 from .chain import linalg

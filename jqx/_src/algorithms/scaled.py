@@ -12,7 +12,7 @@ import numpy as np
 
 from ..checks import called, check_instance
 from ..errors import fail
-from ..observers.observer import Observer
+from ..statistics.statistics import Observer
 from ..table import Printed
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Inapplicable

@@ -11,8 +11,7 @@ import numpy as np
 
 from ..checks import check_fields, flag, nothing, number
 from ..numerics.lookup import format_of
-from ..observers.observer import Observer, check_weight
-from ..observers.statistics import Mean, absmax
+from ..statistics.statistics import Mean, Observer, absmax, check_weight
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen
 from ..transforms.plan import Plan

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import compat
 from ..heap import give_back
-from ..observers.statistics import hessian
+from ..statistics.statistics import hessian
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, has_lazy, read
 from ..tensor.spec import QSpec

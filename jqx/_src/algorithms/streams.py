@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Eqn
-from ..observers.observer import ObservedSite
+from ..statistics.statistics import ObservedSite
 from ..transforms.channel_map import Channels
 from ..transforms.plan import Operand, Site
 from ..transforms.rules import CONTRACTIONS

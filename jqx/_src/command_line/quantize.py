@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import presets
-from ..calibrators.wrappers import Rounded
 from ..checks import normalize_axes
 from ..diagnostics.report import scheme_of
 from ..errors import fail, message
@@ -31,6 +30,7 @@ from ..interop.source import INDEX
 from ..interop.write import GGUF, TARGETS, TOKENIZERS, write
 from ..numerics.blocks import Block
 from ..numerics.lookup import format_of
+from ..statistics.calibrators import Rounded
 from ..table import Table, finite
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy

@@ -15,14 +15,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..calibrators.calibrator import Affine
-from ..calibrators.granularity import Groups, per_block, per_tensor
-from ..calibrators.ranges import absmax, minmax
 from ..checks import as_integers, as_real, as_signed, called
 from ..errors import fail
 from ..numerics.exact import bit_width
 from ..numerics.lookup import format_of
 from ..numerics.qtype import Integer
+from ..statistics.calibrators import Affine, absmax, minmax
+from ..statistics.granularity import Groups, per_block, per_tensor
 from ..tensor.layout import check_dtypes, check_kept, lay_out, swap_axes
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..calibrators.granularity import Groups
 from ..errors import fail
 from ..numerics.exact import common_dtype
+from ..statistics.granularity import Groups
 from ..tensor.layout import permuted_axis, taken
 from ..tensor.qtensor import QTensor
 

@@ -22,8 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..calibrators.calibrator import Affine
-from ..calibrators.granularity import Groups
 from ..checks import is_at_least
 from ..numerics.blocks import Block as BlockFormat
 from ..numerics.exact import RoundMode, bit_width, common_dtype
@@ -31,6 +29,8 @@ from ..numerics.lookup import format_of
 from ..numerics.minifloats import Minifloat
 from ..numerics.qtype import Integer
 from ..numerics.runtimes import ngraph
+from ..statistics.calibrators import Affine
+from ..statistics.granularity import Groups
 from ..tensor.grid import fit
 from ..tensor.layout import is_flipped
 from ..tensor.qtensor import QTensor

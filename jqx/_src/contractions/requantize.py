@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..calibrators.calibrator import Affine
 from ..checks import (
     as_array,
     as_dtype,
@@ -32,6 +31,7 @@ from ..compat import is_concrete
 from ..errors import fail
 from ..numerics.lookup import as_qtype, format_of
 from ..numerics.qtype import Integer, QType
+from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec, needed_spec
 from .dimensions import check_bare

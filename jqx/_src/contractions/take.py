@@ -10,9 +10,9 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike
 
-from ..calibrators.granularity import Groups
 from ..checks import as_integers, as_signed, called, normalize_axes
 from ..errors import fail
+from ..statistics.granularity import Groups
 from ..tensor.layout import check_kept
 from ..tensor.qtensor import QTensor
 from .dot_general import Operand, as_operand

@@ -16,12 +16,12 @@ import numpy as np
 from jax import lax
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..checks import called
 from ..compat import Eqn
 from ..errors import fail, some
 from ..policy import Policy
 from ..signatures import P
+from ..statistics.calibrators import Affine
 from ..table import Table, Tabular, decibels
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..compat import Eqn
 from ..errors import fail
 from ..policy import Policy
+from ..statistics.calibrators import Affine
 from ..table import Table, Tabular, finite
 from ..tensor.qtensor import QTensor
 from ..tensor.views import refine

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..calibrators.calibrator import Affine
 from ..checks import added, as_real, called, check_instance
 from ..errors import fail, some
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import format_of
 from ..numerics.qtype import QType
+from ..statistics.calibrators import Affine
 from ..table import Table, Tabular, decibels
 from ..tensor.layout import permuted_axis, taken
 from ..tensor.qtensor import QTensor

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..compat import Eqn
 from ..errors import fail, some
 from ..policy import Policy
+from ..statistics.calibrators import Affine
 from ..table import Table, Tabular
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.granularity import Groups
 from ..numerics.codebooks import Codebook, nf4
 from ..numerics.qtype import Integer
+from ..statistics.granularity import Groups
 from ..tensor.qtensor import QTensor
 from .codec import (
     CodedLeaf,

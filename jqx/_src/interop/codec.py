@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.granularity import Groups
 from ..errors import fail
 from ..numerics.lookup import format_of
 from ..numerics.packing import packed_length, planes_of
 from ..numerics.qtype import Integer
+from ..statistics.granularity import Groups
 from ..tensor.layout import Layout, Packing
 from ..tensor.qtensor import QTensor
 from .config import Config

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.granularity import Groups, per_tensor, per_token
 from ..errors import fail
 from ..numerics.blocks import Block, mxfp4, mxfp8_e4m3, nvfp4
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer
+from ..statistics.granularity import Groups, per_tensor, per_token
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from .codec import (

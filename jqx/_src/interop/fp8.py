@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.granularity import Groups
 from ..numerics.blocks import mxfp4
 from ..numerics.lookup import E8M0
+from ..statistics.granularity import Groups
 from ..tensor.qtensor import QTensor
 from .codec import (
     FLOATS,

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..calibrators.granularity import Groups
 from ..checks import called, shown
 from ..errors import fail, nesting
 from ..files import Path, as_path
 from ..numerics.blocks import Block
 from ..numerics.lookup import E8M0
+from ..statistics.granularity import Groups
 from .codec import CodedLeaf, abstract, in_runs, weight
 from .gguf_blocks import (
     FORMATS,

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..calibrators.granularity import Groups
 from ..numerics.lookup import format_of
 from ..numerics.qtype import Integer
+from ..statistics.granularity import Groups
 from ..tensor.qtensor import QTensor
 from .codec import (
     FLOATS,

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.granularity import Groups
 from ..numerics.blocks import Block, mxfp4, mxfp8_e4m3, nvfp4
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer
+from ..statistics.granularity import Groups
 from ..tensor.qtensor import QTensor
 from .codec import (
     FLOATS,

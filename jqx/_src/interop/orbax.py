@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..calibrators.granularity import Groups
 from ..checks import called, check_instance, shown
 from ..errors import fail
+from ..statistics.granularity import Groups
 from ..tensor.qtensor import QTensor
 from .codec import CodedLeaf, pack, weight
 from .safetensors import Entry, stored_dtype

@@ -26,12 +26,12 @@ import numpy as np
 from jax import dtypes
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..checks import added, as_dtype, check_instance, shown, unwritten
 from ..diagnostics.report import Report
 from ..errors import fail, nesting
 from ..numerics.lookup import format_of
 from ..ptq.quantized import Basis, Quantized, Unbound, leaves_by_path
+from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments, abstract, lazy_parts, of_kinds, unchecked_segments
 from ..tensor.serialize import (

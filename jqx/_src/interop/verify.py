@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..calibrators.granularity import per_block
 from ..checks import called, check_instance, check_pattern, shown
 from ..diagnostics.compare import Comparison, compare
 from ..diagnostics.report import scheme_of, sqnr
 from ..errors import fail
 from ..policy import Policy, Rule
+from ..statistics.granularity import per_block
 from ..table import Table, Tabular, decibels
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec

@@ -9,11 +9,11 @@ from flax.core import meta, unfreeze
 
 from ..checks import called, check_instance
 from ..errors import fail, some
-from ..observers.observer import RowWeight
 from ..policy import Policy, check_policy
 from ..ptq.defaults import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
 from ..ptq.quantized import Hoist, Quantize, Quantized, Target, Unbound
+from ..statistics.statistics import RowWeight
 from ..transforms.algorithm import Algorithm
 from ..transforms.stats import OnNonfinite
 from .quantized import State

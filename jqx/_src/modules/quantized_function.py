@@ -11,12 +11,11 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from ..calibrators.calibrator import Affine
-from ..calibrators.ranges import AbsMax
 from ..checks import check_instance
 from ..errors import fail, message, some, warn
 from ..gradients.estimators import draws, moves_limits
 from ..policy import Policy, check_policy
+from ..statistics.calibrators import AbsMax, Affine
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Segments
 from ..transforms.calibrate import affines_seen, calibrate, merge_stats

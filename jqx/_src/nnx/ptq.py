@@ -10,11 +10,11 @@ from flax import nnx
 from ..checks import called, check_instance
 from ..compat import is_concrete
 from ..errors import fail, some
-from ..observers.observer import RowWeight
 from ..policy import Policy, check_policy
 from ..ptq.defaults import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
 from ..ptq.quantized import Hoist, Quantized, Target, Unbound
+from ..statistics.statistics import RowWeight
 from ..transforms.algorithm import Algorithm
 from ..transforms.stats import OnNonfinite
 from ..transforms.trace import is_parameter

@@ -13,7 +13,6 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..calibrators.calibrator import Affine
 from ..errors import fail, some
 from ..modules.layers import forwards, read
 from ..modules.quantized_function import (
@@ -28,6 +27,7 @@ from ..modules.quantized_function import (
     overlay,
 )
 from ..policy import Policy
+from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
 from ..transforms.paths import nested
 from ..transforms.plan import Plan

@@ -18,12 +18,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .. import compat
-from ..calibrators.granularity import PerGroup, PerTensor
-from ..calibrators.ranges import absmax
 from ..checks import as_array, as_real, called, check_dtype, check_flags, check_integer, shown
 from ..errors import fail
 from ..numerics.blocks import Block
 from ..numerics.lookup import format_of
+from ..statistics.calibrators import absmax
+from ..statistics.granularity import PerGroup, PerTensor
 from ..tensor.spec import QSpec, needed_spec
 from .wire import SUMS, Wire, cut, join, matrix_sizes, to_all, to_all_in_ring, to_each
 

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 
 from ..algorithms.hadamard import factors_of, hadamard, is_order, signs_of
-from ..calibrators.granularity import PerGroup, per_group
 from ..gradients.estimators import ste, stochastic_round
 from ..numerics.blocks import Block
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import format_of
+from ..statistics.granularity import PerGroup, per_group
 from ..tensor.grid import fit, rounded_to
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-from ..calibrators.granularity import PerGroup, PerRun
 from ..checks import shown
 from ..errors import fail, message, warn
 from ..numerics.blocks import Block
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer
+from ..statistics.granularity import PerGroup, PerRun
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Inapplicable, as_chosen, chained
 from ..transforms.plan import Plan, Site

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from ..calibrators.calibrator import Affine
 from ..checks import called
 from ..errors import fail, message, some, warn
-from ..observers.observer import RowWeight, check_weight
 from ..policy import Policy, check_policy
 from ..signatures import P, R
+from ..statistics.calibrators import Affine
+from ..statistics.statistics import RowWeight, check_weight
 from ..tensor.segments import abstract as abstract_leaf
 from ..tensor.segments import check_read, has_lazy
 from ..tensor.shardings import kept

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 from jax import dtypes
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from ..calibrators.calibrator import Affine
 from ..checks import called, shown
 from ..errors import fail, some
 from ..late import Late
 from ..signatures import P, R
+from ..statistics.calibrators import Affine
 from ..tensor.segments import abstract as abstract_leaf
 from ..tensor.targets import TARGETS
 from ..transforms.algorithm import Chosen, Unstacked

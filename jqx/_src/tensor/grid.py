@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..calibrators.calibrator import Affine
-from ..calibrators.granularity import Groups
-from ..calibrators.ranges import absmax
 from ..errors import fail
 from ..gradients.estimators import check_key, ste, ste_unclipped, straight_through
 from ..numerics.blocks import Block
@@ -18,6 +15,8 @@ from ..numerics.lookup import E8M0, format_of
 from ..numerics.packing import pack_bits
 from ..numerics.runtimes import ngraph
 from ..ops.affine import affine_dequantize, affine_fake_quantize, affine_quantize
+from ..statistics.calibrators import Affine, absmax
+from ..statistics.granularity import Groups
 from .layout import Layout, Packing, broadcasts, check_zero_point, inverse_of, permuted_axis, taken
 from .spec import QSpec
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..calibrators.calibrator import Affine
-from ..calibrators.granularity import Groups
 from ..checks import as_dtype, as_real, called, check_instance, check_real, normalize_axes
 from ..errors import fail
 from ..numerics.blocks import Block
 from ..numerics.lookup import E8M0, as_qtype, format_of, name_of_qtype
 from ..numerics.qtype import QType
+from ..statistics.calibrators import Affine
+from ..statistics.granularity import Groups
 from ..table import pairs_html
 from . import layout
 from .grid import dequantized, groups_of, quantized

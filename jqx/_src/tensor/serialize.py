@@ -25,18 +25,6 @@ import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
-from ..calibrators.granularity import (
-    Groups,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerKeptAxis,
-    PerRun,
-    PerTensor,
-)
-from ..calibrators.ranges import AbsMax, Fixed, MinMax, Rms
-from ..calibrators.searches import Ceil, FourOverSix, Hqq, Mse, Percentile
-from ..calibrators.wrappers import AcrossDevices, Delayed, Rounded
 from ..checks import as_dtype, unwritten
 from ..errors import fail
 from ..gradients.estimators import (
@@ -54,6 +42,17 @@ from ..numerics.lookup import PowerOfTwo, as_qtype, format_of
 from ..numerics.minifloats import Minifloat
 from ..numerics.qtype import Integer, QType
 from ..numerics.runtimes import Numerics
+from ..statistics.calibrators import AbsMax, AcrossDevices, Delayed, Fixed, MinMax, Rms, Rounded
+from ..statistics.granularity import (
+    Groups,
+    PerAxis,
+    PerBlock,
+    PerGroup,
+    PerKeptAxis,
+    PerRun,
+    PerTensor,
+)
+from ..statistics.searches import Ceil, FourOverSix, Hqq, Mse, Percentile
 from .layout import Layout, values_dtype
 
 Values = Mapping[str, Any]

@@ -10,20 +10,6 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..calibrators.calibrator import Calibrator
-from ..calibrators.granularity import (
-    Granularity,
-    PerGroup,
-    is_without_blocks,
-    per_axis,
-    per_channel,
-    per_group,
-    per_tensor,
-    per_token,
-)
-from ..calibrators.ranges import absmax, minmax
-from ..calibrators.searches import ceil, four_over_six, hqq, mse, percentile
-from ..calibrators.wrappers import delayed
 from ..checks import (
     added,
     called,
@@ -43,6 +29,18 @@ from ..numerics.qtype import Integer, QType
 from ..numerics.runtimes import Numerics, ngraph
 from ..ops.affine import check_symmetric
 from ..ops.quantize import check_round_mode
+from ..statistics.calibrators import Calibrator, absmax, delayed, minmax
+from ..statistics.granularity import (
+    Granularity,
+    PerGroup,
+    is_without_blocks,
+    per_axis,
+    per_channel,
+    per_group,
+    per_tensor,
+    per_token,
+)
+from ..statistics.searches import ceil, four_over_six, hqq, mse, percentile
 
 _PER_TENSOR = per_tensor()
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import compat
-from ..calibrators.granularity import Groups
 from ..checks import as_signed, check_instance, is_at_least, normalize_axes, shown
 from ..errors import fail
 from ..numerics.exact import bit_width
 from ..numerics.lookup import format_of
+from ..statistics.granularity import Groups
 from .layout import (
     byte_of,
     check_same_axis,

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..checks import check_instance
 from ..compat import is_concrete
 from ..errors import fail, message, warn
 from ..policy import Policy, preset_of
+from ..statistics.calibrators import Affine
 from .plan import Plan
 from .rules import CONTRACTIONS
 

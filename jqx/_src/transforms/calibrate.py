@@ -18,15 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import compat
-from ..calibrators.calibrator import Affine
-from ..calibrators.wrappers import needs_no_values
 from ..checks import called
 from ..compat import Eqn
 from ..errors import fail, message, some, warn
-from ..observers.observer import RowWeight, check_weight, flags, in_total
-from ..observers.statistics import places
 from ..policy import Policy
 from ..signatures import P, R
+from ..statistics.calibrators import Affine, needs_no_values
+from ..statistics.statistics import RowWeight, check_weight, flags, in_total, places
 from ..tensor.segments import check_read
 from .arguments import check_batch, check_batches, check_plan, check_stats
 from .higher_order import Records

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..checks import added
 from ..compat import Eqn
-from ..observers.observer import ObservedSite
+from ..statistics.statistics import ObservedSite
 from .rules import CONTRACTIONS
 from .walk import HIDDEN
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import jax
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..compat import Eqn
 from ..contractions.problem import Pending, may_wait, settled
 from ..errors import fail, some
 from ..policy import pattern_of
+from ..statistics.calibrators import Affine
 from ..tensor.grid import groups_of
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import abstract

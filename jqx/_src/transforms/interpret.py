@@ -17,10 +17,10 @@ import numpy as np
 
 from .. import compat
 from ..caches.decode_attention import attention_named
-from ..calibrators.calibrator import Affine
 from ..compat import Eqn
 from ..errors import fail, some
-from ..observers.observer import RowWeight
+from ..statistics.calibrators import Affine
+from ..statistics.statistics import RowWeight
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone
 from .higher_order import FORMS, Records, Runner

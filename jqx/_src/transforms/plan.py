@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import jax
 
-from ..calibrators.calibrator import Affine
 from ..checks import FLOATS, added, name_of
 from ..errors import fail, nesting, some
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer
+from ..statistics.calibrators import Affine
 from ..table import Table, Tabular
 from ..tensor.layout import check_zero_point
 from ..tensor.segments import Lazy, Segments, lazy_segments

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..checks import called, check_instance, check_pattern, shown
 from ..errors import fail, some
 from ..signatures import T
+from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments, abstract, check_read, of_kinds
 from ..tensor.shardings import sharding_of

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from .. import compat
-from ..calibrators.calibrator import Affine
 from ..errors import fail, some
+from ..statistics.calibrators import Affine
 from ..tensor.layout import Layout, lay_out
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, Segments

@@ -16,20 +16,19 @@ import numpy as np
 from jax import export
 
 from .. import compat
-from ..calibrators.calibrator import Calibrator
 from ..checks import check_instance, check_pattern
 from ..errors import fail, message, some, warn
-from ..observers.observer import (
-    Calibrated,
+from ..statistics.calibrators import Calibrated, Calibrator
+from ..statistics.statistics import (
     ObservedSite,
     Observer,
     Patches,
+    Places,
     RowWeight,
     Weighted,
     flags,
     without_nonfinite,
 )
-from ..observers.statistics import Places
 from .channel_map import Channels
 from .find import Found, numbered
 from .plan import Plan, Site

@@ -1,8 +1,26 @@
-"""Calibrators that search a range: percentile, mse, hqq, and rules for 4-bit blocks."""
+"""Calibrators that search a range: percentile, mse, hqq, and rules for 4-bit blocks.
+
+For an array they search among its values. As a statistic they count values in bins whose edges are
+the same for every array. The bins come from the bit pattern of float32: the exponent and the top 6
+bits of the mantissa::
+
+    [2**e * (1 + k/64), 2**e * (1 + (k + 1)/64)),    e = -40 ... 23,    k = 0 ... 63
+
+for either sign, so a bin is 0.8 to 1.6 % wide at any magnitude. One bin at zero holds magnitudes
+below 2**-40. One bin at each end holds magnitudes of 2**24 or more, infinity included. No range is
+chosen beforehand and nothing is re-binned, so statistics merge by adding counts: exactly, in any
+order. Counts are uint32 and saturate. The extremes are stored exactly next to the counts.
+
+Bins by exponent and leading bits are from HdrHistogram. That such bins merge exactly is the point
+of Masson et al., "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error
+Guarantees", arXiv:1908.10693.
+"""
 
 import abc
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +29,179 @@ from jax import lax
 
 from ..checks import added, check_fields, flag, number, whole
 from ..errors import fail
+from ..gradients.estimators import ste
 from ..numerics.blocks import Block
 from ..numerics.exact import RoundMode, round_to_integer, saturating_sum
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer
-from .calibrator import MAX_COUNT, Affine, Affinity, cover, look_at, poisoned
-from .granularity import Groups
-from .histogram import (
-    EDGES,
-    UPPER,
-    FromHistogram,
-    HistogramStats,
-    Points,
-    magnitudes,
-    members,
-    points_in,
-    points_of,
-    rows_of,
-)
-from .ranges import AbsMax
+from ..ops.affine import affine_fake_quantize
+from .calibrators import MAX_COUNT, AbsMax, Affine, Ready, cover, poisoned, without_nan
+from .granularity import Groups, members, rows_of
+from .statistics import saturating_add, serializable
+
+if TYPE_CHECKING:
+    from jqx import QSpec
+
+_SHIFT = 23 - 6  # leaves 6 bits of the mantissa
+_FIRST = (127 - 40) << 6  # the pattern of 2**-40
+_BINS = (24 + 40) << 6
+_PATTERNS = np.arange(_FIRST, _FIRST + _BINS + 1, dtype=np.int32) << _SHIFT
+EDGES = _PATTERNS.view(np.float32)
+"""Edges of the bins of magnitudes, increasing: 2**-40 ... 2**24; one bin is below, one above."""
+
+ZERO = _BINS + 1
+"""Index of the bin at zero; magnitudes with index `k` are in `ZERO + k` or `ZERO - k`."""
+
+LENGTH = 2 * ZERO + 1
+
+UPPER = np.concatenate([-EDGES[::-1], EDGES, np.asarray([np.inf], np.float32)])
+"""The upper edge of each bin; the lower ones are `-UPPER[::-1]`."""
+
+
+@serializable("calibrators")
+class HistogramStats(NamedTuple):
+    """Statistics of the values that share a scale.
+
+    Attributes:
+      counts: uint32, the shape of the scale followed by an axis of bins, the most negative first.
+      low: the smallest value, float32; infinity if there is none.
+      high: the largest value, float32; minus infinity if there is none.
+      nans: NaN values per scale, int32.
+      observed: number of arrays, int32.
+    """
+
+    counts: jax.Array
+    low: jax.Array
+    high: jax.Array
+    nans: jax.Array
+    observed: jax.Array
+
+
+class FromHistogram(Ready):
+    """Observes a histogram; a subclass computes the scale."""
+
+    stats: ClassVar[Any] = HistogramStats
+
+    def empty(self, shape: Sequence[int]) -> HistogramStats:
+        """Returns counts of 0 and the empty range."""
+        return super().empty(shape)._replace(counts=jnp.zeros((*shape, LENGTH), jnp.uint32))
+
+    def observe(self, x: jax.Array, spec: "QSpec") -> HistogramStats:
+        """Returns the histogram of the elements that share a scale."""
+        groups, x = spec.granularity.groups(x.shape), x.astype(jnp.float32)
+        low, high, nans = groups.extremes(x)
+        counts = _tally(bin_of(rows_of(x, groups, jnp.nan)))
+        return HistogramStats(counts, low, high, nans, jnp.int32(x.size > 0))
+
+
+def bin_of(x: jax.Array) -> jax.Array:
+    """Returns the bin of each float32 value; for a NaN `LENGTH`, which is not a bin."""
+    pattern = lax.bitcast_convert_type(jnp.abs(x), jnp.int32) >> _SHIFT
+    index = lax.clamp(jnp.int32(0), pattern - (_FIRST - 1), jnp.int32(ZERO))
+    return jnp.where(jnp.isnan(x), LENGTH, jnp.where(x < 0, ZERO - index, ZERO + index))
+
+
+def _tally(bins: jax.Array) -> jax.Array:
+    """Counts bins along the last axis, uint32; `LENGTH`, which is not a bin, is not counted."""
+    shape = bins.shape[:-1]
+    rows = bins.reshape(math.prod(shape), bins.shape[-1])
+    row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+    counts = jnp.zeros((len(rows), LENGTH), jnp.uint32)
+    return counts.at[row, rows].add(jnp.uint32(1), mode="drop").reshape(*shape, LENGTH)
+
+
+def magnitudes(counts: jax.Array) -> jax.Array:
+    """Returns the counts of magnitudes: first the bin at zero, then both signs together."""
+    positive, negative = counts[..., ZERO:], jnp.flip(counts[..., : ZERO + 1], -1)
+    return saturating_add(positive, negative.at[..., 0].set(0))
+
+
+# Weighted points, from an array or from a histogram, on which a search measures errors.
+
+
+_PER_BIN = 4
+
+
+class Points(NamedTuple):
+    """Values that share a scale, along the last axis.
+
+    Attributes:
+      values: float32, the shape of the scale and one axis; NaN where there is no value.
+      weights: how often each occurs, float32, up to a common factor; `None` means once.
+      low: the smallest value, or zero, of the shape of the scale.
+      high: the largest value, or zero.
+    """
+
+    values: jax.Array
+    weights: jax.Array | None
+    low: jax.Array
+    high: jax.Array
+
+    @property
+    def unit(self) -> jax.Array:
+        """The largest magnitude, the unit of errors, so that no power of an error overflows."""
+        unit = jnp.maximum(self.high, -self.low)
+        return jnp.where((unit > 0) & jnp.isfinite(unit), unit, jnp.ones_like(unit))
+
+    def sum(self, terms: jax.Array) -> jax.Array:
+        """Returns the weighted sum of a term for each value."""
+        if self.weights is not None:
+            terms = terms * self.weights
+        return jnp.sum(jnp.where(jnp.isnan(self.values), jnp.zeros_like(terms), terms), axis=-1)
+
+    def loss(
+        self, affine: Affine, spec: "QSpec", penalty: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """Returns the sum of `penalty(error / unit)` over the errors of quantizing the values."""
+        scale, zero = affine
+        real = affine_fake_quantize(
+            self.values,
+            scale[..., None],
+            None if zero is None else zero[..., None],
+            qtype=spec.qtype,
+            round_mode=RoundMode.NEAREST_TOWARD_EVEN,
+            gradient=ste,
+            numerics=spec.numerics,
+        )
+        return self.sum(penalty((self.values - real) / self.unit[..., None]))
+
+
+def points_of(x: jax.Array, spec: "QSpec") -> Points:
+    """Returns every value of an array."""
+    groups, x = spec.granularity.groups(x.shape), x.astype(jnp.float32)
+    low, high, _ = groups.extremes(x)
+    rows = rows_of(x, groups, jnp.nan)
+    return Points(rows, None, jnp.minimum(low, 0), jnp.maximum(high, 0))
+
+
+def points_in(stats: HistogramStats) -> Points:
+    """Returns four points for each bin of a histogram, moved into the range that was seen.
+
+    The points are evenly spaced and shifted from bin to bin by the golden ratio, so that together
+    they fall on no grid: the bins may be wider than a step of the quantizer. The bins at either end
+    stand for the extreme values, and the bin at zero for zero.
+    """
+    shape = (1,) * stats.low.ndim
+    low, high = stats.low[..., None], stats.high[..., None]
+    values = jnp.minimum(jnp.maximum(_NODES.reshape(*shape, -1), low), high)
+    weights = jnp.repeat(stats.counts.astype(jnp.float32), _PER_BIN, axis=-1)
+    return Points(values, weights, jnp.minimum(stats.low, 0), jnp.maximum(stats.high, 0))
+
+
+def _nodes() -> np.ndarray:
+    """Returns the points of every bin, float32, `_PER_BIN` for each."""
+    golden = (5**0.5 - 1) / 2
+    shift = (np.arange(1, ZERO)[:, None] * golden) % 1
+    low, high = (edges[:, None].astype(np.float64) for edges in (EDGES[:-1], EDGES[1:]))
+    inner = low + (high - low) * (np.arange(_PER_BIN) + shift) / _PER_BIN
+    end = np.full((1, _PER_BIN), np.inf)
+    above = np.concatenate([inner, end])
+    nodes = np.concatenate([-above[::-1], np.zeros((1, _PER_BIN)), above])
+    return nodes.astype(np.float32).reshape(-1)
+
+
+_NODES = _nodes()
+
 
 # A percentile: the range leaves out a given share of the values, the largest ones.
 #
@@ -79,7 +251,7 @@ class Percentile(FromHistogram):
         check_fields("calibrators.Percentile", self, percent=number(1e-4, 100))
         object.__setattr__(self, "percent", round(self.percent, 4))
 
-    def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
+    def affine(self, stats: HistogramStats, spec: "QSpec") -> Affine:
         """Returns the scale and zero point of the percentile, accurate to a bin."""
         if spec.symmetric:
             largest = jnp.maximum(stats.high, -stats.low)
@@ -91,20 +263,19 @@ class Percentile(FromHistogram):
             low = -jnp.minimum(self._limit(jnp.flip(stats.counts, -1), UPPER, 2), -stats.low)
         return poisoned(cover(low, high, spec), stats.nans)
 
-    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
+    def fit(self, x: jax.Array, spec: "QSpec") -> Affine:
         """Returns the scale and zero point of the percentile of `x`, exactly."""
-        observation = look_at(x, spec)
         if x.size == 0:
-            return self.affine(self.observe(x, spec), spec)
+            return super().fit(x, spec)
         groups = spec.granularity.groups(x.shape)
-        values = observation.values.astype(jnp.float32)
+        values, nans = without_nan(x.astype(jnp.float32), groups)
         if spec.symmetric:
             high = self._largest_kept(jnp.abs(values), groups, 1)
             low = -high
         else:
             high = self._largest_kept(values, groups, 2)
             low = -self._largest_kept(-values, groups, 2)
-        return poisoned(cover(low, high, spec), observation.nans)
+        return poisoned(cover(low, high, spec), nans)
 
     def _largest_kept(self, x: jax.Array, groups: Groups, ends: int) -> jax.Array:
         """Returns the largest value of each row that is not clipped."""
@@ -147,16 +318,17 @@ class FromPoints(FromHistogram):
     """Searches the scale of least error for the values of an array, or of a histogram."""
 
     @abc.abstractmethod
-    def search(self, points: Points, spec: Affinity) -> Affine:
+    def search(self, points: Points, spec: "QSpec") -> Affine:
         """Returns the scale and zero point of least error for weighted values."""
 
-    def affine(self, stats: HistogramStats, spec: Affinity) -> Affine:
+    def affine(self, stats: HistogramStats, spec: "QSpec") -> Affine:
         """Returns the scale and zero point of least expected error under the histogram."""
         return poisoned(self.search(points_in(stats), spec), stats.nans)
 
-    def fit(self, x: jax.Array, spec: Affinity) -> Affine:
+    def fit(self, x: jax.Array, spec: "QSpec") -> Affine:
         """Returns the scale and zero point of least error for `x` itself."""
-        return poisoned(self.search(points_of(x, spec), spec), look_at(x, spec).nans)
+        nans = spec.granularity.groups(x.shape).count(jnp.isnan(x))
+        return poisoned(self.search(points_of(x, spec), spec), nans)
 
 
 # The least mean squared error: the range that minimises `mean(|x - dequantize(quantize(x))|**2)`,
@@ -213,14 +385,14 @@ class Mse(FromPoints):
             signed=flag(),
         )
 
-    def search(self, points: Points, spec: Affinity) -> Affine:
+    def search(self, points: Points, spec: "QSpec") -> Affine:
         """Returns the scale and zero point of least error for weighted values."""
         return searched(points, spec, self._factors(spec), self._cost)
 
     def _cost(self, error: jax.Array) -> jax.Array:
         return jnp.square(error) if self.norm == 2 else jnp.abs(error) ** self.norm
 
-    def _factors(self, spec: Affinity) -> np.ndarray:
+    def _factors(self, spec: "QSpec") -> np.ndarray:
         """All factors but 1, float32."""
         shrinking = np.linspace(1, self.least, self.candidates)[1:]
         form = format_of(spec.qtype)
@@ -238,7 +410,7 @@ class Mse(FromPoints):
 
 
 def searched(
-    points: Points, spec: Affinity, factors: np.ndarray, cost: Callable[[jax.Array], jax.Array]
+    points: Points, spec: "QSpec", factors: np.ndarray, cost: Callable[[jax.Array], jax.Array]
 ) -> Affine:
     """Returns the affine of least error among the whole range and its products with the factors; a
     negative factor flips the range.
@@ -250,15 +422,34 @@ def searched(
         scale, zero_point = cover(points.low * size, points.high * size, spec)
         return Affine(jnp.where(factor < 0, -scale, scale) if flips else scale, zero_point)
 
-    def step(best: tuple[jax.Array, jax.Array], factor: jax.Array):
-        error = points.loss(affine(factor), spec, cost)
-        better = error < best[1]
-        return (jnp.where(better, factor, best[0]), jnp.where(better, error, best[1])), None
-
     one = jnp.ones_like(points.low)
-    start = one, points.loss(affine(one), spec, cost)
-    (factor, _), _ = lax.scan(step, start, jnp.asarray(factors))
-    return affine(factor)
+    return best(points, spec, cost, affine, one, lambda _, factor: one * factor, factors)
+
+
+def best(
+    points: Points,
+    spec: "QSpec",
+    cost: Callable[[jax.Array], jax.Array],
+    affine: Callable[[jax.Array], Affine],
+    start: jax.Array,
+    advance: Callable[[jax.Array, jax.Array], jax.Array],
+    steps: np.ndarray,
+) -> Affine:
+    """Returns the affine of least error among those of a parameter: `start`, and what `advance`
+    makes of it in each of the steps. The first of equal errors wins.
+    """
+
+    def step(state: tuple[jax.Array, ...], value: jax.Array):
+        parameter, best, least = state
+        parameter = advance(parameter, value)
+        error = points.loss(affine(parameter), spec, cost)
+        better = error < least
+        best = jnp.where(better, parameter, best)
+        return (parameter, best, jnp.where(better, error, least)), None
+
+    first = start, start, points.loss(affine(start), spec, cost)
+    (_, parameter, _), _ = lax.scan(step, first, jnp.asarray(steps))
+    return affine(parameter)
 
 
 mse: Mse = Mse()
@@ -321,11 +512,11 @@ class Hqq(FromPoints):
             kappa=number(1),
         )
 
-    def search(self, points: Points, spec: Affinity) -> Affine:
+    def search(self, points: Points, spec: "QSpec") -> Affine:
         """Returns the scale and zero point of least lp error for weighted values."""
         return (self._solve_scale if spec.symmetric else self._solve_zero)(points, spec)
 
-    def _solve_zero(self, points: Points, spec: Affinity) -> Affine:
+    def _solve_zero(self, points: Points, spec: "QSpec") -> Affine:
         form = format_of(spec.qtype)
         low, high = int(form.low), int(form.high)
         scale, initial = cover(points.low, points.high, spec)
@@ -344,9 +535,9 @@ class Hqq(FromPoints):
             w = self._shrink(y - (q - offset), beta)
             return points.sum(q - (y - w)) / count
 
-        return affine(self._best(points, spec, initial.astype(jnp.float32), improve, affine))
+        return self._best(points, spec, initial.astype(jnp.float32), improve, affine)
 
-    def _solve_scale(self, points: Points, spec: Affinity) -> Affine:
+    def _solve_scale(self, points: Points, spec: "QSpec") -> Affine:
         form = format_of(spec.qtype)
         high = jnp.float32(form.high)
 
@@ -364,34 +555,18 @@ class Hqq(FromPoints):
             return jnp.where(usable, largest * ratio, largest)
 
         initial = jnp.maximum(points.high, -points.low)
-        return affine(self._best(points, spec, initial, improve, affine))
+        return self._best(points, spec, initial, improve, affine)
 
-    def _best(self, points, spec, initial, improve, affine) -> jax.Array:
-        """Iterates `improve` and returns the iterate whose affine has the least lp error."""
-
-        def loss(parameter: jax.Array) -> jax.Array:
-            return points.loss(affine(parameter), spec, lambda e: jnp.abs(e) ** self.p)
-
-        def step(state, beta):
-            parameter, best, least_error = state
-            parameter = improve(parameter, beta)
-            error = loss(parameter)
-            better = error < least_error
-            best = jnp.where(better, parameter, best)
-            return (parameter, best, jnp.where(better, error, least_error)), None
-
-        betas = np.float32(self.beta * self.kappa ** np.arange(self.iterations))
-        (_, best, _), _ = lax.scan(step, (initial, initial, loss(initial)), jnp.asarray(betas))
-        return best
+    def _best(self, points, spec, initial, improve, affine) -> Affine:
+        """Returns the affine of least lp error among the iterates of `improve`."""
+        betas = np.asarray(self.beta * self.kappa ** np.arange(self.iterations), np.float32)
+        cost = lambda error: jnp.abs(error) ** self.p  # noqa: E731
+        return best(points, spec, cost, affine, initial, improve, betas)
 
     def _shrink(self, e: jax.Array, beta: jax.Array) -> jax.Array:
         """Generalised soft-thresholding, the proximal step of the lp error."""
         size = jnp.abs(e)
         return jnp.sign(e) * jnp.maximum(size - size ** (self.p - 1) / beta, jnp.zeros_like(size))
-
-    def __str__(self) -> str:
-        fields = (self.iterations, self.p, self.beta, self.kappa)
-        return "hqq" if self == hqq else f"hqq{fields}"
 
 
 hqq: Hqq = Hqq()
@@ -415,16 +590,14 @@ class Ceil(AbsMax):
     has them, and the scale of `absmax` for all others.
     """
 
-    def scale_of(self, largest: jax.Array, spec: Affinity) -> Affine:
-        """Returns the least scale at which the largest magnitude is in range."""
-        affine, form = super().scale_of(largest, spec), format_of(spec.qtype)
+    def cover(self, low: jax.Array, high: jax.Array, spec: "QSpec") -> Affine:
+        """Returns the least scale at which the range is in that of the format."""
+        affine, form = super().cover(low, high, spec), format_of(spec.qtype)
         if not isinstance(form, Block) or form.scale_qtype != E8M0:
             return affine
-        clips = largest > affine.scale.astype(jnp.float32) * jnp.float32(form.high)
-        return super().scale_of(jnp.where(clips, 2 * largest, largest), spec)
-
-    def __str__(self) -> str:
-        return "ceil"
+        clips = high > affine.scale.astype(jnp.float32) * jnp.float32(form.high)
+        low, high = (jnp.where(clips, 2 * limit, limit) for limit in (low, high))
+        return super().cover(low, high, spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,7 +609,7 @@ class FourOverSix(FromPoints):
       ValueError: on use, if the format is another one.
     """
 
-    def search(self, points: Points, spec: Affinity) -> Affine:
+    def search(self, points: Points, spec: "QSpec") -> Affine:
         """Returns the scale of least error for weighted values."""
         form = format_of(spec.qtype)
         elements = form.elements if isinstance(form, Block) and form.two_level else None

@@ -1,14 +1,15 @@
 """Granularity: which elements share a scale. It resolves to the shape of a scale."""
 
-import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 
 from .. import package_cpu
@@ -104,51 +105,40 @@ class Groups:
     def _axes(self) -> list[tuple[int, int]]:
         return list(zip(self.shape, self.sizes, strict=True))
 
+    @property
+    def _parts(self) -> list[tuple[int, ...]]:
+        """For each axis the axes that `split` makes of it: (blocks, size), or itself."""
+        axes = enumerate(self._axes)
+        return [(-(-n // b), b) if self.is_blocked(axis) else (n,) for axis, (n, b) in axes]
+
     def is_blocked(self, axis: int) -> bool:
         """Whether a scale is shared by blocks, not by the whole axis or a single index."""
-        return self._is_blocked(self.shape[axis], self.sizes[axis])
-
-    def _is_blocked(self, n: int, b: int) -> bool:
+        n, b = self.shape[axis], self.sizes[axis]
         return b not in (1, n) and b < n  # equality first: a symbolic size may not be ordered
 
     def split(self, x: jax.Array, fill: float = 0) -> jax.Array:
         """Splits each blocked axis in two, (blocks, size); a tail is padded with `fill`."""
-        padding = [(0, (-n) % b if self._is_blocked(n, b) else 0, 0) for n, b in self._axes]
+        pairs = zip(self._parts, self.shape, strict=True)
+        padding = [(0, math.prod(part) - n if len(part) == 2 else 0, 0) for part, n in pairs]
         if any(high for _, high, _ in padding):
             x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
-        return x.reshape(
-            [
-                part
-                for n, b in self._axes
-                for part in ((-(-n // b), b) if self._is_blocked(n, b) else (n,))
-            ]
-        )
+        return x.reshape([n for part in self._parts for n in part])
 
     def split_scale(self, scale: jax.Array) -> jax.Array:
         """Reshapes a scale so that it broadcasts, axis by axis, to what `split` returns."""
-        return scale.reshape(
-            [
-                part
-                for (n, b), m in zip(self._axes, scale.shape, strict=True)
-                for part in ((m, 1) if self._is_blocked(n, b) else (m,))
-            ]
-        )
+        pairs = zip(self._parts, scale.shape, strict=True)
+        return scale.reshape([n for part, m in pairs for n in (m, 1)[: len(part)]])
 
     def join(self, x: jax.Array) -> jax.Array:
         """Inverts `split`; the padding of a tail is dropped."""
-        x = x.reshape([-(-n // b) * b if self._is_blocked(n, b) else n for n, b in self._axes])
+        x = x.reshape([math.prod(part) for part in self._parts])
         return x if x.shape == self.shape else x[tuple(slice(n) for n in self.shape)]
 
     @property
     def axes(self) -> tuple[int, ...]:
         """The axes of the result of `split` along which a scale is shared."""
-        axes, i = [], 0
-        for n, b in self._axes:
-            i += self._is_blocked(n, b)
-            if b != 1:
-                axes.append(i)
-            i += 1
-        return tuple(axes)
+        ends = itertools.accumulate(map(len, self._parts))
+        return tuple(end - 1 for end, size in zip(ends, self.sizes, strict=True) if size != 1)
 
     def reduce(self, f: Callable[..., jax.Array], x: jax.Array, fill: float) -> jax.Array:
         """Reduces to the shape of the scale by `f`, such as `jnp.max`, whose unit is `fill`."""
@@ -200,7 +190,7 @@ class Groups:
 
     def _by_kernel(self, x: jax.Array) -> jax.Array:
         rows, scale_shape = self._in_rows(x)
-        bits = _magnitude_bits(package_cpu.magnitudes(rows))
+        bits = magnitude_bits(package_cpu.magnitudes(rows))
         bits = jnp.max(bits.reshape(math.prod(scale_shape), -1), axis=1)
         return lax.bitcast_convert_type(bits, x.dtype).reshape(scale_shape)
 
@@ -214,15 +204,13 @@ class Groups:
         if not is_for_kernel or self.per_scale > _MAX_COUNTED:
             return self._extremes_at_once(x)
 
-        @jax.custom_jvp
-        def in_floats_by_kernel(x: jax.Array) -> jax.Array:
-            def kernel(x: jax.Array) -> jax.Array:
-                return alone_or_in_parts(self._extremes_by_kernel, in_floats, x)
-
-            return lax.platform_dependent(x, cpu=kernel, default=in_floats)
-
         def in_floats(x: jax.Array) -> jax.Array:
             return jnp.stack([part.astype(x.dtype) for part in self._extremes_at_once(x)])
+
+        @jax.custom_jvp
+        def in_floats_by_kernel(x: jax.Array) -> jax.Array:
+            kernel = functools.partial(alone_or_in_parts, self._extremes_by_kernel, in_floats)
+            return lax.platform_dependent(x, cpu=kernel, default=in_floats)
 
         in_floats_by_kernel.defjvps(lambda tangent, y, x: jax.jvp(in_floats, (x,), (tangent,))[1])
         low, high, nans = in_floats_by_kernel(x)
@@ -246,13 +234,10 @@ class Groups:
         return self.reduce(jnp.sum, mask.astype(kind), 0).astype(jnp.int32)  # not int64
 
     def _in_steps(self, x: jax.Array) -> jax.Array:
-        bits = _magnitude_bits(x)
-        for axis in reversed(self.axes):
-            bits = _maximum(bits, axis)
-        return lax.bitcast_convert_type(bits, x.dtype)
+        return lax.bitcast_convert_type(maximum_in_steps(magnitude_bits(x), self.axes), x.dtype)
 
     def _at_once(self, x: jax.Array) -> jax.Array:
-        bits = jnp.max(_magnitude_bits(x), axis=self.axes, initial=0, keepdims=True)
+        bits = jnp.max(magnitude_bits(x), axis=self.axes, initial=0, keepdims=True)
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def _on_tpu(self, x: jax.Array) -> jax.Array:
@@ -262,34 +247,60 @@ class Groups:
 
     def __str__(self) -> str:
         single_axes = tuple(i for i, (n, b) in enumerate(self._axes) if b == 1 and n != 1)
-        if any(self._is_blocked(n, b) for n, b in self._axes):
+        if any(map(self.is_blocked, range(len(self.shape)))):
             named = {i: b for i, (n, b) in enumerate(self._axes) if b != n}
             return f"per_block({named})"
         return f"per_axis{single_axes}".replace(",)", ")") if single_axes else "per_tensor"
 
 
-def _magnitude_bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of magnitudes, as integers."""
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of magnitudes, as integers: these have the order of the magnitudes, with
+    infinity and then NaN at the end.
+    """
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     return lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
 
 
-def _maximum(x: jax.Array, axis: int) -> jax.Array:
-    """Returns the maximum of nonnegative integers along an axis, which is kept.
+def maximum_in_steps(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Returns the maximum of nonnegative integers along axes, which are kept.
 
     A long axis is reduced in two steps. XLA on CPU runs the first in vectors and on all cores. It
     leaves 64 (or 8) maxima, next to each other if the axis is the last.
     """
-    n, shape = x.shape[axis], x.shape
-    is_last = axis == x.ndim - 1
-    parts = 64 if n % 64 == 0 and is_at_least(n, 512) else None
-    if parts is None and is_last and n % 8 == 0 and is_at_least(n, 9):
-        parts = 8
-    if parts is not None:
-        pair = (n // parts, parts) if is_last else (parts, n // parts)
-        x = x.reshape(*shape[:axis], *pair, *shape[axis + 1 :])
-        x = lax.optimization_barrier(jnp.max(x, axis=axis if is_last else axis + 1))
-    return jnp.max(x, axis=axis, initial=0, keepdims=True)
+    for axis in reversed(axes):
+        n, shape = x.shape[axis], x.shape
+        is_last = axis == x.ndim - 1
+        parts = 64 if n % 64 == 0 and is_at_least(n, 512) else None
+        if parts is None and is_last and n % 8 == 0 and is_at_least(n, 9):
+            parts = 8
+        if parts is not None:
+            pair = (n // parts, parts) if is_last else (parts, n // parts)
+            x = x.reshape(*shape[:axis], *pair, *shape[axis + 1 :])
+            x = lax.optimization_barrier(jnp.max(x, axis=axis if is_last else axis + 1))
+        x = jnp.max(x, axis=axis, initial=0, keepdims=True)
+    return x
+
+
+# Rows of the elements that share a scale, for sorting, counting or searching scale by scale.
+
+
+def rows_of(x: jax.Array, groups: Groups, fill: float) -> jax.Array:
+    """Returns one row per scale, `(*scale_shape, elements)`; the row of a tail is padded."""
+    x, axes = groups.split(x, fill), groups.axes
+    length = math.prod(x.shape[axis] for axis in axes)
+    x = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    return x.reshape(*groups.scale_shape, length)
+
+
+def members(groups: Groups) -> jax.Array:
+    """Returns the number of elements that share each scale, uint32, in the shape of the scale."""
+    rank = len(groups.shape)
+    total = jnp.ones((1,) * rank, jnp.uint32)
+    axes = zip(groups.shape, groups.sizes, groups.scale_shape, strict=True)
+    for axis, (n, b, m) in enumerate(axes):
+        sizes = np.minimum(b, n - b * np.arange(m)).astype(np.uint32)
+        total = total * np.expand_dims(sizes, [i for i in range(rank) if i != axis])
+    return total
 
 
 # Checks of the arguments of calibrators and granularities.
@@ -298,7 +309,7 @@ def _maximum(x: jax.Array, axis: int) -> jax.Array:
 _INTEGER = whole()
 
 
-def check_integers(function: str, argument: str, numbers: Any, count: int | None = None) -> Any:
+def _check_integers(function: str, argument: str, numbers: Any, count: int | None = None) -> Any:
     """Returns integers as a tuple, after checking their type and their number."""
     has_length = isinstance(numbers, (tuple, list)) and count in (None, len(numbers))
     if not has_length or not all(map(_INTEGER.is_kind, numbers)):
@@ -308,7 +319,7 @@ def check_integers(function: str, argument: str, numbers: Any, count: int | None
     return tuple(map(int, numbers))
 
 
-def check_group(granularity: Any) -> None:
+def _check_group(granularity: Any) -> None:
     """Checks the size of a group, and whether the last one may be smaller."""
     fix = "pass a size of 1 or more, such as per_group(32), and a bool for tail."
     check_fields("per_group", granularity, fix, size=whole(1, _MAX_SIZE), tail=flag())
@@ -320,7 +331,7 @@ def _unfit(granularity: object, shape: Sequence[int], problem: str, fix: str) ->
     return fail(function, problem, given=f"{granularity} for shape {tuple(shape)}", fix=fix)
 
 
-def check_known(granularity: object, shape: Sequence[int], axis: int, size: int) -> None:
+def _check_size(granularity: object, shape: Sequence[int], axis: int, size: int) -> None:
     """Checks that an axis with more than one block of `size` has no symbolic size, as `jax.export`
     has them.
     """
@@ -331,7 +342,7 @@ def check_known(granularity: object, shape: Sequence[int], axis: int, size: int)
         raise _unfit(granularity, shape, problem, fix)
 
 
-def check_divides(granularity: Any, shape: Sequence[int], axis: int, size: int) -> None:
+def _check_divides(granularity: Any, shape: Sequence[int], axis: int, size: int) -> None:
     """Checks that blocks divide an axis, unless the last one may be smaller."""
     if not granularity.tail and shape[axis] % size != 0:
         fix = f"pass tail=True for a smaller last block, or a size that divides {shape[axis]}."
@@ -345,27 +356,15 @@ class Granularity(Protocol):
       is_relative: whether it depends on a site, through the axes that a contraction keeps.
     """
 
-    is_relative: ClassVar[bool]
+    is_relative: ClassVar[bool] = False
 
     def resolve(self, rank: int, kept: Sequence[int]) -> "Granularity":
         """Returns the absolute granularity for an operand of this rank that keeps axes `kept`."""
-        ...
+        return self
 
     def groups(self, shape: Sequence[int]) -> Groups:
         """Returns which elements of an array of `shape` share a scale."""
         ...
-
-    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scale of an array of `shape`; both have the same rank."""
-        ...
-
-
-class _ByGroups(abc.ABC):
-    """Takes the shape of a scale from the groups."""
-
-    @abc.abstractmethod
-    def groups(self, shape: Sequence[int]) -> Groups:
-        """Returns which elements of an array of `shape` share a scale."""
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scale of an array of `shape`; both have the same rank."""
@@ -373,15 +372,13 @@ class _ByGroups(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class PerAxis(_ByGroups):
+class PerAxis(Granularity):
     """One scale for each index along `axes`, shared along all other axes."""
-
-    is_relative: ClassVar[bool] = False
 
     axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", check_integers("per_axis", "axes", self.axes))
+        object.__setattr__(self, "axes", _check_integers("per_axis", "axes", self.axes))
 
     def resolve(self, rank: int, kept: Sequence[int]) -> "PerAxis":
         """Returns itself with non-negative axes."""
@@ -412,7 +409,7 @@ class PerTensor(PerAxis):
 
 
 @dataclasses.dataclass(frozen=True)
-class PerBlock(_ByGroups):
+class PerBlock(Granularity):
     """One scale for each block, shared along the axes that are not named.
 
     Attributes:
@@ -420,14 +417,12 @@ class PerBlock(_ByGroups):
       tail: whether the last block along an axis may be smaller.
     """
 
-    is_relative: ClassVar[bool] = False
-
     sizes: tuple[tuple[int, int], ...]
     tail: bool = False
 
     def __post_init__(self) -> None:
         pairs = self.sizes if isinstance(self.sizes, tuple) else (self.sizes,)
-        sizes = tuple(check_integers("per_block", "sizes", pair, count=2) for pair in pairs)
+        sizes = tuple(_check_integers("per_block", "sizes", pair, count=2) for pair in pairs)
         if not sizes or not all(1 <= size <= _MAX_SIZE for _, size in sizes):
             problem = f"`sizes` has no blocks, or one without elements: {shown(dict(sizes))}."
             fix = "pass sizes of 1 or more, such as {0: 32}, or use jqx.per_tensor()."
@@ -447,8 +442,8 @@ class PerBlock(_ByGroups):
             fix = "name each axis once, counted from the front or from the end."
             raise _unfit(self, shape, "an axis is named twice.", fix)
         for axis, size in sizes.items():
-            check_known(self, shape, axis, size)
-            check_divides(self, shape, axis, size)
+            _check_size(self, shape, axis, size)
+            _check_divides(self, shape, axis, size)
         return Groups(tuple(shape), tuple(min(sizes.get(i, n), n) for i, n in enumerate(shape)))
 
     def __str__(self) -> str:
@@ -456,37 +451,31 @@ class PerBlock(_ByGroups):
 
 
 @dataclasses.dataclass(frozen=True)
-class PerRun(_ByGroups):
+class PerRun(Granularity):
     """One scale for each run of `size` elements along `axes`, flattened with the last axis fastest;
     every index of all other axes has its own scales. This is what `per_group` resolves to.
 
     With a tail a run holds as many whole inner axes as fit: 27 elements of a 3x3 kernel for 32.
     """
 
-    is_relative: ClassVar[bool] = False
-
     axes: tuple[int, ...]
     size: int
     tail: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", check_integers("per_group", "axes", self.axes))
-        check_group(self)
-
-    def resolve(self, rank: int, kept: Sequence[int]) -> "PerRun":
-        """Returns itself."""
-        return self
+        object.__setattr__(self, "axes", _check_integers("per_group", "axes", self.axes))
+        _check_group(self)
 
     def groups(self, shape: Sequence[int]) -> Groups:
         """Returns the blocks that make up the runs; raises if there are none."""
         sizes, remaining = [1] * len(shape), self.size
         for axis in reversed(normalize_axes("per_group", self.axes, len(shape))):
             n = shape[axis]
-            check_known(self, shape, axis, remaining)
+            _check_size(self, shape, axis, remaining)
             if n <= remaining and (self.tail or n == 0 or remaining % n == 0):
                 sizes[axis], remaining = n, remaining // n if n else 1
                 continue
-            check_divides(self, shape, axis, remaining)
+            _check_divides(self, shape, axis, remaining)
             sizes[axis], remaining = min(remaining, n), 1
         if remaining != 1 and not self.tail:
             problem = f"axes {self.axes} hold fewer than {self.size} elements."
@@ -497,16 +486,12 @@ class PerRun(_ByGroups):
         return f"per_group({self.size}{', tail=True' if self.tail else ''}) along {self.axes}"
 
 
-class _Relative:
+class _Relative(Granularity):
     """Raises for `groups` and `scale_shape`: the axes come from a contraction."""
 
     is_relative: ClassVar[bool] = True
 
     def groups(self, shape: Sequence[int]) -> NoReturn:
-        """Raises, because there is no contraction here."""
-        self.scale_shape(shape)
-
-    def scale_shape(self, shape: Sequence[int]) -> NoReturn:
         """Raises, because there is no contraction here."""
         name = str(self) if "(" in str(self) else f"{self}()"
         problem = f"{name} is relative to a contraction and has no meaning outside of one."
@@ -540,7 +525,7 @@ class PerGroup(_Relative):
     tail: bool = False
 
     def __post_init__(self) -> None:
-        check_group(self)
+        _check_group(self)
 
     def resolve(self, rank: int, kept: Sequence[int]) -> PerRun:
         """Returns runs along the axes that are not kept."""

@@ -1,1 +1,0 @@
-"""Granularities, and calibrators that turn observed values into scales."""

@@ -1,1 +1,0 @@
-"""Statistics of activations that algorithms read."""

@@ -1,0 +1,1 @@
+"""Statistics of arrays: what observers record, and the scales that calibrators compute."""
