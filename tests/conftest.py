@@ -73,8 +73,7 @@ mlir.make_ir_context = _reused(mlir.make_ir_context)
 
 OPTIMIZED = (
     "bench",
-    "calibrators/test_absmax.py",
-    "calibrators/test_minmax.py",
+    "calibrators/test_ranges.py",
     "conformance",
     "contractions/test_digits.py",
     "contractions/test_dot_general.py",

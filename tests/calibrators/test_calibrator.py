@@ -1,7 +1,10 @@
-"""What every calibrator must keep to: statistics are a monoid, however the values are split."""
+"""What every calibrator must keep to: statistics are a monoid, however the values are split. Also
+what calibrators are as values: how they print, and what they refuse.
+"""
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -13,8 +16,23 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jqx
-from jqx import calibrators
-from jqx.calibrators import Affine, Calibrator
+from jqx import calibrators, numerics
+from jqx._src.statistics import granularity as granularity_file
+from jqx._src.statistics.calibrators import Fixed, Rms
+from jqx.calibrators import (
+    Affine,
+    Calibrator,
+    Delayed,
+    Hqq,
+    Mse,
+    Percentile,
+    Rounded,
+    absmax,
+    fixed,
+    minmax,
+    percentile,
+    rms,
+)
 from jqx.numerics import mxfp4, nf4
 
 from ..arrays import on_device
@@ -25,20 +43,9 @@ law = settings(max_examples=8, deadline=None)
 
 SHAPE = (6, 4)
 PER_COLUMN = jqx.per_axis(1)
-FIXED, RMS = calibrators.fixed(-2.0, 3.0), calibrators.rms(3.0)
-OF_A_HISTOGRAM = [
-    calibrators.Percentile(90),
-    calibrators.Mse(10, 0.3),
-    calibrators.Hqq(3),
-]
-EVERY = [
-    calibrators.absmax,
-    calibrators.minmax,
-    FIXED,
-    RMS,
-    *OF_A_HISTOGRAM,
-    calibrators.Delayed(3, 1),
-]
+FIXED, RMS = fixed(-2.0, 3.0), rms(3.0)
+OF_A_HISTOGRAM = [Percentile(90), Mse(10, 0.3), Hqq(3)]
+EVERY = [absmax, minmax, FIXED, RMS, *OF_A_HISTOGRAM, Delayed(3, 1)]
 SEARCHING = OF_A_HISTOGRAM[1:]
 every_calibrator = pytest.mark.parametrize("calibrator", EVERY, ids=str)
 
@@ -189,12 +196,12 @@ def test_statistics_are_gathered_over_a_mapped_axis(calibrator):
 
 
 def test_statistics_are_gathered_inside_shard_map():
-    spec = jqx.QSpec(jnp.int8, calibrator=calibrators.percentile)
+    spec = jqx.QSpec(jnp.int8, calibrator=percentile)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = jax.sharding.PartitionSpec()
 
     def on_a_device(x):
-        stats = calibrators.percentile.observe(x, spec)
+        stats = percentile.observe(x, spec)
         return stats._replace(
             counts=jax.lax.psum(stats.counts, "data"),
             low=jax.lax.pmin(stats.low, "data"),
@@ -209,11 +216,17 @@ def test_statistics_are_gathered_inside_shard_map():
     assert_same(jax.jit(over_devices)(x), observe(x, spec))
 
 
+EMPTY = {"low": np.inf, "high": -np.inf}
+
+
 @every_calibrator
 def test_statistics_say_how_many_arrays_they_saw(calibrator):
-    """A fixed range needs none, and says 1."""
+    """A fixed range needs none, and says 1. No array, and one without elements, are alike."""
     spec = spec_of(calibrator)
     empty, one = calibrator.empty((1, 4)), observe(jnp.ones(SHAPE), spec)
+    assert_same(observe(jnp.ones((0, 4)), spec), empty)
+    for name, value in empty._asdict().items():
+        np.testing.assert_array_equal(value, np.full_like(value, EMPTY.get(name, 0)))
     for stats, count in [
         (empty, int(calibrator == FIXED)),
         (one, 1),
@@ -408,6 +421,45 @@ def test_a_calibrator_serves_a_plan(calibrator):
         assert 0.001 < affine.scale[0, 0] < 0.1
 
 
+LARGEST = {"int32": 2**31 - 1, "uint32": 2**32 - 1}
+
+
+@pytest.mark.many
+@every_calibrator
+def test_counts_stop_at_the_largest_integer_in_jit_and_in_scan(calibrator):
+    """What was seen once is never forgotten."""
+    spec = jqx.QSpec(jnp.int8, calibrator=calibrator)
+    one = calibrator.observe(jnp.full((2, 4), jnp.nan).at[0, 0].set(1.0), spec)
+
+    @jax.jit
+    def doubled(stats):
+        return jax.lax.scan(lambda s, _: (calibrator.merge(s, s), None), stats, length=40)[0]
+
+    found = doubled(one)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, one)
+    for before, after in zip(jax.tree.leaves(one), jax.tree.leaves(found), strict=True):
+        if (largest := LARGEST.get(before.dtype.name)) is not None:
+            before, after = np.asarray(before, np.int64), np.asarray(after, np.int64)
+            np.testing.assert_array_equal(after, np.minimum(before * 2**40, largest))
+
+
+def test_nan_values_of_many_merges_are_reported():
+    def f(w, x):
+        return x @ w
+
+    w, x = jnp.ones((4, 3)), jnp.full((2, 4), jnp.nan)
+    plan = jqx.make_plan(f, jqx.presets.w8a8())(w, x)
+    stats = jqx.calibrate(f, plan)(w, x)[1]
+    for _ in range(33):
+        stats = jqx.merge_stats(plan, stats, stats)
+    with pytest.raises(ValueError, match="rows with NaN at :dot_general:lhs") as info:
+        jqx.affines(plan, stats)
+    assert str(2**31 - 1) in str(info.value)
+
+
+# What a calibrator, or another value of a spec, cannot be made with.
+
+
 class Duck:
     """Has the methods of a calibrator, and is none."""
 
@@ -429,3 +481,145 @@ def test_a_calibrator_without_a_method_cannot_be_made():
 
     with pytest.raises(TypeError, match="observe"):
         Half()
+
+
+WRITTEN = {
+    "absmax": absmax,
+    "minmax": minmax,
+    "delayed": calibrators.delayed,
+    "delayed(4, 1)": Delayed(4, 1),
+    "fixed(-1.0, 2.0)": fixed(-1, 2),
+    "rms(3.0)": rms(3),
+    "percentile(99.9)": percentile,
+    "mse": calibrators.mse,
+    "mse(20, 0.5)": Mse(20, 0.5),
+    "mse(100, 0.1, norm=3.0)": Mse(norm=3),
+    "mse(100, 0.1, signed)": Mse(signed=True),
+    "hqq": calibrators.hqq,
+    "hqq(5, 0.7, 10.0, 1.01)": Hqq(5),
+    "ceil": calibrators.ceil,
+    "four_over_six": calibrators.four_over_six,
+    "absmax in float16": Rounded(),
+    "minmax across d": calibrators.AcrossDevices("d", minmax),
+}
+
+
+def test_calibrators_print_as_they_are_written():
+    assert {text: str(calibrator) for text, calibrator in WRITTEN.items()} == {
+        x: x for x in WRITTEN
+    }
+    assert (fixed(-1, 2), rms(3)) == (Fixed(-1.0, 2.0), Rms(3.0))
+    assert Percentile(99) == Percentile(99.0)
+
+
+REFUSED = [
+    (lambda: Delayed(0), ValueError, "Delayed", "length"),
+    (lambda: Delayed(1.0), TypeError, "Delayed", "length"),
+    (lambda: Delayed(2, 0.5), TypeError, "Delayed", "margin"),
+    *(
+        (
+            lambda margin=margin: Delayed(2, margin),
+            ValueError,
+            "Delayed",
+            "`margin` is out of range",
+        )
+        for margin in (-127, 128, 2000, 10**400)
+    ),
+    (lambda: fixed(1.0, 1.0), ValueError, "fixed", "empty"),
+    (lambda: fixed(2.0, 1.0), ValueError, "fixed", "low 2.0 is not below high 1.0"),
+    (lambda: fixed(-np.inf, 1.0), ValueError, "fixed", "finite"),
+    (lambda: fixed(0.0, np.nan), ValueError, "fixed", "finite"),
+    (lambda: fixed("0", 1.0), TypeError, "fixed", "low"),
+    (lambda: fixed(0.0, None), TypeError, "fixed", "high"),
+    (lambda: fixed(False, 1.0), TypeError, "fixed", "low"),
+    (functools.partial(fixed, jnp.zeros(()), 1.0), TypeError, "fixed", "low"),
+    *(
+        (lambda value=value: rms(value), ValueError, "rms", "multiplier", "above 0")
+        for value in (0.0, -1.0, np.inf, np.nan)
+    ),
+    (lambda: rms("3"), TypeError, "rms", "multiplier"),
+    *(
+        (lambda value=value: Percentile(value), ValueError, "Percentile", "percent")
+        for value in (0.0, -1.0, 100.5, 0.00001, np.nan)
+    ),
+    (lambda: Percentile("99"), TypeError, "Percentile", "percent"),
+    (lambda: Mse(0), ValueError, "Mse", "candidates"),
+    (lambda: Mse(2.0), TypeError, "Mse", "candidates"),
+    (lambda: Mse(True), TypeError, "Mse", "candidates"),
+    (lambda: Mse(least=0.0), ValueError, "Mse", "least"),
+    (lambda: Mse(least=1.5), ValueError, "Mse", "least"),
+    (lambda: Mse(least="a"), TypeError, "Mse", "least"),
+    (lambda: Mse(norm=0.5), ValueError, "Mse", "norm"),
+    (lambda: Mse(norm="2"), TypeError, "Mse", "norm"),
+    (lambda: Hqq(0), ValueError, "Hqq", "iterations"),
+    (lambda: Hqq(1.5), TypeError, "Hqq", "iterations"),
+    (lambda: Hqq(p=0.0), ValueError, "Hqq", "p == 0.0"),
+    (lambda: Hqq(p=1.1), ValueError, "Hqq", "p == 1.1"),
+    (lambda: Hqq(beta=0.0), ValueError, "Hqq", "beta"),
+    (lambda: Hqq(kappa=0.9), ValueError, "Hqq", "kappa"),
+    (lambda: Hqq(kappa="1"), TypeError, "Hqq", "kappa"),
+    (lambda: Rounded(dtype=jnp.float32), ValueError, "Rounded", "neither float16 nor bfloat16"),
+    (lambda: Rounded("absmax"), TypeError, "Rounded", "calibrator"),
+]
+
+
+def test_what_is_out_of_range_is_refused():
+    for make, error, name, *facts in REFUSED:
+        assert_refused(make, (), error, f"calibrators.{name}", *facts)
+
+
+def test_the_largest_margins_are_taken():
+    for margin in (-126, 127):
+        spec = jqx.QSpec(jnp.int8, calibrator=Delayed(2, margin))
+        jax.eval_shape(lambda x, spec=spec: jqx.QTensor.quantize(x, spec), jnp.ones(4))
+
+
+HOSTILE = [
+    *(None, True, -1, 0, 3.5, math.nan, math.inf, -math.inf, 1e300, 10**400, -(10**400), 2**31),
+    *("x", b"x", (), [], {}, (1,), ("a",), ((0, -3),), ((0, 2.5),), ((0,),), {0: 1}, object(), int),
+    *(jnp.int8(3), np.float32(2), 1j, jnp.int8, numerics.int3, set(), jqx.RoundMode.UP),
+]
+MADE = {
+    Delayed: {},
+    Fixed: {"low": -1.0, "high": 1.0},
+    Hqq: {},
+    Mse: {},
+    Percentile: {},
+    Rms: {"multiplier": 1.0},
+    granularity_file.PerAxis: {},
+    granularity_file.PerBlock: {"sizes": ((0, 2),)},
+    granularity_file.PerGroup: {"size": 2},
+    granularity_file.PerKeptAxis: {"name": "per_channel"},
+    granularity_file.PerRun: {"axes": (0,), "size": 2},
+    numerics.Block: {"element": jnp.int8, "size": 4},
+    numerics.Codebook: {"entries": (-1.0, 1.0)},
+    numerics.Integer: {},
+    numerics.Minifloat: {"exponent_bits": 2, "mantissa_bits": 1},
+    numerics.Numerics: {},
+    jqx.QSpec: {"qtype": jnp.int8},
+}
+
+
+@pytest.mark.parametrize("cls", MADE, ids=lambda cls: cls.__name__)
+def test_every_field_takes_what_it_is_for_and_refuses_the_rest(cls):
+    for field in dataclasses.fields(cls):
+        for value in HOSTILE:
+            try:
+                made = cls(**{**MADE[cls], field.name: value})
+            except (TypeError, ValueError) as error:
+                assert "fix: " in str(error), (field.name, value, error)
+            else:
+                hash(made), str(made)
+
+
+BLOCKS = [
+    *((("a", "b", "c"),), ((10, 4, 3.0),), ((True, 1, 1),), (10, 4, 3), "abc", [(10, 4, 3)]),
+    *(None, ((10, 4),), ((10, 4, 0),), ({1, 2, 3},)),
+]
+
+
+def test_blocks_of_other_types_are_refused():
+    for blocks in BLOCKS:
+        with pytest.raises(ValueError, match="`blocks` does not describe block sizes") as info:
+            jqx.QTensor(jnp.zeros(10, jnp.int8), jnp.ones(4), qtype=jnp.int8, blocks=blocks)
+        assert "fix: " in str(info.value)

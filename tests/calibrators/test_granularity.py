@@ -1,3 +1,8 @@
+"""Which elements share a scale: granularities, the groups that they make, and their rows."""
+
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -5,19 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jqx
-from jqx._src.statistics.granularity import is_without_blocks
+from jqx._src.statistics.granularity import is_without_blocks, members, rows_of
+from jqx.calibrators import Groups
 
+from ..arrays import on_device
+from ..oracles.calibrators import BLOCKED, SHAPE, blocks
 from ..oracles.refusals import assert_refused
 
 law = settings(max_examples=100, deadline=None)
+compiled_law = settings(max_examples=15, deadline=None)
 
 shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple)
 sizes = st.integers(1, 7)
-RELATIVE = [jqx.per_channel, jqx.per_token]
-
-
-def per_group_of_two():
-    return jqx.per_group(2)
+RELATIVE = {
+    "per_channel": jqx.per_channel(),
+    "per_token": jqx.per_token(),
+    "per_group": jqx.per_group(2),
+}
 
 
 @law
@@ -39,29 +48,19 @@ def test_per_axis_has_a_scale_for_each_index_of_its_axes(shape, data):
 
 @law
 @given(shapes.filter(len), st.data())
-def test_the_scale_of_a_relative_granularity_has_the_axes_that_are_kept(shape, data):
-    kept = data.draw(st.sets(st.sampled_from(range(len(shape)))))
+def test_relative_granularities_keep_the_axes_of_a_site_and_others_do_not_depend_on_it(shape, data):
+    rank = len(shape)
+    kept = tuple(data.draw(st.sets(st.sampled_from(range(rank)))))
+    axes = data.draw(st.lists(st.integers(-rank, rank - 1), min_size=1))
     expected = tuple(n if i in kept else 1 for i, n in enumerate(shape))
-    for relative in RELATIVE:
-        resolved = relative().resolve(rank=len(shape), kept=tuple(kept))
+    for name in ("per_channel", "per_token"):
+        resolved = RELATIVE[name].resolve(rank=rank, kept=kept)
         assert not resolved.is_relative
         assert resolved.scale_shape(shape) == expected
-
-
-@law
-@given(shapes.filter(len), st.data())
-def test_an_absolute_granularity_means_the_same_at_every_site(shape, data):
-    rank = len(shape)
-    axes = data.draw(st.lists(st.integers(-rank, rank - 1), min_size=1))
-    kept = data.draw(st.sets(st.sampled_from(range(rank))))
+        assert RELATIVE[name].resolve(rank=2, kept=()) == jqx.per_tensor()
     for granularity in (jqx.per_axis(*axes), jqx.per_tensor()):
-        resolved = granularity.resolve(rank=rank, kept=tuple(kept))
+        resolved = granularity.resolve(rank=rank, kept=kept)
         assert resolved.scale_shape(shape) == granularity.scale_shape(shape)
-
-
-def test_an_operand_that_keeps_no_axis_has_one_scale():
-    for relative in RELATIVE:
-        assert relative().resolve(rank=2, kept=()) == jqx.per_tensor()
 
 
 @law
@@ -82,9 +81,9 @@ def test_per_block_has_a_scale_for_each_block_the_last_one_smaller(shape, data):
         assert jqx.per_block(spelt).scale_shape(shape) == tuple(expected)
 
 
-@pytest.mark.parametrize(
-    "shape, kept, size, expected",
-    [
+def test_per_group_is_a_run_along_the_contracted_axes():
+    """The last axis is the fastest; every index of a kept axis has runs of its own."""
+    for shape, kept, size, expected in [
         ((64, 3), (1,), 32, (2, 3)),
         ((3, 64), (0,), 32, (3, 2)),
         ((4, 8, 3), (2,), 8, (4, 1, 3)),
@@ -93,30 +92,18 @@ def test_per_block_has_a_scale_for_each_block_the_last_one_smaller(shape, data):
         ((4, 8, 3), (2,), 32, (1, 1, 3)),
         ((4, 8), (0, 1), 1, (4, 8)),
         ((0, 3), (1,), 4, (1, 3)),
-    ],
-)
-def test_per_group_is_a_run_along_the_contracted_axes(shape, kept, size, expected):
-    """The last axis is the fastest; every index of a kept axis has runs of its own."""
-    granularity = jqx.per_group(size, tail=shape[0] == 0).resolve(len(shape), kept)
-    assert granularity.scale_shape(shape) == expected
-    assert granularity.resolve(len(shape), kept) == granularity
+    ]:
+        granularity = jqx.per_group(size, tail=shape[0] == 0).resolve(len(shape), kept)
+        assert granularity.scale_shape(shape) == expected
+        assert granularity.resolve(len(shape), kept) == granularity
 
 
-@pytest.mark.parametrize(
-    "shape, kept, expected",
-    [((70, 3), (1,), (3, 3)), ((5, 3), (1,), (1, 3)), ((2, 40, 3), (2,), (2, 2, 3))],
-)
-def test_the_last_group_may_be_smaller_where_it_is_said_so(shape, kept, expected):
-    relaxed = jqx.per_group(32, tail=True).resolve(len(shape), kept)
-    assert relaxed.scale_shape(shape) == expected
-    strict = jqx.per_group(32).resolve(len(shape), kept)
-    facts = (f"{shape}", "tail=True")
-    assert_refused(lambda: strict.scale_shape(shape), (), ValueError, "per_group", *facts)
-
-
-@pytest.mark.parametrize(
-    "shape, kept, sizes",
-    [
+def test_a_smaller_group_holds_as_many_whole_axes_as_fit():
+    """Those of kernels, whose taps do not divide 32, among them. Without `tail` it is refused."""
+    for shape, kept, expected in [
+        ((70, 3), (1,), (32, 1)),
+        ((5, 3), (1,), (5, 1)),
+        ((2, 40, 3), (2,), (1, 32, 1)),
         ((8, 64, 3, 3), (0,), (1, 3, 3, 3)),
         ((3, 3, 64, 8), (3,), (1, 1, 32, 1)),
         ((3, 3, 3, 8), (3,), (3, 3, 3, 1)),
@@ -128,59 +115,13 @@ def test_the_last_group_may_be_smaller_where_it_is_said_so(shape, kept, expected
         ((5, 40, 3), (2,), (1, 32, 1)),
         ((0, 3, 2), (2,), (0, 3, 1)),
         ((3, 0, 2), (2,), (1, 0, 1)),
-    ],
-)
-def test_a_smaller_group_holds_as_many_whole_axes_as_fit(shape, kept, sizes):
-    """Those of kernels, whose taps do not divide 32, among them."""
-    groups = jqx.per_group(32, tail=True).resolve(len(shape), kept).groups(shape)
-    assert groups.sizes == sizes and groups.per_scale <= 32
-
-
-def test_axes_that_hold_less_than_a_group_are_refused():
-    strict = jqx.per_group(32).resolve(3, (2,))
-    facts = ("fewer than 32", "(2, 8, 3)", "tail=True")
-    assert_refused(lambda: strict.scale_shape((2, 8, 3)), (), ValueError, "per_group", *facts)
-
-
-def test_blocks_that_do_not_divide_are_refused_by_axis():
-    granularity = jqx.per_block({-1: 4})
-    facts = ("blocks of 4", "axis 1", "(2, 6)", "divides 6", "tail=True")
-    assert_refused(lambda: granularity.scale_shape((2, 6)), (), ValueError, "per_block", *facts)
-
-
-def test_blocks_of_one_axis_named_twice_are_refused():
-    granularity = jqx.per_block({1: 2, -1: 3})
-    facts = ("twice", "(2, 6)")
-    assert_refused(lambda: granularity.scale_shape((2, 6)), (), ValueError, "per_block", *facts)
-
-
-@pytest.mark.parametrize(
-    "given, error, fact",
-    [
-        (lambda: jqx.per_block(32), TypeError, "sizes"),
-        (lambda: jqx.per_block({0: 2.0}), TypeError, "size"),
-        (lambda: jqx.per_block({"a": 2}), TypeError, "axis"),
-        (lambda: jqx.per_block({0: True}), TypeError, "size"),
-        (lambda: jqx.per_block({0: 2}, tail=1), TypeError, "tail"),
-        (lambda: jqx.per_block({}), ValueError, "no blocks"),
-        (lambda: jqx.per_block({0: 0}), ValueError, "no elements"),
-    ],
-)
-def test_what_is_no_block_is_refused(given, error, fact):
-    assert_refused(given, (), error, "per_block", fact)
-
-
-@pytest.mark.parametrize(
-    "given, error, fact",
-    [
-        (lambda: jqx.per_group(32.0), TypeError, "size"),
-        (lambda: jqx.per_group(True), TypeError, "size"),
-        (lambda: jqx.per_group(32, tail="yes"), TypeError, "tail"),
-        (lambda: jqx.per_group(0), ValueError, "no elements"),
-    ],
-)
-def test_what_is_no_group_is_refused(given, error, fact):
-    assert_refused(given, (), error, "per_group", fact)
+    ]:
+        groups = jqx.per_group(32, tail=True).resolve(len(shape), kept).groups(shape)
+        assert groups.sizes == expected and groups.per_scale <= 32
+        if shape in ((70, 3), (5, 3), (2, 40, 3)):
+            strict = jqx.per_group(32).resolve(len(shape), kept)
+            facts = ValueError, "per_group", str(shape), "tail=True"
+            assert_refused(lambda: strict.scale_shape(shape), (), *facts)  # noqa: B023
 
 
 def test_blocks_are_distinguished_from_whole_axes():
@@ -190,99 +131,253 @@ def test_blocks_are_distinguished_from_whole_axes():
     assert not any(is_without_blocks(granularity) for granularity in blocked)
 
 
-@pytest.mark.parametrize(
-    "form", [jqx.per_axis(0), jqx.per_axis(0, -1), jqx.per_tensor(), jqx.per_block({-1: 2})]
-)
-def test_what_is_resolved_resolves_to_itself(form):
-    once = form.resolve(rank=3, kept=(1,))
-    assert once.resolve(rank=3, kept=(2,)) == once
+def test_what_is_resolved_resolves_to_itself():
+    for form in (jqx.per_axis(0), jqx.per_axis(0, -1), jqx.per_tensor(), jqx.per_block({-1: 2})):
+        once = form.resolve(rank=3, kept=(1,))
+        assert once.resolve(rank=3, kept=(2,)) == once
 
 
-@pytest.mark.parametrize("relative", [*RELATIVE, per_group_of_two])
-def test_a_relative_granularity_has_no_scale_outside_of_a_contraction(relative):
-    granularity = relative()
-    assert granularity.is_relative
-    name = "per_group" if relative is per_group_of_two else relative.__name__
-    facts = (
-        f"{granularity}" if "(" in str(granularity) else f"{name}()",
-        "relative to a contraction",
-        "jqx.per_axis(",
-        "jqx.per_block(",
-    )
-    refused = (ValueError, name, *facts)
-    assert_refused(lambda: granularity.scale_shape((2, 3)), (), *refused)
-    assert_refused(lambda: granularity.groups((2, 3)), (), *refused)
-    spec = jqx.QSpec(jnp.int8, granularity)
-    assert_refused(lambda x: jqx.QTensor.quantize(x, spec), (jnp.ones((2, 3)),), *refused)
+REFUSED = [
+    (lambda: jqx.per_block(32), TypeError, "per_block", "sizes"),
+    (lambda: jqx.per_block({0: 2.0}), TypeError, "per_block", "size"),
+    (lambda: jqx.per_block({"a": 2}), TypeError, "per_block", "axis"),
+    (lambda: jqx.per_block({0: True}), TypeError, "per_block", "size"),
+    (lambda: jqx.per_block({0: 2}, tail=1), TypeError, "per_block", "tail"),
+    (lambda: jqx.per_block({}), ValueError, "per_block", "no blocks"),
+    (lambda: jqx.per_block({0: 0}), ValueError, "per_block", "without elements"),
+    (lambda: jqx.per_group(32.0), TypeError, "per_group", "size"),
+    (lambda: jqx.per_group(True), TypeError, "per_group", "size"),
+    (lambda: jqx.per_group(32, tail="yes"), TypeError, "per_group", "tail"),
+    (lambda: jqx.per_group(0), ValueError, "per_group", "size == 0", "1 or more"),
+    (jqx.per_axis, ValueError, "per_axis", "no axis", "per_tensor"),
+    (lambda: jqx.per_axis(0).scale_shape(()), ValueError, "per_axis", "rank 0", "no axes"),
+    (
+        lambda: jqx.per_block({-1: 4}).scale_shape((2, 6)),
+        *(ValueError, "per_block", "blocks of 4", "axis 1", "(2, 6)", "divides 6", "tail=True"),
+    ),
+    (
+        lambda: jqx.per_block({1: 2, -1: 3}).scale_shape((2, 6)),
+        *(ValueError, "per_block", "twice", "(2, 6)"),
+    ),
+    (
+        lambda: jqx.per_group(32).resolve(3, (2,)).scale_shape((2, 8, 3)),
+        *(ValueError, "per_group", "fewer than 32", "(2, 8, 3)", "tail=True"),
+    ),
+]
 
 
-@pytest.mark.parametrize("axes", [(2,), (-3,), (0, 5)])
-def test_an_axis_that_the_array_lacks_is_refused_by_number(axes):
-    granularity = jqx.per_axis(*axes)
-    facts = (f"({axes[-1]})", "rank 2", "[-2, 1]")
-    for f in [
-        lambda: granularity.scale_shape((2, 3)),
-        lambda: granularity.resolve(rank=2, kept=()),
-        lambda: jqx.QTensor.quantize(jnp.ones((2, 3)), jqx.QSpec(jnp.int8, granularity)),
-    ]:
-        assert_refused(f, (), ValueError, "per_axis", *facts)
+def test_what_is_no_granularity_of_an_array_is_refused():
+    for call, error, function, *facts in REFUSED:
+        assert_refused(call, (), error, function, *facts)
+    for axis in (1.0, "0", None, (0, 1), [0], True, np.float32(1)):
+        assert_refused(lambda: jqx.per_axis(axis), (), TypeError, "per_axis", "integers")  # noqa: B023
 
 
-def test_no_axis_is_one_of_an_array_without_axes():
-    facts = ("rank 0", "no axes")
-    assert_refused(lambda: jqx.per_axis(0).scale_shape(()), (), ValueError, "per_axis", *facts)
+def uses(granularity, x):
+    """What asks a granularity for the scale of an array."""
+    return {
+        "scale_shape": lambda: granularity.scale_shape(x.shape),
+        "groups": lambda: granularity.groups(x.shape),
+        "quantize": lambda: jqx.QTensor.quantize(x, jqx.QSpec(jnp.int8, granularity)),
+    }
 
 
-def test_per_axis_without_axes_is_refused():
-    """It would read as per_tensor, which has its own name."""
-    assert_refused(jqx.per_axis, (), ValueError, "per_axis", "no axis", "per_tensor")
+def test_a_relative_granularity_has_no_scale_outside_of_a_contraction():
+    for name, granularity in RELATIVE.items():
+        assert granularity.is_relative
+        written = f"{granularity}" if "(" in str(granularity) else f"{name}()"
+        facts = (written, "relative to a contraction", "jqx.per_axis(", "jqx.per_block(")
+        for use in uses(granularity, jnp.ones((2, 3))).values():
+            assert_refused(use, (), ValueError, name, *facts)
 
 
-@pytest.mark.parametrize("axis", [1.0, "0", None, (0, 1), [0], True, np.float32(1)], ids=repr)
-def test_axes_that_are_no_integers_are_refused(axis):
-    assert_refused(lambda: jqx.per_axis(axis), (), TypeError, "per_axis", "integers")
+def test_an_axis_that_the_array_lacks_is_refused_by_number():
+    for axes in ((2,), (-3,), (0, 5)):
+        granularity = jqx.per_axis(*axes)
+        calls = uses(granularity, jnp.ones((2, 3)))
+        calls["resolve"] = lambda: granularity.resolve(rank=2, kept=())  # noqa: B023
+        for call in calls.values():
+            facts = (f"({axes[-1]})", "rank 2", "[-2, 1]")
+            assert_refused(call, (), ValueError, "per_axis", *facts)
 
 
-def test_granularities_are_values():
+WRITTEN = {
+    "per_tensor": jqx.per_tensor,
+    "per_channel": jqx.per_channel,
+    "per_token": jqx.per_token,
+    "per_axis(0)": lambda: jqx.per_axis(0),
+    "per_axis(1)": lambda: jqx.per_axis(1),
+    "per_axis(0, 1)": lambda: jqx.per_axis(0, 1),
+    "per_axis(0, -1)": lambda: jqx.per_axis(0, -1),
+    "per_axis(-1)": lambda: jqx.per_axis(-1),
+    "per_block({0: 32, -1: 1})": lambda: jqx.per_block({0: 32, -1: 1}),
+    "per_block({1: 8})": lambda: jqx.per_block({1: 8}),
+    "per_block({1: 8}, tail=True)": lambda: jqx.per_block({1: 8}, tail=True),
+    "per_group(32)": lambda: jqx.per_group(32),
+    "per_group(32, tail=True)": lambda: jqx.per_group(32, tail=True),
+    "per_group(32) along (0,)": lambda: jqx.per_group(32).resolve(2, (1,)),
+}
+
+
+def test_granularities_are_values_and_print_as_they_are_written():
     """Equal and of equal hash where they are written alike, so that they can key a cache."""
-    makers = [
-        jqx.per_tensor,
-        jqx.per_channel,
-        jqx.per_token,
-        lambda: jqx.per_axis(0),
-        lambda: jqx.per_axis(1),
-        lambda: jqx.per_axis(0, 1),
-        lambda: jqx.per_axis(-1),
-        lambda: jqx.per_block({0: 2}),
-        lambda: jqx.per_block({0: 2}, tail=True),
-        lambda: jqx.per_group(2),
-        lambda: jqx.per_group(2, tail=True),
-        lambda: jqx.per_group(3).resolve(2, (0,)),
-    ]
-    assert len({make() for make in makers}) == len(makers)
-    for make in makers:
+    assert len({make() for make in WRITTEN.values()}) == len(WRITTEN)
+    for text, make in WRITTEN.items():
         assert make() == make() and hash(make()) == hash(make())
-
-
-def test_granularities_cannot_be_changed():
+        assert str(make()) == text
     with pytest.raises(AttributeError):
         jqx.per_axis(0).axes = (1,)
 
 
-@pytest.mark.parametrize(
-    "granularity, text",
-    [
-        (jqx.per_tensor(), "per_tensor"),
-        (jqx.per_axis(1), "per_axis(1)"),
-        (jqx.per_axis(0, -1), "per_axis(0, -1)"),
-        (jqx.per_channel(), "per_channel"),
-        (jqx.per_token(), "per_token"),
-        (jqx.per_block({0: 32, -1: 1}), "per_block({0: 32, -1: 1})"),
-        (jqx.per_block({1: 8}, tail=True), "per_block({1: 8}, tail=True)"),
-        (jqx.per_group(32), "per_group(32)"),
-        (jqx.per_group(32, tail=True), "per_group(32, tail=True)"),
-        (jqx.per_group(32).resolve(2, (1,)), "per_group(32) along (0,)"),
-    ],
-)
-def test_granularities_print_as_they_are_written(granularity, text):
-    assert str(granularity) == text
+# Groups: how an array is split, reduced and joined.
+
+
+@st.composite
+def groups(draw, max_rank=3):
+    """Any shape, zero-size axes among them, with block sizes that divide or leave a tail."""
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 5, 6]), max_size=max_rank)))
+    return Groups(shape, tuple(draw(st.integers(min(n, 1), max(n, 1))) for n in shape))
+
+
+def array_of(groups):
+    size = int(np.prod(groups.shape))
+    permuted = np.random.default_rng(size).permutation(size)
+    return permuted.reshape(groups.shape).astype(np.float32) + 1
+
+
+def reduced(f, x, groups, fill):
+    """Block by block in NumPy."""
+    result = np.full(groups.scale_shape, fill, np.float64)
+    for place in itertools.product(*map(range, groups.scale_shape)):
+        pairs = zip(place, groups.sizes, strict=True)
+        block = x[tuple(slice(i * b, (i + 1) * b) for i, b in pairs)]
+        if block.size:
+            result[place] = f(block)
+    return result
+
+
+@compiled_law
+@given(groups(), st.sampled_from([0.0, -1.0, np.inf]))
+def test_an_array_is_split_with_its_scale_and_joined_whatever_fills_the_tail(groups, fill):
+    """A scale broadcasts axis by axis: each element meets the scale of its own block."""
+    pairs = zip(groups.shape, groups.sizes, strict=True)
+    assert groups.scale_shape == tuple(1 if b == n else -(-n // b) for n, b in pairs)
+    x = array_of(groups)
+    scale = np.arange(np.prod(groups.scale_shape), dtype=np.float32).reshape(groups.scale_shape)
+
+    @jax.jit
+    def joined(x, scale):
+        split, parameter = groups.split(x, fill), groups.split_scale(scale)
+        assert parameter.ndim == split.ndim
+        return groups.join(split), groups.join(jnp.broadcast_to(parameter, split.shape))
+
+    again, met = joined(x, scale)
+    np.testing.assert_array_equal(again, x, strict=True)
+    for place in itertools.product(*map(range, groups.shape)):
+        block = tuple(i // b for i, b in zip(place, groups.sizes, strict=True))
+        assert met[place] == scale[block]
+
+
+@compiled_law
+@given(groups())
+def test_reductions_are_those_of_numpy_block_by_block(groups):
+    x = array_of(groups)
+    x *= np.where(x % 2 == 0, -1, 1).astype(np.float32)
+    cases = [(jnp.max, np.max, -np.inf), (jnp.min, np.min, np.inf), (jnp.sum, np.sum, 0)]
+
+    @jax.jit
+    def found(x):
+        reductions = [groups.reduce(ours, x, fill) for ours, _, fill in cases]
+        return [*reductions, groups.largest_magnitude(x)]
+
+    magnitudes = (None, lambda block: np.abs(block).max(), 0)
+    for (_, theirs, fill), result in zip([*cases, magnitudes], found(x), strict=True):
+        assert result.dtype == jnp.float32
+        np.testing.assert_array_equal(np.float64(result), reduced(theirs, x, groups, fill))
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("length", [1, 8, 31, 32, 100, 1024, 4096])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_nan_makes_the_largest_magnitude_nan_in_any_place(length, dtype):
+    """Along a long axis XLA on CPU loses one in a maximum of floats."""
+    found = Groups((3, length), (1, length))
+    x = np.tile(np.linspace(-3, 2, length, dtype=np.float32), (3, 1))
+    for place in {0, length // 2, length - 1}:
+        poisoned = x.copy()
+        poisoned[1, place] = np.nan
+        largest = jax.jit(found.largest_magnitude)(on_device(poisoned, dtype))
+        assert largest.dtype == jnp.dtype(dtype)
+        assert np.isnan(np.float32(largest)).ravel().tolist() == [False, True, False]
+        np.testing.assert_array_equal(np.float32(largest[0, 0]), np.abs(np.asarray(x, dtype)).max())
+
+
+def are_told_apart(groups):
+    """Whether no two axes of one length have as many blocks, of different sizes."""
+    axes = {*zip(groups.shape, groups.scale_shape, groups.sizes, strict=True)}
+    return len({axis[:2] for axis in axes}) == len(axes)
+
+
+@compiled_law
+@given(groups().filter(are_told_apart))
+def test_the_sizes_are_found_from_the_shape_of_the_scale_and_the_tails(groups):
+    again = Groups.of_scale(groups.shape, groups.scale_shape, groups.blocks)
+    assert again.scale_shape == groups.scale_shape
+    for n, a, b in zip(groups.shape, again.sizes, groups.sizes, strict=True):
+        assert a == b or n == 1 or -(-n // b) == 1
+
+
+def test_a_tail_alone_has_its_size_written_down():
+    assert Groups((6, 7, 8), (3, 3, 8)).blocks == ((7, 3, 3),)
+    assert Groups((6, 7, 8), (1, 7, 2)).blocks == ()
+    assert Groups((7, 7), (3, 3)).blocks == ((7, 3, 3),)
+    assert Groups((6, 7, 8), (3, 4, 8)).per_scale == 96
+    # 100 in 4 blocks: of 26, or of 27.
+    with pytest.raises(ValueError, match=r"two axes of the same length(.|\n)*fix"):
+        _ = Groups((100, 100), (26, 27)).blocks
+
+
+def test_groups_print_as_a_granularity():
+    for shape, sizes, text in [
+        ((2, 3), (2, 3), "per_tensor"),
+        ((2, 3), (2, 1), "per_axis(1)"),
+        ((2, 3), (1, 1), "per_axis(0, 1)"),
+        ((4, 3), (2, 1), "per_block({0: 2, 1: 1})"),
+    ]:
+        assert str(Groups(shape, sizes)) == text
+
+
+EXTREMES = [0.0, -0.0, 1e-38, 3e38, np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_magnitudes_that_other_platforms_find_are_those_of_cpu(dtype):
+    x = np.random.default_rng(0).normal(size=(12, 64))
+    x[:7, 3], x[7], x[8, :2] = EXTREMES, 0, -5
+    x = on_device(x, dtype)
+    for granularity in (jqx.per_axis(0), jqx.per_tensor(), jqx.per_block({0: 1, 1: 16})):
+        groups = granularity.groups(x.shape)
+        expected = jax.jit(groups._in_steps)(groups.split(x))
+        for other in (groups._on_tpu, groups._at_once):
+            found = jax.jit(other)(groups.split(x))
+            assert found.dtype == expected.dtype == jnp.dtype(dtype)
+            np.testing.assert_array_equal(np.float32(found), np.float32(expected), strict=True)
+
+
+def test_a_row_holds_the_elements_that_share_a_scale():
+    x = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+    for granularity, sizes in BLOCKED:
+        groups = granularity.groups(SHAPE)
+        rows, count = rows_of(on_device(x), groups, jnp.nan), members(groups)
+        assert rows.shape == (*groups.scale_shape, groups.per_scale)
+        assert (count.shape, count.dtype) == (groups.scale_shape, jnp.uint32)
+        for place, block in blocks(x, sizes):
+            row = np.asarray(rows[place])
+            assert count[place] == block.size
+            np.testing.assert_array_equal(np.sort(row)[: block.size], np.sort(block.ravel()))
+            assert np.isnan(row).sum() == groups.per_scale - block.size
+    for shape in ((), (0,), (3, 0), (0, 2)):
+        groups = jqx.per_tensor().groups(shape)
+        rows = rows_of(jnp.ones(shape), groups, 0)
+        assert rows.shape == (*groups.scale_shape, int(np.prod(shape)))
+        assert np.asarray(members(groups)).sum() == np.prod(shape)

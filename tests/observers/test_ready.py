@@ -1,5 +1,7 @@
-"""The ready observers beside NumPy in float64, of each kind of contraction."""
+"""The laws of observers, and the ready ones beside NumPy, of each kind of contraction."""
 
+import dataclasses
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -10,19 +12,12 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.observers import (
-    ObservedSite,
-    Observer,
-    absmax,
-    hessian,
-    mean,
-    mean_abs,
-    places,
-)
+from jqx._src.statistics.calibrators import Calibrated
+from jqx._src.statistics.statistics import flags
+from jqx.observers import ObservedSite, Observer, absmax, hessian, mean, mean_abs, places
 
-from .test_custom_observer import ROWS, K, expected, forms, integers, weights
+from .test_custom_observer import ROWS, WEIGHTS, K, expected, forms, integers, weights
 
-RULE = jqx.Policy([jqx.Rule(weight=jqx.QSpec(jnp.int8, jqx.per_channel()))])
 U = 2.0**-24
 B, T, D = 4, 5, 6
 
@@ -94,7 +89,7 @@ def test_statistics_of_two_batches_are_those_of_numpy():
             f, given = CASES[name].f, {"": observers_of(name)}
             parts = [lax.slice_in_dim(x, 0, 1, axis=CASES[name].axis)]
             parts += [lax.slice_in_dim(x, 1, None, axis=CASES[name].axis)]
-            plan = jqx.make_plan(f, RULE)(w, x)
+            plan = jqx.make_plan(f, WEIGHTS)(w, x)
             stats = [jqx.calibrate(f, plan, observers=given)(w, part)[1] for part in parts]
             merged = jqx.merge_stats(plan, *stats, observers=given)
             every[name] = {key.partition("@")[2]: value for key, value in merged.items()}
@@ -124,30 +119,48 @@ def test_statistics_of_two_batches_are_those_of_numpy():
         assert {int(value.rows) for value in stats.values()} == {n}, name
 
 
-SITE = ObservedSite("w", "dot_general", "lhs", "activation", True, (1,), (0,), (), None)
-
-
+SPEC = jqx.QSpec(jnp.int8, jqx.per_axis(1))
+SITE = ObservedSite("w", "dot_general", "lhs", "activation", True, (1,), (0,), (), SPEC)
 READY = [hessian, mean, mean_abs, absmax]
+EVERY = [
+    *READY,
+    *(observer(weight=abs) for observer in READY),
+    flags,
+    *map(Calibrated, (jqx.calibrators.absmax, jqx.calibrators.minmax, jqx.calibrators.delayed)),
+]
 
 
-@pytest.mark.parametrize("observer", READY, ids=str)
-def test_statistics_are_a_monoid(observer: Observer):
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_statistics_are_a_monoid(is_weighted):
+    """Those of no rows are `empty`, bit by bit, with weights and without them."""
     rng = np.random.default_rng(0)
     parts = [np.float32(rng.integers(-8, 9, (n, 3)) / 4) for n in (0, 1, 4)]
+    without = [observer for observer in EVERY if observer.weight is None]
+    observers = [x for x in EVERY if x not in without] if is_weighted else without
+
+    def observe(observer: Observer, x):
+        counts = jnp.abs(x[:, :1]) if is_weighted else None
+        return observer.observe(x, dataclasses.replace(SITE, weights=counts))
 
     @jax.jit
     def laws(parts):
-        a, b, c = (observer.observe(x, SITE) for x in parts)
-        empty = observer.empty(jax.ShapeDtypeStruct((7, 3), jnp.float32), SITE)
-        plus, whole = observer.merge, observer.observe(jnp.concatenate(parts), SITE)
-        return [
-            (plus(a, plus(b, c)), plus(plus(a, b), c)),
-            (plus(b, c), plus(c, b)),
-            (plus(b, empty), b),
-            (plus(empty, b), b),
-            (a, empty),
-            (plus(b, c), whole),
-        ]
+        pairs = []
+        for observer in observers:
+            a, b, c = (observe(observer, x) for x in parts)
+            empty = observer.empty(jax.ShapeDtypeStruct((7, 3), jnp.float32), SITE)
+            plus, whole = observer.merge, observe(observer, jnp.concatenate(parts))
+            both = plus(b, c)
+            if isinstance(observer, Calibrated):  # one array, not two
+                whole = whole._replace(observed=both.observed)
+            pairs += [
+                (plus(a, both), plus(plus(a, b), c)),
+                (both, plus(c, b)),
+                (plus(b, empty), b),
+                (plus(empty, b), b),
+                (a, empty),
+                (both, whole),
+            ]
+        return pairs
 
     for left, right in laws(parts):
         jax.tree.map(partial(np.testing.assert_array_equal, strict=True), left, right)
@@ -176,7 +189,7 @@ def test_statistics_of_each_expert_are_of_the_rows_that_reach_it():
     x = rng.integers(-4, 5, (9, 3)).astype(np.float32)
     x[8] = np.nan  # no expert has it
     w, sizes = np.ones((4, 3, 2), np.float32), np.array([2, 0, 5, 1], np.int32)
-    plan = jqx.make_plan(f, RULE)(w, x, sizes)
+    plan = jqx.make_plan(f, WEIGHTS)(w, x, sizes)
     observers = (hessian, mean, mean_abs, absmax, places)
     calibrate = jax.jit(jqx.calibrate(f, plan, observers={"": observers}))
     stats = calibrate(w, x, sizes)[1]
@@ -208,7 +221,7 @@ class Seen:
 
 def test_means_and_magnitudes_are_taken_in_every_form_and_merged_over_batches():
     params, batches = weights(), [integers(seed, ROWS, K) for seed in range(2)]
-    plan = jqx.make_plan(forms, RULE)(params, batches[0])
+    plan = jqx.make_plan(forms, WEIGHTS)(params, batches[0])
     given = {".*": (mean_abs, absmax)}
     stats = jqx.calibrate_batches(forms, plan, params, batches, observers=given, progress=False)
     one, two = (expected(x, Seen) for x in batches)
@@ -225,30 +238,108 @@ def test_means_and_magnitudes_are_taken_in_every_form_and_merged_over_batches():
             )
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "fact"),
-    [
-        (lambda: hessian(weight=3), TypeError, "observers.hessian: `weight` is not a function"),
-        (lambda: mean(weight=np.ones(3)), TypeError, "ndarray"),
-    ],
-)
-def test_mistakes_are_errors_in_four_parts(make, error, fact):
-    parts = r"jqx\.observers\.[a-z]+: .+(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+"
-    with pytest.raises(error, match=parts) as refusal:
-        make()
-    assert fact in str(refusal.value)
-
-
-def test_an_observer_is_named_in_errors_as_users_write_it():
-    with pytest.raises(TypeError, match=r"observers\.mean_abs: `weight` is not a function"):
-        mean_abs(weight=3)
+def test_mistakes_are_errors_in_four_parts():
+    """They name an observer as users write it."""
+    parts = r"jqx\.observers\.[a-z_]+: .+(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+"
+    for observer, weight, fact in [
+        (hessian, 3, "observers.hessian: `weight` is not a function"),
+        (mean_abs, 3, "observers.mean_abs: `weight` is not a function"),
+        (mean, np.ones(3), "ndarray"),
+    ]:
+        with pytest.raises(TypeError) as refusal:
+            observer(weight=weight)
+        assert re.fullmatch(parts, str(refusal.value)) and fact in str(refusal.value)
 
 
 def test_statistics_can_be_exported():
     f = lambda w, x: x @ w  # noqa: E731
     w, x = np.eye(3, dtype=np.float32), np.ones((2, 3), np.float32)
-    plan = jqx.make_plan(f, RULE)(w, x)
+    plan = jqx.make_plan(f, WEIGHTS)(w, x)
     calibrate = jax.jit(jqx.calibrate(f, plan, observers={"": mean}))
     exported = jax.export.export(calibrate)(w, x)
     _, stats = jax.export.deserialize(exported.serialize()).call(w, x)
     assert int(stats[":dot_general:lhs@mean"].rows) == 2
+
+
+# Convolutions as products of matrices: patches times kernels are the result, by group.
+
+
+CONVOLUTIONS = {
+    "plain": ((2, 6, 7, 4), (3, 3, 4, 5), {"padding": "SAME"}),
+    "strides": ((2, 9, 7, 4), (3, 2, 4, 5), {"window_strides": (2, 3), "padding": "VALID"}),
+    "dilated": ((1, 9, 9, 4), (3, 3, 4, 6), {"padding": "SAME", "rhs_dilation": (2, 1)}),
+    "stretched": (
+        (1, 4, 5, 4),
+        (3, 3, 4, 6),
+        {"padding": [(1, 2), (2, 0)], "lhs_dilation": (2, 2)},
+    ),
+    "groups": ((2, 6, 6, 8), (3, 1, 2, 12), {"padding": "SAME", "feature_group_count": 4}),
+    "depthwise": ((2, 6, 6, 4), (3, 3, 1, 8), {"padding": "SAME", "feature_group_count": 4}),
+    "pointwise": ((2, 3, 3, 4), (1, 1, 4, 5), {"padding": [(1, 0), (0, 2)]}),
+}
+
+
+class Rows(Observer):
+    """The matrices themselves."""
+
+    def looks_at(self, site):
+        return site.role != "result"
+
+    def empty(self, operand, site):
+        return jnp.zeros(jax.eval_shape(site.rows, operand).shape)
+
+    def observe(self, x, site):
+        return site.rows(x)
+
+    def merge(self, a, b):
+        return a
+
+
+@pytest.mark.parametrize("numbers", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")], ids=str)
+def test_patches_times_kernels_are_the_convolution(numbers):
+    rng = np.random.default_rng(0)
+
+    def given(name):
+        image, kernel, _ = CONVOLUTIONS[name]
+        arrays = (rng.integers(-3, 4, shape).astype(np.float32) for shape in (image, kernel))
+        if numbers[0] == "NHWC":
+            return tuple(arrays)
+        turned = ((0, 3, 1, 2), (3, 2, 0, 1))
+        return tuple(x.transpose(order) for x, order in zip(arrays, turned, strict=True))
+
+    def convolution(name):
+        options = {"window_strides": (1, 1), **CONVOLUTIONS[name][2]}
+        return lambda w, x: lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options)
+
+    @jax.jit
+    def found(inputs):
+        every = {}
+        for name, (x, w) in inputs.items():
+            f = convolution(name)
+            plan = jqx.make_plan(f, jqx.presets.w8a16())(w, x)
+            observers = {".*": (Rows(), hessian, places)}
+            every[name] = jqx.calibrate(f, plan, observers=observers)(w, x)
+        return every
+
+    inputs = {name: given(name) for name in CONVOLUTIONS}
+    for name, (y, stats) in found(inputs).items():
+        x, w = (np.asarray(stats[f":conv_general_dilated:{side}@rows"]) for side in ("lhs", "rhs"))
+        features = -1 if numbers[2] == "NHWC" else 1
+        expected = np.moveaxis(np.asarray(y), features, -1)
+        product = np.einsum("...rk,...nk->r...n", x, w).reshape(expected.shape)
+        np.testing.assert_array_equal(product, expected, err_msg=name)  # small integers
+        seen = stats[":conv_general_dilated:lhs@hessian"]
+        np.testing.assert_array_equal(seen.products, x.mT @ x, err_msg=name)
+        assert int(seen.rows) == x.shape[-2]
+        elements = np.asarray(stats[":conv_general_dilated:rhs@places"])
+        np.testing.assert_array_equal(inputs[name][1].ravel()[elements], w, err_msg=name)
+
+
+def test_hessians_of_batch_groups_are_refused():
+    f = lambda w, x: lax.conv_general_dilated(  # noqa: E731
+        x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), batch_group_count=2
+    )
+    w, x = np.ones((3, 4, 6), np.float32), np.ones((2, 5, 4), np.float32)
+    plan = jqx.make_plan(f, jqx.presets.w8a16())(w, x)
+    with pytest.raises(NotImplementedError, match=r"observers\.hessian: (.|\n)*fix"):
+        jax.eval_shape(jqx.calibrate(f, plan, observers={"": hessian}), w, x)
