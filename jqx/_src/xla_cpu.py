@@ -67,7 +67,7 @@ WORKAROUNDS = {
     "the_largest_of_many_floats_is_no_NaN": Workaround(
         "The maximum of some thousand floats is a number even if one of them is NaN. So magnitudes "
         "are compared as integers, and NaN is detected separately.",
-        ("calibrators.granularity.Groups", "calibrators.wrappers.Delayed"),
+        ("statistics.granularity.Groups", "statistics.calibrators.Delayed"),
     ),
     "codes_that_the_backward_pass_reads_are_kept_as_quotients": Workaround(
         "Codes that a backward pass reads again are kept as the quotients that were rounded, four "

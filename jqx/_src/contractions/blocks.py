@@ -18,7 +18,6 @@ from jax import export, lax
 from .. import compat
 from ..checks import is_at_least
 from ..numerics.lookup import format_of
-from ..statistics.granularity import Groups
 from ..tensor.layout import Layout, Packing
 from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
