@@ -150,6 +150,7 @@ def without_nan(x: jax.Array, groups: Groups) -> tuple[jax.Array, jax.Array]:
     return jnp.where(nan, jnp.zeros_like(x), x), groups.count(nan)
 
 
+@functools.partial(jax.jit, inline=True)  # one program where it is called on values
 def poisoned(affine: Affine, nans: jax.Array) -> Affine:
     """Returns the affine with NaN for every scale that saw a NaN."""
     scale = jnp.where(nans > 0, jnp.full_like(affine.scale, jnp.nan), affine.scale)
@@ -160,6 +161,7 @@ MAX_COUNT = 2**20
 """The largest number of steps, bins or candidates of a calibrator."""
 
 
+@functools.partial(jax.jit, static_argnames="spec", inline=True)
 def cover(low: jax.Array, high: jax.Array, spec: "QSpec") -> Affine:
     """Returns the scale and zero point that cover `[low, high]` and zero; an empty range counts as
     0.
