@@ -1,8 +1,7 @@
 """Operands of every number format, with every way to share a scale, and what they stand for."""
 
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,10 @@ from jqx.calibrators import Groups
 from jqx.numerics import Block, Codebook, Integer, format_of
 
 from ..arrays import on_device
-from ..oracles.contractions import Layout
+from ..oracles.contractions import Layout, exact_tensor, small_integers
 from ..oracles.numerics import as_float64, as_int64
+from ..tensor.tensors import random_codes, tensor
 
-FLOATS = ("float32", "bfloat16")
 ASYMMETRIC = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"qtype": jnp.int8},
@@ -31,62 +30,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nvfp4": {"qtype": numerics.nvfp4},
     "mxint8": {"qtype": numerics.mxint8},
 }
-BLOCK_FORMATS = [name for name in FORMATS if isinstance(FORMATS[name]["qtype"], Block)]
-
-
-class Sharing(NamedTuple):
-    """Which elements of a matrix share a scale.
-
-    Attributes:
-      contracted: elements along the contracted axis; `None` for all.
-      kept: elements along the axis that is kept; `None` for all.
-      tail: whether the last block may be smaller.
-    """
-
-    contracted: int | None = None
-    kept: int | None = 1
-    tail: bool = False
-
-    def of(self, form: Any) -> "Sharing":
-        """This, or for a block format what has as many elements, and as many along the kept axis,
-        where it has blocks of two axes.
-        """
-        if not isinstance(form, Block):
-            return self
-        kept = self.kept if self.contracted and self.kept else 1
-        return Sharing(form.size // kept, kept, self.tail)
-
-    def granularity(self, contracted_axis: int) -> Any:
-        """This as a granularity of jqx."""
-        axes = {contracted_axis: self.contracted, 1 - contracted_axis: self.kept}
-        sizes = {axis: size for axis, size in axes.items() if size is not None}
-        return jqx.per_block(sizes, self.tail) if sizes else jqx.per_tensor()
-
-
-PER_TENSOR, PER_CHANNEL, PER_32 = Sharing(kept=None), Sharing(), Sharing(32)
-SHARINGS: Mapping[str, tuple[int, Sharing, Sharing]] = {
-    "per tensor": (192, PER_TENSOR, PER_TENSOR),
-    "per channel": (192, PER_CHANNEL, PER_CHANNEL),
-    "32": (192, PER_32, PER_32),
-    "32 and per channel": (192, PER_32, PER_CHANNEL),
-    "32 and 48": (192, PER_32, Sharing(48)),
-    "64 and 32": (192, Sharing(64), PER_32),
-    "32 and a tail of 4": (100, Sharing(32, tail=True), Sharing(32, tail=True)),
-    "64 and 48 with tails": (112, Sharing(64, tail=True), Sharing(48, tail=True)),
-    "two axes": (192, Sharing(32, 2), Sharing(32, 2)),
-}
-"""By name: products in a sum, and who shares a scale on the left and on the right."""
-
-
-@functools.cache
-def operand(name: str, shape: tuple[int, int], contracted_axis: int, sharing: Sharing) -> Any:
-    """A random matrix in a format, its magnitude different from place to place."""
-    rng = np.random.default_rng([len(name), *shape, contracted_axis])
-    if name in FLOATS:
-        x = rng.normal(size=shape) * 2.0 ** rng.integers(-3, 4, shape) + rng.normal()
-        return on_device(x, name)
-    pack = contracted_axis if name.endswith("packed") else None
-    return in_format(rng, name, shape, sharing.granularity(contracted_axis), pack)
 
 
 def in_format(
@@ -109,10 +52,11 @@ def weight(
     zero_point: bool = False,
     small: bool = False,
     pack: int | None = None,
+    powers: bool = False,
     **fields: Any,
 ) -> jqx.QTensor:
     """The right operand of a layout: any codes, and a scale for each index of an axis that is kept,
-    or for groups of `size` beside it.
+    or for groups of `size` beside it; with `powers`, each scale is a power of two.
 
     A small one has integers from -4 to 4 (in a codebook, its numbers) and powers of two as scales:
     beside small integers, float32 holds its sums exactly in any order.
@@ -122,8 +66,48 @@ def weight(
     size = form.size if isinstance(form, Block) else size
     sharing = jqx.per_channel() if size is None else jqx.per_group(size, tail=True)
     groups = sharing.resolve(len(shape), layout.rhs_kept).groups(shape)
-    q = random_tensor(rng, qtype, groups, zero_point, small, **fields)
+    q = random_tensor(rng, qtype, groups, zero_point, small, powers, **fields)
     return q if pack is None else q.pack(pack)
+
+
+SIDES = {
+    "integers": ("uint8", "int4"),
+    "weight on the right": (None, "uint4"),
+    "weight on the left": ("uint8", None),
+}
+
+
+def pair_of(
+    layout: Layout, formats: Sequence[Any], zero_point: bool = True, scale_for_each: bool = True
+) -> list[Any]:
+    """Operands of a layout; a format of `None` stands for a float array."""
+    rng = np.random.default_rng(len(layout.lhs) + 7 * len(layout.rhs))
+    pair = []
+    for shape, qtype, contracted in zip(layout[:2], formats, layout.numbers[0], strict=True):
+        if qtype is None:
+            pair.append(on_device(small_integers(rng, shape)))
+        else:
+            summed = {axis % len(shape) for axis in contracted}
+            axes = [i for i in range(len(shape)) if i not in summed] if scale_for_each else ()
+            pair.append(exact_tensor(rng, qtype, shape, axes, zero_point))
+    return pair
+
+
+def integers_in_blocks(
+    rng: np.random.Generator,
+    qtype: Any,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    zero_point: bool = True,
+) -> jqx.QTensor:
+    """Random codes and zero points, with 1 or 2 as the scale of each block."""
+    entries = [-(-n // size) for n, size in zip(shape, sizes, strict=True)]
+    scale = np.ldexp(1.0, rng.integers(0, 2, entries))
+    zero = random_codes(rng, qtype, entries) if zero_point else None
+    blocks = [
+        (n, m, size) for n, m, size in zip(shape, entries, sizes, strict=True) if n % size and m > 1
+    ]
+    return tensor(random_codes(rng, qtype, shape), qtype, scale, zero, blocks=tuple(blocks))
 
 
 def random_tensor(
@@ -132,13 +116,14 @@ def random_tensor(
     groups: Groups,
     zero_point: bool = False,
     small: bool = False,
+    powers: bool = False,
     **fields: Any,
 ) -> jqx.QTensor:
-    """Any codes, and any scales of the size of 1 (`small`: as for `weight`)."""
+    """Any codes, and any scales of the size of 1 (`small` and `powers`: as for `weight`)."""
     form, entries = format_of(qtype), groups.scale_shape
     return jqx.QTensor(
         _random_codes(rng, form, groups.shape, small),
-        _random_scale(rng, form, entries, powers=small),
+        _random_scale(rng, form, entries, powers=small or powers),
         _random_codes(rng, form, entries, small) if zero_point else None,
         qtype=qtype,
         blocks=groups.blocks,

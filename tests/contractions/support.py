@@ -64,22 +64,27 @@ KINDS = {
     "mxfp8": Kind(BLOCK, numerics.mxfp8_e4m3),
     "mxfp4": Kind(BLOCK, numerics.mxfp4),
     "nvfp4": Kind(BLOCK, numerics.nvfp4),
+    "mxint8": Kind(BLOCK, numerics.mxint8),
 }
+SWEPT = tuple(kind for kind in KINDS if kind != "mxint8")
+"""The kinds that the matrix has; others are tested in blocks of different sizes alone."""
 SHARINGS = ("tensor", "axis", "block", "tail")
 LAYOUTS = ("plain", "packed", "pack_for")
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An operand of a cell."""
+    """An operand of a cell. It shares scales as one of `SHARINGS` says, or in blocks of so many
+    elements along the contracted axis and along each axis that is kept.
+    """
 
     kind: str
-    sharing: str = "axis"
+    sharing: str | tuple[int, int] = "axis"
     layout: str = "plain"
 
 
-BESIDE = (Operand("float32"), Operand("int8"), Operand("uint8 with zero point", "block"))
-"""What stands beside every way to share scales and to lie in memory."""
+OTHERS = (Operand("float32"), Operand("int8"), Operand("uint8 with zero point", "block"))
+"""The other operand of every way to share scales and to lie in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,17 +180,17 @@ def is_possible(operand: Operand) -> bool:
 
 def cells(op: str) -> Iterator[Cell]:
     """Yields the cells of an operation: every pair of kinds; and every way to share the scales of a
-    kind and to lay out its codes, on both sides, beside one of `BESIDE` in turn.
+    kind and to lay out its codes, on both sides, beside one of `OTHERS` in turn.
     """
-    every = [
+    operands = [
         Operand(*fields)
-        for fields in itertools.product(KINDS, SHARINGS, LAYOUTS)
+        for fields in itertools.product(SWEPT, SHARINGS, LAYOUTS)
         if is_possible(Operand(*fields))
     ]
-    pairs = list(itertools.product(map(usual, KINDS), repeat=2))
-    for i, some in enumerate(every):
-        other = BESIDE[(i + i // 3) % len(BESIDE)]
-        pairs += [(some, other), (other, some)]
+    pairs = list(itertools.product(map(usual, SWEPT), repeat=2))
+    for i, operand in enumerate(operands):
+        other = OTHERS[(i + i // 3) % len(OTHERS)]
+        pairs += [(operand, other), (other, operand)]
     for lhs, rhs in dict.fromkeys(_alike(*pair) for pair in pairs):
         if KINDS[lhs.kind].qtype is not None or KINDS[rhs.kind].qtype is not None:
             yield Cell(op, lhs, rhs)
@@ -226,17 +231,23 @@ def operand(op: str, side: int, described: Operand, k: int, n: int) -> Any:
 
 
 def _granularity(
-    sharing: str, kind: Kind, contracted: int, kept: tuple[int, ...], rank: int
+    sharing: str | tuple[int, int],
+    kind: Kind,
+    contracted: int,
+    kept: tuple[int, ...],
+    rank: int,
 ) -> Any:
     if sharing == "tensor":
         return jqx.per_tensor()
     if sharing == "axis":
         return jqx.per_axis(*kept)
     form = numerics.format_of(kind.qtype)
-    size = form.size if isinstance(form, numerics.Block) else 32
-    own = range(rank) if kind.family == BLOCK else kept
-    sizes = {axis: 1 for axis in own} | {contracted: size}
-    return jqx.per_block(sizes, tail=sharing == "tail")
+    size, columns = sharing if isinstance(sharing, tuple) else (32, 1)
+    if isinstance(form, numerics.Block):
+        size = form.size // columns
+    single = range(rank) if kind.family == BLOCK else kept
+    sizes = {axis: columns for axis in single} | {contracted: size}
+    return jqx.per_block(sizes, tail=sharing not in SHARINGS[:3])
 
 
 def products(op: str, k: int) -> int:
@@ -288,7 +299,7 @@ def matrix() -> str:
     swept = [{(cell.lhs, cell.rhs) for cell in cells(op)} for op in OPS]
     sides = [{pair[side] for pair in pairs} for pairs in swept for side in (0, 1)]
     everywhere = set.intersection(*sides)
-    for kind in KINDS:
+    for kind in SWEPT:
         if KINDS[kind].qtype is None:
             continue
         has = {(x.sharing, x.layout) for x in everywhere if x.kind == kind}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 
@@ -14,16 +13,20 @@ import pytest
 import jqx
 from jqx import numerics
 
-from ..arrays import normal, on_device
+from ..arrays import normal
 from ..oracles.contractions import gamma
 from ..oracles.numerics import as_float64, assert_floats
 from ..tensor.tensors import tensor
-from .conv_cases import case, powers, spread, uniform
-from .convolutions import NHWC, convolution
+from .convolutions import NHWC, case, convolution, powers, uniform
+
+"""How convolutions are computed: what is chosen, what it holds in memory, what it is lowered to."""
+
 
 plain = functools.partial(
     jqx.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC
 )
+
+
 CHOSEN = {
     "integers": (case("int8", "uint8"), ["conv_integer", "conv_integer"]),
     "depthwise": (
@@ -105,6 +108,8 @@ LONG = {
     "taps": ((1, 40000, 2), (40000, 2, 2), {}, [1]),
     "a block": ((1, 11000, 8), (11000, 8, 2), {}, [1, 0.5]),
 }
+
+
 LIMIT = (2**31 - 1) // 255**2
 
 
@@ -151,6 +156,8 @@ SPECS = {
     "e4m3": {"qtype": jnp.float8_e4m3fn},
     "blocks of int8": {"qtype": jnp.int8, "granularity": jqx.per_block({2: 32, 3: 1})},
 }
+
+
 IMAGE, KERNEL = (1, 8, 8, 256), (3, 3, 256, 256)
 
 
@@ -258,117 +265,3 @@ def test_convolutions_can_be_exported(some):
     convolve = jax.jit(some.convolve)
     exported = jax.export.export(convolve, platforms=("cpu", "cuda", "tpu"))(lhs, rhs)
     np.testing.assert_array_equal(exported.call(lhs, rhs), convolve(lhs, rhs), strict=True)
-
-
-def leaf_of(operand):
-    """What is differentiated: an array, or the scale of a QTensor."""
-    value = operand.value
-    return value.scale if isinstance(value, jqx.QTensor) else value
-
-
-def loss(some, operands, cotangent, leaves):
-    """A function of the convolution of operands with other leaves, linear in each."""
-    pair = [
-        dataclasses.replace(x.value, scale=leaf) if isinstance(x.value, jqx.QTensor) else leaf
-        for x, leaf in zip(operands, leaves, strict=True)
-    ]
-    return (some.convolve(*pair).astype(jnp.float32) * cotangent.astype(np.float32)).sum()
-
-
-def exact_loss(some, operands, cotangent, leaves):
-    """The same in NumPy."""
-    pair = []
-    for x, leaf in zip(operands, leaves, strict=True):
-        if isinstance(x.value, jqx.QTensor):
-            leaf = spread(leaf, x.real.shape) * x.real / spread(x.value.scale, x.real.shape)
-        pair.append(leaf)
-    return (convolution(*pair, **some.options) * cotangent).sum()
-
-
-DIFFERENTIATED = {
-    "integers": case(
-        "uint8 with zero points", "int8", of_image="batch", of_kernel="outputs", steps="strides"
-    ),
-    "depthwise": case(
-        "int8", "int8", groups="depthwise, two outputs", of_image="batch and features"
-    ),
-    "input blocks": case("int8", "int8", of_image="batch and input blocks"),
-    "converted": case("float32", "int8", of_kernel="outputs", steps="apart"),
-    "dequantized": case("float32", "uint4 with zero points", of_kernel="outputs and input blocks"),
-    "in tiles": case("float32", "nf4", of_kernel="output blocks", size="large"),
-    "bfloat16": case("bfloat16", "int8", of_kernel="outputs"),
-    "image": case("uint8 with zero points", "float32", of_image="batch", groups="two"),
-}
-
-
-@pytest.mark.many
-@pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_gradients_are_as_near_the_float64_ones_as_float32_allows(name):
-    """Of arrays and scales: along any direction, that of a linear function is the function itself.
-
-    They are sums over results and kernel at most, with 12 roundings around them; beside bfloat16,
-    five of those.
-    """
-    some = DIFFERENTIATED[name]
-    rng, operands = np.random.default_rng(1), list(some.operands(uniform))
-    shape = jax.eval_shape(some.convolve, *(x.value for x in operands)).shape
-    cotangent, leaves = rng.normal(size=shape), [leaf_of(x) for x in operands]
-    relative = gamma(math.prod(shape) + math.prod(some.shapes[1]) + 12)
-    if "bfloat16" in some:
-        relative += (1 + 2.0**-8) ** 5 - 1
-    gradient = jax.grad(functools.partial(loss, some, operands, cotangent))
-    if name in ("integers", "in tiles", "dequantized"):
-        twice = [jnp.stack([leaf, leaf / 2]) for leaf in leaves]
-        mapped = jax.jit(jax.vmap(gradient))(twice)
-        results = [(factor, [g[i] for g in mapped]) for i, factor in enumerate((1, 0.5))]
-    else:
-        results = [(1, jax.jit(gradient)(leaves))]
-    magnitudes = [x._replace(real=np.abs(x.real)) for x in operands]
-    for (factor, gradients), i in itertools.product(results, range(2)):
-        assert gradients[i].dtype == leaves[i].dtype
-        for _ in range(3):
-            place = [as_float64(leaf) * factor for leaf in leaves]
-            place[i] = rng.normal(size=place[i].shape)
-            exact = exact_loss(some, operands, cotangent, place)
-            size = exact_loss(some, magnitudes, np.abs(cotangent), [np.abs(p) for p in place])
-            assert abs((as_float64(gradients[i]) * place[i]).sum() - exact) <= relative * size
-
-
-SPOILED = {
-    "converted": case("float32", "int8", padding="pairs"),
-    "with holes": case("float32", "int8", padding="pairs", steps="all three"),
-    "dequantized": case("float32", "uint4 with zero points", padding="negative pairs"),
-    "in tiles": case("float32", "nf4", size="large", steps="strides"),
-    "depthwise": case("float32", "int8", groups="depthwise, two outputs"),
-    "matrix": case("float32", "int8", taps="one"),
-}
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("some", SPOILED.values(), ids=SPOILED)
-def test_nan_and_infinities_spoil_the_windows_that_hold_them_alone(some, bad):
-    x, w = some.operands(powers)
-    places = np.zeros(x.real.shape)
-    places[1, 3, 2, 0] = 1
-    spoiled = convolution(places, np.ones(w.real.shape), **some.options) > 0
-    image = on_device(np.where(places, bad, x.real), jnp.float32)
-    y = np.asarray(jax.jit(some.convolve)(image, w.value))
-    finite = np.asarray(jax.jit(some.convolve)(x.value, w.value))
-    assert spoiled.any() and not spoiled.all()
-    assert not np.isfinite(y[spoiled]).any()
-    assert np.isnan(y[spoiled]).all() or np.isinf(bad)
-    np.testing.assert_array_equal(y[~spoiled], finite[~spoiled])
-
-
-@pytest.mark.parametrize("groups", ["one", "depthwise"])
-def test_a_nan_scale_spoils_its_own_image_or_feature_alone(groups):
-    some = case("int8", "uint8 with zero points", groups=groups, of_image="batch")
-    some = some._replace(of_kernel="outputs")
-    x, w = some.operands(powers)
-    y = convolution(x.real, w.real, **some.options)
-    y[1], y[..., 2] = np.nan, np.nan
-    pair = [
-        dataclasses.replace(q.value, scale=q.value.scale.at[place].set(jnp.nan))
-        for q, place in ((x, 1), (w, (..., 2)))
-    ]
-    assert_floats(jax.jit(some.convolve)(*pair), y, np.float32)

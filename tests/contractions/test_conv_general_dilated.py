@@ -1,7 +1,11 @@
-"""`conv_general_dilated`: scales, dtypes, transformations, and what it refuses."""
+"""`conv_general_dilated`: scales, dtypes, transformations, derivatives, values that are not finite,
+and what it refuses.
+"""
 
+import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +21,8 @@ from ..oracles.contractions import chosen, gamma
 from ..oracles.numerics import as_float64, assert_codes, assert_floats, nearest
 from ..oracles.refusals import assert_refused
 from ..tensor.tensors import assert_equal, random_codes, reals, tensor
-from .conv_cases import GROUPS, LAYOUTS, case, powers, uniform
-from .convolutions import NHWC, convolution
+from .blocks import random_tensor, real_values, scales, spread
+from .convolutions import GROUPS, LAYOUTS, NHWC, case, convolution, powers, uniform
 
 
 def test_two_arrays_are_convolved_by_lax():
@@ -79,18 +83,15 @@ def in_blocks(axis, n, **fields):
     return x, real.astype(np.float64)
 
 
-def test_blocks_of_the_batch_share_a_scale():
+def test_blocks_of_the_batch_and_of_features_share_a_scale_where_each_output_reads_one():
     x, real = in_blocks(0, 4)
     w = any_tensor(3, "int8", (3, 3, 4, 2))
     assert_floats(compute(x, w), convolution(real, reals(w), (1, 1), "SAME"), np.float32)
-
-
-@pytest.mark.parametrize("n, fields", [(4, {}), (5, {"blocks": ((5, 2, 3),)})])
-def test_blocks_of_features_share_a_scale_where_each_output_reads_one(n, fields):
-    x, real = in_blocks(3, n, **fields)
-    w = any_tensor(4, "int8", (3, 3, 1, 2 * n))
-    expected = convolution(real, reals(w), (1, 1), "SAME", feature_group_count=n)
-    assert_floats(compute(x, w, feature_group_count=n), expected, np.float32)
+    for n, fields in [(4, {}), (5, {"blocks": ((5, 2, 3),)})]:
+        x, real = in_blocks(3, n, **fields)
+        w = any_tensor(4, "int8", (3, 3, 1, 2 * n))
+        expected = convolution(real, reals(w), (1, 1), "SAME", feature_group_count=n)
+        assert_floats(compute(x, w, feature_group_count=n), expected, np.float32)
 
 
 @pytest.mark.parametrize("taps", [(3, 3), (1, 1)])
@@ -108,15 +109,11 @@ def test_blocks_of_32_features_are_convolved_as_their_formats_have_them():
     """MX on both sides: each pixel and each tap has its own scales."""
     rng = np.random.default_rng(7)
     mx = jqx.numerics.mxfp8_e4m3
-    image, kernel = (rng.normal(size=shape) for shape in ((1, 4, 4, 64), (3, 3, 64, 2)))
-    ones = {0: 1, 1: 1}
     x, w = (
-        jax.jit(functools.partial(jqx.QTensor.quantize, spec=jqx.QSpec(mx, jqx.per_block(sizes))))(
-            v.astype(np.float32)
-        )
-        for v, sizes in ((image, {**ones, 2: 1, 3: 32}), (kernel, {**ones, 2: 32, 3: 1}))
+        random_tensor(rng, mx, jqx.per_block({0: 1, 1: 1, **sizes}).groups(shape))
+        for shape, sizes in (((1, 4, 4, 64), {2: 1, 3: 32}), ((3, 3, 64, 2), {2: 32, 3: 1}))
     )
-    real = [as_float64(jax.jit(jqx.QTensor.dequantize)(q)) for q in (x, w)]
+    real = [real_values(q) for q in (x, w)]
     allowed = gamma(9 * 64 + 6) * convolution(*map(np.abs, real), (1, 1), "SAME")
     error = as_float64(compute(x, w)) - convolution(*real, (1, 1), "SAME")
     assert np.all(np.abs(error) <= allowed)
@@ -240,57 +237,6 @@ def zeros(shape, scale=(1, 1, 1, 1), qtype="int8", **fields):
 
 
 IMAGE, KERNEL = (4, 5, 5, 4), (3, 3, 4, 6)
-VARYING = {
-    "taps of the kernel": ("rhs", zeros(IMAGE), zeros(KERNEL, (3, 1, 1, 1)), {}),
-    "blocks of taps": ("rhs", zeros(IMAGE), zeros((4, 3, 4, 6), (2, 1, 1, 1)), {}),
-    "each input feature": ("rhs", zeros(IMAGE), zeros(KERNEL, (1, 1, 4, 1)), {}),
-    "each feature": ("lhs", zeros(IMAGE, (1, 1, 1, 4)), zeros(KERNEL), {}),
-    "pixels": ("lhs", zeros(IMAGE, (1, 1, 5, 1)), zeros(KERNEL), {}),
-    "pixels, depthwise": (
-        "lhs",
-        zeros(IMAGE, (1, 5, 1, 4)),
-        zeros((3, 3, 1, 4)),
-        {"feature_group_count": 4},
-    ),
-}
-
-
-@pytest.mark.parametrize("name, lhs, rhs, options", VARYING.values(), ids=VARYING)
-def test_a_scale_that_varies_along_a_summed_axis_is_refused(name, lhs, rhs, options):
-    q = lhs if name == "lhs" else rhs
-    facts = f"the scale of `{name}` varies", str(q.shape), str(q.scale.shape)
-    f = functools.partial(plain, **options)
-    assert_refused(f, (lhs, rhs), ValueError, "conv_general_dilated", *facts)
-
-
-IN_GROUPS = {
-    "features of the image": (
-        zeros(IMAGE, (1, 1, 1, 2)),
-        zeros((3, 3, 2, 6)),
-        {"feature_group_count": 2},
-    ),
-    "inputs of the kernel": (
-        zeros((4, 5, 5, 8)),
-        zeros(KERNEL, (1, 1, 2, 1)),
-        {"feature_group_count": 2},
-    ),
-    "the batch": (zeros(IMAGE, (4, 1, 1, 1)), zeros(KERNEL), {"batch_group_count": 2}),
-}
-
-
-@pytest.mark.parametrize("lhs, rhs, options", IN_GROUPS.values(), ids=IN_GROUPS)
-def test_a_scale_that_varies_along_an_axis_in_groups_is_refused(lhs, rhs, options):
-    ((name, count),) = options.items()
-    f = functools.partial(plain, **options)
-    facts = "are in groups", f"{name}={count}"
-    assert_refused(f, (lhs, rhs), ValueError, "conv_general_dilated", *facts)
-
-
-@pytest.mark.parametrize("left, right", [("int32", "int8"), ("uint8", "int32")])
-def test_integers_of_32_bits_are_refused(left, right):
-    pair = zeros(IMAGE, qtype=left), zeros(KERNEL, qtype=right)
-    facts = "codes of 32 bits overflow", left, right
-    assert_refused(plain, pair, ValueError, "conv_general_dilated", *facts)
 
 
 @pytest.mark.parametrize("zero_point", [None, 40_000])
@@ -323,29 +269,166 @@ def test_digits_are_those_of_codes_less_the_zero_point_of_their_own_block():
     assert_floats(y, expected, np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "bool"])
-def test_an_integer_array_beside_a_qtensor_is_refused(dtype):
-    """It is not known what its integers stand for."""
-    name = "conv_general_dilated"
-    facts = dtype, "floating point"
-    for x in (jnp.zeros(IMAGE, dtype),):
-        assert_refused(plain, (x, zeros(KERNEL)), TypeError, name, "`lhs`", *facts)
-    w = jnp.zeros(KERNEL, dtype)
-    assert_refused(plain, (zeros(IMAGE), w), TypeError, name, "`rhs`", *facts)
+def leaf_of(operand):
+    """What is differentiated: an array, or the scale of a QTensor."""
+    value = operand.value
+    return value.scale if isinstance(value, jqx.QTensor) else value
 
 
-def test_a_preferred_element_type_that_is_no_float_is_refused():
-    f = functools.partial(plain, preferred_element_type=jnp.int32)
-    for x in (jnp.zeros(IMAGE), zeros(IMAGE)):
-        facts = "preferred_element_type", "int32"
-        assert_refused(f, (x, zeros(KERNEL)), TypeError, "conv_general_dilated", *facts)
+def loss(some, operands, cotangent, leaves):
+    """A function of the convolution of operands with other leaves, linear in each."""
+    pair = [
+        dataclasses.replace(x.value, scale=leaf) if isinstance(x.value, jqx.QTensor) else leaf
+        for x, leaf in zip(operands, leaves, strict=True)
+    ]
+    return (some.convolve(*pair).astype(jnp.float32) * cotangent.astype(np.float32)).sum()
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (5, 5, 4), (1, 4, 5, 5, 4)])
-def test_operands_of_different_rank_are_refused(shape):
-    for x in (jnp.zeros(shape), zeros(shape, (1,) * len(shape))):
-        facts = str(shape), str(KERNEL)
-        assert_refused(plain, (x, zeros(KERNEL)), ValueError, "conv_general_dilated", *facts)
+def exact_loss(some, operands, cotangent, leaves):
+    """The same in NumPy."""
+    pair = []
+    for x, leaf in zip(operands, leaves, strict=True):
+        if isinstance(x.value, jqx.QTensor):
+            leaf = as_float64(spread(leaf, x.value)) * x.real / scales(x.value)
+        pair.append(leaf)
+    return (convolution(*pair, **some.options) * cotangent).sum()
+
+
+DIFFERENTIATED = {
+    "integers": case(
+        "uint8 with zero points", "int8", of_image="batch", of_kernel="outputs", steps="strides"
+    ),
+    "depthwise": case(
+        "int8", "int8", groups="depthwise, two outputs", of_image="batch and features"
+    ),
+    "input blocks": case("int8", "int8", of_image="batch and input blocks"),
+    "converted": case("float32", "int8", of_kernel="outputs", steps="apart"),
+    "dequantized": case("float32", "uint4 with zero points", of_kernel="outputs and input blocks"),
+    "in tiles": case("float32", "nf4", of_kernel="output blocks", size="large"),
+    "bfloat16": case("bfloat16", "int8", of_kernel="outputs"),
+    "image": case("uint8 with zero points", "float32", of_image="batch", groups="two"),
+}
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_are_as_near_the_float64_ones_as_float32_allows(name):
+    """Of arrays and scales: along any direction, that of a linear function is the function itself.
+
+    They are sums over results and kernel at most, with 12 roundings around them; beside bfloat16,
+    five of those.
+    """
+    some = DIFFERENTIATED[name]
+    rng, operands = np.random.default_rng(1), list(some.operands(uniform))
+    shape = jax.eval_shape(some.convolve, *(x.value for x in operands)).shape
+    cotangent, leaves = rng.normal(size=shape), [leaf_of(x) for x in operands]
+    relative = gamma(math.prod(shape) + math.prod(some.shapes[1]) + 12)
+    if "bfloat16" in some:
+        relative += (1 + 2.0**-8) ** 5 - 1
+    gradient = jax.grad(functools.partial(loss, some, operands, cotangent))
+    if name in ("integers", "in tiles", "dequantized"):
+        twice = [jnp.stack([leaf, leaf / 2]) for leaf in leaves]
+        mapped = jax.jit(jax.vmap(gradient))(twice)
+        results = [(factor, [g[i] for g in mapped]) for i, factor in enumerate((1, 0.5))]
+    else:
+        results = [(1, jax.jit(gradient)(leaves))]
+    magnitudes = [x._replace(real=np.abs(x.real)) for x in operands]
+    for (factor, gradients), i in itertools.product(results, range(2)):
+        assert gradients[i].dtype == leaves[i].dtype
+        for _ in range(3):
+            place = [as_float64(leaf) * factor for leaf in leaves]
+            place[i] = rng.normal(size=place[i].shape)
+            exact = exact_loss(some, operands, cotangent, place)
+            size = exact_loss(some, magnitudes, np.abs(cotangent), [np.abs(p) for p in place])
+            assert abs((as_float64(gradients[i]) * place[i]).sum() - exact) <= relative * size
+
+
+SPOILED = {
+    "converted": case("float32", "int8", padding="pairs"),
+    "with holes": case("float32", "int8", padding="pairs", steps="all three"),
+    "dequantized": case("float32", "uint4 with zero points", padding="negative pairs"),
+    "in tiles": case("float32", "nf4", size="large", steps="strides"),
+    "depthwise": case("float32", "int8", groups="depthwise, two outputs"),
+    "matrix": case("float32", "int8", taps="one"),
+}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("some", SPOILED.values(), ids=SPOILED)
+def test_nan_and_infinities_spoil_the_windows_that_hold_them_alone(some, bad):
+    x, w = some.operands(powers)
+    places = np.zeros(x.real.shape)
+    places[1, 3, 2, 0] = 1
+    spoiled = convolution(places, np.ones(w.real.shape), **some.options) > 0
+    image = on_device(np.where(places, bad, x.real), jnp.float32)
+    y = np.asarray(jax.jit(some.convolve)(image, w.value))
+    finite = np.asarray(jax.jit(some.convolve)(x.value, w.value))
+    assert spoiled.any() and not spoiled.all()
+    assert not np.isfinite(y[spoiled]).any()
+    assert np.isnan(y[spoiled]).all() or np.isinf(bad)
+    np.testing.assert_array_equal(y[~spoiled], finite[~spoiled])
+
+
+@pytest.mark.parametrize("groups", ["one", "depthwise"])
+def test_a_nan_scale_spoils_its_own_image_or_feature_alone(groups):
+    some = case("int8", "uint8 with zero points", groups=groups, of_image="batch")
+    some = some._replace(of_kernel="outputs")
+    x, w = some.operands(powers)
+    y = convolution(x.real, w.real, **some.options)
+    y[1], y[..., 2] = np.nan, np.nan
+    pair = [
+        dataclasses.replace(q.value, scale=q.value.scale.at[place].set(jnp.nan))
+        for q, place in ((x, 1), (w, (..., 2)))
+    ]
+    assert_floats(jax.jit(some.convolve)(*pair), y, np.float32)
+
+
+VARYING = {  # operand, shapes of it and of its scale, shape of the other, groups
+    "taps of the kernel": ("rhs", KERNEL, (3, 1, 1, 1), IMAGE, {}),
+    "blocks of taps": ("rhs", (4, 3, 4, 6), (2, 1, 1, 1), IMAGE, {}),
+    "each input feature": ("rhs", KERNEL, (1, 1, 4, 1), IMAGE, {}),
+    "each feature": ("lhs", IMAGE, (1, 1, 1, 4), KERNEL, {}),
+    "pixels": ("lhs", IMAGE, (1, 1, 5, 1), KERNEL, {}),
+    "pixels, depthwise": ("lhs", IMAGE, (1, 5, 1, 4), (3, 3, 1, 4), {"feature_group_count": 4}),
+    "groups of features": ("lhs", IMAGE, (1, 1, 1, 2), (3, 3, 2, 6), {"feature_group_count": 2}),
+    "groups of inputs": ("rhs", KERNEL, (1, 1, 2, 1), (4, 5, 5, 8), {"feature_group_count": 2}),
+    "groups of the batch": ("lhs", IMAGE, (4, 1, 1, 1), KERNEL, {"batch_group_count": 2}),
+}
+
+
+@pytest.mark.parametrize("case", VARYING)
+def test_a_scale_that_varies_along_a_summed_axis_or_one_in_groups_is_refused(case):
+    name, shape, scale, shape_of_other, options = VARYING[case]
+    pair = [zeros(shape, scale), zeros(shape_of_other)]
+    facts = f"the scale of `{name}` varies", str(shape), str(scale)
+    if case.startswith("groups"):
+        ((groups, count),) = options.items()
+        facts = "are in groups", f"{groups}={count}"
+    f = functools.partial(plain, **options)
+    operands = pair if name == "lhs" else pair[::-1]
+    assert_refused(f, operands, ValueError, "conv_general_dilated", *facts)
+
+
+def test_operands_of_other_dtypes_and_ranks_are_refused():
+    """It is not known what the integers of an array stand for."""
+
+    def refused(lhs, rhs, error, *facts, **options):
+        f = functools.partial(plain, **options)
+        assert_refused(f, (lhs, rhs), error, "conv_general_dilated", *facts)
+
+    image, kernel = zeros(IMAGE), zeros(KERNEL)
+    for left, right in [("int32", "int8"), ("uint8", "int32")]:
+        pair = zeros(IMAGE, qtype=left), zeros(KERNEL, qtype=right)
+        refused(*pair, ValueError, "codes of 32 bits overflow", left, right)
+    for dtype in ("int8", "int32", "bool"):
+        refused(jnp.zeros(IMAGE, dtype), kernel, TypeError, "`lhs`", dtype, "floating point")
+        refused(image, jnp.zeros(KERNEL, dtype), TypeError, "`rhs`", dtype, "floating point")
+    facts = "preferred_element_type", "int32"
+    for x in (jnp.zeros(IMAGE), image):
+        refused(x, kernel, TypeError, *facts, preferred_element_type=jnp.int32)
+    for shape in [(5, 4), (5, 5, 4), (1, 4, 5, 5, 4)]:
+        for x in (jnp.zeros(shape), zeros(shape, (1,) * len(shape))):
+            refused(x, kernel, ValueError, str(shape), str(KERNEL))
 
 
 @pytest.mark.parametrize(

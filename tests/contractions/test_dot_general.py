@@ -1,38 +1,46 @@
-"""`dot_general` on every layout: integer, weight-only on either side, and its types and refusals.
+"""`dot_general`, `matmul` and `@`: dimension numbers and broadcasting, dtypes, values that are not
+finite, and what is refused.
 
 Most values here are small integers with powers of two as scales. float32 holds every sum of them
 exactly, in any order, so results are compared bit by bit.
 """
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 import jqx
+from jqx import numerics
+from jqx._src.contractions.dimensions import Dimensions
 
 from ..arrays import on_device
 from ..oracles.contractions import (
+    LARGE,
     LAYOUTS,
     MATRICES,
-    NEGATIVE,
+    Layout,
+    chosen,
     contraction,
     dots,
     dtypes,
     equations_of,
     exact_tensor,
-    gamma,
     small_integers,
 )
 from ..oracles.numerics import as_float64, assert_floats, nearest
 from ..oracles.refusals import assert_refused
-from ..tensor.tensors import differences, kept, random_codes, reals, tensor
+from ..tensor.tensors import reals, tensor
+from .blocks import SIDES, pair_of, real_values, weight
 
-layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 multiply = functools.partial(jqx.dot_general, dimension_numbers=MATRICES)
 
 
@@ -41,132 +49,288 @@ def contract(lhs, rhs, numbers, dtype=None):
     return jqx.dot_general(lhs, rhs, numbers, preferred_element_type=dtype)
 
 
-def kept_axes(shape, contracting):
-    return [i for i in range(len(shape)) if i not in {axis % len(shape) for axis in contracting}]
+product = jax.jit(jqx.matmul)
+sides = pytest.mark.parametrize("formats", SIDES.values(), ids=SIDES)
 
 
-def operands(layout, formats, zero_point=True, own_scales=True):
-    """Operands of a layout; a format of `None` stands for a float array."""
-    *shapes, (contracting, _) = layout
-    rng = np.random.default_rng(len(shapes[0]) + 7 * len(shapes[1]))
-    for shape, qtype, contracted in zip(shapes, formats, contracting, strict=True):
-        if qtype is None:
-            yield on_device(small_integers(rng, shape))
-        else:
-            axes = kept_axes(shape, contracted) if own_scales else ()
-            yield exact_tensor(rng, qtype, shape, axes, zero_point)
+@st.composite
+def numbered(draw):
+    """Shapes and dimension numbers: each axis is batched, contracted or free, in any order.
+
+    All sizes differ, or two axes could be mistaken for each other unseen.
+    """
+    sizes = list(draw(st.permutations([1, 2, 3, 4, 5])))
+    batch, contracting = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    shared = [sizes.pop() for _ in range(batch + contracting)]
+    split = draw(st.integers(0, len(sizes)))
+    sides = []
+    for free in (sizes[:split], sizes[split:]):
+        shape = draw(st.permutations([*shared, *free]))
+        sides.append((tuple(shape), [shape.index(size) for size in shared]))
+    (left, left_axes), (right, right_axes) = sides
+    numbers = (
+        (tuple(left_axes[batch:]), tuple(right_axes[batch:])),
+        (tuple(left_axes[:batch]), tuple(right_axes[:batch])),
+    )
+    return left, right, numbers
 
 
-FORMATS = {
-    "integer": ("uint8", "int4"),
-    "weight on the right": (None, "uint4"),
-    "weight on the left": ("uint8", None),
+@settings(max_examples=40, deadline=None)
+@given(numbered(), st.sampled_from([("int4", "uint8"), (None, "uint4"), ("int8", None)]))
+def test_every_axis_that_is_kept_may_have_its_own_scale_and_zero_point(case, formats):
+    """Small integers and powers of two: the sums are exact in any order."""
+    layout = Layout(*case)
+    pair = pair_of(layout, formats)
+    expected = contraction(*map(reals, pair), layout.numbers)
+    assert_floats(contract(*pair, layout.numbers), expected, np.float32)
+
+
+def test_dimension_numbers_may_be_lists_and_numpy_integers():
+    rng = np.random.default_rng(2)
+    lhs, rhs = exact_tensor(rng, "int8", (3, 4), (0,)), exact_tensor(rng, "int8", (4, 5), (1,))
+    expected = jqx.dot_general(lhs, rhs, (((1,), (0,)), ((), ())))
+    for numbers in (([[1], [0]], [[], []]), ((np.array([1]), [np.int64(0)]), ((), ()))):
+        np.testing.assert_array_equal(jqx.dot_general(lhs, rhs, numbers), expected)
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_an_axis_out_of_range_is_refused(axis):
+    q = jqx.QTensor.quantize(jnp.ones((3, 4)), jqx.QSpec(jnp.int8))
+    with pytest.raises(TypeError, match=r"axis .* of `dimension_numbers` is out of range"):
+        jqx.dot_general(jnp.ones((3, 4)), q, (((axis,), (1,)), ((), ())))
+
+
+@st.composite
+def any_numbers(draw):
+    """Shapes of few sizes, and dimension numbers that seldom fit."""
+    shapes = [tuple(draw(st.lists(st.integers(0, 2), max_size=3))) for _ in range(2)]
+    lc, lb, rc, rb = (
+        draw(st.lists(st.integers(0, len(shape) - 1), max_size=2)) if shape else []
+        for shape in shapes
+        for _ in range(2)
+    )
+    return *shapes, ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_numbers())
+def test_shapes_fit_where_lax_says_so_and_the_result_has_the_shape_that_lax_says(case):
+    left, right, numbers = case
+    dimensions = Dimensions.of(numbers, len(left), len(right))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)]
+    try:
+        expected = jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, numbers), *shapes).shape
+    except TypeError:
+        expected = None
+    assert dimensions.fits(left, right) == (expected is not None)
+    if expected is not None:
+        assert dimensions.result_shape(left, right) == expected
+
+
+def test_shapes_that_fit_are_not_evaluated(monkeypatch):
+    q = jqx.QTensor.quantize(jnp.ones((4, 2)), jqx.QSpec(jnp.int8))
+    monkeypatch.setattr(jax, "eval_shape", lambda *args: 1 / 0)
+    jax.make_jaxpr(jqx.matmul)(jnp.ones((3, 4)), q)
+
+
+LEFT = [(4,), (3, 4), (1, 4), (2, 3, 4), (1, 3, 4), (5, 1, 3, 4), (5, 2, 1, 4)]
+
+
+RIGHT = [(4,), (4, 6), (4, 1), (2, 4, 6), (1, 4, 6), (5, 2, 4, 6), (1, 1, 4, 6), (2, 4, 1)]
+
+
+def shapes_only(shape, quantized, zero_point=False):
+    """The shapes and dtypes of an operand."""
+    if not quantized:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+    codes = jax.ShapeDtypeStruct(shape, jnp.int8)
+    scale = jax.ShapeDtypeStruct((1,) * len(shape), jnp.float32)
+    zero = jax.ShapeDtypeStruct(scale.shape, jnp.int8) if zero_point else None
+    return jax.eval_shape(lambda *leaves: jqx.QTensor(*leaves, qtype=jnp.int8), codes, scale, zero)
+
+
+@pytest.mark.parametrize("left", LEFT, ids=str)
+def test_the_shape_of_matmul_is_that_of_numpy_for_all_ranks(left):
+    for right in RIGHT:
+        expected = np.matmul(np.zeros(left), np.zeros(right)).shape
+        for is_quantized in itertools.product((True, False), repeat=2):
+            if not any(is_quantized) and len(left) != len(right):
+                continue  # jnp.matmul, to which they go, promotes ranks: an error in these tests
+            pair = [shapes_only(*side) for side in zip((left, right), is_quantized, strict=True)]
+            assert jax.eval_shape(jqx.matmul, *pair).shape == expected, (right, is_quantized)
+
+
+def last_kept(shape, side):
+    """The axis of a matrix that its product keeps."""
+    return () if len(shape) == 1 else (len(shape) - (2 if side == "left" else 1),)
+
+
+BROADCAST = [
+    ((4,), (4,)),
+    ((4,), (4, 6)),
+    ((3, 4), (4,)),
+    ((4,), (2, 4, 6)),
+    ((2, 3, 4), (4,)),
+    ((3, 4), (2, 4, 6)),
+    ((2, 3, 4), (4, 6)),
+    ((2, 3, 4), (1, 4, 6)),
+    ((5, 1, 3, 4), (2, 4, 6)),
+    ((0, 3, 4), (1, 4, 6)),
+]
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("left, right", BROADCAST, ids=str)
+def test_matmul_is_that_of_the_real_matrices(left, right):
+    """Integers and floats, with a scale and a zero point for each row or column."""
+    rng = np.random.default_rng(len(left) + 5 * len(right))
+    lhs = exact_tensor(rng, "uint8", left, last_kept(left, "left"))
+    rhs = exact_tensor(rng, "int4", right, last_kept(right, "right"))
+    x, y = (on_device(small_integers(rng, shape)) for shape in (left, right))
+    for pair in [(lhs, rhs), (x, rhs), (lhs, y)]:
+        assert_floats(product(*pair), np.matmul(*map(reals, pair)), np.float32)
+
+
+@pytest.mark.parametrize("left, right", [((2, 3, 4), (2, 4, 6)), ((5, 1, 3, 4), (2, 4, 6))])
+def test_every_leading_axis_may_have_its_own_scale(left, right):
+    rng = np.random.default_rng(0)
+    lhs = exact_tensor(rng, "int8", left, range(len(left) - 1))
+    batches = exact_tensor(rng, "int8", left, (0,))
+    x = on_device(small_integers(rng, left))
+    for axes in ((0, 2), (0,)):
+        rhs = exact_tensor(rng, "uint4", right, axes)
+        for operand in (lhs, batches, x):
+            assert_floats(product(operand, rhs), np.matmul(reals(operand), reals(rhs)), np.float32)
+
+
+def test_a_matrix_on_the_right_of_a_batch_is_not_repeated():
+    """The leading axes stay free axes of one dot, on CPU and elsewhere: nothing is broadcast."""
+    x, w = jnp.zeros((8, 3, 4)), tensor(np.zeros((4, 6)), "int8")
+    found = [[v.aval.shape for v in dot.invars] for dot in dots(jqx.matmul, x, w)]
+    assert found == [[(8, 3, 4), (4, 6)]] * 2
+
+
+def test_leading_axes_beside_a_large_matrix_are_rows():
+    """Blocks of 64 take up to 8 rows as digits."""
+    w = jax.eval_shape(lambda: weight("int8", Layout((), (128, 160), MATRICES), 64))
+    for shape, name in [((2, 4, 128), "block_digits"), ((3, 3, 128), "tiles")]:
+        ((cpu, _),) = chosen(jqx.matmul, jax.ShapeDtypeStruct(shape, jnp.float32), w)
+        assert cpu == name
+
+
+def test_a_shared_scale_is_not_repeated_for_a_batch():
+    """The codes of the smaller operand are; every other array stays as small as it was."""
+    lhs, rhs = tensor(np.zeros((3, 4)), "int8"), tensor(np.zeros((9, 4, 6)), "int8")
+    jaxpr = jax.make_jaxpr(jqx.matmul)(lhs, rhs)
+    made = [v.aval for eqn in jaxpr.eqns for v in eqn.outvars if v.aval.dtype == jnp.float32]
+    assert {aval.size for aval in made} <= {1, 9 * 3 * 6}
+
+
+def test_the_operator_takes_a_qtensor_on_either_side():
+    rng = np.random.default_rng(1)
+    q, r = exact_tensor(rng, "int8", (3, 4), (0,)), exact_tensor(rng, "uint8", (4, 5), (1,))
+    x, y = small_integers(rng, (2, 4)), small_integers(rng, (4, 2))
+    for result, expected in [
+        (q @ r, reals(q) @ reals(r)),
+        (r.T @ q.T, (reals(q) @ reals(r)).T),
+        (q @ y, reals(q) @ y),
+        (q @ on_device(y), reals(q) @ y),
+        (jax.jit(lambda q, y: q @ y)(q, y), reals(q) @ y),
+        (x @ r, x @ reals(r)),
+        (on_device(x) @ r, x @ reals(r)),
+        (jax.jit(lambda x, r: x @ r)(x, r), x @ reals(r)),
+    ]:
+        assert isinstance(result, jax.Array)
+        assert_floats(result, expected, np.float32)
+
+
+def test_numpy_on_the_left_of_a_stack_is_one_product_not_one_for_each_element():
+    """NumPy would otherwise take the QTensor for a scalar object."""
+    rng = np.random.default_rng(2)
+    w = exact_tensor(rng, "int8", (2, 4, 5), (0, 2))
+    x = small_integers(rng, (2, 3, 4))
+    assert_floats(x @ w, x @ reals(w), np.float32)
+
+
+@sides
+def test_eager_and_vmapped_contractions_are_those_of_the_jitted_one(formats):
+    layout = LAYOUTS["batch"]
+    lhs, rhs = pair_of(layout, formats)
+    expected = contraction(reals(lhs), reals(rhs), layout.numbers)
+    assert_floats(jqx.dot_general(lhs, rhs, layout.numbers), expected, np.float32)
+    assert_floats(jax.jit(jax.vmap(multiply))(lhs, rhs), expected, np.float32)
+    if isinstance(rhs, jqx.QTensor):
+        expected = contraction(reals(lhs), reals(rhs[0]), (((2,), (0,)), ((), ())))
+        shared = jax.jit(jax.vmap(multiply, in_axes=(0, None)))
+        assert_floats(shared(lhs, rhs[0]), expected, np.float32)
+    if formats == SIDES["integers"]:  # columns, as matrices of one along a new second axis
+        columns = jax.jit(jax.vmap(multiply, in_axes=(None, 1), out_axes=1))
+        mapped = columns(lhs[0], rhs[0][:, :, None])
+        assert_floats(mapped[..., 0], reals(lhs[0]) @ reals(rhs[0]), np.float32)
+
+
+@pytest.mark.slow
+def test_mapped_digits_are_those_of_a_loop():
+    layout = Layout((3, 5, 128), (128, 160), MATRICES)
+    w = weight("uint8", layout, zero_point=True)
+    x = np.random.default_rng(0).normal(size=layout.lhs).astype(np.float32)
+    loop = np.stack([jqx.matmul(row, w) for row in x])
+    mapped = jax.jit(jax.vmap(jqx.matmul, (0, None)))(x, w)
+    np.testing.assert_array_equal(mapped, loop)
+    turned = jax.tree.map(lambda leaf: leaf[::-1], w)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), w, turned)
+    mapped = jax.jit(jax.vmap(jqx.matmul, (None, 0)))(x[0], stacked)
+    np.testing.assert_array_equal(mapped, np.stack([loop[0], jqx.matmul(x[0], turned)]))
+
+
+ROWS = Layout((16, 136), (136, 128), MATRICES)
+WIDE_SUMS = Layout((3, 65), (65, 5), MATRICES)
+SIXTEEN = {  # layout, format and zero point of the weight, dtype, whether the weight is on the left
+    "small": (WIDE_SUMS, "uint8", True, ("bfloat16", "float16"), False),
+    "small, left": (WIDE_SUMS, "uint8", True, ("bfloat16", "float16"), True),
+    "tiles": (ROWS, jnp.float8_e4m3fn, False, ("bfloat16",), False),
+    "tiles, turned": (LARGE["both transposed"], jnp.float8_e4m3fn, False, ("bfloat16",), False),
+    "tiles, one row": (LARGE["one row"], jnp.float8_e4m3fn, False, ("float16",), False),
 }
 
 
-@pytest.mark.many
-@layouts
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-def test_the_result_is_that_of_the_real_operands(layout, formats):
-    """With zero points, and a scale for each index of every axis that is kept."""
-    lhs, rhs = operands(layout, formats)
-    expected = contraction(reals(lhs), reals(rhs), layout[2])
-    assert_floats(contract(lhs, rhs, layout[2]), expected, np.float32)
-
-
-@pytest.mark.parametrize("zero_point, own_scales", [(False, True), (True, False), (False, False)])
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-def test_zero_points_and_scales_may_be_left_out(formats, zero_point, own_scales):
-    layout = LAYOUTS["batch axes anywhere"]
-    lhs, rhs = operands(layout, formats, zero_point, own_scales)
-    expected = contraction(reals(lhs), reals(rhs), layout[2])
-    assert_floats(contract(lhs, rhs, layout[2]), expected, np.float32)
-
-
-def test_one_zero_point_may_serve_many_scales():
-    rng = np.random.default_rng(0)
-    w = exact_tensor(rng, "uint8", (4, 5), (1,), zero_point=False)
-    w = jqx.QTensor(w.values, w.scale, jnp.full((1, 1), 7, jnp.uint8), qtype=jnp.uint8)
-    for x in (on_device(small_integers(rng, (3, 4))), exact_tensor(rng, "int8", (3, 4), (0,))):
-        expected = contraction(reals(x), reals(w), MATRICES)
-        assert_floats(contract(x, w, MATRICES), expected, np.float32)
-
-
-@pytest.mark.many
-@layouts
-def test_operands_with_swapped_axes_give_the_same(layout):
-    """Whatever their last two axes are: contracted, batched, or both of them kept."""
-    lhs, rhs = operands(layout, FORMATS["integer"], own_scales=False)
-    packed = [q if q.ndim < 2 else jqx.pack_for(q, "cpu") for q in (lhs, rhs)]
-    assert all(q.layout.swapped for q in packed if q.ndim > 1)
-    expected = contraction(reals(lhs), reals(rhs), layout.numbers)
-    assert_floats(contract(*packed, layout.numbers), expected, np.float32)
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS[n] for n in LAYOUTS if n != NEGATIVE])
-def test_the_shape_is_that_of_lax_dot_general(layout):
-    """Which has no negative axes: those are ours."""
-    *shapes, numbers = layout
-    floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    expected = jax.eval_shape(
-        functools.partial(lax.dot_general, dimension_numbers=numbers), *floats
-    )
-    for formats in FORMATS.values():
-        lhs, rhs = operands(layout, formats)
-        f = functools.partial(jqx.dot_general, dimension_numbers=numbers)
-        result = jax.eval_shape(f, lhs, rhs)
-        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
-
-
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-def test_eager_and_vmapped_contractions_are_those_of_the_jitted_one(formats):
-    layout = LAYOUTS["batch"]
-    lhs, rhs = operands(layout, formats)
-    expected = contraction(reals(lhs), reals(rhs), layout[2])
-    assert_floats(jqx.dot_general(lhs, rhs, layout[2]), expected, np.float32)
-    mapped = jax.jit(jax.vmap(multiply))(lhs, rhs)
-    assert_floats(mapped, expected, np.float32)
-    if isinstance(rhs, jqx.QTensor):
-        first = jax.vmap(multiply, in_axes=(0, None))
-        expected = contraction(reals(lhs), reals(rhs[0]), (((2,), (0,)), ((), ())))
-        assert_floats(jax.jit(first)(lhs, rhs[0]), expected, np.float32)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("qtype, zero_point", [("int8", False), ("uint8", True), ("int16", True)])
-def test_a_weight_only_product_is_as_near_as_float32_allows(side, qtype, zero_point):
-    """Sums of 33 products, and of 33 activations for the zero point; 4 more roundings after.
-
-    Each rounds relative to the sum of magnitudes, |x| (|code| + |zero point|) scale: Higham (3.5).
-    """
-    rng = np.random.default_rng([len(side), len(qtype), zero_point])
-    shape, axes = ((33, 6), (1,)) if side == "right" else ((6, 33), (0,))
-    scale = rng.uniform(0.001, 0.1, kept(shape, axes))
-    zero = random_codes(rng, qtype, scale.shape) if zero_point else None
-    w = tensor(random_codes(rng, qtype, shape), qtype, scale, zero)
-    x = rng.normal(size=(7, 33) if side == "right" else (33, 7)).astype(np.float32)
-    codes = np.abs(as_float64(w.values)) + (0 if zero is None else np.abs(zero))
-    magnitude = codes * as_float64(w.scale)
-    order = (lambda a, b: (a, b)) if side == "right" else (lambda a, b: (b, a))
-    y = as_float64(contract(*order(on_device(x), w), MATRICES))
-    expected = contraction(*order(as_float64(x), reals(w)), MATRICES)
-    allowed = gamma(33 + 4) * contraction(*order(np.abs(as_float64(x)), magnitude), MATRICES)
-    assert np.all(np.abs(y - expected) <= allowed)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_sixteen_bit_activations_accumulate_in_float32_and_round_once(dtype, side):
+@pytest.mark.parametrize("layout, qtype, zero, dtypes, swap", SIXTEEN.values(), ids=SIXTEEN)
+def test_sixteen_bit_activations_accumulate_in_float32_and_round_once(
+    layout, qtype, zero, dtypes, swap
+):
     """Integers: the float32 sum is exact, so that the result is its nearest 16-bit float."""
-    rng = np.random.default_rng(1)
-    shape, axes = ((9, 5), (1,)) if side == "right" else ((5, 9), (0,))
-    w = exact_tensor(rng, "uint8", shape, axes, dtype=dtype)
-    x = small_integers(rng, (3, 9) if side == "right" else (9, 3))
-    pair = (on_device(x, dtype), w) if side == "right" else (w, on_device(x, dtype))
-    expected = contraction(reals(pair[0]), reals(pair[1]), MATRICES)
-    assert np.any(nearest(expected, dtype) != expected), "no rounding to be seen"
-    assert_floats(contract(*pair, MATRICES), nearest(expected, dtype), dtype)
-    assert_floats(contract(*pair, MATRICES, jnp.float32), expected, np.float32)
+    for dtype in dtypes:
+        w = weight(qtype, layout, zero_point=zero, small=True, dtype=jnp.dtype(dtype))
+        # of more bits than 16-bit floats have
+        x = on_device(small_integers(np.random.default_rng(0), layout.lhs) * 31, dtype)
+        pair = (w, x) if swap else (x, w)
+        numbers = layout.swapped if swap else layout.numbers
+        expected = contraction(*map(real_values, pair), numbers)
+        assert np.any(nearest(expected, dtype) != expected), "no rounding to be seen"
+        assert_floats(contract(*pair, numbers), nearest(expected, dtype), dtype)
+        assert_floats(contract(*pair, numbers, jnp.float32), expected, np.float32)
+
+
+@pytest.mark.parametrize("dtype, size", [("bfloat16", None), ("float16", 32)])
+def test_sixteen_bit_activations_are_split_into_digits_as_float32(dtype, size):
+    layout = Layout((2, 128), (128, 160), MATRICES)
+    w = weight("int8", layout, size=size)
+    x = on_device(np.random.default_rng(0).normal(size=layout.lhs), dtype)
+    assert "digits" in chosen(jqx.matmul, x.astype(jnp.float32), w)[0][0]
+    wide = product(x.astype(jnp.float32), w)
+    narrow = product(x, w.astype(jnp.dtype(dtype)))
+    assert_floats(narrow, nearest(as_float64(wide), dtype), dtype)
+
+
+def test_a_float64_product_is_computed_in_float64():
+    with jax.enable_x64(True):
+        for layout in (Layout((2, 3), (3, 4), MATRICES), ROWS):
+            w = weight("int8", layout, small=True, dtype=jnp.float64)
+            rng = np.random.default_rng(0)
+            x = on_device(small_integers(rng, layout.lhs), jnp.float64) + 2.0**-40
+            expected = real_values(x) @ real_values(w)
+            assert np.any(np.float32(expected) != expected)
+            assert_floats(product(x, w), expected, np.float64)
 
 
 @pytest.mark.parametrize("qtype", ["int2", "int4", "int8", "uint8"])
@@ -188,35 +352,60 @@ def test_weight_only_contracts_codes_in_the_dtype_of_the_activations(qtype, dtyp
         assert sorted({*names, *on_cpu}) == sorted({"convert_element_type", *on_cpu})
 
 
+def test_codes_are_multiplied_in_sixteen_bits_where_these_hold_them():
+    """Scales come after; where they are in blocks they come first, in float32."""
+    x = jax.ShapeDtypeStruct(ROWS.lhs, jnp.bfloat16)
+    for qtype, size, dtype in [
+        (jnp.float8_e4m3fn, None, "bfloat16"),
+        (jnp.float8_e4m3fn, 8, "float32"),
+        (numerics.nf4, None, "float32"),
+    ]:
+        w = weight(qtype, ROWS, size, dtype=jnp.bfloat16)
+        on_cpu = dots(jqx.matmul, x, w)[0]
+        assert dtypes((*on_cpu.invars, *on_cpu.outvars)) == [dtype, dtype, "float32"]
+
+
 def test_codes_wider_than_bytes_are_contracted_in_float32():
     w = tensor([[1001], [-3]], "int16", dtype=jnp.bfloat16)
     y = jqx.matmul(jnp.ones((1, 2), jnp.bfloat16), w, preferred_element_type=jnp.float32)
     assert_floats(y, np.array([[998]]), np.float32)
 
 
-@pytest.mark.parametrize("left", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("right", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-def test_the_result_has_the_promoted_dtype_of_the_real_operands(formats, left, right):
-    shapes = ((3, 4), (4, 5))
-    pair = [
-        jnp.zeros(shape, dtype)
-        if qtype is None
-        else tensor(np.zeros(shape), qtype, dtype=jnp.dtype(dtype))
-        for shape, qtype, dtype in zip(shapes, formats, (left, right), strict=True)
-    ]
-
-    with jax.numpy_dtype_promotion("standard"):
-        assert jax.eval_shape(multiply, *pair).dtype == jnp.promote_types(left, right)
+def test_every_two_numbers_of_8_bit_floats_are_multiplied():
+    """One product in each sum: bfloat16 holds the numbers, float32 what they give."""
+    codes = np.arange(256, dtype=np.uint8)
+    x, w = (
+        on_device(every[np.isfinite(every.astype(np.float32))])
+        for every in (codes.view(jnp.float8_e4m3fn), codes.view(jnp.float8_e5m2))
+    )
+    x = jqx.QTensor(jnp.tile(x, 65)[:, None], jnp.ones((1, 1)), qtype=x.dtype)
+    w = jqx.QTensor(w[None], jnp.ones((1, 1)), qtype=w.dtype)
+    assert chosen(jqx.matmul, x, w)[0][0] == "float8_tiles"
+    assert_floats(product(x, w), real_values(x) @ real_values(w), np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-def test_preferred_element_type_is_the_dtype_of_the_result(formats, dtype):
-    lhs, rhs = operands(LAYOUTS["matrices"], formats)
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@sides
+def test_the_result_has_the_promoted_dtype_of_the_real_operands_or_the_preferred_one(formats):
+    for dtypes_of_pair in itertools.product(FLOATS, repeat=2):
+        pair = [
+            jnp.zeros(shape, dtype)
+            if qtype is None
+            else tensor(np.zeros(shape), qtype, dtype=jnp.dtype(dtype))
+            for shape, qtype, dtype in zip(((3, 4), (4, 5)), formats, dtypes_of_pair, strict=True)
+        ]
+        with jax.numpy_dtype_promotion("standard"):
+            promoted = jnp.promote_types(*dtypes_of_pair)
+            assert jax.eval_shape(multiply, *pair).dtype == promoted
+    lhs, rhs = pair_of(LAYOUTS["matrices"], formats)
     expected = contraction(reals(lhs), reals(rhs), MATRICES)
-    result = contract(lhs, rhs, MATRICES, jnp.dtype(dtype))
-    assert_floats(result, nearest(expected, dtype), dtype)
+    for dtype in FLOATS:
+        result = contract(lhs, rhs, MATRICES, jnp.dtype(dtype))
+        assert_floats(result, nearest(expected, dtype), dtype)
+    f = functools.partial(jqx.matmul, preferred_element_type=jnp.bfloat16)
+    assert jax.eval_shape(f, lhs, rhs[None]).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -232,140 +421,58 @@ def test_two_arrays_are_left_to_lax(dtype):
     np.testing.assert_array_equal(result, expected)
 
 
-def test_precision_reaches_the_contraction_of_floats():
-    x, w = jnp.ones((3, 4)), tensor(np.zeros((4, 5)), "int8")
-    highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    for dot in dots(functools.partial(jqx.matmul, precision="highest"), x, w):
-        assert dot.params["precision"] == highest
-
-
-@pytest.mark.parametrize("axes", [(0,), (0, 1)])
-@pytest.mark.parametrize("other", ["float32", "int8"])
-def test_a_scale_that_varies_along_a_contracted_axis_is_refused(other, axes):
+def test_two_arrays_are_left_to_jnp_matmul():
     rng = np.random.default_rng(3)
-    w = exact_tensor(rng, "int8", (4, 5), axes, zero_point=False)
-    x = jnp.ones((3, 4)) if other == "float32" else tensor(np.ones((3, 4)), "int8")
+    x, y = rng.normal(size=(2, 3, 4)).astype("f"), rng.normal(size=(2, 4, 5)).astype("f")
+    np.testing.assert_array_equal(jqx.matmul(x, y), jnp.matmul(x, y))
+    narrow = jqx.matmul(x, y, preferred_element_type=jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
 
-    facts = ("contracted axis", "quantize with jqx.per_")
-    facts_right = (*facts, "`rhs`", "(4, 5)", f"scale {w.scale.shape}")
-    facts_left = (*facts, "`lhs`", "(5, 4)", f"scale {w.T.scale.shape}")
-    assert_refused(multiply, (x, w), ValueError, "dot_general", *facts_right)
-    assert_refused(multiply, (w.T, x.T), ValueError, "dot_general", *facts_left)
+
+def test_precision_reaches_the_contraction_of_floats():
+    """Also that of every tile."""
+    f = functools.partial(jqx.matmul, precision="highest")
+    small = jnp.ones((3, 4)), tensor(np.zeros((4, 5)), "int8")
+    tiled = [(jnp.ones(ROWS.lhs), weight(q, ROWS)) for q in (numerics.nf4, jnp.float8_e4m3fn)]
+    for pair in (small, *tiled):
+        precisions = {dot.params["precision"] for dot in dots(f, *pair)}
+        assert precisions == {(lax.Precision.HIGHEST,) * 2}
+
+
+SPOILED = {
+    "convert_wide": (Layout((3, 5), (5, 4), MATRICES), "int8", None, True),
+    "digits": (Layout((3, 128), (128, 160), MATRICES), "int8", None, False),
+    "block_digits": (Layout((3, 128), (128, 160), MATRICES), "int8", 32, False),
+    "tiles": (ROWS, numerics.nf4, None, False),
+}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_spoils_its_own_row_alone(value):
+    for name, (layout, qtype, size, zero_point) in SPOILED.items():
+        w = weight(qtype, layout, size, zero_point)
+        x = np.random.default_rng(1).normal(size=layout.lhs).astype(np.float32)
+        spoilt = x.copy()
+        spoilt[1, 3] = value
+        assert chosen(jqx.matmul, x, w)[0][0] == name
+        y, result = np.asarray(product(x, w)), np.asarray(product(spoilt, w))
+        assert np.isfinite(y).all() and not np.isfinite(result[1]).any()
+        assert np.isnan(result[1]).all() or "digits" not in name
+        np.testing.assert_array_equal(np.delete(result, 1, 0), np.delete(y, 1, 0))
+
+
+def test_a_scale_that_is_not_finite_spoils_its_own_column_alone():
+    for layout, size in [(LARGE["one row"], None), (Layout((2, 64), (64, 3), MATRICES), 32)]:
+        w = weight("int8", layout, size)
+        w = dataclasses.replace(w, scale=w.scale.at[-1, 2].set(jnp.nan))
+        y = np.asarray(product(jnp.ones(layout.lhs), w))
+        assert np.isfinite(np.delete(y, 2, 1)).all() and np.isnan(y[:, 2]).all()
 
 
 def test_a_scale_along_a_contracted_axis_of_size_1_is_accepted():
     w = jqx.QTensor.quantize(jnp.ones((1, 5)), jqx.QSpec(jnp.int8, jqx.per_axis(0, 1)))
     x = jqx.QTensor.quantize(jnp.ones((3, 1)), jqx.QSpec(jnp.int8, jqx.per_axis(0, 1)))
     assert_floats(contract(x, w, MATRICES), nearest(reals(x) * reals(w), np.float32), np.float32)
-
-
-def test_a_batch_axis_may_have_its_own_scale():
-    rng = np.random.default_rng(4)
-    lhs = exact_tensor(rng, "int8", (2, 3, 4), (0,))
-    rhs = exact_tensor(rng, "uint8", (2, 4, 5), (0,))
-    numbers = LAYOUTS["batch"][2]
-    expected = contraction(reals(lhs), reals(rhs), numbers)
-    assert_floats(contract(lhs, rhs, numbers), expected, np.float32)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int32", "bool"])
-def test_an_integer_array_beside_a_qtensor_is_refused(dtype):
-    """It is not known what its integers stand for."""
-    w, x = tensor(np.zeros((4, 4)), "int8"), jnp.zeros((4, 4), dtype)
-
-    assert_refused(multiply, (x, w), TypeError, "dot_general", "`lhs`", dtype, "floating point")
-    assert_refused(multiply, (w, x), TypeError, "dot_general", "`rhs`", dtype, "floating point")
-
-
-@pytest.mark.parametrize("dtype, fact", [(jnp.int32, "int32"), ("int9", "int9")])
-def test_a_preferred_element_type_that_is_no_float_is_refused(dtype, fact):
-    w = tensor(np.zeros((4, 4)), "int8")
-
-    f = functools.partial(multiply, preferred_element_type=dtype)
-    for x in (jnp.zeros((4, 4)), w):
-        assert_refused(f, (x, w), TypeError, "dot_general", "preferred_element_type", fact)
-
-
-def test_sizes_that_do_not_fit_are_refused():
-    w = tensor(np.zeros((4, 5)), "int8")
-    for x in (jnp.zeros((3, 6)), tensor(np.zeros((3, 6)), "int8")):
-        with pytest.raises(TypeError, match="same shape"):
-            jqx.dot_general(x, w, MATRICES)
-
-
-def test_nan_and_infinite_activations_spoil_their_own_row_alone():
-    w = tensor([[1, 2], [3, -4]], "int8", [[1, 2]], [[0, 1]])
-    x = jnp.array([[1.0, 1], [np.nan, 1], [np.inf, 1]])
-    y = np.asarray(contract(x, w, MATRICES))
-    np.testing.assert_array_equal(y[0], [4, -8])
-    assert not np.isfinite(y[1:]).any()
-
-
-def loss(numbers, cotangent, qtype, x, codes, scale, zero):
-    w = jqx.QTensor(codes, scale, zero, qtype=qtype, dtype=x.dtype)
-    y = jqx.dot_general(x, w, numbers)
-    return (y.astype(jnp.float32) * cotangent).sum()
-
-
-@pytest.mark.parametrize("zero_point", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gradient_of_a_weight_only_product_is_that_of_the_dequantized_one(dtype, zero_point):
-    """Small integers and powers of two: every sum is exact, also the cotangents in bfloat16."""
-    rng = np.random.default_rng(5)
-    x = rng.integers(-2, 3, (3, 4)).astype(np.float32)
-    w = exact_tensor(rng, "int4", (4, 2), (1,), zero_point)
-    scale = np.float32([[0.5, 2]])
-    g = rng.integers(-1, 2, (3, 2)).astype(np.float32)
-    gradient = jax.grad(functools.partial(loss, MATRICES, g, jnp.int4), argnums=(0, 2))
-    args = (on_device(x, dtype), w.values, scale, w.zero_point)
-    d = differences(w)
-    dx, dscale = g @ (d * scale).T, (g * (x @ d)).sum(0, keepdims=True)
-    for form in (gradient, jax.jit(gradient)):
-        of_x, of_scale = form(*args)
-        assert_floats(of_x, dx, dtype)
-        assert_floats(of_scale, dscale, np.float32)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_gradients_are_as_near_the_float64_ones_as_float32_allows(side):
-    """Contractions over 29 rows, 33 terms or 6 columns, and 6 roundings around them."""
-    rng = np.random.default_rng(6)
-    codes, zero = random_codes(rng, "uint8", (33, 6)), random_codes(rng, "uint8", (1, 6))
-    x, g = (rng.normal(size=shape).astype(np.float32) for shape in ((29, 33), (29, 6)))
-    scale = rng.uniform(0.001, 0.1, (1, 6)).astype(np.float32)
-    as_right = side == "right"
-
-    def f(x, scale):
-        q = jqx.QTensor(
-            on_device(codes, jnp.uint8), scale, on_device(zero, jnp.uint8), qtype=jnp.uint8
-        )
-        y = jqx.matmul(x, q) if as_right else jqx.matmul(q.T, x.T).T
-        return (y * g).sum()
-
-    of_x, of_scale = jax.jit(jax.grad(f, (0, 1)))(x, scale)
-    x, g, scale = (as_float64(v) for v in (x, g, scale))
-    difference, magnitude = codes - zero, codes + zero
-    dx, dscale = (g * scale) @ difference.T, (g * (x @ difference)).sum(0, keepdims=True)
-    sizes = np.abs(g * scale) @ magnitude.T, (np.abs(g) * (np.abs(x) @ magnitude)).sum(0)
-    assert np.all(np.abs(of_x - dx) <= gamma(6 + 6) * sizes[0])
-    assert np.all(np.abs(of_scale - dscale) <= gamma(29 + 33 + 6) * sizes[1])
-
-
-def test_a_qtensor_is_differentiated_as_a_whole():
-    """The gradient has its structure: real for the scale, empty (float0) for integers."""
-    w = tensor([[1, 2], [3, -4]], "int8", [[1, 2]], [[0, 1]])
-    x = jnp.array([[1.0, 10]])
-    gradient = jax.grad(lambda w: jqx.matmul(x, w).sum(), allow_int=True)(w)
-    assert jax.tree.structure(gradient) == jax.tree.structure(w)
-    assert_floats(gradient.scale, np.array([[31, -49]]), np.float32)
-    assert gradient.values.dtype == gradient.zero_point.dtype == jax.dtypes.float0
-
-
-def test_a_float64_product_is_computed_in_float64():
-    with jax.enable_x64(True):
-        w = tensor([[1], [-1]], "int8", dtype=jnp.float64)
-        x = jnp.array([[1 + 2.0**-40, 1]])
-        assert_floats(jqx.matmul(x, w), np.array([[2.0**-40]]), np.float64)
 
 
 def test_ml_dtypes_arrays_are_operands_as_jax_arrays_are():
@@ -386,3 +493,46 @@ def test_a_sum_of_nothing_is_zero_whoever_shares_the_scales(left):
     assert jqx.matmul(x, empty).shape == jqx.matmul(rows, empty).shape == (left[0], 0)
     y = jqx.ragged_dot(x, q[None], jnp.array([left[0]]))
     np.testing.assert_array_equal(y, np.zeros((left[0], 5), np.float32))
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 1)])
+@pytest.mark.parametrize("other", ["float32", "int8"])
+def test_a_scale_that_varies_along_a_contracted_axis_is_refused(other, axes):
+    w = exact_tensor(np.random.default_rng(3), "int8", (4, 5), axes, zero_point=False)
+    x = jnp.ones((3, 4)) if other == "float32" else tensor(np.ones((3, 4)), "int8")
+    facts = ("contracted axis", "quantize with jqx.per_")
+    right = (*facts, "`rhs`", "(4, 5)", f"scale {w.scale.shape}")
+    left = (*facts, "`lhs`", "(5, 4)", f"scale {w.T.scale.shape}")
+    assert_refused(multiply, (x, w), ValueError, "dot_general", *right)
+    assert_refused(jqx.matmul, (x, w), ValueError, "dot_general", *right)
+    assert_refused(jqx.matmul, (x[None], w), ValueError, "dot_general", "`rhs`")
+    assert_refused(multiply, (w.T, x.T), ValueError, "dot_general", *left)
+
+
+def test_operands_of_other_dtypes_and_without_axes_are_refused():
+    """It is not known what the integers of an array stand for."""
+    w, x = tensor(np.zeros((4, 4)), "int8"), jnp.zeros((4, 4))
+    for dtype in ("int8", "int32", "bool"):
+        for name, pair in [("`lhs`", (x.astype(dtype), w)), ("`rhs`", (w, x.astype(dtype)))]:
+            facts = name, dtype, "floating point"
+            assert_refused(multiply, pair, TypeError, "dot_general", *facts)
+    for dtype, fact in [(jnp.int32, "int32"), ("int9", "int9")]:
+        f = functools.partial(multiply, preferred_element_type=dtype)
+        for operand in (x, w):
+            facts = "preferred_element_type", fact
+            assert_refused(f, (operand, w), TypeError, "dot_general", *facts)
+    for pair in [(w, jnp.float32(2)), (jnp.float32(2), w)]:
+        assert_refused(jqx.matmul, pair, ValueError, "matmul", "no axis", "()", "(4, 4)")
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    w, stack = tensor(np.zeros((4, 5)), "int8"), tensor(np.zeros((3, 4, 5)), "int8")
+    for x in (jnp.zeros((3, 6)), tensor(np.zeros((3, 6)), "int8"), jnp.zeros((3,))):
+        with pytest.raises(TypeError):
+            jqx.matmul(x, w)
+        if x.ndim == 2:
+            with pytest.raises(TypeError, match="same shape"):
+                jqx.dot_general(x, w, MATRICES)
+    for x in (jnp.zeros((2, 3, 4)), tensor(np.zeros((2, 3, 4)), "int8")):
+        with pytest.raises(ValueError):
+            jqx.matmul(x, stack)
