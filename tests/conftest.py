@@ -78,7 +78,6 @@ OPTIMIZED = (
     "contractions/test_exact.py",
     "contractions/test_gradients.py",
     "contractions/test_dot_general.py",
-    "contractions/test_fixed_point.py",
     "contractions/test_formulation.py",
     "contractions/test_lowering.py",
     "contractions/test_memory.py",

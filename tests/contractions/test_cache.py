@@ -20,14 +20,24 @@ from ..arrays import on_device
 from ..oracles.contractions import gamma
 from ..oracles.numerics import as_float64, assert_floats
 from ..oracles.refusals import assert_refused
-from ..tensor.tensors import BOX, CASES, made, spread_out, tensor
+from ..tensor.tensors import BOX, CASES, assert_equal, made, spread_out, tensor
 from .blocks import magnitudes, real_values
+
+"""Slices at run-time places, read and written, and caches of keys and values made of them."""
+
 
 pytestmark = pytest.mark.slow
 
+
 BATCH, TOKENS, HEADS, WIDTH = SHAPE = (2, 5, 3, 32)
+
+
 MINMAX = {"symmetric": False, "calibrator": jqx.calibrators.minmax}
+
+
 BLOCKS = {0: 1, 1: 1, 2: 1}
+
+
 PER_TOKEN = {
     "int8": jqx.QSpec(jnp.int8, jqx.per_axis(0, 1, 2)),
     "uint8 asymmetric": jqx.QSpec(jnp.uint8, jqx.per_axis(0, 1, 2), **MINMAX),
@@ -37,6 +47,8 @@ PER_TOKEN = {
     "e4m3": jqx.QSpec(jnp.float8_e4m3fn, jqx.per_axis(0, 1, 2)),
     "mxfp4": jqx.QSpec(numerics.mxfp4, jqx.per_block({**BLOCKS, 3: 32})),
 }
+
+
 NVFP4 = jqx.QSpec(numerics.nvfp4, jqx.per_block({**BLOCKS, 3: 16}))
 
 
@@ -48,14 +60,6 @@ def tokens(dtype="float32"):
 @functools.partial(jax.jit, donate_argnums=0)
 def write(cache, x, t):
     return dynamic_update_slice(cache, x, (0, t, 0, 0))
-
-
-def assert_equal(q, r):
-    """Asserts that two QTensors are of one kind, and equal in codes, scales and zero points."""
-    assert jax.tree.structure(q) == jax.tree.structure(r)
-    for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(r), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_array_equal(as_float64(a), as_float64(b))
 
 
 def packed(spec, cache):
@@ -274,72 +278,48 @@ def test_a_slice_of_laid_out_codes_leaves_them_so():
 
 
 TOKENS_IN_BLOCKS = PER_TOKEN["uint4 asymmetric in blocks"]
+
+
 COARSER = jqx.QSpec(jnp.uint4, jqx.per_block({0: 1, 3: 16}), **MINMAX)
+
+
 MX = jqx.QSpec(numerics.mxfp4, jqx.per_block({**BLOCKS, 3: 32}))
+
+
 WITH_TAIL = jqx.QSpec(jnp.int8, jqx.per_block({1: 2, 3: 4}, tail=True))
 
 
-def as_it_is(q):
-    return q
+def laid_out(q, layout):
+    """A QTensor as it is (`None`), packed along an axis, or for a target."""
+    if layout is None:
+        return q
+    return q.pack(layout) if isinstance(layout, int) else q.pack_for(layout)
 
 
-UPDATES = {  # the specs of a QTensor and of what is written to it, how they are laid out, and where
-    "own scales": (TOKENS_IN_BLOCKS, TOKENS_IN_BLOCKS, as_it_is, as_it_is, (0, 2, 0, 0)),
-    "packed": (
-        TOKENS_IN_BLOCKS,
-        TOKENS_IN_BLOCKS,
-        lambda q: q.pack(-1),
-        lambda u: u.pack(-1),
-        (0, 3, 0, 0),
-    ),
-    "to packed": (
-        TOKENS_IN_BLOCKS,
-        TOKENS_IN_BLOCKS,
-        lambda q: q.pack(-1),
-        as_it_is,
-        (0, -2, 0, 0),
-    ),
-    "from packed": (
-        TOKENS_IN_BLOCKS,
-        TOKENS_IN_BLOCKS,
-        as_it_is,
-        lambda u: u.pack(2),
-        (1, 9, 0, 0),
-    ),
-    "to swapped and as int8": (
-        TOKENS_IN_BLOCKS,
-        TOKENS_IN_BLOCKS,
-        lambda q: q.pack_for("cpu"),
-        as_it_is,
-        (0, 1, 0, 0),
-    ),
-    "coarser scales": (TOKENS_IN_BLOCKS, COARSER, as_it_is, as_it_is, (0, 1, 0, 0)),
-    "no zero points": (
-        TOKENS_IN_BLOCKS,
-        TOKENS_IN_BLOCKS,
-        as_it_is,
-        lambda u: dataclasses.replace(u, zero_point=None),
-        (0, 1, 0, 0),
-    ),
-    "one scale": (
-        TOKENS_IN_BLOCKS,
-        jqx.QSpec(jnp.uint4, **MINMAX),
-        as_it_is,
-        as_it_is,
-        (0, 1, 0, 0),
-    ),
-    "mxfp4": (MX, MX, as_it_is, as_it_is, (0, 1, 0, 0)),
-    "whole blocks": (WITH_TAIL, WITH_TAIL, as_it_is, as_it_is, (0, 2, 0, 0)),
-    "a tail": (WITH_TAIL, WITH_TAIL, as_it_is, as_it_is, (0, 4, 0, 0)),
+ONE_SCALE = jqx.QSpec(jnp.uint4, **MINMAX)
+UPDATES = {  # the specs of a QTensor and of what is written to it, how they lie, and where
+    "own scales": (TOKENS_IN_BLOCKS, TOKENS_IN_BLOCKS, None, None, (0, 2, 0, 0)),
+    "packed": (TOKENS_IN_BLOCKS, TOKENS_IN_BLOCKS, -1, -1, (0, 3, 0, 0)),
+    "to packed": (TOKENS_IN_BLOCKS, TOKENS_IN_BLOCKS, -1, None, (0, -2, 0, 0)),
+    "from packed": (TOKENS_IN_BLOCKS, TOKENS_IN_BLOCKS, None, 2, (1, 9, 0, 0)),
+    "to swapped and as int8": (TOKENS_IN_BLOCKS, TOKENS_IN_BLOCKS, "cpu", None, (0, 1, 0, 0)),
+    "coarser scales": (TOKENS_IN_BLOCKS, COARSER, None, None, (0, 1, 0, 0)),
+    "no zero points": (TOKENS_IN_BLOCKS, TOKENS_IN_BLOCKS, None, None, (0, 1, 0, 0)),
+    "one scale": (TOKENS_IN_BLOCKS, ONE_SCALE, None, None, (0, 1, 0, 0)),
+    "mxfp4": (MX, MX, None, None, (0, 1, 0, 0)),
+    "whole blocks": (WITH_TAIL, WITH_TAIL, None, None, (0, 2, 0, 0)),
+    "a tail": (WITH_TAIL, WITH_TAIL, None, None, (0, 4, 0, 0)),
 }
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_qtensor_is_written_with_its_scales(name):
-    spec, spec_of_update, lay_out, lay_out_update, starts = UPDATES[name]
-    q = lay_out(jqx.QTensor.quantize(tokens(), spec))
+    spec, spec_of_update, layout, layout_of_update, starts = UPDATES[name]
+    q = laid_out(jqx.QTensor.quantize(tokens(), spec), layout)
     part = on_device(spread_out((2, 2, 3, 32), 1))[:, : 1 if name == "a tail" else 2]
-    update = lay_out_update(jqx.QTensor.quantize(part, spec_of_update))
+    update = laid_out(jqx.QTensor.quantize(part, spec_of_update), layout_of_update)
+    if name == "no zero points":
+        update = dataclasses.replace(update, zero_point=None)
     result = jax.jit(lambda q, u: dynamic_update_slice(q, u, starts))(q, update)
     assert jax.tree.structure(result) == jax.tree.structure(q)
     expected = lax.dynamic_update_slice(q.dequantize(), update.dequantize(), starts)

@@ -1,33 +1,189 @@
-"""Quantized results: of accumulators by integers alone, as TFLite's; of floats by a spec."""
+"""Quantized results: of accumulators by integers alone, as TFLite's and gemmlowp's, bit by bit,
+where JAX has no int64; of floats by a spec.
+"""
 
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jqx
 from jqx._src.contractions.requantize import (
     FixedPointRounding,
     Requantization,
     as_asked,
+    multiply_fixed_point,
+    quantize_multiplier,
     requantize,
 )
 from jqx.calibrators import Affine
 from jqx.numerics import Integer, format_of
 
 from ..arrays import on_device
+from ..oracles import tflite
 from ..oracles.numerics import as_int64, codes_of
 from ..oracles.refusals import assert_refused
-from . import tflite
 
 FORMATS = [jnp.int8, jnp.uint8, jnp.int16, jnp.int4, Integer(8, narrow=True), Integer(5)]
 LOWEST, LARGEST = -(2**31), 2**31 - 1
 both_roundings = pytest.mark.parametrize("rounding", FixedPointRounding, ids=lambda r: r.value)
 requantized = jax.jit(requantize)
+
+
+"""Products in fixed point are TFLite's and gemmlowp's, bit by bit, where JAX has no int64."""
+
+
+SHIFTS = range(-31, 31)
+
+
+POWERS = [sign * 2**k + d for k in range(31) for sign in (1, -1) for d in (-1, 0, 1)]
+
+
+ACCUMULATORS = np.unique([*POWERS, LOWEST, LOWEST + 1, LARGEST - 1, LARGEST, 3, 5, 1000003])
+
+
+FACTORS = [2**30, 2**30 + 1, 2**31 - 1, 2**31 - 2, 1431655765, 1518500250, 1717986918]
+
+
+MULTIPLIERS = np.array([0, 1, 2, 3, 2**16 - 1, 2**16, 2**29, *FACTORS, *(-m for m in FACTORS)])
+MULTIPLIERS = np.append(MULTIPLIERS, [-1, LOWEST])
+
+
+@functools.partial(jax.jit, static_argnames="rounding")
+def product(x, multiplier, shift, rounding):
+    return multiply_fixed_point(x, multiplier, shift, rounding)
+
+
+def assert_as_tflite(x, multiplier, shift, rounding):
+    x, multiplier, shift = (np.asarray(v, np.int32) for v in (x, multiplier, shift))
+    result = np.asarray(product(x, multiplier, shift, rounding))
+    assert result.dtype == np.int32
+    expected = tflite.MULTIPLY[rounding.value](x, multiplier, shift)
+    np.testing.assert_array_equal(result.astype(np.int64), expected, strict=True)
+
+
+@both_roundings
+def test_every_shift_of_extreme_accumulators_and_multipliers(rounding):
+    """All triples: both ends, powers of two and their neighbours, ties of every shift among them;
+    INT32_MIN * INT32_MIN, which saturates; left shifts that wrap around.
+    """
+    grid = np.array(list(itertools.product(ACCUMULATORS, MULTIPLIERS, SHIFTS)), np.int32)
+    assert_as_tflite(*grid.T, rounding)
+
+
+@both_roundings
+def test_random_triples(rounding):
+    rng = np.random.default_rng(0)
+    n = 1_000_000
+    x = rng.integers(LOWEST, LARGEST, n, endpoint=True) >> rng.integers(0, 31, n)
+    multiplier = rng.integers(2**30, 2**31, n) * rng.choice([1, 1, 1, -1], n)
+    assert_as_tflite(x, multiplier, rng.integers(-31, 31, n), rounding)
+
+
+@both_roundings
+def test_ties_and_their_neighbours(rounding):
+    """Odd multiples of half a unit, times factors that are powers of two."""
+    rng = np.random.default_rng(1)
+    odd = 2 * rng.integers(-500, 500, (1000, 1)) + 1
+    shift = np.arange(0, -21, -1)
+    near = rng.integers(-1, 2, (1000, 1))
+    x = odd * 2**-shift + near
+    assert_as_tflite(x, np.full_like(x, 2**30), np.broadcast_to(shift, x.shape), rounding)
+
+
+def test_what_the_two_roundings_do_with_ties():
+    """-2.5, -1.5, -0.5, 0.5, 1.5 and 2.5, as eighths."""
+    x = np.array([-20, -12, -4, 4, 12, 20], np.int32)
+    args = x, np.full_like(x, 2**30), np.full_like(x, -2)
+    away = product(*args, FixedPointRounding.DOUBLE)
+    up = product(*args, FixedPointRounding.SINGLE)
+    np.testing.assert_array_equal(away, [-3, -2, -1, 1, 2, 3])
+    np.testing.assert_array_equal(up, [-2, -1, 0, 1, 2, 3])
+
+
+def test_the_roundings_are_as_near_as_their_number_allows():
+    """Without wrapping, one rounding is within a half; the first of two adds half a unit of the
+    last bit that the shift leaves: 2**(shift - 1). In units of 2**(shift - 31), all is exact.
+    """
+    rng = np.random.default_rng(2)
+    n = 100_000
+    x = rng.integers(LOWEST, LARGEST, n, endpoint=True)
+    multiplier, shift = rng.integers(2**30, 2**31, n), rng.integers(-31, 1, n)
+    half = np.int64(1) << (30 - shift)
+    for rounding, most in (
+        (FixedPointRounding.SINGLE, half),
+        (FixedPointRounding.DOUBLE, half + 2**30),
+    ):
+        narrow = (v.astype(np.int32) for v in (x, multiplier, shift))
+        y = np.asarray(product(*narrow, rounding)).astype(np.int64)
+        error = np.abs((y << (31 - shift)) - x * multiplier)
+        assert (error <= most).all()
+        assert (error > half // 2).any()
+
+
+CARRIED = math.nextafter(1.0, 0.0)
+"""Its mantissa rounds to 2**31."""
+MULTIPLIERS_BY_HAND = [
+    (1.0, 2**30, 1),
+    (0.5, 2**30, 0),
+    (0.75, 3 * 2**29, 0),
+    (CARRIED, 2**30, 1),
+    (1 - 2.0**-32, 2**30, 1),  # half-way between 2**31 - 1 and 2**31
+    (1 - 2.0**-31, 2**31 - 1, 0),
+    (0.5 + 2.0**-32, 2**30 + 1, 0),  # half-way between 2**30 and 2**30 + 1
+    (-0.5 - 2.0**-32, -(2**30) - 1, 0),
+    (-CARRIED, -(2**31), 0),
+    (2.0**-32, 2**30, -31),
+    (math.nextafter(2.0**-32, 0), 2**30, -31),  # the carry comes before the test of the shift
+    (2.0**-32 * (1 - 2.0**-31), 0, 0),
+    (2.0**-33, 0, 0),
+    (5e-324, 0, 0),
+    (0.0, 0, 0),
+    (2.0**30 - 0.5, 2**31 - 1, 30),
+]
+
+
+def test_multipliers_of_factors_that_can_be_told_by_hand():
+    for factor, multiplier, shift in MULTIPLIERS_BY_HAND:
+        assert tflite.quantize_multiplier(factor) == (multiplier, shift)
+        result = quantize_multiplier(np.float64(factor))
+        assert [(v.dtype, int(v)) for v in result] == [(np.int32, multiplier), (np.int32, shift)]
+
+
+def test_multipliers_of_quotients_of_scales():
+    rng = np.random.default_rng(3)
+    scales = np.exp(rng.uniform(-12, 3, (3, 20_000))).astype(np.float32).astype(np.float64)
+    factor = scales[0] * scales[1] / scales[2]
+    multiplier, shift = quantize_multiplier(factor)
+    expected = [tflite.quantize_multiplier(f) for f in factor]
+    np.testing.assert_array_equal(np.stack([multiplier, shift], 1), np.array(expected))
+
+
+@given(st.floats(2.0**-32, 2.0**30 - 1))
+def test_a_multiplier_is_within_half_a_unit_of_its_factor(factor):
+    multiplier, shift = (int(v) for v in quantize_multiplier(np.float64(factor)))
+    assert 2**30 <= multiplier < 2**31
+    unit = 2.0 ** (shift - 31)
+    assert abs(multiplier * unit - factor) <= unit / 2  # exact in float64: factors of 53 bits
+
+
+def test_the_scales_are_multiplied_before_they_are_divided():
+    """In another order, the last bit of float64 would change the last bit of these multipliers."""
+    lhs = np.array([0.006316084880381823, 0.04889353737235069], np.float32)
+    rhs = np.array([0.10945133119821548, 0.02831926941871643], np.float32)
+    output = np.array([0.15596702694892883, 0.007344854064285755], np.float32)
+    r = Requantization.of(lhs, rhs, output, qtype=jnp.int8)
+    np.testing.assert_array_equal(r.multiplier, [1218361165, 1619348003])
+
+
+"""Quantized results: of accumulators by integers alone, as TFLite's; of floats by a spec."""
 
 
 def limits(qtype):
@@ -71,6 +227,7 @@ SHAPES = [
     ((8, 1), (5,), (1, 5)),
 ]
 """Of the scales: numbers; of each column; of each row and column; of each column of the result."""
+
 
 CASES = [(jnp.int8, shapes, extras) for shapes in SHAPES for extras in (False, True)]
 CASES += [(qtype, SHAPES[3], True) for qtype in FORMATS[1:]]
@@ -165,10 +322,12 @@ def test_the_result_stands_for_the_sum_of_real_products():
     np.testing.assert_allclose(q.dequantize(), (codes + 9) * output_scale, rtol=2.0**-23)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_the_real_result_has_the_dtype_asked_for(dtype):
-    r = Requantization.of(0.5, 0.5, 2.0, qtype=jnp.int8, dtype=dtype)
-    assert requantized(jnp.arange(3, dtype=jnp.int32), r).dequantize().dtype == dtype
+def test_the_real_result_has_the_dtype_asked_for_and_the_shape_of_the_accumulators():
+    for dtype in (jnp.bfloat16, jnp.float32):
+        r = Requantization.of(0.5, 0.5, 2.0, qtype=jnp.int8, zero_point=1, dtype=dtype)
+        assert requantized(jnp.arange(3, dtype=jnp.int32), r).dequantize().dtype == dtype
+        assert int(requantized(jnp.int32(16), r).values) == 3
+        assert requantized(jnp.zeros((0, 3), jnp.int32), r).shape == (0, 3)
 
 
 def test_low_and_high_clamp_as_an_activation():
@@ -276,12 +435,6 @@ def test_gradients_flow_through_the_scale_alone():
     assert float(jax.jit(jax.grad(total))(jnp.float32(2.0))) == np.sum(codes - 1)
 
 
-def test_accumulators_of_no_axes_and_of_no_elements():
-    r = Requantization.of(0.5, 0.5, 2.0, qtype=jnp.int8, zero_point=1)
-    assert int(requantized(jnp.int32(16), r).values) == 3
-    assert requantized(jnp.zeros((0, 3), jnp.int32), r).shape == (0, 3)
-
-
 def test_a_float_result_is_quantized_by_its_spec():
     y = np.random.default_rng(7).normal(size=(4, 6)).astype(np.float32)
     spec = jqx.QSpec(jnp.uint8, jqx.per_axis(1), symmetric=False)
@@ -298,63 +451,87 @@ def test_a_float_result_is_quantized_by_its_spec():
             as_asked("dot_general", y, wrong)
 
 
+ONE = np.float32(1)
+SCALES = {
+    "zero": ((ONE, ONE, np.float32(0)), ValueError, "`output_scale` is zero"),
+    "NaN": ((np.float32(np.nan), ONE, ONE), ValueError, "not finite"),
+    "infinite": ((ONE, np.float32(np.inf), ONE), ValueError, "not finite"),
+    "one infinite": (
+        (ONE, ONE, np.float32([1, -np.inf])),
+        ValueError,
+        "output_scale.shape == (2,)",
+    ),
+    "shapes": ((np.ones(3, "f4"), np.ones(2, "f4"), ONE), ValueError, "do not broadcast"),
+    "large": ((ONE, np.float32(2**30), ONE), ValueError, "too large", "not below 2**30"),
+    "negative": ((ONE, np.float32(-(2**30)), ONE), ValueError, "too large", "1.07e+09"),
+    "integer": ((np.int32(1), ONE, ONE), TypeError, "`lhs_scale` element type", "int32"),
+    "string": ((ONE, "1", ONE), TypeError, "`rhs_scale` is not an array"),
+    "nothing": ((ONE, ONE, None), TypeError, "`output_scale` is not an array"),
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_scales_without_a_multiplier_are_refused(case):
+    scales, error, *facts = SCALES[case]
+    of = functools.partial(Requantization.of, *scales, qtype=jnp.int8)
+    assert_refused(of, (), error, "tflite.Requantization.of", *facts)
+
+
+@pytest.mark.parametrize("argument", ["lhs_scale", "rhs_scale", "output_scale"])
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad], ids=lambda t: t.__name__)
+def test_a_traced_scale_is_an_error_that_says_where_to_compute(argument, transform):
+    def f(traced):
+        scales = {"lhs_scale": 1.0, "rhs_scale": 1.0, "output_scale": 1.0, argument: traced}
+        return Requantization.of(**scales, qtype=jnp.int8).scale
+
+    x = jnp.ones((2,)) if transform is jax.vmap else jnp.float32(1)
+    with pytest.raises(TypeError) as refusal:
+        transform(f)(x)
+    assert str(refusal.value) == (
+        f"jqx.tflite.Requantization.of: `{argument}` is traced and has no value, but multipliers "
+        "are computed on the host.\n"
+        "  fix:      create the Requantization outside and pass it in (it is a pytree), or "
+        "quantize the float result with a QSpec."
+    )
+
+
 def fields(**changes):
-    """Fields of a Requantization, all in order but those given."""
+    """Fields of a Requantization, all in order but those that are changed."""
     multiplier, shift = jnp.full((3,), 2**30, jnp.int32), jnp.zeros((3,), jnp.int32)
     valid = {"multiplier": multiplier, "shift": shift, "scale": jnp.float32(1), "qtype": jnp.int8}
     return {**valid, **changes}
 
 
-TYPES = {
-    "multiplier": jnp.ones((3,), jnp.float32),
-    "shift": jnp.ones((3,), jnp.int8),
-    "scale": jnp.ones((3,), jnp.int32),
-    "zero_point": jnp.ones((3,), jnp.int32),
-    "bias": jnp.ones((3,), jnp.float32),
-    "qtype": jnp.float8_e4m3fn,
-    "dtype": jnp.int32,
-    "rounding": "single",
-    "low": 1.5,
-    "high": jnp.zeros(()),
-}
+FLOATS, INTEGERS = jnp.ones((3,), jnp.float32), jnp.ones((3,), jnp.int32)
+FIELDS = [
+    ({"multiplier": FLOATS}, TypeError, "multiplier"),
+    ({"shift": jnp.ones((3,), jnp.int8)}, TypeError, "shift"),
+    ({"scale": INTEGERS}, TypeError, "scale"),
+    ({"zero_point": INTEGERS}, TypeError, "zero_point"),
+    ({"bias": FLOATS}, TypeError, "bias"),
+    ({"qtype": jnp.float8_e4m3fn}, TypeError, "float8_e4m3fn"),
+    ({"dtype": jnp.int32}, TypeError, "Real element type"),
+    ({"rounding": "single"}, TypeError, "rounding"),
+    ({"low": 1.5}, TypeError, "low"),
+    ({"high": jnp.zeros(())}, TypeError, "high"),
+    ({"qtype": jnp.int32}, TypeError, "int32", "16 bits or less"),
+    ({"multiplier": None}, TypeError, "`multiplier` is not an array"),
+    ({"bias": 1.5}, TypeError, "`bias` must be an integer"),
+    ({"zero_point": True}, TypeError, "`zero_point` must be an integer"),
+    ({"zero_point": 128}, ValueError, "`zero_point` == 128", "[-128, 127]"),
+    ({"qtype": jnp.uint8, "zero_point": -1}, ValueError, "`zero_point` == -1", "[0, 255]"),
+    ({"bias": 2**31}, ValueError, f"`bias` == {2**31}", f"[{LOWEST}, {LARGEST}]"),
+    ({"low": -129}, ValueError, "`low` == -129 and `high` == 127", "from -128 to 127"),
+    ({"high": 128}, ValueError, "`low` == -128 and `high` == 128"),
+    ({"low": 5, "high": 4}, ValueError, "`low` == 5 and `high` == 4"),
+]
 
 
-@pytest.mark.parametrize("field", TYPES)
-def test_a_field_of_another_kind_is_a_type_error(field):
+def test_fields_of_another_kind_or_out_of_range_are_refused():
     Requantization(**fields())
-    wrong = {"qtype": "float8_e4m3fn", "dtype": "Real element type"}.get(field, field)
-    build = functools.partial(Requantization, **fields(**{field: TYPES[field]}))
-    assert_refused(build, (), TypeError, "tflite.Requantization", wrong)
-
-
-@pytest.mark.parametrize(
-    "change, facts",
-    [
-        ({"qtype": jnp.int32}, ("int32", "16 bits or less")),
-        ({"multiplier": None}, ("`multiplier` is not an array",)),
-        ({"bias": 1.5}, ("`bias` must be an integer",)),
-        ({"zero_point": True}, ("`zero_point` must be an integer",)),
-    ],
-)
-def test_other_fields_that_are_no_such_thing(change, facts):
-    build = functools.partial(Requantization, **fields(**change))
-    assert_refused(build, (), TypeError, "tflite.Requantization", *facts)
-
-
-@pytest.mark.parametrize(
-    "change, facts",
-    [
-        ({"zero_point": 128}, ("`zero_point` == 128", "[-128, 127]")),
-        ({"qtype": jnp.uint8, "zero_point": -1}, ("`zero_point` == -1", "[0, 255]")),
-        ({"bias": 2**31}, (f"`bias` == {2**31}", f"[{LOWEST}, {LARGEST}]")),
-        ({"low": -129}, ("`low` == -129 and `high` == 127", "from -128 to 127")),
-        ({"high": 128}, ("`low` == -128 and `high` == 128",)),
-        ({"low": 5, "high": 4}, ("`low` == 5 and `high` == 4",)),
-    ],
-)
-def test_a_number_out_of_range_is_a_value_error(change, facts):
-    build = functools.partial(Requantization, **fields(**change))
-    assert_refused(build, (), ValueError, "tflite.Requantization", *facts)
+    for change, error, *facts in FIELDS:
+        build = functools.partial(Requantization, **fields(**change))
+        assert_refused(build, (), error, "tflite.Requantization", *facts)
 
 
 def test_a_shift_out_of_range_is_refused_where_it_has_values():
