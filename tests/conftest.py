@@ -80,7 +80,6 @@ OPTIMIZED = (
     "contractions/test_dot_general.py",
     "contractions/test_formulation.py",
     "contractions/test_lowering.py",
-    "contractions/test_memory.py",
     "contractions/test_products.py",
     "contractions/test_range.py",
     "contractions/test_requantize.py",

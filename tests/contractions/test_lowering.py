@@ -1,19 +1,24 @@
-"""What XLA makes of contractions: on CPU, calls of its int8 library; elsewhere, plain products.
+"""What XLA makes of contractions: on CPU, calls of its int8 library; elsewhere, plain products; and
+never a float copy of a weight.
 
 That XLA on CPU hands a product to the library depends on its shapes and types, and was measured on
 jaxlib 0.10.2: on another version these tests say whether it still does.
+
+Temporaries are counted by XLA, in parts of the weight as float32. Codes of 8 bits are 1/4 of it, so
+that not even a copy of the codes is held.
 """
 
 import functools
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
+from jax import lax
 
 import jqx
 from jqx import numerics
@@ -22,7 +27,11 @@ from ..oracles.contractions import MATRICES, Layout, chosen
 from .blocks import weight
 
 K, N = 256, 512
+
+
 TURNED = (((1,), (1,)), ((), ()))
+
+
 measured = pytest.mark.skipif(
     jax.default_backend() != "cpu" or jaxlib.__version__ != "0.10.2",
     reason="which products XLA hands to its library on CPU was measured on jaxlib 0.10.2",
@@ -46,14 +55,14 @@ def compiled_dots(f, *args):
     """The products of a program compiled for CPU, but tiny ones."""
     text = jax.jit(f).lower(*args).compile().as_text()
     fusions = set(re.findall(r"calls=(%[\w.\-]+)[^\n]*__ynn_fusion", text))
-    found = []
+    products = []
     for name, body in re.findall(r"^(?:ENTRY )?(%[\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S):
         types = dict(re.findall(r"(%[\w.\-]+) = (\w+)\[", body))
         pattern = r"= (\w+)\[([\d,]*)\][^\n]* dot\((%[\w.\-]+), (%[\w.\-]+)\)"
         for result, shape, lhs, rhs in re.findall(pattern, body):
             if math.prod(map(int, shape.split(","))) >= TINY:
-                found.append(Dot(types[lhs], types[rhs], result, name in fusions))
-    return found
+                products.append(Dot(types[lhs], types[rhs], result, name in fusions))
+    return products
 
 
 def quantized(qtype, shape, contracted, **options):
@@ -67,9 +76,17 @@ def product(numbers=MATRICES):
 
 
 ZERO = {"zero_point": True}
+
+
 BATCH = (((3,), (3,)), ((0, 1), (0, 1)))
+
+
 BATCH_TURNED = (((3,), (2,)), ((0, 1), (0, 1)))
+
+
 BATCH_BETWEEN = (((3,), (3,)), ((0, 2), (0, 2)))
+
+
 INTEGERS = {
     "one row": (MATRICES, ("int8", (1, K), 1, {}), ("int8", (K, N), 0, {})),
     "one row by [N, K]": (TURNED, ("int8", (1, K), 1, {}), ("int8", (N, K), 1, {})),
@@ -113,8 +130,8 @@ INTEGERS = {
 @pytest.mark.parametrize("numbers, left, right", INTEGERS.values(), ids=INTEGERS)
 def test_integers_are_multiplied_in_the_library(numbers, left, right):
     operands = [quantized(*side[:3], **side[3]) for side in (left, right)]
-    found = compiled_dots(product(numbers), *operands)
-    assert found and set(found) == {Dot("s8", "s8", "s32", True)}
+    products = compiled_dots(product(numbers), *operands)
+    assert products and set(products) == {Dot("s8", "s8", "s32", True)}
 
 
 DIGITS = {
@@ -133,8 +150,8 @@ def test_digits_are_multiplied_in_the_library(numbers, m, qtype, options):
     w = quantized(qtype, shape, contracted, **options)
     x = jax.ShapeDtypeStruct((m, K), jnp.float32)
     assert [cpu for cpu, _ in chosen(product(numbers), x, w)] == ["digits"]
-    found = compiled_dots(product(numbers), x, w)
-    assert found and set(found) == {Dot("s8", "s8", "s32", True)}
+    products = compiled_dots(product(numbers), x, w)
+    assert products and set(products) == {Dot("s8", "s8", "s32", True)}
 
 
 @measured
@@ -143,8 +160,8 @@ def test_digits_in_blocks_are_multiplied_and_summed_in_the_library(qtype, option
     w = quantized(qtype, (K, N), 0, size=32, **options)
     x = jax.ShapeDtypeStruct((2, K), jnp.float32)
     assert [cpu for cpu, _ in chosen(product(), x, w)] == ["block_digits"]
-    found = set(compiled_dots(product(), x, w))
-    assert Dot("s8", "s8", "s32", True) in found and all(dot.in_library for dot in found)
+    products = set(compiled_dots(product(), x, w))
+    assert Dot("s8", "s8", "s32", True) in products and all(dot.in_library for dot in products)
 
 
 @measured
@@ -192,16 +209,16 @@ def test_elsewhere_integers_are_multiplied_as_written(platform, m):
     w = quantized("uint8", (K, N), 0, **ZERO)
     for qtype, count in [("int8", 1), ("uint8", 1), ("int16", 6)]:
         x = quantized(qtype, (m, K), 1, **({} if qtype == "int16" else ZERO))
-        found, types = lowered_dots(platform, jqx.matmul, x, w)
-        assert found == [(f"{m}x{K}xi8", f"{K}x{N}xi8", f"{m}x{N}xi32")] * count
+        products, types = lowered_dots(platform, jqx.matmul, x, w)
+        assert products == [(f"{m}x{K}xi8", f"{K}x{N}xi8", f"{m}x{N}xi32")] * count
         assert not any(t.endswith("xf32") and t.startswith(f"{K}x{N}") for t in types)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_elsewhere_8_bit_floats_are_multiplied_as_they_are(platform):
     x, w = (quantized(jnp.float8_e4m3fn, *side) for side in (((16, K), 1), ((K, N), 0)))
-    found, _ = lowered_dots(platform, jqx.matmul, x, w)
-    assert found == [(f"16x{K}xf8E4M3FN", f"{K}x{N}xf8E4M3FN", f"16x{N}xf32")]
+    products, _ = lowered_dots(platform, jqx.matmul, x, w)
+    assert products == [(f"16x{K}xf8E4M3FN", f"{K}x{N}xf8E4M3FN", f"16x{N}xf32")]
 
 
 EXPORTED = {
@@ -226,3 +243,166 @@ def test_one_program_for_all_platforms_gives_the_same_bits(name):
     exported = jax.export.export(f, platforms=("cpu", "cuda", "tpu"))(x, w)
     assert exported.platforms == ("cpu", "cuda", "tpu")
     np.testing.assert_array_equal(exported.call(x, w), f(x, w))
+
+
+NUMBERS = {False: MATRICES, True: TURNED}
+on_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="temporaries are counted for the formulations on CPU"
+)
+
+
+SIDE = 512
+
+
+FORWARD = 1 / 4
+"""A copy of 8-bit codes, and not reached: 1/8 for one tile of floats, and what is as large as rows.
+"""
+
+
+BACKWARD = 3 / 8
+"""A tile of floats for either pass, and 1/8 for what is as large as rows: 16 of them are 1/32, and
+held as x, as a result, as their gradients and in the loop over tiles.
+"""
+
+
+class Case(NamedTuple):
+    """A weight beside floats: its format, how many share a scale, and whether it is packed."""
+
+    qtype: Any
+    size: int | None = None
+    zero_point: bool = False
+    packed: bool = False
+
+    def weight(self, turned: bool, layers: int | None = None) -> jqx.QTensor:
+        """Shapes and dtypes of a weight, contracted along its first axis or its second, or of a stack."""
+        layout = Layout((), (SIDE, SIDE), (((), (int(turned),)), ((), ())))
+        options = self._asdict() | {"pack": int(turned) if self.packed else None}
+        options.pop("packed")
+        make = functools.partial(weight, layout=layout, **options)
+        if layers is None:
+            return jax.eval_shape(make)
+        return jax.eval_shape(lambda: jax.tree.map(lambda v: jnp.stack([v] * layers), make()))
+
+
+CASES = {
+    "int8": Case("int8"),
+    "int8 in blocks": Case("int8", 32),
+    "uint8 with a zero point": Case("uint8", zero_point=True),
+    "uint8 with a zero point in blocks": Case("uint8", 32, zero_point=True),
+    "int4": Case("int4"),
+    "int4 in blocks": Case("int4", 32),
+    "int4 packed": Case("int4", packed=True),
+    "int4 packed in blocks": Case("int4", 32, packed=True),
+    "nf4 packed": Case(numerics.nf4, packed=True),
+    "nf4 packed in blocks": Case(numerics.nf4, 32, packed=True),
+    "e4m3": Case(jnp.float8_e4m3fn),
+    "e4m3 in blocks": Case(jnp.float8_e4m3fn, 32),
+    "mxfp8": Case(numerics.mxfp8_e4m3),
+    "mxfp4 packed": Case(numerics.mxfp4, packed=True),
+    "nvfp4 packed": Case(numerics.nvfp4, packed=True),
+}
+
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+slow = pytest.mark.slow
+
+
+WAYS = {
+    "1 row": (1, True),
+    "16 rows": (16, False),
+    "1 row by [K, SIDE]": pytest.param((1, False), marks=slow),
+    "16 rows by [SIDE, K]": pytest.param((16, True), marks=slow),
+}
+
+
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def held(f, *args):
+    """The temporaries of a compiled function, in parts of the weight as float32."""
+    memory = jax.jit(f).lower(*args).compile().memory_analysis()
+    return memory.temp_size_in_bytes / (4 * SIDE * SIDE)
+
+
+def rows(m):
+    return jax.ShapeDtypeStruct((m, SIDE), jnp.float32)
+
+
+@on_cpu
+@pytest.mark.many
+@cases
+@ways
+def test_a_product_holds_no_copy_of_the_weight(case, way):
+    m, turned = way
+    assert held(product(NUMBERS[turned]), rows(m), case.weight(turned)) < FORWARD
+
+
+@on_cpu
+@pytest.mark.many
+@cases
+@pytest.mark.parametrize("way", [(16, False), pytest.param((16, True), marks=slow)], ids=str)
+def test_a_gradient_holds_no_copy_of_the_weight(case, way):
+    m, turned = way
+    f = product(NUMBERS[turned])
+
+    def gradient(x, w, cotangent):
+        return jax.grad(lambda x: (f(x, w) * cotangent).sum())(x)
+
+    assert held(gradient, rows(m), case.weight(turned), rows(m)) < BACKWARD
+
+
+@on_cpu
+@pytest.mark.many
+@pytest.mark.parametrize("m", [64, 128, 256, 1024])
+@pytest.mark.parametrize("name", ["int8", "nf4 packed", "mxfp8"])
+def test_with_many_rows_a_tile_is_as_large_as_they_are(name, m):
+    """But no larger. A loop over tiles also holds the rows in parts, and their sums."""
+    tile = max(1 / 8, min(1, m / SIDE))
+    loop = 2 * m / SIDE if tile < 1 else 0
+    assert held(product(), rows(m), CASES[name].weight(False)) < tile + loop + 1 / 8
+
+
+LAYERS = ["int8", "int4 packed in blocks", "nf4 packed"]
+
+
+@on_cpu
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_scan_over_layers_holds_the_codes_of_one(name):
+    """Which the loop slices from the stack."""
+
+    def layers(x, stack):
+        return lax.scan(lambda x, w: (product()(x, w), None), x, stack)[0]
+
+    stack = CASES[name].weight(False, layers=4)
+    codes = stack.values.size // 4 / (4 * SIDE * SIDE)
+    assert held(layers, rows(1), stack) < FORWARD + codes
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["int8", "nf4 packed"])
+def test_a_gradient_of_a_scan_over_layers_keeps_nothing_of_their_weights(name):
+    """But rows: 6 layers more hold less than 1/16 more, where each has codes of 1/8 or 1/4."""
+
+    def loss(x, stack):
+        return lax.scan(lambda x, w: (jnp.tanh(product()(x, w)), None), x, stack)[0].sum()
+
+    few, many = (held(jax.grad(loss), rows(1), CASES[name].weight(False, layers=n)) for n in (2, 8))
+    assert many - few < 1 / 16
+
+
+@on_cpu
+def test_what_is_converted_whole_would_be_seen():
+    """The bounds are not met by the product of a dequantized weight."""
+    w = CASES["int8"].weight(False)
+    assert held(lambda x, w: x @ jnp.sin(w.dequantize()), rows(1), w) >= 1
+
+
+@on_cpu
+def test_a_weight_of_uint8_laid_out_for_cpu_is_not_copied():
+    """As int8 its codes are what the library reads; as they were, each call copies them."""
+    lhs = jax.eval_shape(lambda: jqx.QTensor.quantize(jnp.zeros((16, SIDE)), jqx.QSpec(jnp.int8)))
+    w = CASES["uint8 with a zero point"].weight(turned=False)
+    assert held(product(), lhs, w) >= 1 / 4
+    assert held(product(), lhs, w.pack_for("cpu")) <= 1 / 16
