@@ -44,8 +44,8 @@ class Case(NamedTuple):
     symmetric: bool = True
 
     def __str__(self):
-        own = {k: v for k, v in self._asdict().items() if v != Case._field_defaults[k]}
-        return "-".join(f"{k}={v}" for k, v in own.items()) or "default"
+        changed = {k: v for k, v in self._asdict().items() if v != Case._field_defaults[k]}
+        return "-".join(f"{k}={v}" for k, v in changed.items()) or "default"
 
 
 def normal(*shape, dtype=jnp.float32):
@@ -75,35 +75,35 @@ def real(x):
 
 def oracle(q, keys, values, lengths, window=None, scale=None):
     q, k, v = np.asarray(q, np.float64), real(keys), real(values)
-    by = q.shape[2] ** -0.5 if scale is None else scale
-    found = np.zeros((*q.shape[:2], v.shape[3]))
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    result = np.zeros((*q.shape[:2], v.shape[3]))
     group = q.shape[1] // k.shape[2]
     for b, h in itertools.product(*map(range, q.shape[:2])):
         stop = min(int(lengths[b]), k.shape[1])
-        seen = slice(0 if window is None else max(stop - window, 0), stop)
-        products = k[b, seen, h // group] @ q[b, h] * by
+        tokens = slice(0 if window is None else max(stop - window, 0), stop)
+        products = k[b, tokens, h // group] @ q[b, h] * factor
         if stop:
             parts = np.exp(products - products.max())
-            found[b, h] = parts / parts.sum() @ v[b, seen, h // group]
-    return found
+            result[b, h] = parts / parts.sum() @ v[b, tokens, h // group]
+    return result
 
 
-def close(found, expected, floats="float32", largest=2.0):
+def close(result, expected, floats="float32", largest=2.0):
     """Sums of float32 differ by how they are ordered: a few hundred roundings; queries of 16 bits
     have results of 16 bits, from probabilities of as many. Each is rounded to 2**-8 of itself in
     bfloat16, so both are off by 2**-7 of the largest value at most.
     """
-    most = 2.0**-15 if floats == "float32" else 2.0**-7 * largest
-    difference = np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64))
-    assert difference.max() < most, difference.max()
+    allowed = 2.0**-15 if floats == "float32" else 2.0**-7 * largest
+    difference = np.abs(np.asarray(result, np.float64) - np.asarray(expected, np.float64))
+    assert difference.max() < allowed, difference.max()
 
 
 def by_kernel(kernel, q, keys, values, lengths, window=None):
     """A kernel on any platform, or `None` where it does not take such a cache."""
-    own = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
-    if not decode_attention.is_taken(kernel, *own):
+    caches = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
+    if not decode_attention.is_taken(kernel, *caches):
         return None
-    stops = jnp.clip(lengths, 0, own[0].codes.shape[1])
+    stops = jnp.clip(lengths, 0, caches[0].codes.shape[1])
     starts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
     run = functools.partial(
         decode_attention.kernel_attention,
@@ -112,7 +112,7 @@ def by_kernel(kernel, q, keys, values, lengths, window=None):
         window=window,
         interpret=True,
     )
-    return jax.jit(run)(q, *own, starts, stops)
+    return jax.jit(run)(q, *caches, starts, stops)
 
 
 PLAIN = [
@@ -130,9 +130,9 @@ PLAIN = [
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_attention_is_that_of_numpy(case):
     args = made(case)
-    found = jax.jit(functools.partial(jqx.decode_attention, window=case.window))(*args)
-    assert found.dtype == args[0].dtype
-    close(found, oracle(*args, case.window), case.floats)
+    result = jax.jit(functools.partial(jqx.decode_attention, window=case.window))(*args)
+    assert result.dtype == args[0].dtype
+    close(result, oracle(*args, case.window), case.floats)
 
 
 FEW = [
@@ -151,7 +151,7 @@ SHAPES = ((8, 4, 128), (4, 2, 128), (1, 8, 128), (8, 1, 64))
 def alternately(*parts):
     """Half of the combinations of values: those whose places have an even sum."""
     numbered = itertools.product(*map(enumerate, parts))
-    return [[x for _, x in found] for found in numbered if sum(i for i, _ in found) % 2 == 0]
+    return [[x for _, x in values] for values in numbered if sum(i for i, _ in values) % 2 == 0]
 
 
 WIDE = [
@@ -186,12 +186,12 @@ WIDE = [
 
 def check_kernel(kernel, case):
     args = made(case)
-    found = by_kernel(kernel, *args, case.window)
-    if found is not None:
-        assert found.dtype == args[0].dtype
+    result = by_kernel(kernel, *args, case.window)
+    if result is not None:
+        assert result.dtype == args[0].dtype
         largest = np.abs(real(args[2])).max()
-        close(found, oracle(*args, case.window), case.floats, largest)
-    return found is not None
+        close(result, oracle(*args, case.window), case.floats, largest)
+    return result is not None
 
 
 @pytest.mark.many("kernel")
@@ -228,7 +228,7 @@ def test_the_gradient_is_that_of_floats_and_does_not_see_what_is_behind():
     case = Case(heads=2, groups=2, width=16, lengths=(0, 20, 150))
     q, keys, values, lengths = made(case)
     spoiled = keys.scale.at[1, 20:].set(jnp.nan)
-    kept = jnp.arange(150)[None, :, None, None] < lengths[:, None, None, None]
+    is_held = jnp.arange(150)[None, :, None, None] < lengths[:, None, None, None]
 
     def of(q, scale, k=keys):
         k = jqx.QTensor(k.values, scale, qtype=k.qtype)
@@ -238,18 +238,20 @@ def test_the_gradient_is_that_of_floats_and_does_not_see_what_is_behind():
         k = keys.values.astype(jnp.float32) * scale
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, values.dequantize()))
         products = jnp.einsum("bhw,blhw->blh", q, k)[..., None] / 4
-        weights = jnp.where(kept, jnp.exp(products), 0)
+        weights = jnp.where(is_held, jnp.exp(products), 0)
         total = weights.sum(1)
         mean = (weights * v).sum(1) / jnp.where(total == 0, 1, total)
         return jnp.sum(jnp.sin(mean))
 
-    found = jax.jit(jax.grad(of, (0, 1)))(q, spoiled)
-    for own, expected in zip(found, jax.jit(jax.grad(by_hand, (0, 1)))(q, keys.scale), strict=True):
-        np.testing.assert_allclose(own, expected, rtol=2e-4, atol=1e-5)
+    gradients = jax.jit(jax.grad(of, (0, 1)))(q, spoiled)
+    for gradient, expected in zip(
+        gradients, jax.jit(jax.grad(by_hand, (0, 1)))(q, keys.scale), strict=True
+    ):
+        np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=1e-5)
 
 
 @pytest.fixture(params=KERNELS)
-def chosen(request, monkeypatch):
+def kernel_layout(request, monkeypatch):
     """Caches that are laid out for a kernel; on this platform the other form is what runs."""
     monkeypatch.setattr(decode_attention, "kernel_of", lambda *cache: request.param)
     return request.param
@@ -258,36 +260,36 @@ def chosen(request, monkeypatch):
 SMALL = Case(heads=2, groups=2, width=64, lengths=(150, 7))
 
 
-def test_an_array_that_is_laid_out_for_a_kernel_gives_the_same_with_its_gradient(chosen):
+def test_an_array_that_is_laid_out_for_a_kernel_gives_the_same_with_its_gradient(kernel_layout):
     q, keys, values, lengths = made(SMALL)
-    own = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
+    caches = [cached("test", "cache", x, jnp.float32) for x in (keys, values)]
     forms = [
         lambda q: jqx.decode_attention(q, keys, values, lengths),
         lambda q: decode_attention.plain_attention(
-            q, *own, jnp.zeros_like(lengths), lengths, scale=0.125
+            q, *caches, jnp.zeros_like(lengths), lengths, scale=0.125
         ),
     ]
     text = str(jax.make_jaxpr(forms[0])(q))
     assert "jqx_decode_attention" in text
-    both = [jax.jit(jax.value_and_grad(lambda q, f=f: jnp.sum(jnp.sin(f(q)))))(q) for f in forms]
-    for found, expected in zip(*map(jax.tree.leaves, both), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    results = [jax.jit(jax.value_and_grad(lambda q, f=f: jnp.sum(jnp.sin(f(q)))))(q) for f in forms]
+    for result, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_vmap_makes_more_sequences_of_it_and_scan_steps_over_them(chosen):
+def test_vmap_makes_more_sequences_of_it_and_scan_steps_over_them(kernel_layout):
     q, keys, values, lengths = made(SMALL)
     expected = jqx.decode_attention(q, keys, values, lengths)
     args = jax.tree.map(lambda x: jnp.stack([x, x]), (q, keys, values, lengths))
     run = jax.jit(jax.vmap(jqx.decode_attention))
     np.testing.assert_allclose(run(*args), jnp.stack([expected] * 2), atol=1e-6)
     over_one_cache = jax.vmap(jqx.decode_attention, (0, None, None, None))
-    found = jax.jit(over_one_cache)(args[0], keys, values, lengths)
-    np.testing.assert_allclose(found, jnp.stack([expected] * 2), atol=1e-6)
-    _, found = jax.lax.scan(lambda n, x: (n, jqx.decode_attention(*x)), 0, args)
-    np.testing.assert_allclose(found, jnp.stack([expected] * 2), atol=1e-6)
+    result = jax.jit(over_one_cache)(args[0], keys, values, lengths)
+    np.testing.assert_allclose(result, jnp.stack([expected] * 2), atol=1e-6)
+    _, result = jax.lax.scan(lambda n, x: (n, jqx.decode_attention(*x)), 0, args)
+    np.testing.assert_allclose(result, jnp.stack([expected] * 2), atol=1e-6)
 
 
-def test_devices_take_sequences_and_heads_each(chosen):
+def test_devices_take_sequences_and_heads_each(kernel_layout):
     q, keys, values, lengths = made(SMALL)
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
     cache = jax.tree.map(lambda x: PartitionSpec("b", None, "h"), keys)
@@ -298,21 +300,25 @@ def test_devices_take_sequences_and_heads_each(chosen):
         in_specs=(of_queries, cache, cache, of_lengths),
         out_specs=of_queries,
     )
-    found = jax.jit(run)(q, keys, values, lengths)
-    np.testing.assert_allclose(found, jqx.decode_attention(q, keys, values, lengths), atol=1e-6)
+    result = jax.jit(run)(q, keys, values, lengths)
+    np.testing.assert_allclose(result, jqx.decode_attention(q, keys, values, lengths), atol=1e-6)
+
+
+OTHER_SCALES = [
+    jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 16, 2: 1, 3: 1})),
+    jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 16, 2: 1, 3: 16})),
+    jqx.QSpec(jqx.numerics.nf4, jqx.per_block({3: 32})),
+    jqx.QSpec(jnp.int4, jqx.per_block({1: 16})),
+    jqx.QSpec(jnp.int8, jqx.per_block({0: 2, 1: 1, 2: 1}), symmetric=False),
+    jqx.QSpec(jnp.int8, jqx.per_block({0: 2, 3: 1}), symmetric=False),
+]
+"""In blocks of tokens, of channels or of sequences."""
 
 
 def test_other_scales_are_multiplied_first():
-    keys, values = (normal(2, 64, 2, 32) for _ in range(2))
-    q, lengths = normal(2, 4, 32), on_device([64, 10], jnp.int32)
-    blocks = jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 16, 2: 1, 3: 1}))
-    both = jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 16, 2: 1, 3: 16}))
-    for spec in (
-        blocks,
-        both,
-        jqx.QSpec(jqx.numerics.nf4, jqx.per_block({3: 32})),
-        jqx.QSpec(jnp.int4, jqx.per_block({1: 16})),
-    ):
+    keys, values = (normal(4, 64, 2, 32) for _ in range(2))
+    q, lengths = normal(4, 4, 32), on_device([64, 10, 3, 1], jnp.int32)
+    for spec in OTHER_SCALES:
         cache = [jqx.QTensor.quantize(x, spec) for x in (keys, values)]
         close(jqx.decode_attention(q, *cache, lengths), oracle(q, *cache, lengths))
 
@@ -328,15 +334,15 @@ def test_a_cache_is_written_and_read_token_by_token():
         return (cache, length + 1), y
 
     empty = jqx.QTensor.zeros((2, 20, 2, 16), spec)
-    (cache, _), found = jax.lax.scan(step, (empty, jnp.int32(0)), tokens)
+    (cache, _), results = jax.lax.scan(step, (empty, jnp.int32(0)), tokens)
     for i in range(8):
-        close(found[i], oracle(tokens[i, :, 0], cache, cache, [i + 1] * 2))
+        close(results[i], oracle(tokens[i, :, 0], cache, cache, [i + 1] * 2))
 
 
 def test_a_scale_of_products_is_taken_and_no_tokens_give_zeros():
     q, keys, values, lengths = made(Case("float32", width=16, heads=2, lengths=(0, 9)))
-    found = jqx.decode_attention(q, keys, values, lengths, scale=0.5)
-    close(found, oracle(q, keys, values, lengths, scale=0.5))
+    result = jqx.decode_attention(q, keys, values, lengths, scale=0.5)
+    close(result, oracle(q, keys, values, lengths, scale=0.5))
     empty = jqx.decode_attention(q, keys[:, :0], values[:, :0], lengths)
     assert empty.shape == q.shape and not empty.any()
 
@@ -344,26 +350,26 @@ def test_a_scale_of_products_is_taken_and_no_tokens_give_zeros():
 GOOD = (jnp.zeros((2, 4, 8)), jnp.zeros((2, 6, 2, 8)), jnp.zeros((2, 6, 2, 8)), np.ones(2, int))
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "error", "problem"),
-    [
-        ({0: jnp.zeros((2, 4, 8), int)}, {}, TypeError, "`q` element type"),
-        ({1: jnp.zeros((2, 6, 2, 8), jnp.int8)}, {}, TypeError, "`keys` element type"),
-        ({0: jnp.zeros((2, 3, 8))}, {}, ValueError, "do not fit each other"),
-        ({0: jnp.zeros((2, 1, 4, 8))}, {}, ValueError, "do not fit each other"),
-        ({2: jnp.zeros((2, 5, 2, 8))}, {}, ValueError, "do not fit each other"),
-        ({3: jnp.ones(2)}, {}, TypeError, "`lengths` are not integers"),
-        ({3: np.ones((2, 1), int)}, {}, ValueError, "`lengths` of shape .* do not fit the batch"),
-        ({}, {"window": 0}, ValueError, "`window` == 0 is not positive"),
-        ({}, {"window": 1.5}, TypeError, "`window` must be an integer"),
-        ({}, {"scale": "1"}, TypeError, "`scale` is not a number"),
-        ({}, {"size": 1}, TypeError, "unexpected keyword argument 'size'"),
-    ],
-)
-def test_what_does_not_fit_is_reported(change, options, error, problem):
-    args = [change.get(i, x) for i, x in enumerate(GOOD)]
-    with pytest.raises(error, match=rf"^jqx.decode_attention: .*{problem}[^$]*fix:"):
-        jqx.decode_attention(*args, **options)
+REFUSED = [
+    ({0: jnp.zeros((2, 4, 8), int)}, {}, TypeError, "`q` element type"),
+    ({1: jnp.zeros((2, 6, 2, 8), jnp.int8)}, {}, TypeError, "`keys` element type"),
+    ({0: jnp.zeros((2, 3, 8))}, {}, ValueError, "do not fit each other"),
+    ({0: jnp.zeros((2, 1, 4, 8))}, {}, ValueError, "do not fit each other"),
+    ({2: jnp.zeros((2, 5, 2, 8))}, {}, ValueError, "do not fit each other"),
+    ({3: jnp.ones(2)}, {}, TypeError, "`lengths` are not integers"),
+    ({3: np.ones((2, 1), int)}, {}, ValueError, "`lengths` of shape .* do not fit the batch"),
+    ({}, {"window": 0}, ValueError, "`window` == 0 is not positive"),
+    ({}, {"window": 1.5}, TypeError, "`window` must be an integer"),
+    ({}, {"scale": "1"}, TypeError, "`scale` is not a number"),
+    ({}, {"size": 1}, TypeError, "unexpected keyword argument 'size'"),
+]
+
+
+def test_what_does_not_fit_is_reported():
+    for change, options, error, problem in REFUSED:
+        args = [change.get(i, x) for i, x in enumerate(GOOD)]
+        with pytest.raises(error, match=rf"^jqx.decode_attention: .*{problem}[^$]*fix:"):
+            jqx.decode_attention(*args, **options)
 
 
 def test_a_permuted_cache_is_refused():
@@ -394,13 +400,13 @@ COMPILED = [
 STAY = ("parameter", "bitcast", "custom-call", "get-tuple-element", "tuple")
 
 
-def written(hlo, least):
+def written(hlo, nbytes):
     """The instructions outside of kernels that write as many bytes or more."""
     for line in hlo[hlo.index("\nENTRY") :].splitlines():
-        found = re.match(r"\s*(?:ROOT )?\S+ = \(?(\w+)\[([\d,]*)\].*? ([\w-]+)\(", line)
-        if found and found[3] not in STAY:
-            bits = int(re.sub(r"\D", "", found[1][1:].split("e")[0]) or 8)
-            if math.prod(int(n) for n in found[2].split(",") if n) * bits // 8 >= least:
+        instruction = re.match(r"\s*(?:ROOT )?\S+ = \(?(\w+)\[([\d,]*)\].*? ([\w-]+)\(", line)
+        if instruction and instruction[3] not in STAY:
+            bits = int(re.sub(r"\D", "", instruction[1][1:].split("e")[0]) or 8)
+            if math.prod(int(n) for n in instruction[2].split(",") if n) * bits // 8 >= nbytes:
                 yield line.strip()[:120]
 
 
@@ -408,9 +414,9 @@ def written(hlo, least):
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_cache_is_read_as_it_lies(target, case, monkeypatch):
-    known = targets.TARGETS[target]
-    if not any(map(targets._is_installed, known.modules)):
-        pytest.skip(f"no compiler for {target}: the extra {known.extra} is not installed")
+    compiler = targets.TARGETS[target]
+    if not any(map(targets._is_installed, compiler.modules)):
+        pytest.skip(f"no compiler for {target}: the extra {compiler.extra} is not installed")
     monkeypatch.setattr(decode_attention, "kernel_of", lambda *cache: TARGETS[target])
     shape = len(case.lengths), case.length, case.heads, case.width
     keys = jax.eval_shape(
@@ -442,11 +448,11 @@ def test_a_cache_that_is_made_for_a_target_is_written_and_read_there(target, nam
         cache = jqx.dynamic_update_slice(cache, new, (0, jnp.int32(3), 0, 0))
         return cache, jqx.decode_attention(q, cache, cache, jnp.array([8, 4]))
 
-    written, found = jax.jit(step)(caches[0], new, q)
+    written, result = jax.jit(step)(caches[0], new, q)
     plain, expected = jax.jit(step)(caches[1], new, q)
     assert written.layout == caches[0].layout
     np.testing.assert_array_equal(written.values, plain.values)
-    np.testing.assert_array_equal(found, expected)  # on CPU both are the plain form
+    np.testing.assert_array_equal(result, expected)  # on CPU both are the plain form
     traced = str(jax.make_jaxpr(step)(caches[0], new, q))
     assert "pallas_call" in traced
     assert "pallas_call" not in str(jax.make_jaxpr(step)(caches[1], new, q))
@@ -514,12 +520,12 @@ def test_convert_of_what_vmap_or_a_derivative_made_of_it_has_the_same_numbers():
     q, lengths = normal(3, 2, 4, 16), jnp.array([3, 17])
 
     def mapped(params, q, keys, values):
-        one = lambda q: jqx.decode_attention(q * params["s"], keys, values, lengths)  # noqa: E731
-        return jax.vmap(one)(q)
+        attend = lambda q: jqx.decode_attention(q * params["s"], keys, values, lengths)  # noqa: E731
+        return jax.vmap(attend)(q)
 
     def slope(params, q, keys, values):
-        one = lambda q: jqx.decode_attention(q * params["s"], keys, values, lengths).sum()  # noqa: E731
-        return jax.grad(one)(q[0])
+        attend = lambda q: jqx.decode_attention(q * params["s"], keys, values, lengths).sum()  # noqa: E731
+        return jax.grad(attend)(q[0])
 
     params = {"s": jnp.float32(0.5)}
     state = jqx.quantize_state(floats, {".*": "int8:token"}, target="tpu")
@@ -544,13 +550,3 @@ def test_lengths_of_any_dtype_count_what_the_cache_holds():
     ]:
         y = jqx.decode_attention(q, k, v, lengths)
         np.testing.assert_allclose(y[:, 0, 0], expected, rtol=1e-6, err_msg=str(lengths))
-
-
-def test_scales_in_blocks_of_sequences_are_those_of_the_dequantized_cache():
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((4, 2, 16), np.float32), rng.standard_normal((4, 8, 2, 16))
-    for sizes in ({0: 2, 1: 1, 2: 1}, {0: 2, 3: 1}):
-        spec = jqx.QSpec("int8", jqx.per_block(sizes), symmetric=False)
-        x = jqx.QTensor.quantize(on_device(k, jnp.float32), spec)
-        y, real = (jqx.decode_attention(q, a, a, [8, 3, 1, 5]) for a in (x, x.dequantize()))
-        np.testing.assert_allclose(y, real, rtol=1e-5, atol=1e-5, err_msg=str(sizes))

@@ -44,17 +44,17 @@ def filled(cache, keys, values, parts):
 
 def rounded(x, bits):
     """Rounds groups along the last axis between two numbers of float16, the best of some ranges."""
-    x, best, least = x.astype(np.float32), None, None
+    x, best, smallest_error = x.astype(np.float32), None, None
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     for part in {4: (1,), 2: (1, 0.9, 0.8, 0.7)}[bits]:
         cut = (high - low) * np.float32((1 - part) / 2)
         step = ((high - low - 2 * cut) / (2**bits - 1)).astype(np.float16).astype(np.float32)
         first = (low + cut).astype(np.float16).astype(np.float32)
         codes = np.clip(np.round((x - first) / np.where(step > 0, step, 1)), 0, 2**bits - 1)
-        own = first + step * codes
-        error = ((own - x) ** 2).sum(-1, keepdims=True)
-        best = own if best is None else np.where(error < least, own, best)
-        least = error if least is None else np.minimum(least, error)
+        in_range = first + step * codes
+        error = ((in_range - x) ** 2).sum(-1, keepdims=True)
+        best = in_range if best is None else np.where(error < smallest_error, in_range, best)
+        smallest_error = error if smallest_error is None else np.minimum(smallest_error, error)
     return best
 
 
@@ -84,12 +84,12 @@ def test_what_is_read_is_what_numpy_rounds(format, count):
     cache = filled(empty(format), keys, values, [count] if count else [])
     k, v = oracle(keys[:, :count], values[:, :count], BITS[format])
     found_keys, found_values = read(cache)
-    for found, expected in ((found_keys, k), (found_values, v)):
-        assert found.shape == (BATCH, LENGTH, HEADS, WIDTH)
+    for result, expected in ((found_keys, k), (found_values, v)):
+        assert result.shape == (BATCH, LENGTH, HEADS, WIDTH)
         # Two ranges may lose the same but for the last bits: then codes of a group may differ.
-        differ = np.abs(found[:, :count] - expected) > 2**-22 * np.abs(expected).max(initial=0)
+        differ = np.abs(result[:, :count] - expected) > 2**-22 * np.abs(expected).max(initial=0)
         assert differ.mean() < 1e-3 if count else True
-        assert not np.any(found[:, count:])
+        assert not np.any(result[:, count:])
     for start, stop in ((0, min(4, count)), (max(count - 16, 0), count)):
         np.testing.assert_array_equal(found_keys[:, start:stop], k[:, start:stop])
         np.testing.assert_array_equal(k[:, start:stop], keys[:, start:stop])
@@ -104,15 +104,11 @@ formats = pytest.mark.parametrize(
 @formats
 def test_tokens_may_come_in_any_parts(format):
     keys, values = normal(2, BATCH, LENGTH, HEADS, WIDTH)
-    whole = append(empty(format), keys, values)
+    at_once = append(empty(format), keys, values)
     for parts in ([1] * 100, [33, 1, 66], [17] * 5 + [1] * 15):
-        cache = empty(format)
-        start = 0
-        for n in parts:
-            cache = append(cache, *(x[:, start : start + n] for x in (keys, values)))
-            start += n
-        np.testing.assert_array_equal(cache.keys, whole.keys)
-        np.testing.assert_array_equal(cache.values, whole.values)
+        cache = filled(empty(format), keys, values, parts)
+        np.testing.assert_array_equal(cache.keys, at_once.keys)
+        np.testing.assert_array_equal(cache.values, at_once.values)
 
 
 @pytest.mark.slow
@@ -133,17 +129,17 @@ def test_a_decoder_scans_over_tokens_and_layers(format):
         return caches, out
 
     steps = jnp.moveaxis(tokens, 3, 0)[:, :, :, :, None]
-    caches, found = jax.jit(lambda c, x: lax.scan(step, c, x))(caches, steps)
+    caches, results = jax.jit(lambda c, x: lax.scan(step, c, x))(caches, steps)
     for i in range(layers):
         own = jax.tree.map(lambda x, i=i: x[i], caches)
         prefilled = filled(empty(format), *tokens[i, 1:, :, :, :HEADS], [count])
         np.testing.assert_array_equal(own.keys, prefilled.keys)
-        last = jax.nn.dot_product_attention(
+        expected = jax.nn.dot_product_attention(
             tokens[i, 0, :, -3:], own.keys[:, :count], own.values[:, :count],
             mask=(jnp.arange(count)[None] <= jnp.arange(count - 3, count)[:, None])[None, None],
         )  # fmt: skip
-        np.testing.assert_allclose(own.attend(tokens[i, 0, :, -3:]), last, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(found[-1, i, :, 0], last[:, -1], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(own.attend(tokens[i, 0, :, -3:]), expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(results[-1, i, :, 0], expected[:, -1], rtol=1e-5, atol=1e-5)
 
 
 def test_the_scale_of_products_may_be_any_number():
@@ -164,19 +160,19 @@ def test_fp8_holds_each_of_its_numbers_times_the_scale_of_its_head():
         batch=1, length=4, heads=2, width=64, format="fp8", scales=(scales, scales)
     ).append(x, 100 * x)
     np.testing.assert_array_equal(cache.keys, x)
-    most = np.array([448 * 0.5, 448 * 4], np.float32)[:, None]
-    assert (np.abs(cache.values) <= most).all()
-    large = np.abs(np.asarray(100 * x)) >= most
-    assert (np.abs(np.asarray(cache.values)) == most)[large].all()
+    largest = np.array([448 * 0.5, 448 * 4], np.float32)[:, None]
+    assert (np.abs(cache.values) <= largest).all()
+    large = np.abs(np.asarray(100 * x)) >= largest
+    assert (np.abs(np.asarray(cache.values)) == largest)[large].all()
 
 
 def test_bytes_are_those_of_the_codes():
     sizes = {"batch": 1, "length": 512, "heads": 3, "width": 64}
     exact = 2 * 512 * 3 * 64 * 4
-    found = {
+    shares = {
         x: jqx.KVCache.empty(format=x, **sizes).nbytes / exact for x in ("int4", "int2", "fp8")
     }
-    assert found["int4"] <= 0.26 and found["int2"] <= 0.2 and found["fp8"] <= 0.2501
+    assert shares["int4"] <= 0.26 and shares["int2"] <= 0.2 and shares["fp8"] <= 0.2501
     compiled = jax.jit(jqx.KVCache.append, donate_argnums=0).lower(
         jqx.KVCache.empty(format="int2", **sizes), *normal(2, 1, 1, 3, 64)
     ).compile()  # fmt: skip
@@ -190,9 +186,9 @@ def test_narrow_floats_stay_what_they_are(dtype):
     cache = empty("int4", dtype=dtype).append(keys, values)
     assert cache.keys.dtype == cache.attend(keys).dtype == dtype
     wide = [np.asarray(x, np.float32) for x in (keys, values)]
-    for found, expected in zip((cache.keys, cache.values), oracle(*wide, 4), strict=True):
-        assert np.abs(np.asarray(found[:, :40], np.float32) - expected).max() < 0.5
-        np.testing.assert_array_equal(found[:, 24:40].astype(jnp.float32), expected[:, 24:])
+    for result, expected in zip((cache.keys, cache.values), oracle(*wide, 4), strict=True):
+        assert np.abs(np.asarray(result[:, :40], np.float32) - expected).max() < 0.5
+        np.testing.assert_array_equal(result[:, 24:40].astype(jnp.float32), expected[:, 24:])
 
 
 def test_nan_infinity_and_what_float16_has_not_make_their_group_nan():
@@ -249,10 +245,10 @@ def test_no_tokens_change_nothing_and_lists_are_arrays(form):
     cache = jqx.KVCache.empty(batch=1, length=16, heads=1, width=8, format=form)
     none = on_device(np.zeros((1, 0, 1, 8)), jnp.float32)
     full = cache.append(*np.ones((2, 1, 16, 1, 8), np.float32))
-    for own in (cache, full):
-        same = own.append(none, none)
-        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), own, same))
-        assert own.attend(none).shape == (1, 0, 1, 8)
+    for held in (cache, full):
+        same = held.append(none, none)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), held, same))
+        assert held.attend(none).shape == (1, 0, 1, 8)
     one = [[[[1.0] * 8]]]
     assert cache.append(one, one).attend(one).shape == (1, 1, 1, 8)
     for wrong in ([[[[1] * 8]]], "word"):

@@ -274,7 +274,9 @@ class Case(NamedTuple):
     packed: bool = False
 
     def weight(self, turned: bool, layers: int | None = None) -> jqx.QTensor:
-        """Shapes and dtypes of a weight, contracted along its first axis or its second, or of a stack."""
+        """Shapes and dtypes of a weight, contracted along its second axis or its first, or of a
+        stack of those.
+        """
         layout = Layout((), (SIDE, SIDE), (((), (int(turned),)), ((), ())))
         options = self._asdict() | {"pack": int(turned) if self.packed else None}
         options.pop("packed")
