@@ -146,20 +146,20 @@ def test_a_calibrated_scale_stays_and_quantizes_what_is_written():
     cache = jax.jit(dynamic_update_slice)(empty, x, (jnp.int32(1), jnp.int32(-2), 0))
     assert_equal(cache[1:2, 2:], jqx.QTensor.quantize(x, spec, Affine(layers[1:2])))
     np.testing.assert_array_equal(cache.scale, layers)
-    rest = cache.dequantize().at[1, 2:].set(0)
-    np.testing.assert_array_equal(rest, 0)
+    unwritten = cache.dequantize().at[1, 2:].set(0)
+    np.testing.assert_array_equal(unwritten, 0)
 
 
 def test_part_of_a_token_is_quantized_with_the_scale_it_has():
     spec = PER_TOKEN["int8"]
     cache = write(QTensor.zeros(SHAPE, spec), tokens(), 0)
     x = tokens()[:, :1, :, 8:24] / 2
-    after = dynamic_update_slice(cache, x, (0, 3, 0, 4))
+    result = dynamic_update_slice(cache, x, (0, 3, 0, 4))
     part = jqx.QTensor.quantize(x, spec, Affine(cache.scale[:, 3:4]))
-    np.testing.assert_array_equal(after.scale, cache.scale)
+    np.testing.assert_array_equal(result.scale, cache.scale)
     codes = np.array(cache.values)
     codes[:, 3:4, :, 4:20] = part.values
-    np.testing.assert_array_equal(after.values, codes)
+    np.testing.assert_array_equal(result.values, codes)
 
 
 def test_no_tokens_change_nothing():
@@ -177,16 +177,16 @@ def test_a_cache_that_is_overwritten_as_a_whole_gets_new_scales():
 
 def test_sequences_may_be_at_different_places():
     """Mapped over a batch: each writes to, and reads from, where it is."""
-    spec, places = PER_TOKEN["uint4 asymmetric in blocks"], jnp.array([3, 1])
+    spec, starts = PER_TOKEN["uint4 asymmetric in blocks"], jnp.array([3, 1])
     x = tokens()[:, :1]
     for empty in packed(spec, QTensor.zeros(SHAPE, spec)):
-        each = jax.vmap(lambda cache, x, t: dynamic_update_slice(cache, x, (t, 0, 0)))
-        cache = jax.jit(each)(empty, x, places)
+        write_each = jax.vmap(lambda cache, x, t: dynamic_update_slice(cache, x, (t, 0, 0)))
+        cache = jax.jit(write_each)(empty, x, starts)
         read = jax.vmap(lambda cache, t: dynamic_slice(cache, (t, 0, 0), (1, *SHAPE[2:])))
-        row = jax.jit(read)(cache, places)
+        row = jax.jit(read)(cache, starts)
         expected = jqx.QTensor.quantize(x, spec)
         assert_equal(row, expected if empty.layout is None else expected.pack(-1))
-        for b, t in enumerate(places):
+        for b, t in enumerate(starts):
             others = np.delete(np.asarray(cache.dequantize()[b]), int(t), axis=0)
             np.testing.assert_array_equal(others, 0)
 
@@ -331,17 +331,17 @@ def test_whole_blocks_of_tokens_get_new_scales():
     spec = jqx.QSpec(jnp.int8, jqx.per_block({0: 1, 1: 4, 2: 1}, tail=True))
     x = on_device(spread_out((2, 10, 6)))
     expected = jqx.QTensor.quantize(x, spec)
-    for places in [(0, 4, 8, 10), (0, 4, 10), (0, 8, 10)]:
+    for borders in [(0, 4, 8, 10), (0, 4, 10), (0, 8, 10)]:
         cache = QTensor.zeros(x.shape, spec)
-        for start, stop in itertools.pairwise(places):
+        for start, stop in itertools.pairwise(borders):
             cache = dynamic_update_slice(cache, x[:, start:stop], (0, start, 0))
         assert_equal(cache, expected)
-    whole = jqx.QTensor.quantize(x[:, :8], spec)
+    expected_blocks = jqx.QTensor.quantize(x[:, :8], spec)
     blocks = QTensor.zeros((2, 8, 6), spec).reshape(2, 2, 4, 6)
     for i in range(2):
         part = x[:, None, 4 * i : 4 * i + 4]
         blocks = jax.jit(dynamic_update_slice)(blocks, part, (0, jnp.int32(i), 0, 0))
-    assert_equal(blocks.reshape(2, 8, 6), whole)
+    assert_equal(blocks.reshape(2, 8, 6), expected_blocks)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -379,10 +379,10 @@ def test_starts_may_be_of_any_integer_dtype():
     for dtype in (np.int8, np.uint8, np.int16, np.uint32):
         info = np.iinfo(dtype)
         for start in {0, 1, int(info.max), int(info.min)}:
-            place = min(max(start if start >= 0 else start + 300, 0), 298)
-            expected = q.dequantize()[place : place + 2]
-            for given in (dtype(start), on_device(start, dtype)):
-                part = dynamic_slice(q, (given, 0), (2, 1))
+            first_row = min(max(start if start >= 0 else start + 300, 0), 298)
+            expected = q.dequantize()[first_row : first_row + 2]
+            for index in (dtype(start), on_device(start, dtype)):
+                part = dynamic_slice(q, (index, 0), (2, 1))
                 assert_floats(part.dequantize(), np.asarray(expected), np.float32)
 
 
@@ -394,8 +394,10 @@ def test_the_gradient_of_a_scale_is_that_of_the_dequantized_slice():
         return (f(dataclasses.replace(q, scale=scale), (t, t, t), (2, 3, 7)) * g).sum()
 
     gradient = jax.jit(jax.grad(loss), static_argnums=2)
-    ours = gradient(q.scale, 1, lambda q, *place: dynamic_slice(q, *place).dequantize())
-    theirs = gradient(q.scale, 1, lambda q, *place: lax.dynamic_slice(q.dequantize(), *place))
+    ours = gradient(q.scale, 1, lambda q, *slice_args: dynamic_slice(q, *slice_args).dequantize())
+    theirs = gradient(
+        q.scale, 1, lambda q, *slice_args: lax.dynamic_slice(q.dequantize(), *slice_args)
+    )
     assert np.any(as_float64(theirs) != 0)
     np.testing.assert_array_equal(ours, theirs)
 
@@ -457,21 +459,21 @@ def test_writes_that_may_cut_a_block_are_refused():
 
 def test_qtensors_that_have_no_place_for_their_scales_are_refused():
     q = tensor(np.zeros((4, 6)), "int8", np.ones((4, 1)))
-    one = tensor(np.zeros((4, 6)), "int8")
+    per_tensor = tensor(np.zeros((4, 6)), "int8")
     u = tensor(np.zeros((1, 6)), "int8")
     fine = tensor(np.zeros((1, 6)), "int8", np.ones((1, 6)))
     zero = tensor(np.zeros((1, 6)), "int8", zero_point=[[3]])
     shared = tensor(np.zeros((4, 6)), "int8", np.ones((4, 1)), [[1]])
     f = functools.partial(dynamic_update_slice, start_indices=(1, 0))
     for operand, update, fact in [
-        (one, u, "shared with elements that are not overwritten, along axes [0]"),
+        (per_tensor, u, "shared with elements that are not overwritten, along axes [0]"),
         (q, fine, "fewer scales than `update` along axis 1"),
         (q, zero, "no place for the zero points"),
     ]:
         assert_refused(f, (operand, update), ValueError, "dynamic_update_slice", fact)
-    own = tensor(np.zeros((2, 6)), "int8", np.ones((2, 1)), [[1], [2]])
+    two_zeros = tensor(np.zeros((2, 6)), "int8", np.ones((2, 1)), [[1], [2]])
     facts = "no place for the zero points", "(2, 1)"
-    assert_refused(f, (shared, own), ValueError, "dynamic_update_slice", *facts)
+    assert_refused(f, (shared, two_zeros), ValueError, "dynamic_update_slice", *facts)
     assert_refused(f, (shared, jnp.ones((2, 6))), ValueError, "dynamic_update_slice", *facts)
     nested = QTensor.zeros((4, 16), jqx.QSpec(numerics.nvfp4, jqx.per_block({0: 1, 1: 16})))
     fact = "they are quantized, with one scale"

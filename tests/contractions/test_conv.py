@@ -67,8 +67,12 @@ CHOSEN = {
 @pytest.mark.parametrize("some, names", CHOSEN.values(), ids=CHOSEN)
 def test_formulations_tell_what_is_chosen(some, names):
     lhs, rhs = some.operands(uniform)
-    chosen = jqx.formulations(some.convolve)(lhs.value, rhs.value)
-    assert [name for one in chosen for name in (one.cpu.name, one.elsewhere.name)] == names
+    contractions = jqx.formulations(some.convolve)(lhs.value, rhs.value)
+    assert [
+        name
+        for contraction in contractions
+        for name in (contraction.cpu.name, contraction.elsewhere.name)
+    ] == names
 
 
 @pytest.mark.parametrize("left", ["int8", "float32"])
@@ -199,8 +203,8 @@ def test_a_packed_kernel_is_convolved_in_slices(pack):
                 pairs.append((plain(x, q), plain(x, q.dequantize())))
         return pairs
 
-    for found, expected in run(normal(1, 3, 3, 64, 192)):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    for result, expected in run(normal(1, 3, 3, 64, 192)):
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_nor_is_it_for_the_gradient_of_the_image():
@@ -214,9 +218,9 @@ def test_nor_is_it_for_the_gradient_of_the_image():
 def test_integers_are_convolved_as_bytes_into_int32_on_cpu():
     program = compiled(plain, bytes_of(IMAGE), shapes_of("int8"))
     text = program.as_text()
-    found = re.findall(r"= (\w+)(\S*) convolution\((%[\w.]+), (%[\w.]+)\)", text)
-    assert any("[1,8,8,256]" in shape for _, shape, *_ in found)
-    for result, _, *operands in found:
+    convolutions = re.findall(r"= (\w+)(\S*) convolution\((%[\w.]+), (%[\w.]+)\)", text)
+    assert any("[1,8,8,256]" in shape for _, shape, *_ in convolutions)
+    for result, _, *operands in convolutions:
         types = [re.search(rf"{re.escape(name)} = (\w+)\[", text).group(1) for name in operands]
         assert [*types, result] == ["s8", "s8", "s32"]
     assert not re.search(r"(f32|bf16)\[3,3,256,256\]", text)

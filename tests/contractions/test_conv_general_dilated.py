@@ -78,8 +78,8 @@ def in_blocks(axis, n, **fields):
     codes = random_codes(np.random.default_rng(2), "uint8", shape)
     x = tensor(codes, "uint8", along(axis, [1, 2]), along(axis, [9, 200]), **fields)
     size = fields["blocks"][0][2] if fields else n // 2
-    place = along(axis, np.minimum(np.arange(n) // size, 1))
-    real = (codes - np.take([9, 200], place)) * np.take([1, 2], place)
+    block = along(axis, np.minimum(np.arange(n) // size, 1))
+    real = (codes - np.take([9, 200], block)) * np.take([1, 2], block)
     return x, real.astype(np.float64)
 
 
@@ -192,14 +192,14 @@ MAPPED = {
 @pytest.mark.parametrize("some", MAPPED.values(), ids=MAPPED)
 def test_eager_and_vmapped_convolutions_are_those_of_a_loop(some):
     """Small integers as floats: all sums are exact."""
-    (lhs, rhs), (_, other) = some.operands(powers), some.operands(powers, ("any", "highest"))
+    (lhs, rhs), (_, second) = some.operands(powers), some.operands(powers, ("any", "highest"))
     x, real = lhs.value, lhs.real
     if some.left == "float32":
         real = np.random.default_rng(8).integers(-8, 9, real.shape).astype(np.float64)
         x = on_device(real, jnp.float32)
-    expected = [convolution(real, w.real, **some.options) for w in (rhs, other)]
+    expected = [convolution(real, w.real, **some.options) for w in (rhs, second)]
     assert_floats(some.convolve(x, rhs.value), expected[0], np.float32)
-    kernels = jax.tree.map(lambda *leaves: np.stack(leaves), rhs.value, other.value)
+    kernels = jax.tree.map(lambda *leaves: np.stack(leaves), rhs.value, second.value)
     images = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), x)
 
     @jax.jit
@@ -222,8 +222,8 @@ def test_the_result_may_be_quantized(some):
     """From the int32 sums by a factor of 1, which int16 clips, or from floats by a spec."""
     x, w = some.operands(lambda _, shape: np.ones(shape, np.float32))
     sums = convolution(x.real, w.real, **some.options)
-    one = Requantization.of(1.0, 1.0, 1.0, qtype=jnp.int16)
-    y = jax.jit(functools.partial(some.convolve, output=one))(x.value, w.value)
+    unscaled = Requantization.of(1.0, 1.0, 1.0, qtype=jnp.int16)
+    y = jax.jit(functools.partial(some.convolve, output=unscaled))(x.value, w.value)
     assert np.abs(sums).max() > 2**15
     assert_codes(y.values, np.clip(sums, -(2**15), 2**15 - 1).astype(np.int64), jnp.int16)
     spec = jqx.QSpec(jnp.int8)
@@ -264,8 +264,8 @@ def test_digits_are_those_of_codes_less_the_zero_point_of_their_own_block():
     zero = np.array([3, 250]).reshape(1, 1, 2, 1)
     scale = np.array([1.0, 2.0]).reshape(1, 1, 2, 1)
     y = jax.jit(plain)(tensor(image, "int16"), tensor(kernel, "uint8", scale, zero))
-    each = lambda x: np.repeat(x, 2, axis=2)  # noqa: E731
-    expected = convolution(image * 1.0, (kernel - each(zero)) * each(scale), (1, 1), "SAME")
+    repeated = lambda x: np.repeat(x, 2, axis=2)  # noqa: E731
+    expected = convolution(image * 1.0, (kernel - repeated(zero)) * repeated(scale), (1, 1), "SAME")
     assert_floats(y, expected, np.float32)
 
 
@@ -336,11 +336,11 @@ def test_gradients_are_as_near_the_float64_ones_as_float32_allows(name):
     for (factor, gradients), i in itertools.product(results, range(2)):
         assert gradients[i].dtype == leaves[i].dtype
         for _ in range(3):
-            place = [as_float64(leaf) * factor for leaf in leaves]
-            place[i] = rng.normal(size=place[i].shape)
-            exact = exact_loss(some, operands, cotangent, place)
-            size = exact_loss(some, magnitudes, np.abs(cotangent), [np.abs(p) for p in place])
-            assert abs((as_float64(gradients[i]) * place[i]).sum() - exact) <= relative * size
+            point = [as_float64(leaf) * factor for leaf in leaves]
+            point[i] = rng.normal(size=point[i].shape)
+            exact = exact_loss(some, operands, cotangent, point)
+            size = exact_loss(some, magnitudes, np.abs(cotangent), [np.abs(p) for p in point])
+            assert abs((as_float64(gradients[i]) * point[i]).sum() - exact) <= relative * size
 
 
 SPOILED = {
@@ -357,10 +357,10 @@ SPOILED = {
 @pytest.mark.parametrize("some", SPOILED.values(), ids=SPOILED)
 def test_nan_and_infinities_spoil_the_windows_that_hold_them_alone(some, bad):
     x, w = some.operands(powers)
-    places = np.zeros(x.real.shape)
-    places[1, 3, 2, 0] = 1
-    spoiled = convolution(places, np.ones(w.real.shape), **some.options) > 0
-    image = on_device(np.where(places, bad, x.real), jnp.float32)
+    is_bad = np.zeros(x.real.shape)
+    is_bad[1, 3, 2, 0] = 1
+    spoiled = convolution(is_bad, np.ones(w.real.shape), **some.options) > 0
+    image = on_device(np.where(is_bad, bad, x.real), jnp.float32)
     y = np.asarray(jax.jit(some.convolve)(image, w.value))
     finite = np.asarray(jax.jit(some.convolve)(x.value, w.value))
     assert spoiled.any() and not spoiled.all()
@@ -377,8 +377,8 @@ def test_a_nan_scale_spoils_its_own_image_or_feature_alone(groups):
     y = convolution(x.real, w.real, **some.options)
     y[1], y[..., 2] = np.nan, np.nan
     pair = [
-        dataclasses.replace(q.value, scale=q.value.scale.at[place].set(jnp.nan))
-        for q, place in ((x, 1), (w, (..., 2)))
+        dataclasses.replace(q.value, scale=q.value.scale.at[index].set(jnp.nan))
+        for q, index in ((x, 1), (w, (..., 2)))
     ]
     assert_floats(jax.jit(some.convolve)(*pair), y, np.float32)
 

@@ -206,8 +206,8 @@ def test_every_leading_axis_may_have_its_own_scale(left, right):
 def test_a_matrix_on_the_right_of_a_batch_is_not_repeated():
     """The leading axes stay free axes of one dot, on CPU and elsewhere: nothing is broadcast."""
     x, w = jnp.zeros((8, 3, 4)), tensor(np.zeros((4, 6)), "int8")
-    found = [[v.aval.shape for v in dot.invars] for dot in dots(jqx.matmul, x, w)]
-    assert found == [[(8, 3, 4), (4, 6)]] * 2
+    shapes = [[v.aval.shape for v in dot.invars] for dot in dots(jqx.matmul, x, w)]
+    assert shapes == [[(8, 3, 4), (4, 6)]] * 2
 
 
 def test_leading_axes_beside_a_large_matrix_are_rows():
@@ -222,8 +222,8 @@ def test_a_shared_scale_is_not_repeated_for_a_batch():
     """The codes of the smaller operand are; every other array stays as small as it was."""
     lhs, rhs = tensor(np.zeros((3, 4)), "int8"), tensor(np.zeros((9, 4, 6)), "int8")
     jaxpr = jax.make_jaxpr(jqx.matmul)(lhs, rhs)
-    made = [v.aval for eqn in jaxpr.eqns for v in eqn.outvars if v.aval.dtype == jnp.float32]
-    assert {aval.size for aval in made} <= {1, 9 * 3 * 6}
+    floats = [v.aval for eqn in jaxpr.eqns for v in eqn.outvars if v.aval.dtype == jnp.float32]
+    assert {aval.size for aval in floats} <= {1, 9 * 3 * 6}
 
 
 def test_the_operator_takes_a_qtensor_on_either_side():
@@ -346,8 +346,10 @@ def test_weight_only_contracts_codes_in_the_dtype_of_the_activations(qtype, dtyp
         expected = [[of, of, "float32"] for of in (dtype, "float32")]
         assert sorted(kinds) == sorted(expected)
         weight = (5, 4) if transposed else (4, 5)
-        made = [e for e in equations_of(jqx.matmul, *pair) if e.outvars[0].aval.shape == weight]
-        names = [e.primitive.name for e in made if e.outvars[0].aval.dtype == jnp.dtype(dtype)]
+        converted = [
+            e for e in equations_of(jqx.matmul, *pair) if e.outvars[0].aval.shape == weight
+        ]
+        names = [e.primitive.name for e in converted if e.outvars[0].aval.dtype == jnp.dtype(dtype)]
         on_cpu = ["sub", "mul"] if dtype == "float32" else []
         assert sorted({*names, *on_cpu}) == sorted({"convert_element_type", *on_cpu})
 
@@ -375,8 +377,8 @@ def test_every_two_numbers_of_8_bit_floats_are_multiplied():
     """One product in each sum: bfloat16 holds the numbers, float32 what they give."""
     codes = np.arange(256, dtype=np.uint8)
     x, w = (
-        on_device(every[np.isfinite(every.astype(np.float32))])
-        for every in (codes.view(jnp.float8_e4m3fn), codes.view(jnp.float8_e5m2))
+        on_device(numbers[np.isfinite(numbers.astype(np.float32))])
+        for numbers in (codes.view(jnp.float8_e4m3fn), codes.view(jnp.float8_e5m2))
     )
     x = jqx.QTensor(jnp.tile(x, 65)[:, None], jnp.ones((1, 1)), qtype=x.dtype)
     w = jqx.QTensor(w[None], jnp.ones((1, 1)), qtype=w.dtype)

@@ -49,14 +49,14 @@ def assert_exact(result, subscripts, *operands):
 
 def assert_all_exact(cases):
     """As `assert_exact`, of many subscripts and operands, whose results are one program."""
-    every = [subscripts for subscripts, _ in cases]
+    all_subscripts = [subscripts for subscripts, _ in cases]
 
     @jax.jit
     def results(operands):
-        return [einsum(terms, *xs) for terms, xs in zip(every, operands, strict=True)]
+        return [einsum(terms, *xs) for terms, xs in zip(all_subscripts, operands, strict=True)]
 
-    found = results([xs for _, xs in cases])
-    for i, ((subscripts, xs), result) in enumerate(zip(cases, found, strict=True)):
+    computed = results([xs for _, xs in cases])
+    for i, ((subscripts, xs), result) in enumerate(zip(cases, computed, strict=True)):
         expected = np.asarray(np.einsum(subscripts.replace("λ", "l"), *map(reals, xs)))
         case = f"case {i}: {subscripts} of {xs}"
         np.testing.assert_array_equal(result, expected.astype(np.float32), case, strict=True)
@@ -114,8 +114,11 @@ PATTERNS = {
 
 def masks(count):
     """Ways to quantize one operand or more: the first, the last, or all."""
-    places = range(count)
-    return {tuple(i in some for i in places) for some in (places[:1], places[-1:], places)}
+    positions = range(count)
+    return {
+        tuple(i in quantized for i in positions)
+        for quantized in (positions[:1], positions[-1:], positions)
+    }
 
 
 def operands(shapes, mask):
@@ -132,21 +135,6 @@ def test_every_kind_of_pattern_is_contracted(pattern):
     """As NumPy has it: each operand is quantized, or some are."""
     subscripts, *shapes = pattern
     assert_all_exact([(subscripts, operands(shapes, mask)) for mask in masks(len(shapes))])
-
-
-TWO = [pattern for pattern in PATTERNS.values() if len(pattern) == 3]
-
-
-def test_two_int8_operands_give_the_integer_einsum():
-    """Of all their codes: below 2**24, float32 holds it."""
-    cases = []
-    for subscripts, *shapes in TWO:
-        rng = np.random.default_rng(len(subscripts))
-        codes = [random_codes(rng, "int8", shape) for shape in shapes]
-        cases.append((subscripts, [tensor(c, "int8") for c in codes]))
-        expected = np.asarray(np.einsum(subscripts.replace("λ", "l"), *codes))
-        assert np.abs(expected).max(initial=0) < 2**24
-    assert_all_exact(cases)
 
 
 SIZES = {"a": 2, "b": 3, "c": 2, "d": 3}
@@ -166,25 +154,25 @@ def random_operands(draw, output):
         for axis, stretch in zip(axes, stretches, strict=True)
     )
     stay = [i for i, axis in enumerate(axes) if axis in DOTS or axis in output]
-    own = (
+    scaled_axes = (
         draw(st.none() | st.sets(st.sampled_from(stay))) if stay else draw(st.none() | st.just(()))
     )
     term = "".join([*labels[:at], *([] if dots is None else ["..."]), *labels[at:]])
-    return term, shape, own
+    return term, shape, scaled_axes
 
 
 @st.composite
 def cases(draw):
     """Subscripts and operands: a scale stays constant along every label that is summed."""
-    wanted = draw(st.permutations(sorted(SIZES)))[: draw(st.integers(0, len(SIZES)))]
-    drawn = draw(st.lists(random_operands(wanted), min_size=1, max_size=4))
+    output_labels = draw(st.permutations(sorted(SIZES)))[: draw(st.integers(0, len(SIZES)))]
+    drawn = draw(st.lists(random_operands(output_labels), min_size=1, max_size=4))
     terms = [term for term, _, _ in drawn]
     output = ["..."] * any("..." in term for term in terms)
-    output += [label for label in wanted if any(label in term for term in terms)]
+    output += [label for label in output_labels if any(label in term for term in terms)]
     rng, zero_point = np.random.default_rng(draw(st.integers(0, 99))), draw(st.booleans())
     xs = [
-        floats(rng, shape) if own is None else small(rng, shape, own, zero_point)
-        for _, shape, own in drawn
+        floats(rng, shape) if scaled_axes is None else small(rng, shape, scaled_axes, zero_point)
+        for _, shape, scaled_axes in drawn
     ]
     return f"{','.join(terms)}->{''.join(output)}", xs
 
@@ -229,10 +217,10 @@ def test_real_values_are_contracted_as_near_as_float32_allows(names):
         on_device(rng.normal(size=shape), jnp.float32) for shape in ((4, 5, 33), (33, 6), (6, 7))
     )
     xs = [w, x, y]
-    for place, name, axis in [(0, names[0], 1), (1, names[1], 1)]:
+    for position, name, axis in [(0, names[0], 1), (1, names[1], 1)]:
         if name in FULL:
             spec = jqx.QSpec(granularity=jqx.per_axis(axis), **FULL[name])
-            xs[place] = jqx.QTensor.quantize(xs[place], spec)
+            xs[position] = jqx.QTensor.quantize(xs[position], spec)
     subscripts = "bij,jk,kl->bil"
     expected = np.einsum(subscripts, *map(real_values, xs))
     allowed = gamma(33 + 12 + 6 + 12) * np.einsum(subscripts, *map(magnitudes, xs))
@@ -263,18 +251,18 @@ def test_an_array_takes_a_scale_that_varies_along_a_summed_label(case):
     subscripts, shape, of_q, axes = case
     rng = np.random.default_rng(len(subscripts))
     x, q = floats(rng, shape), small(rng, of_q, axes)
-    one = tensor(as_int64(q.values), "int8", q.scale, np.full((1,) * q.ndim, 2))
-    none = tensor(as_int64(q.values), "int8", q.scale)
+    one_zero = tensor(as_int64(q.values), "int8", q.scale, np.full((1,) * q.ndim, 2))
+    no_zero = tensor(as_int64(q.values), "int8", q.scale)
     left, right, result = (*subscripts.partition("->")[0].split(","), subscripts.partition("->")[2])
     turned = f"{right},{left}->{result}"
-    beside = [(subscripts, [x, operand]) for operand in (q, one, none)]
-    assert_all_exact([*beside, *((turned, [operand, x]) for operand in (q, one, none))])
+    cases = [(subscripts, [x, operand]) for operand in (q, one_zero, no_zero)]
+    assert_all_exact([*cases, *((turned, [operand, x]) for operand in (q, one_zero, no_zero))])
 
 
 def test_an_array_takes_scales_in_blocks_of_other_labels():
     """Values of attention with a scale for each token and block of channels, also a short block."""
     rng = np.random.default_rng(3)
-    beside = []
+    cases = []
     for subscripts, shape, of_q, sizes in [
         ("bht,bthd->bhd", (2, 3, 5), (2, 5, 3, 4), {0: 1, 1: 1, 2: 1, 3: 2}),
         ("bht,bthd->hdb", (2, 3, 5), (2, 5, 3, 6), {1: 1, 3: 4}),
@@ -290,9 +278,9 @@ def test_an_array_takes_scales_in_blocks_of_other_labels():
         spec = jqx.QSpec("int8", jqx.per_block(sizes, tail=True), symmetric=False)
         affine = jqx.calibrators.Affine(on_device(affine[0]), on_device(affine[1], jnp.int8))
         q = jqx.QTensor.quantize(floats(rng, of_q), spec, affine)
-        beside.append((subscripts, [q] if shape is None else [floats(rng, shape), q]))
-    found = jax.jit(lambda: [einsum(subscripts, *xs) for subscripts, xs in beside])()
-    for (subscripts, xs), result in zip(beside, found, strict=True):
+        cases.append((subscripts, [q] if shape is None else [floats(rng, shape), q]))
+    results = jax.jit(lambda: [einsum(subscripts, *xs) for subscripts, xs in cases])()
+    for (subscripts, xs), result in zip(cases, results, strict=True):
         real = [x.dequantize() if isinstance(x, jqx.QTensor) else x for x in xs]
         expected = np.einsum(subscripts, *map(as_float64, real))
         assert_floats(result, expected, np.float32)
@@ -300,21 +288,25 @@ def test_an_array_takes_scales_in_blocks_of_other_labels():
 
 def test_a_sum_of_one_operand_takes_any_scale_for_each_index():
     rng = np.random.default_rng(0)
-    every = [
+    cases = [
         ("td->d", (5, 4), (0,)),
         ("td->d", (5, 4), (0, 1)),
         ("td->", (5, 4), (0,)),
         ("ii", (4, 4), (0,)),
     ]
-    assert_all_exact([(subscripts, [small(rng, *of)]) for subscripts, *of in every])
+    assert_all_exact([(subscripts, [small(rng, *of)]) for subscripts, *of in cases])
 
 
 def test_a_scale_that_no_operand_can_take_is_refused():
     rng = np.random.default_rng(1)
-    x, q, both = floats(rng, (5,)), small(rng, (5, 4), (0,)), small(rng, (5, 4), (0, 1))
+    x, q, scaled_along_both = (
+        floats(rng, (5,)),
+        small(rng, (5, 4), (0,)),
+        small(rng, (5, 4), (0, 1)),
+    )
     f = functools.partial(einsum, "t,td->d")
     facts = "contracted axis", "(5, 4)"
-    assert_refused(f, (x, both), ValueError, "dot_general", *facts)
+    assert_refused(f, (x, scaled_along_both), ValueError, "dot_general", *facts)
     assert_refused(f, (small(rng, (5,)), q), ValueError, "dot_general", *facts)
 
 
@@ -327,9 +319,9 @@ def test_operands_stay_quantized_until_they_are_contracted():
         ("ij,j,->i", (3, 50), (50,)),
     ]:
         q, r = small(rng, left, (0,)), small(rng, right)
-        rest = [small(rng, ())] * (subscripts.count(",") - 1)
+        scalars = [small(rng, ())] * (subscripts.count(",") - 1)
         f = functools.partial(einsum, subscripts)
-        shapes = re.findall(r"f32\[([\d,]*)\]", str(jax.make_jaxpr(f)(q, r, *rest)))
+        shapes = re.findall(r"f32\[([\d,]*)\]", str(jax.make_jaxpr(f)(q, r, *scalars)))
         assert shapes
         sizes = [math.prod(map(int, shape.split(","))) if shape else 1 for shape in shapes]
         assert max(sizes) < q.size, (subscripts, shapes)
@@ -348,14 +340,14 @@ def test_operands_may_be_laid_out_in_any_way():
     rng = np.random.default_rng(4)
     x = floats(rng, (3, 4))
     q = tensor(rng.integers(-3, 4, (4, 4)), "int4", np.ldexp(1.0, rng.integers(0, 2, (1, 4))))
-    every = [("ij,jk->ik", x), ("ij,jk->ki", x), ("ij,jj->ij", x), ("ij,jk->i", x), ("ij->ji",)]
+    products = [("ij,jk->ik", x), ("ij,jk->ki", x), ("ij,jj->ij", x), ("ij,jk->i", x), ("ij->ji",)]
 
     @jax.jit
     def results(tensors):
-        return [[einsum(*of, laid_out) for of in every] for laid_out in tensors]
+        return [[einsum(*of, laid_out) for of in products] for laid_out in tensors]
 
-    for found in results([q.pack(0), q.pack(1), q.pack_for("cpu"), q.pack_for("gpu")]):
-        for result, (subscripts, *xs) in zip(found, every, strict=True):
+    for of_layout in results([q.pack(0), q.pack(1), q.pack_for("cpu"), q.pack_for("gpu")]):
+        for result, (subscripts, *xs) in zip(of_layout, products, strict=True):
             assert_exact(result, subscripts, *xs, q)
 
 
@@ -432,13 +424,15 @@ def test_the_dtype_is_that_of_the_operands_or_the_one_preferred(dtype):
     x = on_device(rng.integers(-3, 4, (3, 50)), dtype)
     q = tensor(random_codes(rng, "int8", (50, 4)), "int8", dtype=jnp.dtype(dtype))
     expected = as_float64(x) @ reals(q)
-    every = ["ij,jk->ik", "ij,jk->ki"]
+    all_subscripts = ["ij,jk->ik", "ij,jk->ki"]
 
     def of(x, q, wider):
-        return [einsum(subscripts, x, q, preferred_element_type=wider) for subscripts in every]
+        return [
+            einsum(subscripts, x, q, preferred_element_type=wider) for subscripts in all_subscripts
+        ]
 
-    both = [jax.jit(functools.partial(of, wider=wider))(x, q) for wider in (None, jnp.float32)]
-    for result, narrow, wide in zip([expected, expected.T], *both, strict=True):
+    results = [jax.jit(functools.partial(of, wider=wider))(x, q) for wider in (None, jnp.float32)]
+    for result, narrow, wide in zip([expected, expected.T], *results, strict=True):
         assert_floats(narrow, nearest(result, dtype), dtype)
         assert_floats(wide, result, np.float32)
     for subscripts, *xs in [
@@ -487,8 +481,8 @@ def test_precision_reaches_every_contraction_of_floats():
     rng = np.random.default_rng(11)
     xs = [floats(rng, (2, 3)), floats(rng, (3, 4)), small(rng, (4, 5))]
     f = functools.partial(einsum, "ij,jk,kl->il", precision="highest", optimize=[(0, 1), (0, 1)])
-    found = [eqn.params["precision"] for eqn in dots(f, *xs)]
-    assert len(found) >= 2 and set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
+    precisions = [eqn.params["precision"] for eqn in dots(f, *xs)]
+    assert len(precisions) >= 2 and set(precisions) == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
 def test_it_is_the_same_under_jit_and_vmap():

@@ -63,11 +63,11 @@ def some_zero_points(qtype):
 @jax.jit
 def with_and_without_zero_points(lhs, lhs_zero, rhs, rhs_zero):
     """The products with zero points on neither side, the right, the left and both."""
-    one = jnp.ones((1, 1))
+    ones = jnp.ones((1, 1))
     return [
         jqx.matmul(
-            jqx.QTensor(lhs, jnp.broadcast_to(one, (len(lhs), 1)), a, qtype=lhs.dtype),
-            jqx.QTensor(rhs, jnp.broadcast_to(one, (1, rhs.shape[1])), b, qtype=rhs.dtype),
+            jqx.QTensor(lhs, jnp.broadcast_to(ones, (len(lhs), 1)), a, qtype=lhs.dtype),
+            jqx.QTensor(rhs, jnp.broadcast_to(ones, (1, rhs.shape[1])), b, qtype=rhs.dtype),
         )
         for a in (None, lhs_zero)
         for b in (None, rhs_zero)
@@ -194,9 +194,9 @@ def test_parts_of_powers_of_two_are_summed_without_any_rounding(left, right):
 
 def shapes_only(qtype, zero_point, shape):
     """The shapes and dtypes of a QTensor that is never made."""
-    one = (1,) * len(shape)
-    codes, scale = (jax.ShapeDtypeStruct(s, d) for s, d in [(shape, qtype), (one, "float32")])
-    zero = jax.ShapeDtypeStruct(one, qtype) if zero_point else None
+    single = (1,) * len(shape)
+    codes, scale = (jax.ShapeDtypeStruct(s, d) for s, d in [(shape, qtype), (single, "float32")])
+    zero = jax.ShapeDtypeStruct(single, qtype) if zero_point else None
     return jax.eval_shape(lambda *leaves: jqx.QTensor(*leaves, qtype=qtype), codes, scale, zero)
 
 
@@ -206,9 +206,9 @@ LONGEST = [case for case in WIDEST if "16" not in case[0]]
 def lengths_of(lhs, rhs, numbers=MATRICES):
     """How many products each dot sums, in the form for other platforms than CPU."""
     how = HowTo.of(lhs, rhs, Dimensions.of(numbers, lhs.ndim, rhs.ndim))
-    found = dots(lambda lhs, rhs: integer.compute(lhs, rhs, how), lhs, rhs)
+    products = dots(lambda lhs, rhs: integer.compute(lhs, rhs, how), lhs, rhs)
     axes = numbers[0][0]
-    return [math.prod(dot.invars[0].aval.shape[axis] for axis in axes) for dot in found]
+    return [math.prod(dot.invars[0].aval.shape[axis] for axis in axes) for dot in products]
 
 
 @pytest.mark.parametrize(
@@ -229,11 +229,11 @@ def test_a_sum_is_split_where_an_int32_might_not_hold_it(left, left_zero, right,
 def test_the_bound_counts_all_contracted_axes_and_no_other():
     numbers = (((1, 2), (1, 2)), ((0,), (0,)))
 
-    many, few = (
+    short, long = (
         shapes_only("int8", False, shape) for shape in ((10**6, 362, 362, 10), (1, 363, 363, 1))
     )
-    assert lengths_of(many, many, numbers) == [362**2]
-    lengths = lengths_of(few, few, numbers)
+    assert lengths_of(short, short, numbers) == [362**2]
+    lengths = lengths_of(long, long, numbers)
     assert len(lengths) == 2 and sum(lengths) == 363**2
     assert max(lengths) <= (2**31 - 1) // 128**2
 
@@ -253,11 +253,11 @@ def test_the_bound_of_an_int32_counts_the_products_of_a_block():
     k = 2**18
     lhs = tensor(np.full((1, k), -128), "int8")
     blocks = tensor(np.full((k, 1), -128), "int8", np.full((4, 1), 2.0**-10))
-    whole = tensor(np.full((k, 1), -128), "int8", np.full((1, 1), 2.0**-10))
-    for rhs, lengths in [(blocks, [k // 4]), (whole, [131071, 131071, 2])]:
+    one_scale = tensor(np.full((k, 1), -128), "int8", np.full((1, 1), 2.0**-10))
+    for rhs, lengths in [(blocks, [k // 4]), (one_scale, [131071, 131071, 2])]:
         how = HowTo.of(lhs, rhs, Dimensions.of(MATRICES, 2, 2))
-        found = dots(functools.partial(integer.compute, how=how), lhs, rhs)
-        assert [dot.invars[1].aval.shape[-2] for dot in found] == lengths
+        products = dots(functools.partial(integer.compute, how=how), lhs, rhs)
+        assert [dot.invars[1].aval.shape[-2] for dot in products] == lengths
         assert_floats(multiply(lhs, rhs), np.full((1, 1), k * 2.0**4), np.float32)
 
 
@@ -293,9 +293,9 @@ DIGITS = {"int4": 1, "int8": 1, "uint8": 2, "int16": 3}
 def test_codes_of_16_bits_are_multiplied_as_int8_digits(right):
     lhs, rhs = tensor(np.zeros((3, 5)), "int16"), tensor(np.zeros((5, 2)), right)
     for operands in [(lhs, rhs), (rhs.T, lhs.T)]:
-        found = dots(jqx.matmul, *operands)
-        kinds = {tuple(dtypes((*dot.invars, *dot.outvars))) for dot in found}
-        assert kinds == {("int8", "int8", "int32")} and len(found) == 3 * DIGITS[right]
+        products = dots(jqx.matmul, *operands)
+        kinds = {tuple(dtypes((*dot.invars, *dot.outvars))) for dot in products}
+        assert kinds == {("int8", "int8", "int32")} and len(products) == 3 * DIGITS[right]
 
 
 @pytest.mark.parametrize("qtype", ["int16", "uint16"])

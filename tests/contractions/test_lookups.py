@@ -91,8 +91,8 @@ def test_what_is_taken_is_that_of_the_dequantized_array(name):
     """From rows, columns and the flattened array, however the codes are laid out."""
     q = table(name)
     real = np.asarray(dequantize(q))
-    every = jax.jit(lambda q: [[take(x, INDICES, axis) for axis in AXES] for x in layouts(q)])
-    for results in every(q):
+    compute = jax.jit(lambda q: [[take(x, INDICES, axis) for axis in AXES] for x in layouts(q)])
+    for results in compute(q):
         for axis, result in zip(AXES, results, strict=True):
             assert_same(result, np.take(real, INDICES, axis=axis))
 
@@ -104,7 +104,7 @@ BEYOND = np.array([0, 9, -1, -10, 10, -11, 50, -50], np.int32)
     "name", ["int8, one scale", "uint4 in blocks of rows, with a tail", "nvfp4"]
 )
 def test_indices_out_of_bounds_are_those_of_jnp_take(name):
-    every = [
+    modes = [
         {},
         {"mode": "fill"},
         {"mode": "fill", "fill_value": -3.5},
@@ -114,14 +114,17 @@ def test_indices_out_of_bounds_are_those_of_jnp_take(name):
 
     def taken(q):
         real = q.dequantize()
-        for options in every:
-            for axis, places in [(0, BEYOND), (1, BEYOND * 3), (None, BEYOND * 32)]:
-                yield take(q, places, axis, **options), jnp.take(real, places, axis=axis, **options)
+        for options in modes:
+            for axis, indices in [(0, BEYOND), (1, BEYOND * 3), (None, BEYOND * 32)]:
+                yield (
+                    take(q, indices, axis, **options),
+                    jnp.take(real, indices, axis=axis, **options),
+                )
 
     results = jax.jit(lambda q: list(taken(q)))(table(name))
     for result, expected in results:
         assert_same(result, expected)
-    for options, (rows, _) in zip(every, results[::3], strict=True):
+    for options, (rows, _) in zip(modes, results[::3], strict=True):
         if options.get("mode") not in ("clip", "wrap"):
             fill = options.get("fill_value", np.nan)
             np.testing.assert_array_equal(rows[4:], np.full((4, 32), fill, np.float32))
@@ -136,9 +139,9 @@ def test_indices_may_be_of_any_integer_dtype(mode):
         info = np.iinfo(dtype)
         ends = [0, 1, info.max, info.max - 1, info.min, info.min + 1]
         indices.append(np.array(ends, dtype))
-    every = jax.jit(lambda q, indices: [take(q, places, 0, mode=mode) for places in indices])
-    for places, result in zip(indices, every(q, indices), strict=True):
-        rows = places.astype(np.int64)
+    compute = jax.jit(lambda q, indices: [take(q, index, 0, mode=mode) for index in indices])
+    for index, result in zip(indices, compute(q, indices), strict=True):
+        rows = index.astype(np.int64)
         inside = np.ones(rows.shape, bool)
         if mode == "fill":
             inside = (rows >= -300) & (rows < 300)
@@ -154,10 +157,10 @@ def test_indices_may_have_any_shape():
     real = np.asarray(dequantize(q))
     shapes = [(), (2, 0), (1,), (2, 1, 3)]
     indices = [np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for shape in shapes]
-    every = jax.jit(lambda q, indices: [[take(q, i, axis) for axis in AXES] for i in indices])
-    for places, results in zip(indices, every(q, indices), strict=True):
+    compute = jax.jit(lambda q, indices: [[take(q, i, axis) for axis in AXES] for i in indices])
+    for index, results in zip(indices, compute(q, indices), strict=True):
         for axis, result in zip(AXES, results, strict=True):
-            assert_same(result, np.asarray(np.take(real, places, axis=axis)))
+            assert_same(result, np.asarray(np.take(real, index, axis=axis)))
     assert_same(take(q, 3, 0), real[3])
 
 
@@ -171,29 +174,31 @@ def test_arrays_of_any_rank_are_taken_from():
     def axes(q):
         return (None, *range(q.ndim))[:3]
 
-    places = np.array([[0, -1]], np.int32)
-    every = jax.jit(lambda tensors: [[take(q, places, axis) for axis in axes(q)] for q in tensors])
-    for q, results in zip(tensors, every(tensors), strict=True):
+    indices = np.array([[0, -1]], np.int32)
+    compute = jax.jit(
+        lambda tensors: [[take(q, indices, axis) for axis in axes(q)] for q in tensors]
+    )
+    for q, results in zip(tensors, compute(tensors), strict=True):
         for axis, result in zip(axes(q), results, strict=True):
-            assert_same(result, np.take(np.asarray(dequantize(q)), places, axis=axis))
+            assert_same(result, np.take(np.asarray(dequantize(q)), indices, axis=axis))
 
 
 def test_an_axis_in_the_middle_is_taken_from_whatever_is_packed_around_it():
     rng = np.random.default_rng(0)
     spec = jqx.QSpec(jnp.int4, jqx.per_block({0: 1, 1: 2, 2: 4}))
-    places = np.array([[1, 0], [2, 2]], np.int32)
+    indices = np.array([[1, 0], [2, 2]], np.int32)
 
     @jax.jit
     def taken(x):
         q = jqx.QTensor.quantize(x, spec)
         packed = q.pack(0), q.pack(1), q.pack(2), q.pack_for("cpu"), q.pack(2).transpose(0, 2, 1)
-        return q.dequantize(), [[take(x, places, n) for n in range(3)] for x in (q, *packed)]
+        return q.dequantize(), [[take(x, indices, n) for n in range(3)] for x in (q, *packed)]
 
     real, results = taken(rng.normal(size=(3, 6, 8)).astype(np.float32))
     reals = [np.asarray(real)] * 5 + [np.asarray(real).transpose(0, 2, 1)]
     for real, of_axes in zip(reals, results, strict=True):
         for axis, rows in enumerate(of_axes):
-            assert_same(rows, np.take(real, places, axis=axis))
+            assert_same(rows, np.take(real, indices, axis=axis))
 
 
 @pytest.mark.parametrize(
@@ -238,10 +243,10 @@ def test_no_more_is_dequantized_or_unpacked_than_what_is_taken(name):
         forms.append(lambda q: q.pack(1))
     for form in forms:
         q = jax.eval_shape(lambda x, f=form: f(jqx.QTensor.quantize(x, spec)), LARGE)
-        places = jax.ShapeDtypeStruct((3,), jnp.int32)
+        indices = jax.ShapeDtypeStruct((3,), jnp.int32)
         rows = functools.partial(take, axis=0)
-        assert max(results(jax.make_jaxpr(rows)(q, places))) <= 3 * 256
-        compiled = jax.jit(rows).lower(q, places).compile()
+        assert max(results(jax.make_jaxpr(rows)(q, indices))) <= 3 * 256
+        compiled = jax.jit(rows).lower(q, indices).compile()
         assert compiled.memory_analysis().temp_size_in_bytes <= 2 * 3 * 256 * 4
 
 
@@ -250,8 +255,8 @@ def test_no_more_is_dequantized_or_unpacked_than_what_is_taken(name):
 def test_the_gradient_of_a_scale_is_that_of_the_dequantized_array(name, axis):
     """Out of bounds there is none. Cotangents are small integers: every sum of them is exact."""
     q = table(name)
-    places = np.array([[0, 3, 3], [-1, 50, 9]], np.int32)
-    shape = jax.eval_shape(functools.partial(take, axis=axis), q, places).shape
+    indices = np.array([[0, 3, 3], [-1, 50, 9]], np.int32)
+    shape = jax.eval_shape(functools.partial(take, axis=axis), q, indices).shape
     g = np.random.default_rng(1).integers(-3, 4, shape).astype(np.float32)
 
     def loss(scale, f):
@@ -260,8 +265,8 @@ def test_the_gradient_of_a_scale_is_that_of_the_dequantized_array(name, axis):
 
     @jax.jit
     def gradients(scale):
-        own = jax.grad(loss)(scale, lambda q: take(q, places, axis))
-        return own, jax.grad(loss)(scale, lambda q: jnp.take(q.dequantize(), places, axis=axis))
+        ours = jax.grad(loss)(scale, lambda q: take(q, indices, axis))
+        return ours, jax.grad(loss)(scale, lambda q: jnp.take(q.dequantize(), indices, axis=axis))
 
     ours, theirs = gradients(q.scale)
     assert np.any(as_float64(theirs) != 0)
@@ -284,7 +289,7 @@ def test_arrays_go_to_jnp_take():
 
 
 def test_bad_arguments_are_refused():
-    q, x, places = table("int8, one scale"), jnp.ones(SHAPE), jnp.array([0])
+    q, x, indices = table("int8, one scale"), jnp.ones(SHAPE), jnp.array([0])
     for options, facts in [
         ({"mode": "raise"}, ("mode", "'raise'", "'wrap'")),
         ({"mode": "clip", "fill_value": 0.0}, ("`fill_value`", "'clip'")),
@@ -292,14 +297,14 @@ def test_bad_arguments_are_refused():
     ]:
         for operand in (q, x):
             f = functools.partial(take, axis=0, **options)
-            assert_refused(f, (operand, places), ValueError, "take", *facts)
+            assert_refused(f, (operand, indices), ValueError, "take", *facts)
     f = functools.partial(take, axis=0)
     for wrong in (jnp.array([0.0]), jnp.array([True])):
         assert_refused(f, (q, wrong), TypeError, "take", "integers", wrong.dtype.name)
-    far = functools.partial(take, axis=2)
-    assert_refused(far, (q, places), ValueError, "take", "axis", "2")
+    beyond = functools.partial(take, axis=2)
+    assert_refused(beyond, (q, indices), ValueError, "take", "axis", "2")
     empty = tensor(np.zeros((0, 3)), "int8")
-    assert_refused(f, (empty, places), IndexError, "take", "(0, 3)")
+    assert_refused(f, (empty, indices), IndexError, "take", "(0, 3)")
     assert take(empty, jnp.zeros((2, 0), int), 0).shape == (2, 0, 3)
 
 

@@ -19,9 +19,9 @@ from ..tensor.test_offset_and_order import double_quantized, matrix, super_block
 EXACT = jax.lax.Precision.HIGHEST
 
 
-def near(found, expected, unit=2e-5):
+def near(result, expected, unit=2e-5):
     size = np.abs(np.asarray(expected)).max()
-    np.testing.assert_allclose(found, expected, rtol=unit, atol=unit * size)
+    np.testing.assert_allclose(result, expected, rtol=unit, atol=unit * size)
 
 
 WEIGHTS = {
@@ -46,30 +46,30 @@ def test_products_are_those_of_the_real_array(name):
     @jax.jit
     def both(q, rows):
         y = q.dequantize()
-        found, expected = {}, {}
+        results, expected = {}, {}
         for n, x in rows.items():
-            found[n] = jqx.matmul(x, q.T), jqx.matmul(q, x.T), jqx.einsum("bk,nk->nb", x, q)
+            results[n] = jqx.matmul(x, q.T), jqx.matmul(q, x.T), jqx.einsum("bk,nk->nb", x, q)
             right = jnp.matmul(x, y.T, precision=EXACT)
             expected[n] = right, right.T, right.T
         x8 = QTensor.quantize(rows["5"], jqx.QSpec("int8", jqx.per_axis(0)))
-        found["int8"] = (jqx.matmul(x8, q.T),)
+        results["int8"] = (jqx.matmul(x8, q.T),)
         expected["int8"] = (jnp.matmul(x8.dequantize(), y.T, precision=EXACT),)
         loss = jax.grad(lambda x: (jqx.matmul(x, q.T) ** 2).sum())
         real = jax.grad(lambda x: (jnp.matmul(x, y.T, precision=EXACT) ** 2).sum())
-        found["gradient"], expected["gradient"] = (loss(rows["5"]),), (real(rows["5"]),)
-        return found, expected
+        results["gradient"], expected["gradient"] = (loss(rows["5"]),), (real(rows["5"]),)
+        return results, expected
 
-    found, expected = both(q, rows)
-    for key, values in found.items():
+    results, expected = both(q, rows)
+    for key, values in results.items():
         for a, b in zip(values, expected[key], strict=True):
             near(a, b, 1e-4 if key == "gradient" else 2e-5)
 
 
 @pytest.mark.parametrize("name", ["offset", "both", "tail", "super blocks"])
 def test_lookups_are_exact(name):
-    q, places = WEIGHTS[name], jnp.array([[3, 63], [0, 1]])
+    q, indices = WEIGHTS[name], jnp.array([[3, 63], [0, 1]])
     y = q.dequantize()
-    np.testing.assert_array_equal(jqx.take(q, places, axis=0), y[places])
+    np.testing.assert_array_equal(jqx.take(q, indices, axis=0), y[indices])
     rows = jax.jit(lambda q, i: jqx.dynamic_slice(q, (i, 0), (2, q.shape[1])).dequantize())(q, 5)
     np.testing.assert_array_equal(rows, y[5:7])
 
@@ -82,8 +82,8 @@ def test_stacks_batches_and_experts():
     near(jqx.einsum("enk,bek->ben", q, x.transpose(1, 0, 2)), expected.transpose(1, 0, 2))
     turned, sizes = q.transpose(0, 2, 1), jnp.array([4, 0, 11])
     rows = x.reshape(15, 64)
-    found = jqx.ragged_dot(rows, turned, sizes)
-    near(found, jax.lax.ragged_dot(rows, turned.dequantize(), sizes, precision=EXACT))
+    result = jqx.ragged_dot(rows, turned, sizes)
+    near(result, jax.lax.ragged_dot(rows, turned.dequantize(), sizes, precision=EXACT))
     _, steps = jax.lax.scan(lambda c, w: (c, jqx.matmul(x[0], w.T)), 0, q)
     near(steps, jnp.einsum("bk,enk->ebn", x[0], y, precision=EXACT))
 
@@ -103,8 +103,10 @@ def test_gradients_of_scale_and_offset():
         y = jnp.matmul(x, w.dequantize().T, precision=EXACT) if dense else jqx.matmul(x, w.T)
         return (y**2).sum()
 
-    found, expected = (jax.grad(loss, (0, 1))(q.scale, q.offset, dense) for dense in (False, True))
-    for a, b in zip(found, expected, strict=True):
+    gradients, expected = (
+        jax.grad(loss, (0, 1))(q.scale, q.offset, dense) for dense in (False, True)
+    )
+    for a, b in zip(gradients, expected, strict=True):
         near(a, b, 1e-4)
 
 
@@ -134,6 +136,8 @@ def test_gradients_beside_scales_of_scales_of_many_weights():
         return 1e-3 * (jnp.matmul(x, w.dequantize().T) if dense else jqx.matmul(x, w.T)).sum()
 
     inner = q.scale.scale
-    found, expected = (jax.jit(jax.grad(partial(loss, dense=d), (0, 1)))(x, inner) for d in (0, 1))
-    for a, b in zip(found, expected, strict=True):
+    gradients, expected = (
+        jax.jit(jax.grad(partial(loss, dense=d), (0, 1)))(x, inner) for d in (0, 1)
+    )
+    for a, b in zip(gradients, expected, strict=True):
         near(a.astype(jnp.float32), b.astype(jnp.float32), 2e-3 if a.dtype == jnp.float16 else 1e-4)

@@ -54,11 +54,11 @@ def test_all_sizes_of_groups_give_what_lax_gives(m, lengths, groups):
     """Also those that sum to less than the rows, and to more."""
     rng = np.random.default_rng(m)
     x, w = small_integers(rng, (m, 2)), exact_tensor(rng, "int8", (groups, 2, 3), (0, 2))
-    every = np.array(list(itertools.product(lengths, repeat=groups)), np.int32)
+    all_sizes = np.array(list(itertools.product(lengths, repeat=groups)), np.int32)
     real = reals(w).astype(np.float32)
-    expected = np.stack([ragged(x, real, sizes) for sizes in every])
+    expected = np.stack([ragged(x, real, sizes) for sizes in all_sizes])
     for f in (lambda sizes: ragged_dot(x, w, sizes), lambda sizes: lax.ragged_dot(x, real, sizes)):
-        assert_floats(jax.jit(functools.partial(lax.map, f))(every), expected, np.float32)
+        assert_floats(jax.jit(functools.partial(lax.map, f))(all_sizes), expected, np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32"])
@@ -142,7 +142,7 @@ def assert_near(result, lhs, rhs, sizes):
 
 def assert_all_near(pairs):
     """As `assert_near`, of operands by name, whose products are one compiled program."""
-    results = jax.jit(lambda pairs: {name: ragged_dot(*of, SOME) for name, of in pairs.items()})
+    results = jax.jit(lambda pairs: {name: ragged_dot(*pair, SOME) for name, pair in pairs.items()})
     for name, result in results(pairs).items():
         assert_near(result, *pairs[name], SOME)
 
@@ -160,7 +160,9 @@ def test_scales_of_matrices_are_shared_in_any_way():
 
 def test_scales_of_rows_are_shared_in_any_way_beside_an_array():
     w = on_device(spread_out((4, K, 6), 1))
-    assert_all_near({str(of): (quantized((20, K), of), w) for of in ROWS})
+    assert_all_near(
+        {str(granularity): (quantized((20, K), granularity), w) for granularity in ROWS}
+    )
 
 
 @pytest.mark.many
@@ -182,10 +184,10 @@ def test_large_matrices_are_contracted_as_dot_general_does(name):
     w = quantized((3, 128, 128), granularity, name, pack=1 if name.endswith("packed") else None)
     x, sizes = on_device(spread_out((20, 128), 1)), np.array([9, 0, 10])
     assert_near(compute(x, w, sizes), x, w, sizes)
-    (chosen,) = jqx.formulations(ragged_dot)(x, w, sizes)
-    (alone,) = jqx.formulations(jqx.matmul)(x[:8], w[0])
-    assert chosen == alone._replace(times=3 + 17 // 8)
-    assert chosen.cpu.name in ("digits", "tiles")
+    (contraction,) = jqx.formulations(ragged_dot)(x, w, sizes)
+    (of_one,) = jqx.formulations(jqx.matmul)(x[:8], w[0])
+    assert contraction == of_one._replace(times=3 + 17 // 8)
+    assert contraction.cpu.name in ("digits", "tiles")
 
 
 def test_a_tile_is_one_product_of_bytes_or_at_the_precision_asked_for():
@@ -201,8 +203,8 @@ def test_tiles_have_about_as_many_rows_as_groups():
     """A tile for each group that may have rows, and one for each so many rows more."""
     for m, g, tiles in [(3, 5, 3), (64, 16, 16 + 48 // 8), (512, 16, 16 + 496 // 32), (1100, 2, 4)]:
         x, w = jnp.zeros((m, 2)), tensor(np.zeros((g, 2, 2)), "int8")
-        (chosen,) = jqx.formulations(ragged_dot)(x, w, np.zeros(g, np.int32))
-        assert chosen.times == tiles
+        (contraction,) = jqx.formulations(ragged_dot)(x, w, np.zeros(g, np.int32))
+        assert contraction.times == tiles
 
 
 def test_packed_and_swapped_codes_are_those_laid_out_plainly():
@@ -215,9 +217,9 @@ def test_packed_and_swapped_codes_are_those_laid_out_plainly():
 
     x = quantized((20, 32), jqx.per_axis(0), "int4 packed")
     w = quantized((4, 32, 6), jqx.per_axis(0, 2), "int4 packed")
-    plain, *others = jax.jit(of_forms)(x, w)
-    for other in others:
-        assert_floats(other, plain, np.float32)
+    plain, *packed = jax.jit(of_forms)(x, w)
+    for result in packed:
+        assert_floats(result, plain, np.float32)
     assert_near(plain, x, w, SOME)
 
 
@@ -270,14 +272,14 @@ def test_the_gradient_is_that_of_the_real_values(zero_point):
 def test_the_gradient_beside_quantized_rows_is_that_of_the_real_values():
     """Of the scales of both, where both are quantized; of matrices, where they are floats."""
     rng = np.random.default_rng(6)
-    x, w = (exact_tensor(rng, "int4", *of) for of in [((20, 4), (0,)), ((4, 4, 3), (0,))])
+    x, w = (exact_tensor(rng, "int4", *args) for args in [((20, 4), (0,)), ((4, 4, 3), (0,))])
     g = rng.integers(-1, 2, (20, 3)).astype(np.float32)
     real = on_device(reals(w), jnp.float32)
 
     def loss(f, of_x, of_w, real):
         q = dataclasses.replace(x, scale=of_x)
-        both = f(q, dataclasses.replace(w, scale=of_w), SOME)
-        return ((both + f(q, real, SOME)) * g).sum()
+        of_codes = f(q, dataclasses.replace(w, scale=of_w), SOME)
+        return ((of_codes + f(q, real, SOME)) * g).sum()
 
     def dense(x, w, sizes):
         w = w.dequantize() if isinstance(w, jqx.QTensor) else w
@@ -347,7 +349,7 @@ def test_no_float_copy_of_all_matrices_is_held(name, pack):
     """Temporary memory of the compiled function and its gradient, beside that of float matrices;
     each of them is a sixteenth of it.
     """
-    weight, x = (jax.ShapeDtypeStruct(of, jnp.float32) for of in [(16, 256, 256), (64, 256)])
+    weight, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(16, 256, 256), (64, 256)])
     spec = jqx.QSpec(granularity=jqx.per_axis(0, 2), **FORMATS[name])
     w = jax.eval_shape(functools.partial(jqx.QTensor.quantize, spec=spec, pack=pack), weight)
 
@@ -403,9 +405,9 @@ def test_bad_operands_are_refused():
     for operands, name in [((integers[0], w), "`lhs`"), ((q, integers[1]), "`rhs`")]:
         facts = name, "int8", "floating point"
         assert_refused(ragged_dot, (*operands, SOME), TypeError, "ragged_dot", *facts)
-    own = tensor(np.zeros((4, 3, 5)), "int8", np.ones((1, 3, 1)))
+    experts = tensor(np.zeros((4, 3, 5)), "int8", np.ones((1, 3, 1)))
     rows = tensor(np.zeros((20, 3)), "int8", np.ones((20, 3)))
-    for operands, name in [((x, own), "`rhs`"), ((rows, w), "`lhs`")]:
+    for operands, name in [((x, experts), "`rhs`"), ((rows, w), "`lhs`")]:
         facts = name, "scale", "contracted axis", "(1,)"
         assert_refused(ragged_dot, (*operands, SOME), ValueError, "ragged_dot", *facts)
 

@@ -89,7 +89,7 @@ def check(op, form, dtype, result=None):
     compute = jax.jit(functools.partial(apply, **options))
     info = jnp.finfo(result or dtype)
     rng = np.random.default_rng(len(op))
-    seen = 0
+    compared = 0
     q = kernel_of(form, kernel, dtype)
     unit = q.map_scale(lambda scale: scale / jnp.max(scale))
     coarsest = max(float(jnp.finfo(t).eps) for t in (dtype, result or dtype))
@@ -106,8 +106,8 @@ def check(op, form, dtype, result=None):
         allowed = allowed + np.prod(kernel[:-1]) * float(info.tiny)
         error = np.abs(as_float64(y) - expected)
         assert np.all((error <= allowed) | ~in_range), (op, form, dtype, size, scale)
-        seen += np.any(in_range)
-    assert seen >= (2 if result is None else 1)
+        compared += np.any(in_range)
+    assert compared >= (2 if result is None else 1)
 
 
 @pytest.mark.many
@@ -123,10 +123,10 @@ def test_no_intermediate_product_is_out_of_range(form, dtype):
 @pytest.mark.parametrize("form", FORMATS)
 def test_no_intermediate_product_is_out_of_range_in_any_form(form, dtype):
     """Nor where the result is of another dtype: of bfloat16, float16 and float32 by turns."""
-    others = itertools.cycle([result for result in ("float16", "float32") if result != dtype])
-    for op, other in zip(OPS, others, strict=False):
+    dtypes = itertools.cycle([result for result in ("float16", "float32") if result != dtype])
+    for op, result in zip(OPS, dtypes, strict=False):
         check(op, form, dtype)
-        check(op, form, dtype, other)
+        check(op, form, dtype, result)
 
 
 @pytest.fixture
@@ -174,8 +174,8 @@ def test_scales_far_apart_do_not_overflow(op, qtype):
         sides.append(q.map_scale(lambda scale: scale / jnp.max(scale)))
     for scales in PAIRS:
         pair = [
-            q.map_scale(lambda s, by=by: s * np.float32(by))
-            for q, by in zip(sides, scales, strict=True)
+            q.map_scale(lambda s, factor=factor: s * np.float32(factor))
+            for q, factor in zip(sides, scales, strict=True)
         ]
         real = [real_values(q) for q in pair]
         expected, magnitude = reference(*real), reference(*map(np.abs, real))

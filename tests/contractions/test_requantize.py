@@ -117,14 +117,14 @@ def test_the_roundings_are_as_near_as_their_number_allows():
     x = rng.integers(LOWEST, LARGEST, n, endpoint=True)
     multiplier, shift = rng.integers(2**30, 2**31, n), rng.integers(-31, 1, n)
     half = np.int64(1) << (30 - shift)
-    for rounding, most in (
+    for rounding, bound in (
         (FixedPointRounding.SINGLE, half),
         (FixedPointRounding.DOUBLE, half + 2**30),
     ):
         narrow = (v.astype(np.int32) for v in (x, multiplier, shift))
         y = np.asarray(product(*narrow, rounding)).astype(np.int64)
         error = np.abs((y << (31 - shift)) - x * multiplier)
-        assert (error <= most).all()
+        assert (error <= bound).all()
         assert (error > half // 2).any()
 
 
@@ -282,7 +282,7 @@ def test_every_code_and_both_ends_are_reached(qtype, rounding):
 def test_sums_wrap_around_where_those_of_tflite_do(rounding):
     """With the bias, with the zero point, and under a left shift (or past the right one)."""
     ends = np.array([LOWEST, LOWEST + 1, LARGEST - 1, LARGEST, 2**30, -(2**30), 2**29], np.int32)
-    seen = 0
+    wrapped = 0
     for bias, zero, factor in itertools.product((-2, 0, 1), (-3, 0, 5), (0.25, 0.9999, 1.0, 6.0)):
         r = Requantization.of(
             factor, 1.0, 1.0, qtype=jnp.int8, zero_point=zero, bias=bias, rounding=rounding
@@ -291,8 +291,8 @@ def test_sums_wrap_around_where_those_of_tflite_do(rounding):
         expected = tflite.requantize(*parts)
         np.testing.assert_array_equal(as_int64(requantized(ends, r).values), expected)
         unwrapped = np.clip((ends.astype(np.float64) + bias) * factor + zero, -128, 127)
-        seen += int(np.sum(np.abs(unwrapped - expected) > 1))
-    assert seen > 50
+        wrapped += int(np.sum(np.abs(unwrapped - expected) > 1))
+    assert wrapped > 50
 
 
 def test_the_result_stands_for_the_sum_of_real_products():
@@ -315,10 +315,10 @@ def test_the_result_stands_for_the_sum_of_real_products():
     assert codes.min() > -128 and codes.max() < 127
     exact = real / output_scale.astype(np.float64)
     unit = 2.0 ** as_int64(r.shift)
-    most = 0.5 + unit / 2 + np.abs(accumulator + bias) * unit / 2**32
-    most += 4 * 2.0**-53 * np.abs(exact)  # of this test's own arithmetic
+    bound = 0.5 + unit / 2 + np.abs(accumulator + bias) * unit / 2**32
+    bound += 4 * 2.0**-53 * np.abs(exact)  # of this test's own arithmetic
     error = np.abs(codes + 9 - exact)
-    assert (error <= most).all() and error.max() > 0.4
+    assert (error <= bound).all() and error.max() > 0.4
     np.testing.assert_allclose(q.dequantize(), (codes + 9) * output_scale, rtol=2.0**-23)
 
 
@@ -362,39 +362,39 @@ def test_no_float_and_no_int64_touches_the_codes():
 
 def stack_of(count):
     rng = np.random.default_rng(3)
-    one = [
+    separate = [
         Requantization.of(
             scales(rng, 1), scales(rng, 4), 0.5, qtype=jnp.int8, zero_point=i, bias=10 * i
         )
         for i in range(count)
     ]
-    return one, jax.tree.map(lambda *leaves: jnp.stack(leaves), *one)
+    return separate, jax.tree.map(lambda *leaves: jnp.stack(leaves), *separate)
 
 
 def test_vmap_and_scan_give_what_each_gives_alone():
     """Over accumulators, over requantizations, and over both in step."""
-    one, stacked = stack_of(3)
+    separate, stacked = stack_of(3)
     x = accumulators(np.random.default_rng(4), (3, 2, 4), 12)
-    alone = np.array([[requantized(x[i], r).values for i in range(3)] for r in one])
+    expected = np.array([[requantized(x[i], r).values for i in range(3)] for r in separate])
     np.testing.assert_array_equal(
-        jax.jit(jax.vmap(requantize, in_axes=(0, None)))(x, one[1]).values, alone[1]
+        jax.jit(jax.vmap(requantize, in_axes=(0, None)))(x, separate[1]).values, expected[1]
     )
     over = jax.jit(jax.vmap(requantize, in_axes=(None, 0)))(x[1], stacked)
-    np.testing.assert_array_equal(over.values, alone[:, 1])
-    both = jax.jit(jax.vmap(requantize))(x, stacked)
+    np.testing.assert_array_equal(over.values, expected[:, 1])
+    in_step = jax.jit(jax.vmap(requantize))(x, stacked)
     _, scanned = jax.lax.scan(lambda _, xs: (None, requantize(*xs)), None, (on_device(x), stacked))
-    for result in (both, scanned):
-        np.testing.assert_array_equal(result.values, alone[np.arange(3), np.arange(3)])
+    for result in (in_step, scanned):
+        np.testing.assert_array_equal(result.values, expected[np.arange(3), np.arange(3)])
         assert isinstance(result, jqx.QTensor) and result.shape == (3, 2, 4)
         assert result.scale.shape == result.zero_point.shape == (3, 1, 1)
         np.testing.assert_array_equal(
-            result[2].dequantize(), requantized(x[2], one[2]).dequantize()
+            result[2].dequantize(), requantized(x[2], separate[2]).dequantize()
         )
 
 
 def test_jit_and_eager_give_the_same_and_trees_keep_every_field():
-    one, _ = stack_of(1)
-    r = dataclasses.replace(one[0], low=-7, high=9, rounding=FixedPointRounding.SINGLE)
+    separate, _ = stack_of(1)
+    r = dataclasses.replace(separate[0], low=-7, high=9, rounding=FixedPointRounding.SINGLE)
     x = accumulators(np.random.default_rng(5), (6, 4), 12)
     eager = requantize(x, r)
     closed = jax.jit(lambda x: requantize(x, r))(x)
