@@ -2,7 +2,7 @@
 docs/numerics/contractions.md is made from it.
 
 A cell is an operation, the kinds of its operands, who shares their scales, and how their codes lie.
-`test_support.py` computes them.
+`test_products.py` computes them.
 
     python -m tests.contractions.support     prints the matrix
 """
