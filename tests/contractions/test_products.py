@@ -140,8 +140,10 @@ def test_the_documentation_has_the_matrix():
 
 
 MIXED = {
-    "32 and a tail of 4": (100, (32, 1), (32, 1)),
     "32 and per channel": (192, (32, 1), "axis"),
+    "32 and a tail of 4": (100, (32, 1), (32, 1)),
+    "32": (192, (32, 1), (32, 1)),
+    "per tensor": (192, "tensor", "tensor"),
     "32 and 48": (192, (32, 1), (48, 1)),
     "64 and 32": (192, (64, 1), (32, 1)),
     "64 and 48 with tails": (112, (64, 1), (48, 1)),
@@ -157,7 +159,7 @@ def shared(kind, sharing):
     if KINDS[kind].qtype is None:
         return Operand(kind)
     is_block = isinstance(numerics.format_of(KINDS[kind].qtype), numerics.Block)
-    return Operand(kind, "block" if is_block and sharing == "axis" else sharing)
+    return Operand(kind, "block" if is_block and isinstance(sharing, str) else sharing)
 
 
 @pytest.mark.many
