@@ -1,7 +1,13 @@
-"""`quantize`: what is quantized and how, what is refused, and how little memory it takes."""
+"""`python -m jqx` as a program; `quantize`: what is quantized and how, what is refused, and how
+little memory it takes; `report`: faults are found, and totals are those of the file.
+"""
 
+import dataclasses
+import math
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 
@@ -12,10 +18,13 @@ import pytest
 
 import jqx
 from jqx import numerics
-from tests.arrays import on_device
-from tests.command_line.files import error_of, run, run_json, saved, torch_weights
-from tests.interop.trees import assert_same
-from tests.tensor.tensors import spread_out
+from jqx._src.command_line.main import main
+from jqx._src.diagnostics.report import measure
+
+from ..arrays import on_device
+from ..interop.trees import assert_same
+from ..tensor.tensors import spread_out
+from .files import error_of, run, run_json, saved, torch_weights
 
 
 @pytest.fixture
@@ -50,19 +59,15 @@ def test_groups_run_along_what_is_contracted(capsys, source, out):
     name = "layers.0.mlp.weight"
     blocks = jqx.per_block({0: 1, 1: 32}, tail=True)  # of 16: one a row
     (rule,) = jqx.presets.w4a16().rules
-    own = by_hand(weights[name], jnp.int4, blocks, calibrator=rule.weight.calibrator)
-    assert_same(read[name], own)
+    expected = by_hand(weights[name], jnp.int4, blocks, calibrator=rule.weight.calibrator)
+    assert_same(read[name], expected)
     conv = read["layers.1.conv.weight"]  # 4 x 3 x 3 for 32: as many whole kernels as fit in, 9 x 3
     assert conv.scale.shape == (8, 2, 1, 1) and conv.shape == (8, 4, 3, 3)
 
 
 def test_rules_come_before_the_policy_and_the_first_wins(capsys, source, out):
-    rules = [
-        "lm_head.*=float",
-        ".*mlp.weight=nf4:block=8",
-        ".*(mlp|embed).*weight=uint4:asymmetric",
-    ]
-    flags = [part for rule in rules for part in ("--rule", rule)]
+    rules = "lm_head.*=float .*mlp.weight=nf4:block=8 .*(mlp|embed).*weight=uint4:asymmetric"
+    flags = [part for rule in rules.split() for part in ("--rule", rule)]
     code, done = run_json(capsys, "quantize", source, out, "--policy", "w8a16", *flags)
     assert code == 0 and done["written"] == str(out)
     schemes = {t["path"]: t["scheme"] for t in done["tensors"]}
@@ -107,34 +112,32 @@ def test_a_layout_says_which_axes_have_their_own_scale(capsys, tmp_path, out, na
     assert jqx.load(out)[f"block.{last}"].scale.shape == scale
 
 
-TABLES = {
-    "embed_tokens.weight": (8, 6),
-    "word_embeddings.weight": (8, 6),
-    "wte.weight": (8, 6),
-    "token/embedding": (8, 6),
-}
+TABLES = dict.fromkeys(
+    ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "token/embedding"), (8, 6)
+)
 OTHERS = {"patch_embedding.weight": (8, 3, 2, 2), "embed.weight": (8, 6), "lm_head.weight": (8, 6)}
 
 
-@pytest.mark.parametrize("tables", [None, "int8", "int4:group=2"])
+@pytest.mark.parametrize(
+    "tables, scheme",
+    [
+        (None, None),
+        ("int8", "int8 per_axis(0)"),
+        ("int4:group=2", "int4 per_block({0: 1, 1: 2})"),
+    ],
+)
 def test_a_policy_leaves_tables_in_float_unless_it_has_a_spec_for_them(
-    capsys, tmp_path, out, tables
+    capsys, tmp_path, out, tables, scheme
 ):
     weights = {name: spread_out(shape) for name, shape in (TABLES | OTHERS).items()}
     flags = ["--policy", "w8a16", *(["--tables", tables] if tables else [])]
     _, done = run_json(capsys, "quantize", saved(tmp_path / "in", weights), out, *flags)
-    found = {t["path"]: (t["scheme"], t["why"]) for t in done["tensors"]}
-    schemes = {
-        None: None,
-        "int8": "int8 per_axis(0)",
-        "int4:group=2": "int4 per_block({0: 1, 1: 2})",
-    }
-    for name in weights:
-        scheme, why = found[name]
-        if name in TABLES:
-            assert scheme == schemes[tables] and why == f"tables {tables or 'float'}"
+    assert [t["path"] for t in done["tensors"]] == [*weights]
+    for tensor in done["tensors"]:
+        if tensor["path"] in TABLES:
+            assert tensor["scheme"] == scheme and tensor["why"] == f"tables {tables or 'float'}"
         else:
-            assert scheme.startswith("int8") and why == "policy w8a16"
+            assert tensor["scheme"].startswith("int8") and tensor["why"] == "policy w8a16"
 
 
 def test_tables_without_a_policy_are_an_error(capsys, source, out):
@@ -235,12 +238,6 @@ def test_a_wrong_file_is_one_line(capsys, tmp_path, out):
     assert "is not a safetensors file" in error and "; fix: " in error
 
 
-def test_codes_are_not_quantized_again(capsys, tmp_path, out):
-    q = by_hand(spread_out((4, 8)), jnp.int8, jqx.per_axis(0))
-    source = saved(tmp_path / "in", {"weight": q})
-    assert "is quantized already" in error_of(capsys, "quantize", source, out, "--rule", ".*=int4")
-
-
 def test_float64_is_not_cut(capsys, tmp_path, out):
     source = saved(tmp_path / "in", {"weight": np.ones((4, 4)), "x.weight": jnp.ones((4, 4))})
     command = ["quantize", source, out, "--policy", "w8a16"]
@@ -326,22 +323,17 @@ def test_a_policy_for_what_is_quantized_already_is_an_error(capsys, quantized, t
 
 
 def test_a_rule_leaves_what_is_quantized_already(capsys, tmp_path):
-    q = jqx.QTensor.quantize(on_device(spread_out((4, 8))), jqx.QSpec(jnp.int8, jqx.per_axis(0)))
+    q = by_hand(spread_out((4, 8)), jnp.int8, jqx.per_axis(0))
     source = saved(tmp_path / "in", {"a.weight": q, "b.weight": spread_out((4, 8))})
     command = ["quantize", source, tmp_path / "out", "--policy", "w8a16"]
     assert "'a.weight' is quantized already" in error_of(capsys, *command)
     code, done = run_json(capsys, *command, "--rule", "a.*=float")
     assert code == 0
     assert [t["why"] for t in done["tensors"]] == ["a.*=float", "policy w8a16"]
-    code, found = run_json(capsys, "report", source, "--policy", "w8a16", "--rule", "a.*=float")
-    assert code == 0 and len(found["weights"]) == 2
+    code, report = run_json(capsys, "report", source, "--policy", "w8a16", "--rule", "a.*=float")
+    assert code == 0 and len(report["weights"]) == 2
     rules = ["--rule", "a.*=float", "--rule", "c=int4"]
     assert "matches no" in error_of(capsys, *command, "--force", *rules)
-
-
-def test_a_report_of_a_quantized_file_needs_no_policy(capsys, quantized):
-    code, found = run_json(capsys, "report", quantized)
-    assert code == 0 and len(found["weights"]) == 4
 
 
 def test_a_layout_for_nothing_is_an_error(capsys, quantized, tmp_path):
@@ -389,3 +381,139 @@ def test_a_picture_has_the_name_that_was_given(capsys, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(first)
     assert "not supported" in error_of(capsys, "plot", source, "--out", tmp_path / "picture.what")
     assert not (tmp_path / "picture.what").exists()
+
+
+def finite(error):
+    """The fields of a measure as JSON has them."""
+    fields = dataclasses.asdict(error)
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()
+    }
+
+
+def test_each_weight_is_measured_as_it_would_be_written(capsys, source):
+    code, report = run_json(capsys, "report", source, "--rule", ".*mlp.weight=int4:block=8")
+    x = torch_weights()["layers.0.mlp.weight"]
+    q = by_hand(x, jnp.int4, jqx.per_block({0: 1, 1: 8}))
+    assert code == 0
+    assert report["weights"] == [finite(measure(on_device(x), q, "layers.0.mlp.weight"))]
+    assert report["bytes_before"] == sum(x.nbytes for x in torch_weights().values())
+    assert report["bytes_before"] - report["bytes_after"] == x.nbytes - q.nbytes
+
+
+def test_totals_are_those_that_quantize_writes(capsys, source, tmp_path):
+    flags = ["--policy", "w4a16", "--rule", "lm_head.*=float"]
+    _, report = run_json(capsys, "report", source, *flags)
+    _, written = run_json(capsys, "quantize", source, tmp_path / "out", *flags)
+    assert report["bytes_before"] == written["bytes_before"]
+    assert report["bytes_after"] == written["bytes_after"]
+
+
+def test_a_dead_row_and_an_outlier_are_seen_in_the_table(capsys, tmp_path):
+    healthy = np.sign(spread_out((8, 64)))  # exact in int4: scales 1 / 7
+    dead, outlier = healthy.copy(), healthy.copy()
+    dead[3], outlier[5, 7] = 0, 100.0  # the row's others fall to zero
+    weights = {"a.weight": healthy, "b.weight": dead, "c.weight": outlier}
+    source = saved(tmp_path / "in", weights)
+    code, text, _ = run(capsys, "report", source, "--rule", ".*=int4")
+    rows = {line.split()[0]: line.split() for line in text.splitlines()[2:]}
+    assert code == 0 and "3 of 3 tensors quantized" in text
+    assert rows["b.weight"][-2] == "1" and rows["a.weight"][-2] == rows["c.weight"][-2] == "-"
+    _, report = run_json(capsys, "report", source, "--rule", ".*=int4")
+    a, b, c = (weight["sqnr"] for weight in report["weights"])
+    lost = 10 * math.log10((8 * 64 - 1 + 100.0**2) / 63)
+    assert c == lost and (a is None or a > 100) and (b is None or b > 100)
+
+
+def test_a_quantized_file_reports_what_is_known_of_it(capsys, source, tmp_path):
+    out = tmp_path / "out"
+    assert run(capsys, "quantize", source, out, "--policy", "w8a16")[0] == 0
+    _, before = run_json(capsys, "report", source, "--policy", "w8a16")
+    code, after = run_json(capsys, "report", out)
+    assert code == 0
+    for a, b in zip(before["weights"], after["weights"], strict=True):
+        for key in ("path", "scheme", "bits", "bytes_after", "dead"):
+            assert a[key] == b[key]
+        assert b["sqnr"] is None and b["clipped"] is None
+    assert "exact" not in run(capsys, "report", out)[1]
+
+
+def test_nothing_to_report_is_an_error(capsys, source):
+    assert "there is nothing to report" in error_of(capsys, "report", source)
+    assert "No such file" in error_of(capsys, "report", str(source) + "x", "--policy", "w8a16")
+
+
+def program(*argv, **fields):
+    return subprocess.run(
+        [sys.executable, "-m", "jqx", *map(str, argv)],
+        capture_output=True,
+        text=True,
+        check=False,
+        **fields,
+    )
+
+
+def test_a_session(tmp_path):
+    a = saved(tmp_path / "a.safetensors", {"w.weight": jnp.eye(4) * 127, "b": jnp.zeros(3)})
+    done = program("quantize", a, "q.safetensors", "--policy", "w8a16", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("q.safetensors: 1 of 2 tensors quantized; 76 bytes become 44")
+    assert main(["diff", str(a), str(a)]) == 0
+    done = program("diff", a, tmp_path / "q.safetensors")
+    assert done.returncode == 1 and "exact" in done.stdout
+
+
+def test_errors_go_to_standard_error_without_a_traceback(tmp_path):
+    done = program("report", tmp_path / "missing", "--policy", "w8a16")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("count", [1, 300])  # one table that a buffer holds, one that it does not
+def test_a_reader_that_leaves_early_is_no_error(tmp_path, count):
+    a = saved(tmp_path / "a", {f"{i}.weight": jnp.ones((2, 2)) for i in range(count)})
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "jqx", "quantize", a, "b", "--policy", "w8a16", "--dry-run"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in "quantize convert verify report diff plot".split())]
+)
+def test_help_says_what_there_is(capsys, command):
+    with pytest.raises(SystemExit) as info:
+        main([*command, "--help"])
+    assert info.value.code == 0
+    out = capsys.readouterr().out
+    assert "usage: python -m jqx" in out
+    assert ("Exit codes: " in out) == (command in ([], ["diff"], ["verify"]))
+    assert ("int4:group=32" in out) == (command[:1] not in ([], ["diff"], ["verify"]))
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as info:
+        main(["--version"])
+    assert info.value.code == 0
+    assert capsys.readouterr().out == f"jqx {jqx.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["what"], ["diff"], ["diff", "a"], ["plot", "a"]])
+def test_wrong_usage_is_one_line(capsys, argv):
+    assert "--help" in error_of(capsys, *argv)
+
+
+def test_the_session_prints_what_the_guide_says(capsys, tmp_path, monkeypatch):
+    text = (pathlib.Path(__file__).parents[2] / "docs/guides/command_line.md").read_text()
+    code, session = (
+        re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0] for kind in ("python", "console")
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    commands = re.findall(r"\$ python -m jqx (.*)\n((?:[^$].*\n)*)", session)
+    assert len(commands) == 3
+    for command, printed in commands:
+        _, out, err = run(capsys, *shlex.split(command))
+        assert out + err == printed
