@@ -40,28 +40,28 @@ def main():
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    rng, here = np.random.default_rng(0), jax.local_devices()[0]
+    rng, device = np.random.default_rng(0), jax.local_devices()[0]
     draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
     params = {"up": draw(256, 512) / 16, "down": draw(512, 256) / 16, "b": np.ones(256, np.float32)}
     batches = [draw(16, 256) for _ in range(3)]
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
-    given, one = jax.device_put(params, places), jax.device_put(params, here)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
+    parted, one = jax.device_put(params, shardings), jax.device_put(params, device)
     rows = jax.device_put(batches, NamedSharding(mesh, P("data")))
-    rows_of_one = jax.device_put(batches, here)
+    rows_of_one = jax.device_put(batches, device)
     for preset in PRESETS:
         policy = getattr(jqx.presets, preset)()
-        plan = jqx.make_plan(network, policy)(given, rows[0])
-        found, scales = [], []
-        for p, x in ((given, rows), (one, rows_of_one)):
-            own = None
+        plan = jqx.make_plan(network, policy)(parted, rows[0])
+        results, scales = [], []
+        for p, x in ((parted, rows), (one, rows_of_one)):
+            affines = None
             if plan.static_specs():
                 stats = jqx.calibrate_batches(network, plan, p, x, progress=False)
-                own = jqx.affines(plan, stats)
+                affines = jqx.affines(plan, stats)
             q = jqx.quantize_params(p, plan)
-            run = jax.jit(jqx.convert(network, plan, own))
-            found.append((q, run(q, x[0])))
-            scales.append([np.asarray(x) for x in jax.tree.leaves(own)])
-        (q, y), (q_of_one, y_of_one) = found
+            run = jax.jit(jqx.convert(network, plan, affines))
+            results.append((q, run(q, x[0])))
+            scales.append([np.asarray(x) for x in jax.tree.leaves(affines)])
+        (q, y), (q_of_one, y_of_one) = results
         assert_same(q, q_of_one)
         for a, b in zip(*scales, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=0)  # of floats on the way
@@ -73,7 +73,7 @@ def main():
             np.testing.assert_allclose(part, expected, rtol=0, atol=atol)
     for algorithm in (None, jqx.algorithms.gptq(), jqx.algorithms.gptq(sequential=False)):
         quantize = jqx.ptq(network, jqx.presets.w4a16(), algorithm, progress=False)
-        assert_same(quantize(given, rows).params, quantize(one, rows_of_one).params)
+        assert_same(quantize(parted, rows).params, quantize(one, rows_of_one).params)
     total = jax.shard_map(
         lambda x: jqx.parallel.all_reduce(x, ("data", "model"), "int8:group=256"),
         mesh=mesh,

@@ -46,12 +46,12 @@ FORMATS = {
 
 @functools.cache
 def devices(target):
-    known = targets.TARGETS[target]
-    modules = list(filter(targets._is_installed, known.modules))
+    kind = targets.TARGETS[target]
+    modules = list(filter(targets._is_installed, kind.modules))
     if not modules:
-        pytest.skip(f"no compiler for {target}: the extra {known.extra} is not installed")
-    with targets._present(known.environment):
-        if known.platform == "tpu":
+        pytest.skip(f"no compiler for {target}: the extra {kind.extra} is not installed")
+    with targets._present(kind.environment):
+        if kind.platform == "tpu":
             return compat.devices_of_topology("tpu", "v5e:2x4")
         config = targets.resources.files("jqx._src.diagnostics").joinpath(f"{target}.textproto")
         return compat.devices_of_topology(
@@ -71,7 +71,7 @@ def compiled_for(target, f, *args):
 
 def bytes_sent(compiled):
     """Bytes that each device sends in collectives, by their kind and the type of the elements."""
-    found = {}
+    sizes = {}
     for line in compiled.as_text().splitlines():
         match = re.search(
             r" = (.+?) (all-to-all|all-gather|collective-permute|all-reduce|reduce-scatter)"
@@ -88,8 +88,8 @@ def bytes_sent(compiled):
         types = types.replace("u32[]", "")  # handles of a TPU
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", types):
             size = math.prod(map(int, filter(None, dims.split(","))))
-            found[kind, dtype] = found.get((kind, dtype), 0) + size * BITS[dtype] / 8 * part
-    return found
+            sizes[kind, dtype] = sizes.get((kind, dtype), 0) + size * BITS[dtype] / 8 * part
+    return sizes
 
 
 def sent(f, target):
@@ -97,11 +97,11 @@ def sent(f, target):
     mesh = mesh_of(target)
     x = jax.ShapeDtypeStruct((COUNT * SIZE,), jnp.float32, sharding=NamedSharding(mesh, P("i")))
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
-    found = {}
+    sizes = {}
     for (kind, dtype), size in bytes_sent(compiled_for(target, mapped, x)).items():
         assert kind not in ("all-reduce", "reduce-scatter")
-        found[dtype] = found.get(dtype, 0) + size
-    return found
+        sizes[dtype] = sizes.get(dtype, 0) + size
+    return sizes
 
 
 @both
@@ -110,7 +110,7 @@ def sent(f, target):
 def test_codes_are_sent_and_floats_are_not(name, spec, target):
     """Beside scales, of which there is one in 256. Measured against what floats would take."""
     types, most = FORMATS[spec]
-    found = sent(functools.partial(COLLECTIVES[name], spec=spec), target)
+    sizes = sent(functools.partial(COLLECTIVES[name], spec=spec), target)
     once = SIZE * 4 * (1 - 1 / COUNT)  # each device sends all others a part
     if name.startswith("sum"):
         once *= 2
@@ -118,9 +118,9 @@ def test_codes_are_sent_and_floats_are_not(name, spec, target):
         once *= COUNT
     elif name == "to some":
         once = SIZE * 4
-    assert "f32" in found and found.keys() - {"f32"} <= types and len(found) > 1
-    assert found["f32"] <= 1.01 * once / 256
-    ratio = sum(found.values()) / once
+    assert "f32" in sizes and sizes.keys() - {"f32"} <= types and len(sizes) > 1
+    assert sizes["f32"] <= 1.01 * once / 256
+    ratio = sum(sizes.values()) / once
     print(f"{target} {spec} {name}: {ratio:.3f} of float32")
     assert ratio <= most
 
@@ -140,9 +140,9 @@ def test_gradients_and_keys_send_codes_too(target):
         )
         return jax.grad(lambda x: jnp.sin(gather(x)).sum())(x)
 
-    found = sent(f, target)
+    sizes = sent(f, target)
     once = SIZE * 4 * (COUNT - 1)
-    assert sum(found.values()) <= (0.27 + 0.15) * once and found["f32"] <= 2.01 * once / 256
+    assert sum(sizes.values()) <= (0.27 + 0.15) * once and sizes["f32"] <= 2.01 * once / 256
 
 
 ROWS, DEPTH, WIDTH = 64, 1024, 512
@@ -167,16 +167,18 @@ def converted(f, preset, target, weight, rows, change=lambda q: q, **options):
     x = jax.ShapeDtypeStruct((ROWS, DEPTH), jnp.float32, sharding=NamedSharding(mesh, rows))
     plan = jqx.make_plan(f, getattr(jqx.presets, preset)())(w, x)
     q = jax.eval_shape(lambda w: change(jqx.quantize_params(w, plan)), w)
-    places = parallel.shardings(NamedSharding(mesh, weight), q)
-    given = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), q, places
+    shardings = parallel.shardings(NamedSharding(mesh, weight), q)
+    abstract_codes = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        q,
+        shardings,
     )
     if options:
         options["shardings"] = NamedSharding(mesh, weight)
     scales = "dynamic" if plan.static_specs() else None
     run = jqx.convert(f, plan, scales, **options)
     out = NamedSharding(mesh, P(*rows[:1]))
-    compiled = compiled_for(target, jax.jit(run, out_shardings=out), given, x)
+    compiled = compiled_for(target, jax.jit(run, out_shardings=out), abstract_codes, x)
     return bytes_sent(compiled), sum(x.size for x in jax.tree.leaves(q)[1:])
 
 
@@ -202,13 +204,13 @@ def test_a_constraint_of_the_function_gathers_codes_too(target):
 def check_gathered(f, preset, axis, target, **options):
     dtype, bits = GATHERED[preset]
     pack = (lambda q: q.pack(1 if axis == "contracted" else 0)) if preset == "nf4" else lambda q: q
-    given = preset, target, PARTITIONS[axis], P("i")
-    found, scales = converted(f, *given, change=pack, **options)
-    held = "s8" if dtype == "s4" and target == "h200" else dtype  # two to a byte
+    args = preset, target, PARTITIONS[axis], P("i")
+    sizes, scales = converted(f, *args, change=pack, **options)
+    element = "s8" if dtype == "s4" and target == "h200" else dtype  # two to a byte
     codes = DEPTH * WIDTH * bits / 8 * (1 - 1 / COUNT)
-    assert found.pop(("all-gather", held)) == pytest.approx(codes, rel=1e-3)
+    assert sizes.pop(("all-gather", element)) == pytest.approx(codes, rel=1e-3)
     # Scales beside, and the largest of an activation; TPUs add up scales with zeros of the others.
-    assert sum(found.values()) <= 2 * 4 * (scales + 1)
+    assert sum(sizes.values()) <= 2 * 4 * (scales + 1)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +224,9 @@ def check_gathered(f, preset, axis, target, **options):
 )
 def test_compilers_multiply_by_scales_of_blocks_before_they_gather(preset, target, sent_as):
     """Unless they are told where to gather: a compiler that needs it no more fails this test."""
-    found, _ = converted(product, preset, target, P("i", None), P("i"))
+    sizes, _ = converted(product, preset, target, P("i", None), P("i"))
     size = DEPTH * WIDTH * BITS[sent_as] / 8 * (1 - 1 / COUNT)
-    assert found["all-gather", sent_as] == pytest.approx(size, rel=1e-3)
+    assert sizes["all-gather", sent_as] == pytest.approx(size, rel=1e-3)
 
 
 @both
@@ -233,10 +235,10 @@ def test_parts_of_sums_are_added_in_the_dtype_of_the_user(preset, sums, target):
     """Beside the largest values of each row, up to 64 integers, which all devices find together."""
     twice = 2 * (1 - 1 / COUNT)
     for options, dtype in (({}, sums), ({"partial_dtype": jnp.bfloat16}, "bf16")):
-        found, _ = converted(product, preset, target, P("i", None), P(None, "i"), **options)
+        sizes, _ = converted(product, preset, target, P("i", None), P(None, "i"), **options)
         maxima = 0 if preset == "w4a16" else ROWS * 64 * 4 * twice
         size = ROWS * WIDTH * BITS[dtype] / 8 * twice
-        assert {dtype} <= {kind for _, kind in found} <= {dtype, "s32"}
-        assert {op for op, _ in found} == {"all-reduce"}
-        assert found["all-reduce", dtype] >= size
-        assert sum(found.values()) <= size + maxima
+        assert {dtype} <= {kind for _, kind in sizes} <= {dtype, "s32"}
+        assert {op for op, _ in sizes} == {"all-reduce"}
+        assert sizes["all-reduce", dtype] >= size
+        assert sum(sizes.values()) <= size + maxima
