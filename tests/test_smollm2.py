@@ -16,7 +16,7 @@ from flax import nnx
 import jqx
 from jqx.interop import Name
 
-from .interop.gguf_files import file_of, q4_1, stored
+from .interop.files import file_of, q4_1, stored
 
 OTHERS = ("torch", "transformers", "compressed_tensors", "accelerate")
 """Packages that load what is written, with `interop/checkpoints/read_with_transformers.py`."""

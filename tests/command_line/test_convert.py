@@ -15,7 +15,7 @@ from jqx.diagnostics import plots
 from jqx.interop import read_gguf, write
 
 from ..arrays import on_device
-from ..interop.raw_folders import CHECKPOINTS
+from ..interop.files import CHECKPOINTS
 from ..tensor.tensors import spec, spread_out
 from .files import error_of, run, run_json, saved, torch_weights
 

@@ -15,11 +15,10 @@ import jqx
 from jqx import QTensor
 from jqx.interop import Name, named, read_gguf, tree, write
 from jqx.numerics import mxfp4
-from tests.interop.gguf_files import TYPES, bf16, file_of, halves, q4_0, q4_1, q8_0, stored, text
-from tests.interop.raw_folders import CHECKPOINTS
-from tests.interop.test_write import floats, integers
 
 from ..oracles.refusals import assert_error
+from .files import CHECKPOINTS, TYPES, bf16, file_of, halves, q4_0, q4_1, q8_0, stored, text
+from .trees import blocks_of, halved, integers
 
 CODES = [(7 * i) % 16 for i in range(32)]
 EVERY_HALF = np.arange(2**16, dtype="<u2").view("<f2")
@@ -69,9 +68,9 @@ def test_every_type_is_read_as_the_format_says(path):
     for name, shape, kind, _ in arrays:
         tensor = file.tensors[name]
         assert (tensor.name, tensor.shape, tensor.format) == (name, shape, kind)
-        found = tensor.dequantize()
-        assert found.dtype == np.float32 and found.shape == shape and found.flags.writeable
-        np.testing.assert_array_equal(found, want[name])
+        real = tensor.dequantize()
+        assert real.dtype == np.float32 and real.shape == shape and real.flags.writeable
+        np.testing.assert_array_equal(real, want[name])
     assert repr(file) == "Gguf(9 tensors, 0 entries of metadata)"
     assert repr(file.tensors["q4_1"]) == "GgufTensor('q4_1', Q4_1[1, 64])"
 
@@ -162,19 +161,19 @@ def test_metadata_of_every_type_are_read(path):
     arrays = [(f"a{kind}", 9, (kind, [x, x])) for _, kind, x in plain[:-1]]
     nested = [("deep", 9, (9, [(8, ["a", "b"]), (4, [1, 2]), (9, [])])), ("empty", 9, (8, []))]
     path.write_bytes(file_of((), [*plain, *arrays, *nested]))
-    found = read_gguf(path).metadata
+    metadata = read_gguf(path).metadata
     for key, kind, x in plain:
         want = float(np.float32(x)) if kind == 6 else x
         # Numbers of Python are written as uint32, int32 below 0, and float32: others are NumPy's.
         kinds = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 10: "u8", 11: "i8", 12: "f8"}
         wanted = np.dtype(kinds[kind]).type if kind in kinds else type(want)
-        assert found[key] == want and type(found[key]) is wanted, key
-        array = found[f"a{kind}"]  # of two equal values
+        assert metadata[key] == want and type(metadata[key]) is wanted, key
+        array = metadata[f"a{kind}"]  # of two equal values
         assert not key or list(array) == [want, want], key
         assert (type(array) is list) == (kind == 8), key
         assert kind == 8 or array.dtype.isnative
-    assert found["deep"][0] == ["a", "b"] and found["deep"][1].tolist() == [1, 2]
-    assert found["deep"][2] == found["empty"] == []
+    assert metadata["deep"][0] == ["a", "b"] and metadata["deep"][1].tolist() == [1, 2]
+    assert metadata["deep"][2] == metadata["empty"] == []
 
 
 def test_any_byte_but_0_is_true(path):
@@ -280,9 +279,9 @@ def test_sizes_beyond_the_file_are_refused_at_once(path):
         refused(path, file_of([("w", (n,), 0, 0)], data=bytes(64)), "'w'")
         refused(path, file_of([("w", (n, 2**40, 3), 0, 0)], data=bytes(64)), "'w'")
         refused(path, file_of([("w", (0, n, 2**32), 0, 0)], data=bytes(64)), "'w'")
-        place = n // 32 * 32
-        refused(path, file_of([("w", (2,), 0, place)], data=bytes(64)), "'w'")
-        refused(path, file_of([("w", (2,), 23, place)], data=bytes(64)), "'w'")
+        offset = n // 32 * 32
+        refused(path, file_of([("w", (2,), 0, offset)], data=bytes(64)), "'w'")
+        refused(path, file_of([("w", (2,), 23, offset)], data=bytes(64)), "'w'")
 
 
 def test_what_cannot_be_is_refused(path):
@@ -325,9 +324,9 @@ def test_bytes_of_chance_are_read_or_refused(path):
     """One byte of the header is another: the file is read, or refused in four parts."""
     tensors, data = stored([("w", (1, 32), "Q4_1", q4_1(1, 2, CODES))])
     whole = file_of(tensors, [("a", 8, "t"), ("b", 9, (8, ["x"])), ("c", 9, (5, [1]))], data)
-    for place in range(len(whole) - len(data)):
+    for index in range(len(whole) - len(data)):
         for other in (1, 0xFF):
-            path.write_bytes(whole[:place] + bytes([other]) + whole[place + 1 :])
+            path.write_bytes(whole[:index] + bytes([other]) + whole[index + 1 :])
             try:
                 for tensor in read_gguf(path).tensors.values():
                     tensor.dequantize()
@@ -390,13 +389,15 @@ def test_products_with_every_type_take_no_weight_apart():
     with jqx.interop.read(FILE) as archive:
         names = [name for name in ("Q4_0", "Q4_1", "Q5_1", "Q8_0", "MXFP4")]
         leaves = {name: archive.read(name) for name in names}
-    found = jax.jit(lambda x, leaves: {n: jqx.matmul(x, q.T) for n, q in leaves.items()})(x, leaves)
+    products = jax.jit(lambda x, leaves: {n: jqx.matmul(x, q.T) for n, q in leaves.items()})(
+        x, leaves
+    )
     for name, q in leaves.items():
         real = np.asarray(q.dequantize()).astype(np.float64)
         least = 0 if q.offset is None else np.repeat(np.asarray(q.offset, np.float64), 32, -1)
         terms = np.abs(x) @ (np.abs(real - least) + np.abs(least)).T
         # 512 sums, two products, the sum of both parts: each rounds once
-        error = np.abs(np.asarray(found[name]) - x.astype(np.float64) @ real.T)
+        error = np.abs(np.asarray(products[name]) - x.astype(np.float64) @ real.T)
         assert (error <= 516 * 2.0**-24 * terms).all(), name
 
 
@@ -428,16 +429,16 @@ def test_rows_of_pairs_become_halves_exactly_and_back(name, tmp_path):
     jqx.save(tmp_path / "f", {"blk.0.attn_q.weight": leaf})
     rules = [Name("blk.{i}.attn_q.weight", "q", transpose=True, interleaved=heads)]
     with jqx.interop.read(tmp_path / "f") as archive:
-        found = tree(archive, rules)["q"]
+        q = tree(archive, rules)["q"]
         spec = tree(archive, rules, abstract=True)["q"]
-    assert jax.tree.structure(spec) == jax.tree.structure(found)
+    assert jax.tree.structure(spec) == jax.tree.structure(q)
 
     def real(x):
         return np.asarray(x.dequantize() if isinstance(x, QTensor) else x)
 
     want = real(leaf).reshape(heads, 4, 2, 512).swapaxes(1, 2).reshape(shape)
-    np.testing.assert_array_equal(real(found[0]), want.T)
-    back = named({"q": found}, rules)["blk.0.attn_q.weight"]
+    np.testing.assert_array_equal(real(q[0]), want.T)
+    back = named({"q": q}, rules)["blk.0.attn_q.weight"]
     assert jax.tree.structure(back) == jax.tree.structure(leaf)
     jax.tree.map(np.testing.assert_array_equal, back, leaf)
 
@@ -462,10 +463,6 @@ def test_rows_of_halves_become_pairs():
 # Writing.
 
 
-def halved(q):
-    return dataclasses.replace(q, scale=q.scale.astype(jnp.float16))
-
-
 def with_minimum(size=32):
     q = integers(4, signed=False, block=size, shape=(8, 128))
     offset = jnp.asarray(np.random.default_rng(1).normal(size=q.scale.shape), jnp.float16)
@@ -481,7 +478,7 @@ MANY = {
     "q4_1 wide": (with_minimum(64), "Q4_1"),
     "unsigned": (halved(integers(4, shape=(8, 128), signed=False)), "Q4_1"),
     "q8_0": (halved(integers(8, shape=(8, 128))), "Q8_0"),
-    "mxfp4": (floats(jqx.QSpec(mxfp4, jqx.per_block({0: 1, 1: 32}))), "MXFP4"),
+    "mxfp4": (blocks_of(mxfp4, 32), "MXFP4"),
     "f32": (jnp.arange(6.0).reshape(2, 3), "F32"),
     "f16": (jnp.ones((2, 3, 4), jnp.float16), "F16"),
     "bf16": (jnp.ones((), jnp.bfloat16), "BF16"),
@@ -499,38 +496,38 @@ def test_what_is_written_is_read_back(tmp_path):
     }
     path = tmp_path / "m.gguf"
     write(path, {name: leaf for name, (leaf, _) in MANY.items()}, "gguf", metadata=metadata)
-    file, found = read_gguf(path), jqx.load(path)
+    file, loaded = read_gguf(path), jqx.load(path)
     assert {n: t.format for n, t in file.tensors.items()} == {
         n: kind for n, (_, kind) in MANY.items()
     }
     for key, value in metadata.items():
         np.testing.assert_array_equal(file.metadata[key], value)
     for name, (leaf, _) in MANY.items():
-        assert leaf.shape == found[name].shape == file.tensors[name].shape
+        assert leaf.shape == loaded[name].shape == file.tensors[name].shape
         if isinstance(leaf, QTensor):
             want = leaf.astype(jnp.float32).dequantize()
-            np.testing.assert_array_equal(found[name].dequantize(), want, name)
+            np.testing.assert_array_equal(loaded[name].dequantize(), want, name)
         else:
-            assert found[name].dtype == leaf.dtype
-            np.testing.assert_array_equal(found[name], leaf)
+            assert loaded[name].dtype == leaf.dtype
+            np.testing.assert_array_equal(loaded[name], leaf)
 
 
 def test_an_archive_is_written_to_the_same_bytes(tmp_path):
     names = {f"{name}{end}" for name in ("Q4_0", "Q4_1", "Q8_0", "MXFP4") for end in ("", ".bytes")}
-    kept = tmp_path / "kept.gguf"
+    copy = tmp_path / "kept.gguf"
     with jqx.interop.read(FILE) as archive:
         leaves = {n: archive.read(n) for n in names | {"F16", "BF16"}}
     for name, leaf in list(leaves.items()):
         if name in names and not np.isfinite(leaf.real_scale()).all():  # bytes of chance
-            assert_error(lambda n=name: write(kept, {n: leaves.pop(n)}, "gguf", metadata=METADATA))
+            assert_error(lambda n=name: write(copy, {n: leaves.pop(n)}, "gguf", metadata=METADATA))
     assert len(leaves) > 6
-    write(kept, leaves, "gguf", metadata=METADATA)
-    old, new = read_gguf(FILE), read_gguf(kept)
+    write(copy, leaves, "gguf", metadata=METADATA)
+    old, new = read_gguf(FILE), read_gguf(copy)
     for name in new.tensors:
         np.testing.assert_array_equal(new.tensors[name]._raw, old.tensors[name]._raw, name)
-    with jqx.interop.read(kept) as archive:
+    with jqx.interop.read(copy) as archive:
         write(tmp_path / "again.gguf", archive, "gguf")
-    assert (tmp_path / "again.gguf").read_bytes() == kept.read_bytes()
+    assert (tmp_path / "again.gguf").read_bytes() == copy.read_bytes()
 
 
 def a_third(q):
@@ -577,9 +574,9 @@ def test_k_quants_are_not_written(tmp_path):
 def test_arguments_that_do_not_fit(tmp_path):
     path, leaves = tmp_path / "m.gguf", {"w": jnp.ones(3)}
 
-    def refuse(*words, error=ValueError, **given):
-        given = {"metadata": METADATA, **given}
-        assert_error(lambda: write(path, leaves, "gguf", **given), *words, error=error)
+    def refuse(*words, error=ValueError, **options):
+        options = {"metadata": METADATA, **options}
+        assert_error(lambda: write(path, leaves, "gguf", **options), *words, error=error)
 
     refuse("`metadata`", "Mapping", error=TypeError, metadata=None)
     refuse("general.architecture", metadata={"a": 1})
@@ -628,7 +625,7 @@ def test_the_package_reads_what_is_written(tmp_path):
     write(tmp_path / "m.gguf", leaves, "gguf", metadata=METADATA)
     call = [sys.executable, "-c", READ, tmp_path / "m.gguf", tmp_path / "floats.npz"]
     subprocess.run(call, check=True)
-    found = np.load(tmp_path / "floats.npz")
+    reals = np.load(tmp_path / "floats.npz")
     for name, leaf in leaves.items():
         want = leaf.astype(jnp.float32).dequantize() if isinstance(leaf, QTensor) else leaf
-        np.testing.assert_array_equal(found[name], want, name)
+        np.testing.assert_array_equal(reals[name], want, name)

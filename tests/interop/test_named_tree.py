@@ -1,6 +1,9 @@
-"""Names of tensors to paths of a tree, and back."""
+"""Names of tensors to paths of a tree, and back; files compared with a float model."""
 
 import dataclasses
+import functools
+import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +13,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jqx
 from jqx import QTensor
-from jqx.interop import Name, named, read, tree
+from jqx.interop import Name, named, read, tree, verify, write
 
 from ..arrays import normal
 from ..oracles.refusals import assert_error
-from .raw_folders import write_file
-from .test_write import integers
+from .files import write_file
+from .trees import integers
 
 LAYERS = 3
+
+
 RULES = [
     ("embed.weight", "embed"),
     Name("layers.{i}.up.weight", "layers/up", transpose=True),
@@ -34,13 +39,13 @@ def arrays():
     def new(*shape):
         return rng.normal(size=shape).astype(np.float32)
 
-    found = {"embed.weight": new(5, 4), "head.weight": new(5, 4), "rotary.table": new(3)}
+    tensors = {"embed.weight": new(5, 4), "head.weight": new(5, 4), "rotary.table": new(3)}
     for i in range(LAYERS):
-        found[f"layers.{i}.up.weight"] = new(6, 4)
-        found[f"layers.{i}.q.weight"] = new(8, 4)
-        found[f"layers.{i}.norm_in.weight"] = new(4)
-        found[f"layers.{i}.norm_out.weight"] = new(4)
-    return found
+        tensors[f"layers.{i}.up.weight"] = new(6, 4)
+        tensors[f"layers.{i}.q.weight"] = new(8, 4)
+        tensors[f"layers.{i}.norm_in.weight"] = new(4)
+        tensors[f"layers.{i}.norm_out.weight"] = new(4)
+    return tensors
 
 
 @pytest.fixture
@@ -95,29 +100,29 @@ def test_groups_that_a_split_cuts_become_the_largest_that_fit(tmp_path):
 
 
 def test_layers_are_stacked_transposed_and_split(archive):
-    given, found = arrays(), tree(archive, RULES)
-    assert found["layers"]["up"].shape == (LAYERS, 4, 6)
+    tensors, params = arrays(), tree(archive, RULES)
+    assert params["layers"]["up"].shape == (LAYERS, 4, 6)
     for i in range(LAYERS):
-        np.testing.assert_array_equal(found["layers"]["up"][i], given[f"layers.{i}.up.weight"].T)
-        q = given[f"layers.{i}.q.weight"].T.reshape(4, 2, 4)
-        np.testing.assert_array_equal(found["layers"]["q"][i], q)
-    assert {*found["layers"]} == {"up", "q", "norm_in", "norm_out"}
-    np.testing.assert_array_equal(found["out"]["w"], given["head.weight"])
+        np.testing.assert_array_equal(params["layers"]["up"][i], tensors[f"layers.{i}.up.weight"].T)
+        q = tensors[f"layers.{i}.q.weight"].T.reshape(4, 2, 4)
+        np.testing.assert_array_equal(params["layers"]["q"][i], q)
+    assert {*params["layers"]} == {"up", "q", "norm_in", "norm_out"}
+    np.testing.assert_array_equal(params["out"]["w"], tensors["head.weight"])
 
 
 def test_back_to_names(archive):
-    given = arrays()
+    tensors = arrays()
     back = named(tree(archive, RULES), RULES)
-    assert {*back} == {*given} - {"rotary.table"}
+    assert {*back} == {*tensors} - {"rotary.table"}
     for name, x in back.items():
-        np.testing.assert_array_equal(x, given[name], err_msg=name)
+        np.testing.assert_array_equal(x, tensors[name], err_msg=name)
 
 
 def test_like_a_tree_of_the_user(archive):
     shapes = tree(archive, RULES, abstract=True)
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(shapes))
-    found = tree(archive, RULES, like=shapes)
-    assert jax.tree.structure(found) == jax.tree.structure(shapes)
+    params = tree(archive, RULES, like=shapes)
+    assert jax.tree.structure(params) == jax.tree.structure(shapes)
     more = {**shapes, "bias": jax.ShapeDtypeStruct((2,), jnp.float32)}
     wrong = {**shapes, "embed": jax.ShapeDtypeStruct((4, 5), jnp.float32)}
     fewer = {key: x for key, x in shapes.items() if key != "embed"}
@@ -159,11 +164,11 @@ def test_leaves_are_put_where_a_sharding_says(tmp_path):
         return NamedSharding(mesh, PartitionSpec("model")) if path == "w" else None
 
     with read(tmp_path / "a") as archive:
-        found = tree(archive, {"w": "w", "b": "b"}, sharding=where)
+        params = tree(archive, {"w": "w", "b": "b"}, sharding=where)
         with pytest.raises(TypeError, match="returns a str for 'w', not a sharding"):
             tree(archive, {"w": "w", "b": "b"}, sharding=lambda path, leaf: "here")
-    assert found["w"].scale.sharding.spec == PartitionSpec("model", None)
-    np.testing.assert_array_equal(found["w"].dequantize(), q.dequantize())
+    assert params["w"].scale.sharding.spec == PartitionSpec("model", None)
+    np.testing.assert_array_equal(params["w"].dequantize(), q.dequantize())
 
 
 WRONG = {
@@ -241,7 +246,11 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 KERNEL = "layers_{i}/{name}/kernel"
+
+
 ATTENTION = Name("layers.{i}.self_attn.{name}.weight", KERNEL, transpose=True)
+
+
 MLP = Name("layers.{i}.mlp.{name}.weight", KERNEL, transpose=True)
 
 
@@ -260,8 +269,8 @@ def test_rules_that_give_a_path_two_names_are_refused(second):
         "{name:[qkvo]_proj}",
     )
     narrow = dataclasses.replace(ATTENTION, source="layers.{i}.self_attn.{name:[qkvo]_proj}.weight")
-    found = named(params, [narrow, second])
-    assert {*found} == {"layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"}
+    tensors = named(params, [narrow, second])
+    assert {*tensors} == {"layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"}
     assert_error(lambda: named(params, [second, narrow]), "a rule never applies")
 
 
@@ -285,3 +294,185 @@ def test_a_rule_whose_tensors_an_earlier_one_takes_is_an_error(archive):
 def test_a_part_that_cannot_be_stacked_names_the_ways_out(archive):
     rules = [("layers.0.{block}.weight", "w"), ("{x:.*}", None)]
     assert_error(lambda: tree(archive, rules), "put {block} into the path", "for each {block}")
+
+
+RULES_OF_MODEL = [
+    Name("layers.{i}.up.weight", "up", transpose=True),
+    Name("head.weight", "head", transpose=True),
+    Name("norm.weight", "norm"),
+]
+
+
+def apply(params, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x, _ = jax.lax.scan(layer, x, params["up"])
+    return (x * params["norm"][None]) @ params["head"]
+
+
+@pytest.fixture(scope="module")
+def floats():
+    keys = jax.random.split(jax.random.key(0), 4)
+    names = {f"layers.{i}.up.weight": jax.random.normal(keys[i], (32, 32)) for i in range(3)}
+    return {
+        **names,
+        "head.weight": jax.random.normal(keys[3], (16, 32)),
+        "norm.weight": jnp.ones(32),
+    }
+
+
+def quantized(floats, scheme="int4"):
+    spec = jqx.QSpec(scheme, jqx.per_block({0: 1, 1: 32}))
+    return {
+        name: QTensor.quantize(x, spec) if name.startswith("layers") else x
+        for name, x in floats.items()
+    }
+
+
+def test_what_is_written_well_is_right(tmp_path, floats):
+    write(tmp_path / "m", quantized(floats), "compressed-tensors", config={})
+    jqx.save(tmp_path / "f", floats)
+    report = verify(tmp_path / "m", tmp_path / "f")
+    assert report.ok and report.check() is report and report.sites is None
+    assert {row.path for row in report.tensors} == {*floats}
+    for row in report.tensors:
+        assert 15 < row.sqnr < 25 if row.path.startswith("layers") else row.sqnr == math.inf
+    with jqx.interop.read(tmp_path / "m") as archive:
+        assert verify(archive, floats) == report
+    assert json.loads(json.dumps(report.to_dict()))["problems"] == []
+    assert "0 of them wrong" in str(report)
+
+
+def test_sites_of_a_function_are_compared(tmp_path, floats):
+    write(tmp_path / "m", quantized(floats), "compressed-tensors", config={})
+    jqx.save(tmp_path / "f", floats)
+    with jqx.interop.read(tmp_path / "f") as archive:
+        params = jqx.interop.tree(archive, RULES_OF_MODEL)
+    batch = (jax.random.normal(jax.random.key(5), (8, 32)),)
+    report = verify(tmp_path / "m", params, names=RULES_OF_MODEL, function=apply, batch=batch)
+    assert report.ok and [site.name for site in report.sites.sites] == ["up[0]", "up[1]", "up[2]"]
+    assert all(15 < site.local_sqnr < 30 for site in report.sites.sites)
+    assert "own SQNR dB" in str(report)
+    strict = verify(
+        tmp_path / "m", params, names=RULES_OF_MODEL, function=apply, batch=batch, least=15
+    )
+    assert len(strict.problems) == 1 and strict.problems[0].startswith("the site '(result)': ")
+
+
+def test_a_file_of_a_quantized_function(tmp_path, floats):
+    params = {"up": jnp.stack([floats[f"layers.{i}.up.weight"] for i in range(3)])}
+    params |= {"norm": floats["norm.weight"], "head": floats["head.weight"].T}
+    batch = (jax.random.normal(jax.random.key(5), (8, 32)),)
+    whole = jqx.ptq(apply, jqx.presets.w8a8_dynamic(), progress=False)(params, [batch])
+    jqx.save(tmp_path / "q", whole)
+    report = verify(tmp_path / "q", params, function=apply, batch=batch)
+    assert report.ok and len(report.sites.sites) == 4
+    other = {**params, "head": params["head"][::-1]}
+    assert any("'head'" in line for line in verify(tmp_path / "q", other).problems)
+
+
+@pytest.mark.parametrize("by", [jqx.algorithms.rotate(), jqx.algorithms.smooth_quant()], ids=str)
+def test_a_file_of_rewritten_weights_is_refused(tmp_path, by):
+    params = {
+        "norm": jnp.linspace(0.5, 9, 32),
+        "up": jax.random.normal(jax.random.key(0), (32, 32)),
+    }
+    f = lambda p, x: (x * p["norm"][None]) @ p["up"]  # noqa: E731
+    batch = (jax.random.normal(jax.random.key(5), (8, 32)),)
+    jqx.save(tmp_path / "q", jqx.ptq(f, jqx.presets.w8a8(), by, progress=False)(params, [batch]))
+    for options in ({}, {"function": f, "batch": batch}):
+        call = functools.partial(verify, tmp_path / "q", params, **options)
+        assert_error(call, "the weights of the file are not those of the float model")
+
+
+def with_scales(q, scale):
+    return dataclasses.replace(q, scale=scale)
+
+
+WRONG_WEIGHTS = {
+    "missing": (lambda q: None, "missing in the file"),
+    "shape": (lambda q: q[:16], r"shape \(16, 32\)"),
+    "layout": (lambda q: q.T, "less than 3 dB"),
+    "sign": (lambda q: with_scales(q, -q.scale), "less than 3 dB"),
+    "infinite": (lambda q: with_scales(q, q.scale.at[0].set(jnp.inf)), "not finite"),
+    "zeros": (lambda q: with_scales(q, q.scale.at[3].set(0)), "1 rows are zeros"),
+    "twice": (lambda q: with_scales(q, q.scale * 2), "less than 3 dB"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WEIGHTS)
+def test_what_is_wrong_is_found(floats, case):
+    name, tree = "layers.1.up.weight", quantized(floats, "int8")
+    change, words = WRONG_WEIGHTS[case]
+    changed = change(tree.pop(name))
+    if changed is not None:
+        tree[name] = changed
+    report = verify(tree, floats)
+    assert not report.ok and len([row for row in report.tensors if row.problems]) == 1
+    with pytest.raises(ValueError, match=f"'{name}': .*{words}"):
+        report.check()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0, "is 0"), (-1, "negative"), (np.nan, "not finite")]
+)
+def test_scales_of_caches_are_looked_at(floats, value, words):
+    tree = quantized(floats)
+    for name in ("layers.0.k_scale", "layers.0.up.input_scale", "layers.0.up.weight_scale_inv"):
+        assert verify({**tree, name: jnp.ones(2)}, floats).ok
+        (problem,) = verify({**tree, name: jnp.array([1, value])}, floats).problems
+        assert name in problem and words in problem
+
+
+def test_floats_are_those_of_the_model_in_the_dtype_of_the_file(floats):
+    tree = quantized(floats)
+    half = {**tree, "head.weight": tree["head.weight"].astype(jnp.bfloat16)}
+    assert verify(half, floats).ok
+    other = {**tree, "norm.weight": tree["norm.weight"] * 1.05}
+    assert verify(other, floats).problems == ("'norm.weight': less than 45 dB",)
+    more = {**tree, "more.weight": jnp.ones(3)}
+    assert verify(more, floats).problems == ("'more.weight': not in the float model",)
+    assert verify(more, floats, ignore=[r"more\..*"]).ok
+
+
+def test_floats_that_are_lost_in_their_dtype_are_found():
+    w = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+    lost = {
+        "int8, and float32 in the model": (w * 0.2, np.zeros((32, 64), np.int8)),
+        "bool, and float32 in the model": (w, w > 0),
+        "numbers that are not finite": (w * 1e5, jnp.asarray(w * 1e5).astype(jnp.float16)),
+        "less than 20 dB": (w * 1e-4, (w * 1e-4).astype(jnp.float8_e4m3fn)),
+    }
+    for words, (real, weight) in lost.items():
+        (problem, *_) = verify({"w": jnp.asarray(weight)}, {"w": real}).problems
+        assert words in problem
+    overflown = (w * 1e4).astype(jnp.float8_e4m3fn)
+    assert "not finite" in verify({"w": overflown}, {"w": w * 1e4}).problems[0]
+
+
+def test_swapped_rows_and_layers_are_found(floats):
+    name = "layers.0.up.weight"
+    tree = quantized(floats, "int8")
+    rows = np.arange(32)
+    rows[[3, 4]] = 4, 3
+    report = verify({**tree, name: tree[name].take(rows, axis=0)}, floats)
+    assert report.problems == (f"{name!r}: 2 rows are worse than zeros",)
+    rng = np.random.default_rng(0)
+    a, b = (1 + 0.02 * rng.normal(size=(2, 576))).astype(np.float32)
+    assert len(verify({"a": a, "b": b}, {"a": b, "b": a}).problems) == 2
+    zero = {"up.k_scale": jnp.zeros(1)}
+    assert verify(zero, zero).problems == ("'up.k_scale': a scale is 0",)
+
+
+def test_arguments_that_do_not_fit(tmp_path, floats):
+    assert_error(lambda: verify(floats, floats, function=apply), "a function needs a batch")
+    assert_error(lambda: verify(floats, floats, ignore=["nothing"]), "matches no")
+    assert_error(lambda: verify(floats, floats, ignore=["["]), "not a regular expression")
+    twice = {"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}}
+    assert_error(lambda: verify(twice, floats), "two tensors have the same name")
+    assert_error(lambda: verify(floats, floats, ignore="x"), "not hold patterns", error=TypeError)
+    assert_error(lambda: verify({}, floats), "nothing to compare", error=TypeError)
+    assert_error(lambda: verify({"w": "text"}, floats), "nothing to compare", error=TypeError)
+    assert_error(lambda: verify(floats, floats, names=RULES_OF_MODEL), "`file`", error=TypeError)
+    assert_error(lambda: verify(tmp_path / "no", floats), "cannot", error=FileNotFoundError)

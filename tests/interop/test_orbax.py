@@ -8,9 +8,9 @@ import pytest
 
 import jqx
 from jqx.interop import from_gemma
-from tests.interop.raw_folders import CHECKPOINTS
 
 from ..oracles.refusals import assert_error
+from .files import CHECKPOINTS
 
 
 def saved(path, tree):
@@ -50,9 +50,9 @@ def test_a_tree_is_read_array_by_array(tmp_path):
         np.testing.assert_array_equal(archive.read("a/b/1"), tree["a"]["b"][1])
         loaded = archive.map(archive.read)
     assert jax.tree.structure(loaded) == jax.tree.structure(tree)
-    for found, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(tree), strict=True):
-        assert found.dtype == want.dtype
-        np.testing.assert_array_equal(found, want)
+    for leaf, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(tree), strict=True):
+        assert leaf.dtype == want.dtype
+        np.testing.assert_array_equal(leaf, want)
 
 
 def test_gemma_is_what_from_gemma_makes_of_the_restored_tree(tmp_path):
@@ -63,9 +63,9 @@ def test_gemma_is_what_from_gemma_makes_of_the_restored_tree(tmp_path):
         loaded, specs = archive.map(archive.read), archive.map(archive.spec)
     assert jax.tree.structure(loaded) == jax.tree.structure(expected)
     assert jax.tree.structure(specs) == jax.tree.structure(expected)
-    for found, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
-        assert found.dtype == want.dtype
-        np.testing.assert_array_equal(found, want)
+    for leaf, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == want.dtype
+        np.testing.assert_array_equal(leaf, want)
     assert loaded["layer_0"]["mlp"]["linear"].layout.packing is not None
 
 
@@ -98,8 +98,8 @@ def trees(request):
 
 
 def test_codes_are_those_of_the_package_and_floats_within_a_unit(trees):
-    found = from_gemma(trees)["layer_0"]
-    assert found["pre_attention_norm"]["scale"].shape == (64,)
+    layer = from_gemma(trees)["layer_0"]
+    assert layer["pre_attention_norm"]["scale"].shape == (64,)
     pairs = {
         ("attn", "q_einsum", "w"): "_IntEinsum_0",
         ("attn", "kv_einsum", "w"): "_IntEinsum_0",
@@ -107,12 +107,12 @@ def test_codes_are_those_of_the_package_and_floats_within_a_unit(trees):
         ("mlp", "gating_einsum"): "_IntEinsum_gating_einsum",
         ("mlp", "linear"): "_IntEinsum_linear",
     }
-    assert len(jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, jqx.QTensor))) == 6
-    for (*keys, last), own in pairs.items():
-        q, node = found, trees["layer_0"]
+    assert len(jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, jqx.QTensor))) == 6
+    for (*keys, last), stored_name in pairs.items():
+        q, node = layer, trees["layer_0"]
         for key in keys:
             q, node = q[key], node[key]
-        q, node = q[last], node[own]
+        q, node = q[last], node[stored_name]
         np.testing.assert_array_equal(np.asarray(q.codes), np.asarray(node["kernel"]))
         want = np.asarray(node["kernel"]).astype(np.float32) / np.asarray(node["scale"])
         np.testing.assert_array_max_ulp(np.asarray(q.dequantize()), want, 1)
@@ -131,22 +131,22 @@ def test_a_function_of_the_floats_runs_on_them(trees):
         params,
         is_leaf=lambda x: isinstance(x, jqx.QTensor),
     )
-    found = jqx.convert(f, jqx.Policy([]))(params, x)
+    y = jqx.convert(f, jqx.Policy([]))(params, x)
     inner, outer = (np.abs(floats["mlp"][key]) for key in ("gating_einsum", "linear"))
     # Sums of 64 and of 48 terms, in two programs; gelu grows errors by 1.13 at most, and its own
     # is that of some roundings. A number is at most the sum of its terms.
     gate, up = np.einsum("td,ghd->gth", np.abs(x), inner)
     allowed = 2 * (2 * 1.13 * 64 + 48 + 16) * 2.0**-24 * (gate * up) @ outer
-    assert (np.abs(found - f(floats, x)) <= allowed).all()
+    assert (np.abs(y - f(floats, x)) <= allowed).all()
 
 
 def test_what_is_no_such_tree_is_refused():
     kernel, scale = jnp.ones((4, 2), jnp.int4), jnp.ones((1, 2))
-    own = {"kernel": kernel, "scale": scale}
+    weight = {"kernel": kernel, "scale": scale}
     assert_error(lambda: from_gemma([1]), "`params`", error=TypeError)
     assert_error(lambda: from_gemma({"a": {"w": scale}}), "no `kernel` of int4")
-    assert_error(lambda: from_gemma({"a": {"_IntEinsum_0": {**own, "b": 1}}}), "a/_IntEinsum_0")
-    assert_error(lambda: from_gemma({"_IntEinsum_0": own, "w": own}), "two weights")
+    assert_error(lambda: from_gemma({"a": {"_IntEinsum_0": {**weight, "b": 1}}}), "a/_IntEinsum_0")
+    assert_error(lambda: from_gemma({"_IntEinsum_0": weight, "w": weight}), "two weights")
     for bad in (jnp.ones(2), jnp.ones((2, 2))):
         tree = {"a": {"kernel": kernel, "scale": bad}}
         assert_error(lambda tree=tree: from_gemma(tree), "at a", "scale float32")

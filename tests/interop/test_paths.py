@@ -121,6 +121,7 @@ def test_permissions_stay(path, mode):
     for name in (path, link):
         jqx.save(name, jnp.zeros(2))
         assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert link.is_symlink() and not path.is_symlink()
     assert jqx.load(path).tolist() == [0, 0]
 
 
@@ -177,22 +178,22 @@ except OSError as error:
 def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(path, count):
     path.write_bytes(b"old")
     run = [sys.executable, "-c", FULL, str(path), str(count)]
-    found = subprocess.run(run, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("OSError 27 ") and "fix: " in found.stdout
-    assert f"'{path}' cannot be written" in found.stdout and ".part" not in found.stdout
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("OSError 27 ") and "fix: " in done.stdout
+    assert f"'{path}' cannot be written" in done.stdout and ".part" not in done.stdout
     assert os.listdir(path.parent) == [path.name] and path.read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("place", ["open", "fsync", "replace", "chmod"])
-def test_an_error_at_any_place_leaves_no_other_file(path, place, monkeypatch):
+@pytest.mark.parametrize("function", ["open", "fsync", "replace", "chmod"])
+def test_an_error_at_any_place_leaves_no_other_file(path, function, monkeypatch):
     path.write_bytes(b"old")
 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, place, fail)
+        patch.setattr(os, function, fail)
         error = assert_error(lambda: jqx.save(path, jnp.ones(2)), f"'{path}'", error=OSError)
     assert error.errno == 28
     assert os.listdir(path.parent) == [path.name] and path.read_bytes() == b"old"
@@ -213,13 +214,13 @@ def test_a_file_that_becomes_shorter_is_an_error(path):
 def test_leaves_are_read_in_threads(path):
     tree = {str(i): np.full(10_000, i, np.int32) for i in range(20)}
     jqx.save(path, tree)
-    found = {}
+    leaves = {}
     with jqx.interop.Archive(path) as archive:
         threads = [
-            threading.Thread(target=lambda n=n: found.update({n: archive.read(n)})) for n in tree
+            threading.Thread(target=lambda n=n: leaves.update({n: archive.read(n)})) for n in tree
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert all(set(np.asarray(found[name]).tolist()) == {int(name)} for name in tree)
+    assert all(set(np.asarray(leaves[name]).tolist()) == {int(name)} for name in tree)

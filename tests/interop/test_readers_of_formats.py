@@ -1,9 +1,10 @@
-"""Checkpoints as the readers of each format take them: precedence, defaults, old names, parts."""
+"""Checkpoints as the readers of each format take them: worked examples, precedence, defaults, old
+names, parts.
+"""
 
 import json
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,35 +12,182 @@ import jqx
 from jqx.interop import write
 
 from ..oracles.refusals import assert_error
-from .gguf_files import file_of
-from .raw_folders import write_file, write_folder
-from .test_hugging_face_formats import layer
-from .test_write import floats, integers, same, tree_of
+from .files import file_of, write_file, write_folder
+from .layers import (
+    AWQ,
+    FP8,
+    GPTQ,
+    MLX,
+    OSS,
+    awq,
+    compressed,
+    compressed_config,
+    experts,
+    gptq,
+    packed,
+    within,
+)
+from .trees import assert_same_weight, floats, integers, tree_of
+
+
+def load(folder, tensors, config, **options):
+    """Loads a layer that is written with a config."""
+    return jqx.load(write_folder(folder, tensors, config), **options)["m.weight"]
+
+
+def load_gptq(folder, tensors, **fields):
+    return load(folder, tensors, within({**GPTQ, **fields}))
+
+
+@pytest.mark.parametrize(("form", "word"), [("gptq", "77777777"), ("gptq_v2", "88888888")])
+def test_gptq_of_both_versions_stores_the_same_codes(tmp_path, form, word):
+    tensors = gptq(word)
+    assert tensors["m.qweight"][0, 0] == 0x76543210
+    q = load_gptq(tmp_path, tensors, checkpoint_format=form)
+    assert q.shape == (32, 32) and q.zero_point is None
+    np.testing.assert_array_equal(q.codes[5], np.arange(32) % 16 - 8)
+    asymmetric = load_gptq(tmp_path, tensors, checkpoint_format=form, sym=False)
+    assert not asymmetric.zero_point.any()
+    np.testing.assert_array_equal(asymmetric.dequantize(), q.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("form", "word", "words"),
+    [
+        ("gptq", "88888888", "zero points of 'gptq_v2', which the config calls 'gptq'"),
+        ("gptq_v2", "77777777", "zero points of 'gptq', which the config calls 'gptq_v2'"),
+        ("gptq", "12345678", "has several zero points"),
+    ],
+)
+def test_symmetric_gptq_with_other_zero_points_is_refused(tmp_path, form, word, words):
+    with pytest.raises(ValueError, match=words):
+        load_gptq(tmp_path, gptq(word), checkpoint_format=form)
+    q = load_gptq(tmp_path, gptq(word), checkpoint_format=form, sym=False)  # the config decides
+    assert q.zero_point.any()
+
+
+def test_zero_points_of_the_first_version_wrap_around(tmp_path):
+    q = load_gptq(tmp_path, gptq("ffffffff"), sym=False)
+    np.testing.assert_array_equal(q.zero_point, np.full((32, 1), -8))
+
+
+def test_three_bits_lie_across_words(tmp_path):
+    tensors = gptq(columns=64, bits=3, zeros=np.zeros((1, 3), np.int32))
+    q = load_gptq(tmp_path, tensors, bits=3, sym=False, group_size=-1, checkpoint_format="gptq_v2")
+    np.testing.assert_array_equal(q.codes[0], np.arange(64) % 8 - 4)
+    np.testing.assert_array_equal(q.zero_point, np.full((32, 1), -4))
+
+
+def test_layers_may_be_quantized_otherwise_or_not_at_all(tmp_path):
+    eight = gptq(columns=32, bits=8, zeros=np.full((1, 8), 0x7F7F7F7F, np.int32))
+    tensors = {**gptq(), **{name.replace("m.", "down."): x for name, x in eight.items()}}
+    tensors["head.weight"] = np.ones((2, 2), np.float16)
+    dynamic = {"-:head": {}, r"+:.*down": {"bits": 8}}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic}
+    loaded = jqx.load(str(write_folder(tmp_path, tensors, {"quantization_config": config})))
+    assert loaded["down.weight"].qtype == jnp.int8 and loaded["m.weight"].qtype == jnp.int4
+
+
+def test_awq_interleaves_columns(tmp_path):
+    q = load(tmp_path, awq(word=0x75316420), within(AWQ))
+    np.testing.assert_array_equal(q.codes[:, 3], np.arange(8) - 8)
+    assert not q.dequantize().any()
+
+
+def test_scales_of_stacked_experts_lie_along_the_axis_that_they_have(tmp_path):
+    codes = np.arange(2 * 4 * 4).reshape(2, 4, 4).astype(jnp.float8_e4m3fn)
+    scale = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.float32)
+    config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    for shape in [(2, 1, 4), (2, 4, 1)]:
+        tensors = {"experts.up": codes, "experts.up_scale": scale.reshape(shape)}
+        q = jqx.load(str(write_folder(tmp_path, tensors, config)))["experts.up"]
+        wanted = codes.astype(np.float32) * scale.reshape(shape)
+        np.testing.assert_array_equal(q.dequantize(), wanted)
+    tensors = {"experts.up": codes, "experts.up_scale": scale[:, :3].reshape(2, 3, 1)}
+    with pytest.raises(ValueError, match="of blocks"):
+        jqx.load(str(write_folder(tmp_path, tensors, config)))
+
+
+def test_fbgemm_has_a_scale_for_each_row(tmp_path):
+    q = floats(jqx.QSpec(jnp.float8_e4m3fn, jqx.per_axis(0)))
+    tensors = {
+        "m.weight": np.asarray(q.values),
+        "m.weight_scale": np.asarray(q.scale),
+        "m.input_scale_ub": np.full(1, 1200, np.float32),
+    }
+    config = {"quantization_config": {"quant_method": "fbgemm_fp8"}, "torch_dtype": "bfloat16"}
+    loaded = jqx.load(str(write_folder(tmp_path, tensors, config)))
+    assert loaded["m.input_scale_ub"] == 1200 and loaded["m.weight"].dtype == jnp.bfloat16
+    assert_same_weight(loaded["m.weight"], q.astype(jnp.bfloat16), "m")
+    config["quantization_config"] |= {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ValueError, match=r"not .* of blocks"):
+        jqx.load(str(write_folder(tmp_path, tensors, config)))
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def test_experts_of_gpt_oss_are_read(tmp_path):
+    tensors = experts()
+    with jqx.interop.read(write_folder(tmp_path, tensors, OSS)) as archive:
+        assert archive.format == "mxfp4"
+        assert {*archive.paths} == {"m.experts.up_proj", "m.experts.up_proj_bias"}
+        q = archive.read("m.experts.up_proj")
+    assert q.shape == (2, 6, 96) and q.nbytes == 2 * 6 * (48 + 3)
+    blocks = tensors["m.experts.up_proj_blocks"]
+    want = FP4[np.stack([blocks & 15, blocks >> 4], -1)].reshape(2, 6, 3, 32)
+    powers = np.ldexp(np.float32(1), tensors["m.experts.up_proj_scales"].astype(int) - 127)
+    np.testing.assert_array_equal(q.dequantize(), (want * powers[..., None]).reshape(q.shape))
+
+
+def test_columns_in_the_order_of_their_groups(tmp_path):
+    rng = np.random.default_rng(0)
+    codes, scale = rng.integers(-8, 8, (4, 96)), rng.random((4, 3)).astype(np.float32)
+    index = rng.permutation(np.arange(96) // 32).astype(np.int32)
+    tensors = {**compressed(codes, scale=scale), "m.weight_g_idx": index}
+    folder = write_folder(tmp_path, tensors, compressed_config(actorder="group"))
+    q = jqx.load(str(folder))["m.weight"]
+    np.testing.assert_array_equal(q.dequantize(), codes.astype(np.float32) * scale[:, index])
+    unused = {**tensors, "m.weight_g_idx": np.full(96, -1, np.int32)}
+    q = jqx.load(str(write_folder(tmp_path, unused, compressed_config())))["m.weight"]
+    np.testing.assert_array_equal(q.codes, codes)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_words_of_old_releases_hold_whole_codes(tmp_path, bits):
+    each = 32 // bits
+    codes = np.random.default_rng(bits).integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (2, 96))
+    padded = np.zeros((2, -(-96 // each) * each), np.uint64)
+    padded[:, :96] = codes + 2 ** (bits - 1)
+    shifts = np.arange(each, dtype=np.uint64) * np.uint64(bits)
+    old = (padded.reshape(2, -1, each) << shifts).sum(-1, dtype=np.uint64).astype(np.uint32)
+    tensors = {**compressed(codes, bits), "m.weight_packed": old.view(np.int32)}
+    folder = write_folder(tmp_path, tensors, compressed_config(num_bits=bits))
+    np.testing.assert_array_equal(jqx.load(str(folder))["m.weight"].codes, codes)
+
+
+def test_experts_are_stacked_and_scales_of_caches_are_leaves(tmp_path):
+    codes = np.random.default_rng(0).integers(-8, 8, (2, 4, 64))
+    tensors = {
+        "m.weight_packed": np.stack([packed(part) for part in codes]),
+        "m.weight_scale": np.ones((2, 4, 2), np.float16),
+        "m.weight_shape": np.array([2, 4, 64], np.int64),
+        "attn.k_scale": np.full(1, 0.5, np.float32),
+    }
+    loaded = jqx.load(str(write_folder(tmp_path, tensors, compressed_config())))
+    np.testing.assert_array_equal(loaded["m.weight"].codes, codes)
+    assert loaded["attn.k_scale"] == 0.5
+
+
+# Precedence, defaults, and old names.
+
 
 ASYMMETRIC = {"bits": 4, "group_size": 32, "sym": False, "desc_act": False}
-GPTQ = {"quant_method": "gptq", **ASYMMETRIC}
-AWQ = {
-    "m.qweight": np.full((128, 1), 0x75316420, np.int32),
-    "m.qzeros": np.full((1, 1), 0x55555555, np.int32),
-    "m.scales": np.ones((1, 8), np.float16),
-}
-MLX = {
-    "m.weight": np.full((4, 8), 0x76543210, np.uint32),
-    "m.scales": np.ones((4, 1), np.float32),
-    "m.biases": np.zeros((4, 1), np.float32),
-}
-FP8 = {
-    "m.weight": np.ones((200, 300), ml_dtypes.float8_e4m3fn),
-    "m.weight_scale_inv": np.arange(6, dtype=np.float32).reshape(2, 3),
-}
-
-
-def within(config):
-    return {"quantization_config": config}
+OF_GPTQ = {"quant_method": "gptq", **ASYMMETRIC}
 
 
 def first_zero(folder, **options):
-    """The first zero point of the layer; which version of GPTQ is read decides it."""
+    """The first zero point of the layer; which version of OF_GPTQ is read decides it."""
     return int(jqx.load(folder, **options)["m.weight"].zero_point[0, 0])
 
 
@@ -56,28 +204,18 @@ VERSIONS = {
 @pytest.mark.parametrize("case", VERSIONS)
 def test_the_version_of_gptq_has_two_names(tmp_path, case):
     fields, zero = VERSIONS[case]
-    folder = write_folder(tmp_path, layer("55555555"), within({**GPTQ, **fields}))
+    folder = write_folder(tmp_path, gptq("55555555"), within({**OF_GPTQ, **fields}))
     assert first_zero(folder) == zero
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"format": "gptq", "checkpoint_format": "gptq_v2"}, "format == 'gptq'"),
-        ({"format": "marlin"}, "format == 'marlin'"),
-        ({"format": "gptq_p"}, "format == 'gptq_p'"),
-    ],
-)
-def test_another_version_of_gptq_is_refused(tmp_path, fields, words):
-    folder = write_folder(tmp_path, layer("55555555"), within({**GPTQ, **fields}))
-    assert_error(lambda: jqx.load(folder), words)
-
-
 ALONE = {
-    "of AutoGPTQ": (layer("55555555"), ASYMMETRIC),
-    "of GPTQModel": (layer("55555555"), {**ASYMMETRIC, "method": "gptq", "format": "gptq"}),
-    "with its method": (layer("55555555"), GPTQ),
-    "of AWQ": (AWQ, {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}),
+    "of AutoGPTQ": (gptq("55555555"), ASYMMETRIC),
+    "of GPTQModel": (gptq("55555555"), {**ASYMMETRIC, "method": "gptq", "format": "gptq"}),
+    "with its method": (gptq("55555555"), OF_GPTQ),
+    "of AWQ": (
+        awq(128, 0x55555555),
+        {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"},
+    ),
     "of MLX": (MLX, {"group_size": 64, "bits": 4}),
     "of fp8": (FP8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
 }
@@ -107,19 +245,30 @@ OLD_NAMES = {"quantize_config.json": "of AutoGPTQ", "quant_config.json": "of AWQ
 @pytest.mark.parametrize("name", OLD_NAMES)
 def test_old_folders_have_the_quantization_config_in_a_file_of_its_own(tmp_path, name):
     tensors, config = ALONE[OLD_NAMES[name]]
-    for said in (None, {"model_type": "a"}, {"quantization_config": None}):
-        write_folder(tmp_path, tensors, said)
+    for model_config in (None, {"model_type": "a"}, {"quantization_config": None}):
+        write_folder(tmp_path, tensors, model_config)
         (tmp_path / name).write_text(json.dumps(config))
-        assert isinstance(jqx.load(tmp_path)["m.weight"], jqx.QTensor)
+        with jqx.interop.read(tmp_path) as archive:
+            assert archive.format == OLD_NAMES[name][3:].lower().removeprefix("auto")
+            assert archive.config.get("model_type") == (model_config or {}).get("model_type")
+            assert isinstance(archive.read("m.weight"), jqx.QTensor)
 
 
 MISSING = {
-    "gptq, no groups": (layer("77777777"), {**GPTQ, "sym": True}, "group_size"),
-    "gptq, one group": (layer("77777777"), {**GPTQ, "group_size": -1}, "group_size"),
-    "gptq, symmetric": (layer("77777777"), {**GPTQ, "sym": True}, "sym"),
-    "gptq, order": (layer("77777777"), GPTQ, "desc_act"),
-    "awq, groups": (AWQ, {"quant_method": "awq", "bits": 4, "group_size": 128}, "group_size"),
-    "awq, bits": (AWQ, {"quant_method": "awq", "bits": 4, "group_size": 128}, "bits"),
+    "gptq, no groups": (gptq("77777777"), {**OF_GPTQ, "sym": True}, "group_size"),
+    "gptq, one group": (gptq("77777777"), {**OF_GPTQ, "group_size": -1}, "group_size"),
+    "gptq, symmetric": (gptq("77777777"), {**OF_GPTQ, "sym": True}, "sym"),
+    "gptq, order": (gptq("77777777"), OF_GPTQ, "desc_act"),
+    "awq, groups": (
+        awq(128, 0x55555555),
+        {"quant_method": "awq", "bits": 4, "group_size": 128},
+        "group_size",
+    ),
+    "awq, bits": (
+        awq(128, 0x55555555),
+        {"quant_method": "awq", "bits": 4, "group_size": 128},
+        "bits",
+    ),
     "fp8": (FP8, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_block_size"),
     "fp8, format": (FP8, {"quant_method": "fp8", "fmt": "float8_e4m3fn"}, "fmt"),
 }
@@ -128,20 +277,20 @@ MISSING = {
 @pytest.mark.parametrize("case", MISSING)
 def test_fields_that_are_missing_have_the_defaults_of_readers(tmp_path, case):
     tensors, config, field = MISSING[case]
-    wanted = jqx.load(write_folder(tmp_path, tensors, within(config)))["m.weight"]
-    left = {key: x for key, x in config.items() if key != field}
-    found = jqx.load(write_folder(tmp_path, tensors, within(left)))["m.weight"]
-    np.testing.assert_array_equal(found.dequantize(), wanted.dequantize())
+    expected = jqx.load(write_folder(tmp_path, tensors, within(config)))["m.weight"]
+    fields = {key: x for key, x in config.items() if key != field}
+    weight = jqx.load(write_folder(tmp_path, tensors, within(fields)))["m.weight"]
+    np.testing.assert_array_equal(weight.dequantize(), expected.dequantize())
 
 
 def test_groups_that_no_config_speaks_of_are_of_128(tmp_path):
-    tensors = layer("77777777", columns=256, groups=2)
+    tensors = gptq("77777777", columns=256, groups=2)
     config = {"quant_method": "gptq", "bits": 4}
     q = jqx.load(write_folder(tmp_path, tensors, within(config)))["m.weight"]
     assert q.groups.sizes == (1, 128)
     assert_error(
         lambda: jqx.load(
-            write_folder(tmp_path, layer("77777777", columns=256, groups=4), within(config))
+            write_folder(tmp_path, gptq("77777777", columns=256, groups=4), within(config))
         ),
         "'m.scales'",
     )
@@ -150,19 +299,8 @@ def test_groups_that_no_config_speaks_of_are_of_128(tmp_path):
 def test_zero_points_of_several_values_tell_that_codes_are_not_symmetric(tmp_path):
     zeros = np.array([[0x76543210] * 4], np.uint32).view(np.int32)
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    folder = write_folder(tmp_path, layer(zeros=zeros), within(config))
+    folder = write_folder(tmp_path, gptq(zeros=zeros), within(config))
     np.testing.assert_array_equal(jqx.load(folder)["m.weight"].zero_point[:8, 0], np.arange(8) - 7)
-
-
-def test_layouts_of_awq_for_kernels_are_refused(tmp_path):
-    said = {"quant_method": "awq", "bits": 4, "group_size": 128}
-    for fields in ({"format": "gemv"}, {"version": "GEMV_fast"}, {"backend": "llm-awq"}):
-        folder = write_folder(tmp_path, AWQ, within({**said, **fields}))
-        ((key, value),) = fields.items()
-        assert_error(lambda folder=folder: jqx.load(folder), f"{key} == {value!r}")
-
-
-# The order in which mlx-lm and compressed-tensors look.
 
 
 @pytest.mark.parametrize(
@@ -172,13 +310,13 @@ def test_mlx_looks_at_its_own_config_first(tmp_path, left):
     config = {"quantization": {"group_size": 64, "bits": 4}, **within(left)}
     q = jqx.load(write_folder(tmp_path, MLX, config))["m.weight"]
     np.testing.assert_array_equal(q.codes[0, :8], np.arange(8))
-    other = {**config, **within(GPTQ)}
-    assert first_zero(write_folder(tmp_path, layer("55555555"), other)) == -2
+    other = {**config, **within(OF_GPTQ)}
+    assert first_zero(write_folder(tmp_path, gptq("55555555"), other)) == -2
 
 
 def test_a_config_of_mlx_says_all_sizes_and_that_of_a_layer_need_not(tmp_path):
-    for said in ({"group_size": 64}, {"bits": 4}):
-        folder = write_folder(tmp_path, MLX, {"quantization": said})
+    for fields in ({"group_size": 64}, {"bits": 4}):
+        folder = write_folder(tmp_path, MLX, {"quantization": fields})
         assert_error(lambda folder=folder: jqx.load(folder), "an integer of 1 or more")
     config = {"quantization": {"group_size": 32, "bits": 8, "m": {}}}
     assert jqx.load(write_folder(tmp_path, MLX, config))["m.weight"].qtype == jnp.uint4
@@ -201,17 +339,17 @@ def test_compressed_tensors_takes_the_most_specific_target(tmp_path, case, turne
     leaves = {"a.mlp.up": integers(4), "a.mlp.down": integers(3)}
     write(tmp_path / "m", tree_of(leaves), "compressed-tensors", config={})
     config = json.loads((tmp_path / "m" / "config.json").read_text())
-    said = config["quantization_config"]
-    by_bits = {group["weights"]["num_bits"]: group for group in said["config_groups"].values()}
+    scheme = config["quantization_config"]
+    by_bits = {group["weights"]["num_bits"]: group for group in scheme["config_groups"].values()}
     for bits, targets in zip((4, 3), TARGETS[case], strict=True):
         by_bits[bits]["targets"] = targets
-    said["config_groups"] = {
+    scheme["config_groups"] = {
         str(i): by_bits[i] for i in ((3, 4) if turned and not last else (4, 3))
     }
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
-    found = jqx.load(tmp_path / "m")
+    loaded = jqx.load(tmp_path / "m")
     for name, leaf in leaves.items():
-        same(found[f"{name}.weight"], leaf, name)
+        assert_same_weight(loaded[f"{name}.weight"], leaf, name)
 
 
 NOTHING = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {}}
@@ -235,15 +373,12 @@ def test_old_names_in_compressed_tensors(tmp_path):
     q = floats(spec, (200, 300))
     write(tmp_path / "m", tree_of({"m": q}), "compressed-tensors", config={})
     config = json.loads((tmp_path / "m" / "config.json").read_text())
-    said = config.pop("quantization_config")
-    (group,) = said["config_groups"].values()
+    scheme = config.pop("quantization_config")
+    (group,) = scheme["config_groups"].values()
     group["weights"] |= {"block_structure": "128x128", "type": "FLOAT", "strategy": "BLOCK"}
-    del said["quant_method"]
-    (tmp_path / "m" / "config.json").write_text(json.dumps({"compression_config": said}))
-    same(jqx.load(tmp_path / "m")["m.weight"], q, "m")
-
-
-# Parts of models.
+    del scheme["quant_method"]
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"compression_config": scheme}))
+    assert_same_weight(jqx.load(tmp_path / "m")["m.weight"], q, "m")
 
 
 PARTS = ("text_config", "llm_config", "vision_config", "thinker_config")
@@ -251,25 +386,27 @@ PARTS = ("text_config", "llm_config", "vision_config", "thinker_config")
 
 def test_the_config_of_a_part_counts_and_is_replaced_with_the_whole(tmp_path):
     for part in PARTS:
-        inner = {**within(GPTQ), "hidden_size": 8, "quantization": {"bits": 4}}
+        inner = {**within(OF_GPTQ), "hidden_size": 8, "quantization": {"bits": 4}}
         for config in ({part: inner}, {"thinker_config": {part: inner}}):
-            folder = write_folder(tmp_path / "m", layer("55555555"), config)
+            folder = write_folder(tmp_path / "m", gptq("55555555"), config)
             assert first_zero(folder) == -2
             with jqx.interop.read(folder) as archive:
                 write(tmp_path / "out", archive, "gptq", overwrite=True)
-            found = json.loads((tmp_path / "out" / "config.json").read_text())
-            left = found.pop("quantization_config")
-            assert left["checkpoint_format"] == "gptq_v2"
-            assert "quant" not in json.dumps(found) and "hidden_size" in json.dumps(found)
+            whole_config = json.loads((tmp_path / "out" / "config.json").read_text())
+            scheme = whole_config.pop("quantization_config")
+            assert scheme["checkpoint_format"] == "gptq_v2"
+            assert "quant" not in json.dumps(whole_config) and "hidden_size" in json.dumps(
+                whole_config
+            )
             assert first_zero(tmp_path / "out") == -2
 
 
 def test_configs_of_parts_that_differ_are_refused_unless_the_whole_has_one(tmp_path):
-    other = within({**GPTQ, "bits": 8})
-    config = {"text_config": within(GPTQ), "vision_config": other}
-    folder = write_folder(tmp_path, layer("55555555"), config)
+    other = within({**OF_GPTQ, "bits": 8})
+    config = {"text_config": within(OF_GPTQ), "vision_config": other}
+    folder = write_folder(tmp_path, gptq("55555555"), config)
     assert_error(lambda: jqx.load(folder), "the same in all parts", "vision_config")
-    write_folder(tmp_path, layer("55555555"), {**config, **within(GPTQ)})
+    write_folder(tmp_path, gptq("55555555"), {**config, **within(OF_GPTQ)})
     assert first_zero(folder) == -2
 
 
@@ -288,10 +425,7 @@ def test_layers_that_loaders_would_skip_are_not_written(tmp_path, form):
         assert_error(lambda tree=tree: write(tmp_path / "m", tree, form, config={}), repr(name))
     tree = tree_of({"a.up": q, "a.upper": one, "b": one})
     write(tmp_path / "m", tree, form, config={})
-    same(jqx.load(tmp_path / "m")["a.up.weight"], q, "a.up")
-
-
-# LLM.int8 and storage of bitsandbytes.
+    assert_same_weight(jqx.load(tmp_path / "m")["a.up.weight"], q, "a.up")
 
 
 @pytest.mark.parametrize("said", [{"load_in_8bit": True}, {"quant_method": "bitsandbytes"}, None])
@@ -302,8 +436,8 @@ def test_llm_int8_is_read(tmp_path, said):
     for more in ({}, form):
         folder = write_folder(tmp_path, {**tensors, **more}, said and within(said))
         q = jqx.load(folder)["m.weight"]
-        wanted = codes * np.array([[1], [0.1]], np.float32)
-        np.testing.assert_allclose(q.dequantize(), wanted, rtol=3e-7)  # two roundings
+        expected = codes * np.array([[1], [0.1]], np.float32)
+        np.testing.assert_allclose(q.dequantize(), expected, rtol=3e-7)  # two roundings
     write_folder(tmp_path, {**tensors, "m.weight_format": np.array(2, np.uint8)})
     assert_error(lambda: jqx.load(folder), "'m.weight_format'", "is 2, a layout for kernels")
 
@@ -316,12 +450,9 @@ def test_codes_of_bitsandbytes_may_be_stored_in_another_dtype(tmp_path, dtype):
         tensors = {name: raw.numpy(name) for name in raw.paths}
     codes = tensors["m.weight"].reshape(-1).view(jnp.dtype(dtype)).reshape(-1, 1)
     write_file(tmp_path / "m" / "model.safetensors", {**tensors, "m.weight": codes})
-    same(jqx.load(tmp_path / "m")["m.weight"], q, "m")
+    assert_same_weight(jqx.load(tmp_path / "m")["m.weight"], q, "m")
     write_file(tmp_path / "m" / "model.safetensors", {**tensors, "m.weight": codes[:-1]})
     assert_error(lambda: jqx.load(tmp_path / "m"), "'m.weight'")
-
-
-# Files and indices.
 
 
 def test_files_beside_an_index(tmp_path):
@@ -329,9 +460,9 @@ def test_files_beside_an_index(tmp_path):
     write(tmp_path / "m", tree, "safetensors", config={}, limit=300)
     index = tmp_path / "m" / "model.safetensors.index.json"
     files = sorted((tmp_path / "m").glob("*.safetensors"))
-    said = json.loads(index.read_text())
-    del said["weight_map"]["1.weight"]
-    index.write_text(json.dumps(said))
+    names = json.loads(index.read_text())
+    del names["weight_map"]["1.weight"]
+    index.write_text(json.dumps(names))
     assert {*jqx.load(tmp_path / "m")} == {"0.weight", "2.weight"}  # a file that it does not name
     extra = {"0.weight": np.ones((8, 8)), "other": np.ones(3)}
     write_file(files[0], extra)
@@ -359,20 +490,17 @@ def test_all_files_of_a_model_need_no_index_and_some_are_none(tmp_path):
     assert [*jqx.load(files[0])] == ["a"]  # a tree of its own
 
 
-# GGUF in several files.
-
-
 def split(folder, count=3, **changes):
     """A model in several files, as llama-gguf-split writes them; metadata of each may change."""
     paths = []
     for i in range(count):
-        known = {"split.no": np.uint16(i), "split.count": np.uint16(count)}
-        known |= {"split.tensors.count": np.int32(2 * count), "general.architecture": "llama"}
-        known |= {"a.b": "c"} if i == 0 else {}
+        metadata = {"split.no": np.uint16(i), "split.count": np.uint16(count)}
+        metadata |= {"split.tensors.count": np.int32(2 * count), "general.architecture": "llama"}
+        metadata |= {"a.b": "c"} if i == 0 else {}
         tree = {f"blk.{2 * i + j}.w": np.full((2, 32), 2 * i + j, "f4") for j in range(2)}
         paths.append(folder / f"m-{i + 1:05d}-of-{count:05d}.gguf")
-        own = {**known, **changes.get(f"of{i}", {})}
-        write(paths[-1], changes.get(f"tree{i}", tree), "gguf", metadata=own, overwrite=True)
+        entries = {**metadata, **changes.get(f"of{i}", {})}
+        write(paths[-1], changes.get(f"tree{i}", tree), "gguf", metadata=entries, overwrite=True)
     return paths
 
 

@@ -14,14 +14,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jqx
 from jqx import calibrators, numerics
 from jqx._src.statistics.calibrators import AbsMax
 from jqx._src.tensor import serialize
 
-from .planned import FUNCTIONS
 from .trees import assert_same
+
+# What the plans were made for: a function for each thing that plans say.
+
+
+def dense(p, x):
+    """Two products, one of a transposed weight."""
+    return jax.nn.relu(x @ p["a"]) @ p["b"].T
+
+
+def scanned(p, x):
+    """A scan that steps over its weights."""
+    return lax.scan(lambda c, w: (jnp.clip(c @ w, -2, 2), None), x, p["layers"])[0]
+
+
+def tied(p, tokens):
+    """A table that is looked up, and multiplied with."""
+    return jnp.take(p["table"], tokens, axis=0) @ p["table"].T
+
+
+def joined(p, x):
+    """Two weights, joined into one operand."""
+    return x @ jnp.concatenate([p["a"], p["b"].T], axis=1)
+
+
+def convolved(p, x):
+    """A convolution."""
+    return lax.conv_general_dilated(
+        x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def attended(p, x):
+    """A product of activations, which stays in float, between two that are quantized."""
+    q = x @ p["query"]
+    return jax.nn.softmax(q @ x.T) @ x @ p["out"][0]
+
+
+FUNCTIONS = {f.__name__: f for f in (dense, scanned, tied, joined, convolved, attended)}
 
 FOLDER = pathlib.Path(__file__).with_name("version_0_1_0")
 
@@ -58,36 +96,36 @@ def expected():
 
 def test_the_containers_are_those_that_were_saved(tree):
     assert list(tree) == ["qtensors", "arrays", "nested"] and len(tree["qtensors"]) == 78
-    items, seven, own = tree["nested"].values()
+    items, seven, of_user = tree["nested"].values()
     assert list(tree["nested"]) == ["list", 7, "own"]
     assert [type(item) for item in items[1:]] == [type(None), tuple] and items[2][1:] == ({}, [])
     np.testing.assert_array_equal(items[0], [0, 1, 2])
     assert items[2][0].shape == () and items[2][0] == 1.5
     assert seven["a/b"].shape == (0, 3) and seven[""].tolist() == [1]
-    assert own.qtype is OWN["format"] and own.dtype == jnp.float32
+    assert of_user.qtype is OWN["format"] and of_user.dtype == jnp.float32
 
 
 def test_arrays_have_the_bytes_that_were_saved(tree, expected):
     for name, x in tree["arrays"].items():
         assert (x.dtype.name, x.shape) == (name, (2, 3))
-    found = [unsigned(np.asarray(x)) for x in tree["arrays"].values()]
-    np.testing.assert_array_equal(np.concatenate(found), expected["arrays"])
+    bits = [unsigned(np.asarray(x)) for x in tree["arrays"].values()]
+    np.testing.assert_array_equal(np.concatenate(bits), expected["arrays"])
 
 
 def test_qtensors_have_the_codes_and_scales_that_were_saved(tree, expected):
     leaves = jax.tree.leaves(list(tree["qtensors"].values()))
-    found = [np.asarray(leaf).tobytes() for leaf in leaves]
-    assert b"".join(found) == expected["leaves"].tobytes()
+    leaf_bytes = [np.asarray(leaf).tobytes() for leaf in leaves]
+    assert b"".join(leaf_bytes) == expected["leaves"].tobytes()
 
 
-def real_values(tree, expected, names):
+def assert_real_values(tree, expected, names):
     """Asserts that QTensors of these names stand for the values that were saved."""
     tensors = tree["qtensors"]
     ends = np.cumsum([q.size for q in tensors.values()])
     want = dict(zip(tensors, np.split(expected["real"], ends[:-1]), strict=True))
     assert ends[-1] == expected["real"].size
-    found = jax.jit(lambda tensors: [q.dequantize() for q in tensors])([tensors[n] for n in names])
-    for name, real in zip(names, found, strict=True):
+    values = jax.jit(lambda tensors: [q.dequantize() for q in tensors])([tensors[n] for n in names])
+    for name, real in zip(names, values, strict=True):
         # The codes of 32 bits are rounded to float32 before they are multiplied, or are not.
         rtol = 2.0**-22 if numerics.format_of(tensors[name].qtype).bits == 32 else 0
         real = np.asarray(real, np.float32).reshape(-1)
@@ -95,12 +133,12 @@ def real_values(tree, expected, names):
 
 
 def test_qtensors_have_the_values_that_were_saved(tree, expected):
-    real_values(tree, expected, [name for name in tree["qtensors"] if " " in name][::2])
+    assert_real_values(tree, expected, [name for name in tree["qtensors"] if " " in name][::2])
 
 
 @pytest.mark.slow
 def test_all_qtensors_have_the_values_that_were_saved(tree, expected):
-    real_values(tree, expected, list(tree["qtensors"]))
+    assert_real_values(tree, expected, list(tree["qtensors"]))
 
 
 LAYOUTS = {
@@ -114,8 +152,8 @@ LAYOUTS = {
 
 def test_qtensors_keep_their_layout(tree):
     for name, q in tree["qtensors"].items():
-        known = [text for end, text in LAYOUTS.items() if name.endswith(end)]
-        assert str(q.layout or "") == (known[0] if known else ""), name
+        texts = [text for end, text in LAYOUTS.items() if name.endswith(end)]
+        assert str(q.layout or "") == (texts[0] if texts else ""), name
         assert q.dtype == (jnp.bfloat16 if "bfloat16" in name else jnp.float32)
         assert bool(q.blocks) == ("with a tail" in name or "100 in blocks of 32" in name), name
 
@@ -179,29 +217,29 @@ def assert_holds(value, data):
 
 def test_plans_say_what_was_written(plans):
     for name, data in plans.items():
-        found = jqx.Plan.from_dict(data, OWN)
+        plan = jqx.Plan.from_dict(data, OWN)
         assert data["version"] == 1
         if name != "specs":
-            assert [site.op for site in found.sites]
-        assert_holds(found, {key: data[key] for key in data if key != "version"})
+            assert [site.op for site in plan.sites]
+        assert_holds(plan, {key: data[key] for key in data if key != "version"})
 
 
 def test_plans_convert_what_was_quantized_with_them(plans):
-    kept = jqx.load(FOLDER / "converted.safetensors")
-    assert {*kept, "specs"} == set(plans)
+    cases = jqx.load(FOLDER / "converted.safetensors")
+    assert {*cases, "specs"} == set(plans)
     converted = {}
-    for name in kept:
+    for name in cases:
         f, plan = FUNCTIONS[name.split()[0]], jqx.Plan.from_dict(plans[name], OWN)
-        affines = {key: calibrators.Affine(*pair) for key, pair in kept[name]["affines"].items()}
+        affines = {key: calibrators.Affine(*pair) for key, pair in cases[name]["affines"].items()}
         converted[name] = jqx.convert(f, plan, affines)
     run = jax.jit(lambda f, case: f(case["params"], case["x"]), static_argnums=0)
-    found = {name: run(f, kept[name]) for name, f in converted.items()}
-    for name, case in kept.items():
+    results = {name: run(f, cases[name]) for name, f in converted.items()}
+    for name, case in cases.items():
         # Sums of at most 64 products, in any order: each is a rounding of the largest result.
         # What is rounded to 8 bits after an exponential may become the next code.
         rounding = 2.0**-6 if name.startswith("attended") else 64 * 2.0**-23
         allowed = rounding * float(np.max(np.abs(case["out"])))
-        np.testing.assert_allclose(found[name], case["out"], rtol=0, atol=allowed, err_msg=name)
+        np.testing.assert_allclose(results[name], case["out"], rtol=0, atol=allowed, err_msg=name)
 
 
 def in_version_2(data):

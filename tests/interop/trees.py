@@ -1,5 +1,6 @@
 """Trees of arrays and of QTensors of every kind, to be written and read back."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -122,6 +123,77 @@ def trees() -> st.SearchStrategy[Any]:
         ),
         max_leaves=8,
     )
+
+
+RNG = np.random.default_rng(0)
+
+
+def integers(
+    bits: int,
+    *,
+    zeros: bool = False,
+    order: bool = False,
+    block: int = 32,
+    shape: tuple[int, ...] = (12, 96),
+    signed: bool = True,
+) -> jqx.QTensor:
+    """A random QTensor of integers in blocks along its last axis."""
+    form = numerics.Integer(bits, signed=signed)
+    entries = (*shape[:-1], shape[-1] // block)
+
+    def codes(shape: tuple[int, ...]) -> Any:
+        return jnp.asarray(RNG.integers(form.low, form.high + 1, shape)).astype(form.storage)
+
+    columns = RNG.permutation(shape[-1]).astype(np.int32)
+    return jqx.QTensor(
+        codes(shape),
+        jnp.asarray(RNG.normal(size=entries), jnp.float16),
+        codes(entries) if zeros else None,
+        order=jnp.asarray(columns.reshape((1,) * (len(shape) - 1) + (-1,))) if order else None,
+        qtype=form,
+        dtype=jnp.float16,
+    )
+
+
+def floats(spec: jqx.QSpec, shape: tuple[int, ...] = (64, 96)) -> jqx.QTensor:
+    """A random QTensor of a spec."""
+    return jqx.QTensor.quantize(jnp.asarray(RNG.normal(size=shape), jnp.float32), spec)
+
+
+def blocks_of(qtype: Any, size: int, shape: tuple[int, ...] = (64, 96)) -> jqx.QTensor:
+    """A random QTensor of a format in blocks of a size along its last axis."""
+    return floats(jqx.QSpec(qtype, jqx.per_block({0: 1, 1: size})), shape)
+
+
+def tree_of(leaves: dict[str, Any]) -> dict[str, Any]:
+    """A tree with a weight in each module."""
+    return {name: {"weight": leaf} for name, leaf in leaves.items()}
+
+
+def halved(q: jqx.QTensor) -> jqx.QTensor:
+    """A QTensor whose scales are float16."""
+    return dataclasses.replace(q, scale=q.scale.astype(jnp.float16))
+
+
+def with_scale(q: jqx.QTensor, value: Any, first: bool = True) -> jqx.QTensor:
+    """A QTensor whose first scale is another, or all are."""
+    scale = np.array(q.scale)
+    scale.reshape(-1)[: 1 if first else None] = value
+    return dataclasses.replace(q, scale=jnp.asarray(scale, q.scale.dtype))
+
+
+def assert_same_weight(q: jqx.QTensor, expected: jqx.QTensor, name: str) -> None:
+    """Codes, scales and zero points are equal; the one factor of nvfp4 nearly. Within their groups,
+    permuted columns may stand in another order.
+    """
+    assert (q.order is None) == (expected.order is None)
+    if expected.order is None:
+        codes = [weight.unpack().values for weight in (q, expected)]
+        np.testing.assert_array_equal(*codes, err_msg=name)
+    unit = 2e-7 if name == "nv4" else 0
+    np.testing.assert_allclose(q.real_scale(), expected.real_scale(), rtol=unit, err_msg=name)
+    x, y = (weight.astype(jnp.float32).dequantize() for weight in (q, expected))
+    np.testing.assert_allclose(x, y, rtol=unit, err_msg=name)
 
 
 def assert_same(a: Any, b: Any) -> None:

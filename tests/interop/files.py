@@ -1,12 +1,42 @@
-"""A writer of GGUF files: bytes put together as the format says, right or wrong."""
+"""Files that tests write: folders of safetensors, tensor by tensor, and GGUF files, put together as
+the format says, right or wrong.
+"""
 
+import json
+import pathlib
 import struct
 
 import jax.numpy as jnp
 import numpy as np
 
+from jqx._src.interop.save import Writer
+
+CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
+
+
+def write_file(path, tensors, metadata=None):
+    """Writes NumPy arrays by name."""
+    kinds = {name: (x.dtype, x.shape) for name, x in tensors.items()}
+    with Writer(str(path), kinds, metadata or {}) as out:
+        for name, x in tensors.items():
+            out.write(name, np.ascontiguousarray(x).reshape(x.shape))
+
+
+def write_folder(folder, tensors, config=None):
+    """Writes a folder of one file and its config."""
+    folder.mkdir(exist_ok=True)
+    write_file(folder / "model.safetensors", tensors)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+
+
 NUMBERS = "<B <b <H <h <I <i <f <?".split()
+
+
 NUMBERS = {**dict(enumerate(NUMBERS)), 10: "<Q", 11: "<q", 12: "<d"}
 
 
@@ -25,13 +55,13 @@ def value(kind, x):
     return struct.pack(NUMBERS[kind], x)
 
 
-def info(name, shape, kind, place):
+def info(name, shape, kind, offset):
     """What the header says of a tensor; axes the other way round."""
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, place)
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)
 
 
 def file_of(tensors=(), metadata=(), data=b"", *, version=3, counts=None, alignment=32):
-    """The bytes of a file, of (name, shape, type, place) and of (key, type, value)."""
+    """The bytes of a file, of (name, shape, type, offset) and of (key, type, value)."""
     counts = counts or (len(tensors), len(metadata))
     head = b"GGUF" + struct.pack("<IQQ", version, *counts)
     head += b"".join(
