@@ -54,8 +54,8 @@ class Model:
 def floats(tree):
     """Returns all floats of a tree in one vector."""
     leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
-    kept = [np.float64(x).ravel() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    return np.concatenate(kept) if kept else np.zeros(0)
+    parts = [np.float64(x).ravel() for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def relative(a, b):
@@ -98,8 +98,8 @@ def check_all_are_listed(model, plan):
     listed = [x for x in (*plan.sites, *plan.skipped) if x.op in CONTRACTIONS]
     jaxpr = jax.make_jaxpr(model.f)(model.params, *model.batches[0]).jaxpr
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
-    there = contractions(live)
-    assert len(listed) == there or ("while[" in str(live) and 0 < len(listed) < there)
+    count = contractions(live)
+    assert len(listed) == count or ("while[" in str(live) and 0 < len(listed) < count)
 
 
 def calibrated(model, plan):
@@ -109,8 +109,8 @@ def calibrated(model, plan):
     observe = jax.jit(jqx.calibrate(model.f, plan))
     stats = None
     for batch in model.batches[::-1]:
-        result, found = observe(model.params, *batch)
-        stats = found if stats is None else jqx.merge_stats(plan, stats, found)
+        result, new = observe(model.params, *batch)
+        stats = new if stats is None else jqx.merge_stats(plan, stats, new)
     # The same operations, fused otherwise: an ulp or so at each of some hundred steps.
     assert relative(result, model.result) <= 1e-5
     return jqx.affines(plan, stats)
@@ -168,6 +168,6 @@ def check_gradient(model, simulated):
 
         return jax.jit(jax.grad(value))(model.params, *model.batches[0])
 
-    found = loss(simulated)
-    assert np.isfinite(floats(found)).all()
-    assert cosine(found, loss(model.f)) >= 0.9
+    gradient = loss(simulated)
+    assert np.isfinite(floats(gradient)).all()
+    assert cosine(gradient, loss(model.f)) >= 0.9
