@@ -203,8 +203,7 @@ def test_a_missing_layer_is_reported(tmp_path):
 
 
 def test_leaves_that_no_rule_takes_are_refused():
-    with pytest.raises(ValueError, match="'b' has no rule"):
-        named({"b": jnp.ones(2)}, {"a": "a"})
+    assert_error(lambda: named({"b": jnp.ones(2)}, {"a": "a"}), "'b' has no rule")
     with pytest.raises(ValueError, match=r"matches nothing that no earlier"):
         named({"a": jnp.ones(2)}, {"a": "a", "b": "b"})
 

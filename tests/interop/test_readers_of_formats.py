@@ -104,8 +104,7 @@ def test_scales_of_stacked_experts_lie_along_the_axis_that_they_have(tmp_path):
         wanted = codes.astype(np.float32) * scale.reshape(shape)
         np.testing.assert_array_equal(q.dequantize(), wanted)
     tensors = {"experts.up": codes, "experts.up_scale": scale[:, :3].reshape(2, 3, 1)}
-    with pytest.raises(ValueError, match="of blocks"):
-        jqx.load(str(write_folder(tmp_path, tensors, config)))
+    assert_error(lambda: jqx.load(str(write_folder(tmp_path, tensors, config))), "of blocks")
 
 
 def test_fbgemm_has_a_scale_for_each_row(tmp_path):
