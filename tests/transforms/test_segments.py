@@ -13,6 +13,8 @@ from jax import lax
 
 import jqx
 from jqx._src.policy import Selector
+from jqx._src.transforms.trace import trace_call
+from jqx._src.transforms.walk import evaluate
 
 from ..arrays import normal, on_device
 from ..oracles.contractions import gamma
@@ -143,6 +145,17 @@ def test_mixed_layers_equal_an_unrolled_oracle(reverse):
             total.check(each)
         np.testing.assert_array_equal(twice, 2 * PARAMS["layers"]["n"])
     assert q["layers"]["n"] is PARAMS["layers"]["n"]
+
+
+def test_the_function_of_parts_has_ordinary_leaves():
+    plan, q = quantized(plain, MIXED)
+    for params in (q, jqx.dequantize_params(q)):
+        call = trace_call("convert", plain, plan.parameters, (params, X), {})
+        parts = [f"layers/{name}[{part}]" for name in "ab" for part in ("0:1", "1:4", "4:5")]
+        assert call.paths == ["head", *parts, "layers/n", None]
+        assert not any(isinstance(leaf, jqx.Segments) for leaf in call.leaves)
+        leaves = [jqx.dequantize_params(leaf) for leaf in call.leaves]
+        of_weights(q)[0].check(evaluate(call.jaxpr, call.consts, leaves)[0])
 
 
 def test_each_part_is_planned_as_a_site_of_its_own():

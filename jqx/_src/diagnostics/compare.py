@@ -26,13 +26,13 @@ from ..table import Table, Tabular, decibels
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.arguments import check_batches, check_function
-from ..transforms.calibrate import Batch, arguments_of, arrays_of, inputs_of, insert_params
+from ..transforms.calibrate import Batch, arguments_of, arrays_of, inputs_of
 from ..transforms.higher_order import Records
 from ..transforms.hoist import Hoisted, hoist
 from ..transforms.interpret import Rules, interpret
 from ..transforms.map_channels import Maps, as_maps, map_channels
 from ..transforms.operands import Trainable, codes_of, real_of
-from ..transforms.paths import by_argument
+from ..transforms.paths import by_argument, insert_params
 from ..transforms.plan import GivenAffines, Plan, Site, Weight
 from ..transforms.plan_call import as_plan, params_of
 from ..transforms.quantize_params import named_leaves

@@ -15,10 +15,9 @@ from ..table import Table, Tabular
 from ..tensor.qtensor import QTensor
 from ..tensor.shardings import pack_for
 from ..transforms.arguments import check_plan
-from ..transforms.calibrate import insert_params
 from ..transforms.convert import convert
 from ..transforms.make_plan import make_plan
-from ..transforms.paths import by_argument
+from ..transforms.paths import by_argument, insert_params
 from ..transforms.plan import GivenAffines, Plan, label_of
 from ..transforms.quantize_params import quantize_params
 from ..transforms.quantize_weight import lay_out_weights

@@ -14,7 +14,6 @@ are taken get a "~" at the end.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +32,7 @@ from ..numerics.lookup import format_of
 from ..ptq.quantized import Basis, Quantized, Unbound, leaves_by_path
 from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import Lazy, Segments, abstract, lazy_parts, of_kinds, unchecked_segments
+from ..tensor.segments import Lazy, Segments, abstract, of_kinds, unchecked_segments
 from ..tensor.serialize import (
     VERSION,
     Values,
@@ -45,11 +44,12 @@ from ..tensor.serialize import (
 )
 from ..transforms.channel_map import ChannelMap, LowRank
 from ..transforms.map_channels import Maps, as_maps
-from ..transforms.paths import by_argument
+from ..transforms.paths import Split, by_argument
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import named_leaves
 from ..transforms.quantize_weight import check_scales_of_weights
 from ..transforms.trace import is_quantized
+from ..transforms.unstack import split_leaf
 from .safetensors import METADATA, stored_dtype
 
 Read = Callable[[str, np.dtype], Any]
@@ -149,17 +149,12 @@ def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
         if type(x) in (list, tuple):
             items = [node_of(item, (*keys, str(i))) for i, item in enumerate(x)]
             return {type(x).__name__: items}
-        if isinstance(x, Segments):
-            steps = itertools.pairwise(x.bounds)
-            paths = [(*keys[:-1], f"{''.join(keys[-1:])}[{a}:{b}]") for a, b in steps]
-            parts = [
-                node_of(part, keys_of_part)
-                for part, keys_of_part in zip(x.parts, paths, strict=True)
-            ]
-            return {"segments": parts, "axis": x.axis}
-        if isinstance(x, Lazy) and isinstance(x.spec, Segments):
-            return node_of(unchecked_segments(lazy_parts(x), x.spec.axis), keys)
         kind = abstract(x)
+        if isinstance(kind, Segments):
+            split = Split("".join(keys[-1:]), kind.axis, kind.bounds)
+            named = zip(split_leaf("save", x, split), split.parts, strict=True)
+            parts = [node_of(leaf, (*keys[:-1], part.path)) for leaf, part in named]
+            return {"segments": parts, "axis": kind.axis}
         _check_leaf(kind, keys)
         path = "/".join(keys) or _EMPTY
         while taken & {path, *(name for name, _ in tensors_of(path, kind))}:

@@ -371,7 +371,7 @@ def _by_path(params: Any) -> dict[str, Any]:
 def _paths(plan: Plan) -> set[str]:
     """Returns the paths of the parameters that a plan quantizes, in whole or in part."""
     paths = {weight.path for weight in plan.weights}
-    return paths | {split.path for split in plan.splits for x in split.parts if x.path in paths}
+    return paths | {*map(plan.whole_of, paths)}
 
 
 def _dequantize_others(params: Any, plan: Plan) -> Any:

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -295,23 +294,6 @@ export.register_pytree_node_serialization(
     serialize_auxdata=lambda axis: json.dumps(axis).encode(),
     deserialize_auxdata=lambda data: json.loads(data),
 )
-
-
-def lazy_parts(x: Lazy) -> list[Lazy]:
-    """Returns the parts of lazy Segments, each as a Lazy."""
-    return [x.then(partial(_part_of, i), f"part {i}") for i in range(len(x.spec.parts))]
-
-
-def lazy_segments(parts: Sequence[Lazy], axis: int) -> Lazy:
-    """Returns lazy parts as one Lazy of Segments."""
-    spec = unchecked_segments([abstract(x) for x in parts], axis)
-    sources = [x.source for x in parts]
-    source = "\n".join([f"along {axis}", *sources]) if all(sources) else ""
-    return Lazy(spec, lambda: unchecked_segments(list(map(read, parts)), axis), source)
-
-
-def _part_of(index: int, x: Any) -> Any:
-    return x.parts[index]
 
 
 # One array of a stack of QTensors, for kernels that read its codes from the stack.

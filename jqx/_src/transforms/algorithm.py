@@ -4,6 +4,7 @@ rounding to nearest is not enough, and `unstack`, which gives them functions wit
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -14,13 +15,13 @@ import jax.numpy as jnp
 from ..checks import shown
 from ..errors import fail
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import Lazy, Segments, abstract, lazy_segments
+from ..tensor.segments import Lazy, abstract
 from .map_channels import Maps
 from .paths import (
     Split,
     as_arguments,
     by_argument,
-    flatten,
+    insert_params,
     is_parameter_line,
     is_whole,
     line_of,
@@ -28,8 +29,9 @@ from .paths import (
     positions_of,
 )
 from .plan import Plan
-from .split import evaluated, split_leaf
 from .trace import TracedOnce, is_quantized, trace_call
+from .unstack import part_paths, split_leaf, stack_leaf
+from .walk import evaluate
 
 
 class Inapplicable(ValueError):
@@ -246,43 +248,45 @@ class Unstacked:
     def plan(self) -> Plan:
         """The plan of `function`: the same sites, and no splits."""
         path_of_name = {name: path for path, name in self.stacked.names}
-        names, lines = dict(self.stacked.names), []
+        names = dict(self.stacked.names)
         for split in self.stacked.splits:
             path = path_of_name.get(split.path, split.path)
             names.pop(path, None)
             for i, part in enumerate(split.parts):
                 names[f"{path}/{i}" if path else str(i)] = part.path
-        for line in self.stacked.signature:
-            lines += _lines_of_parts(line, self._splits) if is_parameter_line(line) else [line]
+        lines = itertools.chain(*map(self._lines_of_parts, self.stacked.signature))
         return dataclasses.replace(
             self.stacked, names=tuple(names.items()), signature=tuple(lines), splits=()
         )
 
+    def _lines_of_parts(self, line: str) -> list[str]:
+        """Returns the lines of the parts of a parameter; any other line is unchanged."""
+        if not is_parameter_line(line):
+            return [line]
+        path, dtype, shape = parameter_of(line)
+        split = self.stacked.split_of(path)
+        parts = split_leaf("ptq", jax.ShapeDtypeStruct(shape, bool), split)  # only shapes matter
+        named = zip(part_paths(path, split), parts, strict=True)
+        return [line_of(part_path or "", dtype, part.shape) for part_path, part in named]
+
     @functools.cached_property
     def params(self) -> Any:
         """The parameters of `function`."""
-        if not self.stacked.splits:
-            return self.original
         parts = [
             leaf if split is None else tuple(split_leaf("ptq", leaf, split))
-            for leaf, split in zip(self._leaves, self._of_leaves, strict=True)
+            for leaf, split in self._stacks
         ]
-        return self._as_arguments(parts)
+        return self._with_leaves(parts) if self.stacked.splits else self.original
 
     def function(self, *args: Any, **kwargs: Any) -> Any:
         """The function of parts."""
         argnums = self.stacked.params
-        positions = positions_of(argnums)
         params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-        stacks = self.together(params, joins=False)
-        values = dict(
-            zip(positions, (stacks,) if isinstance(argnums, int) else stacks, strict=True)
-        )
-        args = tuple(values.get(i, x) for i, x in enumerate(args))
+        others = [x for i, x in enumerate(args) if i not in positions_of(argnums)]
+        args = tuple(insert_params(argnums, self.together(params, joins=False), others))
         assert self.f is not None
         call = trace_call("ptq", self.f, self.stacked.parameters, args, kwargs)
-        results = evaluated("ptq", call.jaxpr, call.consts, call.leaves)
-        return jax.tree.unflatten(call.out_tree, results)
+        return jax.tree.unflatten(call.out_tree, evaluate(call.jaxpr, call.consts, call.leaves))
 
     def together(self, params: Any, *, joins: bool = True) -> Any:
         """Returns parameters with whole weights: `Segments` where a part is quantized, and where
@@ -290,55 +294,33 @@ class Unstacked:
         """
         if not self.stacked.splits:
             return params
-        stacks_of_params = self._tree.flatten_up_to(by_argument(self.stacked.params, params))
-        old_leaves = self._tree.flatten_up_to(by_argument(self.stacked.params, self.params))
+        new, old = (
+            self._tree.flatten_up_to(by_argument(self.stacked.params, x))
+            for x in (params, self.params)
+        )
         leaves = []
-        for stack, parts, old, split in zip(
-            self._leaves, stacks_of_params, old_leaves, self._of_leaves, strict=True
-        ):
+        for (stack, split), parts, old_parts in zip(self._stacks, new, old, strict=True):
             if split is None:
                 leaves.append(parts)
-            elif all(a is b for a, b in zip(parts, old, strict=True)):
+            elif all(a is b for a, b in zip(parts, old_parts, strict=True)):
                 leaves.append(stack)
-            elif all(isinstance(x, Lazy) for x in parts):
-                leaves.append(lazy_segments(parts, split.axis))
-            elif joins and not any(isinstance(x, QTensor) for x in parts):
+            elif joins and not any(isinstance(x, (QTensor, Lazy)) for x in parts):
                 leaves.append(jnp.concatenate(parts, split.axis))
             else:
-                leaves.append(Segments(parts, split.axis))
-        return self._as_arguments(leaves)
-
-    @functools.cached_property
-    def _splits(self) -> dict[str, Split]:
-        return {split.path: split for split in self.stacked.splits}
+                leaves.append(stack_leaf(parts, split))
+        return self._with_leaves(leaves)
 
     @functools.cached_property
     def _tree(self) -> Any:
         return jax.tree.structure(by_argument(self.stacked.params, self.original), is_leaf=is_whole)
 
     @functools.cached_property
-    def _leaves(self) -> list[Any]:
-        return [leaf for _, leaf in flatten(by_argument(self.stacked.params, self.original))]
+    def _stacks(self) -> list[tuple[Any, Split | None]]:
+        """The leaves of the original parameters, each with its split."""
+        tree = by_argument(self.stacked.params, self.original)
+        named = self.stacked.parameters.named("ptq", tree)
+        return [(leaf, self.stacked.split_of(name)) for name, leaf in named]
 
-    @functools.cached_property
-    def _of_leaves(self) -> list[Split | None]:
-        """The split of each leaf."""
-        keys = [keys for keys, _ in flatten(by_argument(self.stacked.params, self.original))]
-        names = self.stacked.parameters.name("ptq", keys)
-        return [None if name is None else self._splits.get(name) for name in names]
-
-    def _as_arguments(self, leaves: list[Any]) -> Any:
+    def _with_leaves(self, leaves: list[Any]) -> Any:
         """Returns parameters with other leaves, as an algorithm gets them."""
         return as_arguments(self.stacked.params, jax.tree.unflatten(self._tree, leaves))
-
-
-def _lines_of_parts(line: str, splits: dict[str, Split]) -> list[str]:
-    """Returns the line of a parameter, or those of its parts."""
-    path, dtype, shape = parameter_of(line) if splits else (line, "", ())
-    split = splits.get(path)
-    if split is None:
-        return [line]
-    parts = split_leaf("ptq", jax.ShapeDtypeStruct(shape, bool), split)  # only shapes matter
-    return [
-        line_of(x.path, dtype, array.shape) for x, array in zip(split.parts, parts, strict=True)
-    ]

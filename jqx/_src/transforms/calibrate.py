@@ -30,7 +30,7 @@ from .arguments import check_batch, check_batches, check_plan, check_stats
 from .higher_order import Records
 from .interpret import Rules, count_arguments, count_operand, every_row, interpret, weights_of
 from .operands import real_of, value_of
-from .paths import Params, by_argument, flatten, path_of, positions_of
+from .paths import by_argument, flatten, insert_params, path_of
 from .places import places_of
 from .plan import Plan, Site, Weight
 from .plan_call import params_of, with_contractions
@@ -669,17 +669,6 @@ def arguments_of(plan: Plan, params: Any, batch: Any) -> list[Any]:
     tuple or a single argument.
     """
     return insert_params(plan.params, params, inputs_of(batch))
-
-
-def insert_params(argnums: Params, params: Any, others: Sequence[Any]) -> list[Any]:
-    """Returns arguments: the parameters at their positions, and the others in between."""
-    values = (params,) if isinstance(argnums, int) else params
-    arguments = list(others)
-    for argnum, value in sorted(
-        zip(positions_of(argnums), values, strict=True), key=lambda pair: pair[0]
-    ):
-        arguments.insert(argnum, value)
-    return arguments
 
 
 def bytes_of(tree: Any) -> int:

@@ -16,9 +16,9 @@ from ..checks import called
 from ..compat import Eqn
 from ..errors import fail, some
 from .arguments import check_function
-from .calibrate import insert_params
 from .higher_order import FORMS, Records, Runner
 from .known_values import CUSTOM, INLINE, KnownValues, What
+from .live import live, read_by
 from .paths import (
     Hoisting,
     Names,
@@ -26,13 +26,14 @@ from .paths import (
     Weights,
     check_names,
     flatten,
+    insert_params,
     is_whole,
     nested,
     path_of,
     positions_of,
 )
-from .split import live, read_by
-from .trace import Call, as_params, is_array, stand_in, trace_call
+from .trace import Call, as_params, is_array, trace_call
+from .unstack import stand_in
 from .views import Address
 from .walk import HIDDEN, bodies, carried, evaluate, passed_on_alone
 

@@ -17,7 +17,7 @@ from ..contractions.problem import Pending, settled
 from ..errors import fail
 from ..tensor.segments import alone
 from ..tensor.shardings import names_of, partition_specs, sharding_of, shardings_of
-from .paths import as_arguments, by_argument, flatten, parameter_of, path_of
+from .paths import as_arguments, by_argument, parameter_of, path_of
 from .plan import Operand, Plan, Site
 from .rules import CONTRACTIONS
 from .trace import is_quantized
@@ -82,17 +82,14 @@ def floats_of(function: str, plan: Plan, tree: Any) -> Any:
     of shardings. Leaves that are not its parameters stay as they are.
     """
     tree_of_params = by_argument(plan.params, tree)
-    flat = flatten(tree_of_params, is_sharding)
     lines = map(parameter_of, plan.parameters.lines or ())
     float_shardings = {
         path: jax.ShapeDtypeStruct(shape, dtype)
         for path, dtype, shape in lines
         if not dtype.startswith("key<")  # random keys are no weights
     }
-    names = plan.parameters.name(function, [keys for keys, _ in flat])
-    leaves = [
-        float_shardings.get(name or "", leaf) for name, (_, leaf) in zip(names, flat, strict=True)
-    ]
+    named = plan.parameters.named(function, tree_of_params, is_sharding)
+    leaves = [float_shardings.get(name or "", leaf) for name, leaf in named]
     floats = jax.tree.unflatten(jax.tree.structure(tree_of_params, is_leaf=is_sharding), leaves)
     return as_arguments(plan.params, floats)
 
@@ -168,12 +165,10 @@ def weight_shardings(
     if shardings is None:
         by_path = {path: sharding_of(leaf) for path, leaf in params.items()}
     else:
-        flat = flatten(by_argument(plan.params, shardings), is_sharding)
-        names = plan.parameters.name(function, [keys for keys, _ in flat])
-        pairs = zip(names, flat, strict=True)
+        tree = by_argument(plan.params, shardings)
         by_path = {
             name: as_sharding(function, sharding, name)
-            for name, (_, sharding) in pairs
+            for name, sharding in plan.parameters.named(function, tree, is_sharding)
             if name is not None
         }
     weights = [weight.path for weight in plan.weights]  # a part has the sharding of the whole

@@ -126,6 +126,14 @@ class Weights:
             return [None if path is None else _named(path, table) for path in paths]
         return [None if path is None else table.get(path, path) for path in paths]
 
+    def named(
+        self, function: str, tree: Any, is_leaf: Callable[[Any], bool] | None = None
+    ) -> list[tuple[str | None, Any]]:
+        """Returns the leaves of the result of `by_argument`, each with its name."""
+        flat = flatten(tree, is_leaf or is_whole)
+        names = self.name(function, [keys for keys, _ in flat])
+        return [(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
+
 
 def check_names(function: str, names: Any) -> None:
     """Checks that names are a dict of strings, or a function."""
@@ -158,6 +166,17 @@ def positions_of(argnums: Params) -> tuple[int, ...]:
 def as_arguments(argnums: Params, tree: Any) -> Any:
     """Returns parameters as they are passed, given the result of `by_argument`."""
     return tree if isinstance(argnums, int) else tuple(tree[argnum] for argnum in argnums)
+
+
+def insert_params(argnums: Params, params: Any, others: Sequence[Any]) -> list[Any]:
+    """Returns arguments: the parameters at their positions, and the others in between."""
+    values = (params,) if isinstance(argnums, int) else params
+    arguments = list(others)
+    for argnum, value in sorted(
+        zip(positions_of(argnums), values, strict=True), key=lambda pair: pair[0]
+    ):
+        arguments.insert(argnum, value)
+    return arguments
 
 
 def is_whole(x: Any) -> bool:

@@ -18,7 +18,6 @@ from ..numerics.qtype import Integer
 from ..statistics.calibrators import Affine
 from ..table import Table, Tabular
 from ..tensor.layout import check_zero_point
-from ..tensor.segments import Lazy, Segments, lazy_segments
 from ..tensor.serialize import (
     NONE,
     VERSION,
@@ -37,11 +36,10 @@ from .paths import (
     as_arguments,
     by_argument,
     check_same,
-    flatten,
     is_parameter_line,
     is_whole,
 )
-from .split import split_leaf
+from .unstack import part_paths, split_leaf, stack_leaf
 from .views import Address, Loop
 
 # The entries of a plan: contractions, parameters, and how they are quantized.
@@ -395,23 +393,19 @@ class Plan(Tabular):
           QTensor(int8[2, 2] per_axis(1), scale float32[1, 2], dtype=float32, 12 bytes)
         """
         tree = by_argument(self.params, params)
-        flat = flatten(tree)
-        names = self.parameters.name("Plan.map_weights", [keys for keys, _ in flat])
 
         def mapped_at(path: str | None, leaf: Any) -> Any:
             weight = self.weight_at(path)
             return leaf if weight is None else f(weight, leaf)
 
         leaves = []
-        for name, (_, leaf) in zip(names, flat, strict=True):
+        for name, leaf in self.parameters.named("Plan.map_weights", tree):
             split = self.split_of(name)
-            if split is None or not any(self.weight_at(part.path) for part in split.parts):
-                leaves.append(mapped_at(name, leaf))
-                continue
-            parts = split_leaf("Plan.map_weights", leaf, split)
-            mapped = [mapped_at(tree.path, x) for tree, x in zip(split.parts, parts, strict=True)]
-            is_lazy = all(isinstance(x, Lazy) for x in mapped)
-            leaves.append((lazy_segments if is_lazy else Segments)(mapped, split.axis))
+            paths = part_paths(name, split)
+            if any(map(self.weight_at, paths)):
+                parts = split_leaf("Plan.map_weights", leaf, split)
+                leaf = stack_leaf(list(map(mapped_at, paths, parts)), split)
+            leaves.append(leaf)
         mapped = jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
         return as_arguments(self.params, mapped)
 

@@ -34,9 +34,9 @@ from .quantize_weight import (
     put_leaf,
     quantize_weight,
 )
-from .split import split_leaf
 from .stats import check_finite, in_order, stats_of
 from .trace import is_array, is_parameter, is_quantized
+from .unstack import part_paths, split_leaf
 
 
 @called("quantize_params", "pass for example jqx.quantize_params(params, plan).")
@@ -107,7 +107,7 @@ def quantize_params(
     plan.check_affines("quantize_params", affines)
     _check_together(algorithm, stats, affines, donate)
     check_arguments("quantize_params", plan.params, params)
-    named = _named("quantize_params", by_argument(plan.params, params), plan)
+    named = plan.parameters.named("quantize_params", by_argument(plan.params, params))
     check_no_learned_scales("quantize_params", named, plan, affines or ())
     tree = jax.tree.structure(by_argument(plan.params, params), is_leaf=is_whole)
     leaf_shardings = _leaf_shardings(plan, tree, shardings, named)
@@ -206,9 +206,7 @@ def _leaf_shardings(
 
 def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
     """Returns the planned weights of a parameter, part by part; empty if it is not quantized."""
-    split = plan.split_of(name)
-    paths = [name] if split is None else [part.path for part in split.parts]
-    weights = [plan.weight_at(path) for path in paths]
+    weights = [plan.weight_at(path) for path in part_paths(name, plan.split_of(name))]
     return weights if any(weights) else []
 
 
@@ -217,13 +215,9 @@ def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str | Non
     are not weights. QTensors are leaves, and weights that the plan splits are returned in parts.
     """
     leaves: list[tuple[str | None, Any]] = []
-    for name, leaf in _named(function, params, plan):
+    for name, leaf in plan.parameters.named(function, params):
         split = plan.split_of(name)
-        if split is None:
-            leaves.append((name, leaf))
-            continue
-        names = [part.path for part in split.parts]
-        leaves += zip(names, split_leaf(function, leaf, split), strict=True)
+        leaves += zip(part_paths(name, split), split_leaf(function, leaf, split), strict=True)
     return leaves
 
 
@@ -235,12 +229,6 @@ def check_finite_weights(function: str, plan: Plan, params: Any) -> None:
         is_float = not isinstance(leaf, Lazy) and not is_whole(abstract(leaf))
         if is_float and plan.weight_at(name) is not None:
             check_finite_weight(function, leaf, name or "")
-
-
-def _named(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:
-    flat = flatten(params)
-    names = plan.parameters.name(function, [keys for keys, _ in flat])
-    return [(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
 
 
 def _delete(x: Any, quantized: QTensor | Segments) -> None:

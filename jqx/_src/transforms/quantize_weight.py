@@ -18,14 +18,14 @@ from ..errors import fail, some
 from ..statistics.calibrators import Affine
 from ..tensor.layout import Layout, lay_out
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import Lazy, Segments
+from ..tensor.segments import Lazy
 from ..tensor.serialize import NONE, to_json
 from ..tensor.shardings import kept, put, sharding_of, shardings_of
 from ..tensor.spec import QSpec
 from ..tensor.targets import lay_out_for
 from .paths import Split, is_whole
 from .plan import Plan, Weight
-from .split import split_leaf
+from .unstack import split_leaf, stack_leaf
 
 _VERSION = 1
 """The version of the numbers that result from quantizing a weight."""
@@ -50,9 +50,8 @@ class Quantizing(NamedTuple):
 
     def __call__(self, leaf: Any) -> Any:
         """Returns the parameter, quantized."""
-        leaves = [leaf] if self.split is None else split_leaf("quantize_params", leaf, self.split)
-        parts = list(map(self._part, leaves, self.weights))
-        return parts[0] if self.split is None else Segments(parts, self.split.axis)
+        parts = split_leaf("quantize_params", leaf, self.split)
+        return stack_leaf(list(map(self._part, parts, self.weights)), self.split)
 
     def _part(self, x: Any, weight: Weight | None) -> Any:
         """Returns a part quantized and laid out; a float part is unchanged."""

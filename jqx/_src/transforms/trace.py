@@ -10,22 +10,19 @@ import jax
 from .. import compat
 from ..checks import check_integer
 from ..errors import fail, some
-from ..policy import Policy
 from ..tensor.layout import check_dtypes
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import Lazy, Segments, check_read
-from ..tensor.shardings import sharding_of
+from ..tensor.segments import check_read
 from .arguments import check_function as check_function
 from .arguments import evaluating
-from .find import check_split, contractions, origins_of, splits_of, with_reads
+from .find import origins_of, with_reads
+from .live import live
 from .paths import (
     AGAIN,
-    EACH,
     Params,
     Part,
     Renamed,
     Split,
-    Splits,
     Weights,
     check_same,
     flatten,
@@ -35,7 +32,7 @@ from .paths import (
     positions_of,
     renamed,
 )
-from .split import joined, live, rewritten, split_leaf
+from .unstack import stand_in, unstack
 
 
 def is_quantized(x: Any) -> bool:
@@ -163,9 +160,8 @@ def trace_call(
         check_read(function, zip(paths, leaves, strict=True))
     _check_parameters(function, weights, args, leaves, paths)
     for leaf, path in zip(leaves, paths, strict=True):
-        for part in leaf.parts if isinstance(leaf, Segments) else (leaf,):
-            if isinstance(part, QTensor):
-                check_dtypes(function, part, f" of {path!r}" if path else "")
+        for part in filter(is_quantized, jax.tree.leaves(leaf, is_leaf=is_quantized)):
+            check_dtypes(function, part, f" of {path!r}" if path else "")
     stand_ins = [stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
 
     def trace() -> Traced:
@@ -185,74 +181,7 @@ def trace_call(
     lines = tuple(parameter_line(path, leaf) for path, leaf in named if path is not None)
     names = renamed(paths_of_keys, paths)
     call = Call(*traced[:2], leaves, paths, names, traced.out_tree, keys_of_arrays, lines)
-    return _in_parts(function, call, weights.splits)
-
-
-def _in_parts(function: str, call: Call, all_splits: Splits) -> Call:
-    """Returns a call whose scans are split, as in a plan, or by a policy."""
-    splits = all_splits if isinstance(all_splits, tuple) else ()
-    if all_splits == EACH or (
-        isinstance(all_splits, Policy) and any(r.selector for r in all_splits.rules)
-    ):
-        named = zip(call.paths, call.leaves, strict=True)
-        shapes = {path: tuple(leaf.shape) for path, leaf in named if path is not None}
-        policy = all_splits if isinstance(all_splits, Policy) else None
-        splits = splits_of(function, contractions(call), policy, shapes)
-    by_path = {split.path: split for split in splits}
-    for leaf, path in zip(call.leaves, call.paths, strict=True):
-        if isinstance(leaf, Segments) and path not in by_path:
-            problem = f"there are Segments for {path!r}, which the plan does not split."
-            fix = "quantize the parameters with this plan, or pass segments.dequantize()."
-            raise fail(function, problem, given=f"{leaf!r}", fix=fix)
-    if not splits:
-        return call
-    leaves, paths, keys, new_leaves, kept_splits, whole_leaves = [], [], [], [], {}, {}
-    for index, (leaf, path, key) in enumerate(zip(call.leaves, call.paths, call.keys, strict=True)):
-        split = None if path is None else by_path.get(path)
-        if split is None:
-            parts, names = [leaf], [path]
-            new_leaves.append(stand_in(leaf))
-        else:
-            parts = split_leaf(function, leaf, split)
-            names = [part.path for part in split.parts]
-            new_leaves.append(Segments(list(map(stand_in, parts)), split.axis))
-            if isinstance(leaf, Segments) or not isinstance(all_splits, tuple):
-                kept_splits[call.jaxpr.invars[index]] = split
-            else:
-                whole_leaves[call.jaxpr.invars[index]] = leaf
-        leaves += parts
-        paths += names
-        keys += [key] * len(parts)
-    outvars, returned = call.jaxpr.outvars, dict[int, Any]()
-
-    def out(results: list[Any]) -> Any:
-        """Keeps parameters in parts if they are returned unchanged."""
-        stacks = [
-            x if not compat.is_literal(v) and v in kept_splits else joined(x)
-            for x, v in zip(results, outvars, strict=True)
-        ]
-        count = 0
-        for x, v in zip(stacks, outvars, strict=True):
-            if not compat.is_literal(v) and v in whole_leaves:
-                returned[count] = whole_leaves[v]
-            count += len(jax.tree.leaves(x))
-        return jax.tree.unflatten(call.out_tree, stacks)
-
-    traced = rewritten(function, call.jaxpr, call.consts, new_leaves, out)
-    new = dataclasses.replace(
-        call,
-        jaxpr=with_reads(traced[0], origins_of(leaves, paths)),
-        consts=traced[1],
-        out_tree=traced[2],
-        leaves=leaves,
-        paths=paths,
-        keys=keys,
-        splits=tuple(splits),
-        returned=returned,
-    )
-    if not isinstance(all_splits, tuple):
-        check_split(function, contractions(new), new.splits)
-    return new
+    return unstack(function, call, weights.splits)
 
 
 def _trace(f: Callable[..., Any], tree: Any, arrays_given: Sequence[Any]) -> Traced:
@@ -336,15 +265,13 @@ def _fix_of_parameters(
     argnums = positions_of(weights.params)
     planned, count = [*(weights.lines or ())], 0
     for argnum, arg in enumerate(args):
-        flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]
-        count += len(flat) if argnum in argnums else 0
-        names = weights.name(function, [keys for keys, _ in flat])
-        pairs = zip(names, flat, strict=True)
-        lines = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
+        named = [pair for pair in weights.named(function, arg) if is_parameter(pair[1])]
+        count += len(named) if argnum in argnums else 0
+        lines = [parameter_line(name, leaf) for name, leaf in named if name is not None]
         if lines == planned and isinstance(weights.params, int):
             return f"argument {argnum} has them: pass the arguments in the order of f."
     is_input = count < 2 and count != len(planned)  # one array in place of the parameters
-    if not is_input or any(isinstance(x, (QTensor, Segments)) for x in leaves):
+    if not is_input or any(map(is_whole, leaves)):
         return AGAIN
     fix = f"argument {argnums[0]} holds the parameters: pass them too, as in "
     return f"{fix}quantized.function(quantized.params, x); quantized(x) has them already."
@@ -358,10 +285,3 @@ def _weight_keys(
     if not in_args or keys[1].idx not in positions:
         return None
     return keys[2:] if isinstance(params, int) else keys[1:]
-
-
-def stand_in(leaf: Any) -> Any:
-    """Returns what a function is traced with in place of a leaf."""
-    if not isinstance(leaf, (QTensor, Segments, Lazy)):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf))
