@@ -322,6 +322,7 @@ class _Runner(Runner):
         return next((x for x in forms if isinstance(x, Segments)), forms[0])
 
     def like(self, x: Any, example: Any) -> Any:
+        x = _joined(x)
         if not isinstance(example, Segments):
-            return _joined(x)
+            return x
         return Segments(_cut(x, example.axis, example.bounds), example.axis)
