@@ -303,7 +303,7 @@ def ragged_kernel(target: str, lhs: Any, rhs: QTensor, sizes: jax.Array, how: Ar
 def _by_kernel(target: str, how: Args, lhs: Any, rhs: QTensor, sizes: jax.Array) -> jax.Array:
     """Multiplies rows, floats or codes or floats to be quantized, in tiles by a kernel."""
     m = lhs.shape[0]
-    tiles = row_tiles(sizes, m, rows_of_a_tile(m, sizes.shape[0], LEAST_ROWS, MOST_ROWS))
+    tiles = tiles_for_kernel(sizes, m)
     if isinstance(lhs, (QTensor, Pending)):
         x, scale, form = Rows.of(target, lhs)
         row_scale = jnp.broadcast_to(scale.astype(jnp.float32), (m, scale.shape[1]))
@@ -313,6 +313,11 @@ def _by_kernel(target: str, how: Args, lhs: Any, rhs: QTensor, sizes: jax.Array)
     x, options = rows_on(target, lhs), {"precision": precision_of(how.precision)}
     kernel = functools.partial(weights_on(target), table=table_of(rhs), **options)
     return _products(kernel, tiles, [_flat(rows_in(x, tiles))], rhs, x.dtype, how)
+
+
+def tiles_for_kernel(sizes: jax.Array, m: int) -> RowTiles:
+    """Returns the tiles of `m` rows in groups."""
+    return row_tiles(sizes, m, rows_of_a_tile(m, sizes.shape[0], LEAST_ROWS, MOST_ROWS))
 
 
 def _products(
