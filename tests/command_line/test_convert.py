@@ -157,7 +157,7 @@ def test_arguments_that_do_not_fit(capsys, tmp_path, folder):
         (folder, "general.architecture", "--format", "gguf"),
         (folder, "`--config` has no use for jqx", "--format", "jqx", "--config", folder),
         (folder, "`--metadata` has no use", "--format", "mlx", "--metadata", folder, *RULES),
-        (folder, "such file", "--format", "gguf", "--metadata", no),
+        (folder, "No such file", "--format", "gguf", "--metadata", no),
         (no, "cannot be opened", "--format", "mlx"),
         (GGUF, "GGUF cannot hold", "--format", "gguf"),
         (both, "two tensors have the same name", "--format", "safetensors"),

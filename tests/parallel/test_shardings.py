@@ -192,13 +192,33 @@ def test_errors_name_the_weight_and_what_works():
             parts,
         ),
         (P("data"), block_of(9, {}), "does not divide into parts", "3, 9 parts"),
-        (P("data"), one.pack(0), "is partitioned, but codes are packed along it", "another axis"),
+        (
+            P("data"),
+            one.pack(0),
+            "is partitioned, but codes are packed along it",
+            "pack it along another axis",
+        ),
     ]:
         assert_refused(spec, weight, f"axis 0 of 'w' {problem}", fix)
     for spec, options, problem, fix in [
-        (P(None, None, "data"), {}, "of 'w' has more axes than the array", "2 entries or fewer"),
-        (P("data"), {"mesh": None}, "axes 'w' is partitioned is not known", "pass NamedShardings"),
-        ("data", {"error": TypeError}, "for 'w' is not a sharding", "pass a NamedSharding"),
+        (
+            P(None, None, "data"),
+            {},
+            "the partition of 'w' has more axes than the array",
+            "2 entries or fewer",
+        ),
+        (
+            P("data"),
+            {"mesh": None},
+            "the mesh along whose axes 'w' is partitioned is not known",
+            "pass NamedShardings",
+        ),
+        (
+            "data",
+            {"error": TypeError},
+            "the entry for 'w' is not a sharding",
+            "pass a NamedSharding",
+        ),
         (P(), {"target": "cpu"}, "`target` is not used", "leave out target="),
     ]:
         assert_refused(spec, one, problem, fix, **options)

@@ -20,7 +20,7 @@ from ..tensor.targets import kernel_of
 from .dimensions import Dimensions, in_order, of_offset
 from .formulation import PLATFORMS, Planner, formulation, formulation_of_kernels
 from .kernels import as_activation, multiplies_codes, products
-from .kernels_cpu import FEW_PENDING, package_quantizing
+from .kernels_cpu import package_quantizing
 from .planner import REQUANTIZED, Requantized, plan
 from .problem import HowTo, Pending, Product, can_leave_sum
 from .requantize import Asked, Output, Requantization, as_asked, as_result, check_requantized
@@ -251,10 +251,10 @@ def quantize_first(lhs: Pending, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 def _quantizes(target: str, case: Product) -> bool:
-    """Whether the kernel of a target quantizes rows, on a GPU again for each tile of columns."""
+    """Whether the kernel of a target quantizes rows and multiplies their codes."""
     rows: Pending = case.lhs
-    short = (target == "tpu" or case.rows <= FEW_PENDING) and rows.has_codes_of_kernels
-    return short and multiplies_codes(target, rows.codes, case.rhs, case.how)
+    is_suited = rows.suits(target, case.rows)
+    return is_suited and multiplies_codes(target, rows.codes, case.rhs, case.how)
 
 
 @formulation_of_kernels(

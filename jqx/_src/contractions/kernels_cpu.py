@@ -166,17 +166,9 @@ def by_kernel(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: 
     return alone_or_in_parts(kernel, without, *arrays)
 
 
-FEW_PENDING = 64
-"""Up to this number of rows, a kernel quantizes them, on a GPU again for each tile of columns. More
-rows are quantized first. On CPU, sites that read the same array then share its codes, which matters
-more than the cost of a separate call when there are many rows.
-"""
-
-
 def _quantizes(case: Product) -> bool:
     rows: Pending = case.lhs
-    short = case.rows <= FEW_PENDING and rows.has_codes_of_kernels
-    return short and multiplies_bytes(rows.codes, case.rhs, case.how)
+    return rows.suits("cpu", case.rows) and multiplies_bytes(rows.codes, case.rhs, case.how)
 
 
 @formulation(

@@ -67,6 +67,13 @@ def longest(lhs: QTensor, rhs: QTensor) -> int:
     return ACCUMULATOR // (largest(lhs) * largest(rhs))
 
 
+FEW_PENDING = 64
+"""Up to this number of rows, a kernel quantizes them, on a GPU again for each tile of columns. More
+rows are quantized first. On CPU, sites that read the same array then share its codes, which matters
+more than the cost of a separate call when there are many rows.
+"""
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("x", "scale"), meta_fields=("spec",)
 )
@@ -115,11 +122,13 @@ class Pending:
         """The quantized array, as shapes and dtypes only."""
         return jax.eval_shape(Pending.quantized, self)
 
-    @property
-    def has_codes_of_kernels(self) -> bool:
-        """Whether kernels compute exactly these codes."""
+    def suits(self, target: str, rows: Any) -> bool:
+        """Whether the kernels for a target compute exactly these codes, and quantize so many rows:
+        those for TPUs quantize any number.
+        """
         spec = self.spec
-        return spec.numerics == ngraph and spec.rounding is RoundMode.NEAREST_TOWARD_EVEN
+        few = target == "tpu" or rows <= FEW_PENDING
+        return few and spec.numerics == ngraph and spec.rounding is RoundMode.NEAREST_TOWARD_EVEN
 
 
 def may_wait(spec: QSpec, weight: Any) -> bool:

@@ -35,7 +35,6 @@ from .kernels import (
     weights_on,
 )
 from .kernels_cpu import (
-    FEW_PENDING,
     as_output,
     decoded,
     floats,
@@ -373,8 +372,8 @@ def ragged_quantize_first(lhs: Pending, rhs: QTensor, sizes: jax.Array, how: Arg
 
 def _quantizes(target: str, case: Groups) -> bool:
     rows: Pending = case.lhs
-    short = (target == "tpu" or rows.shape[0] <= FEW_PENDING) and rows.has_codes_of_kernels
-    return short and _has_kernel(target, case._replace(lhs=rows.codes))
+    is_suited = rows.suits(target, rows.shape[0])
+    return is_suited and _has_kernel(target, case._replace(lhs=rows.codes))
 
 
 @formulation_of_kernels(

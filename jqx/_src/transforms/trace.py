@@ -265,9 +265,11 @@ def _fix_of_parameters(
     argnums = positions_of(weights.params)
     planned, count = [*(weights.lines or ())], 0
     for argnum, arg in enumerate(args):
-        named = [pair for pair in weights.named(function, arg) if is_parameter(pair[1])]
-        count += len(named) if argnum in argnums else 0
-        lines = [parameter_line(name, leaf) for name, leaf in named if name is not None]
+        flat = [(keys, leaf) for keys, leaf in flatten(arg) if is_parameter(leaf)]
+        count += len(flat) if argnum in argnums else 0
+        names = weights.name(function, [keys for keys, _ in flat])
+        pairs = zip(names, flat, strict=True)
+        lines = [parameter_line(name, leaf) for name, (_, leaf) in pairs if name is not None]
         if lines == planned and isinstance(weights.params, int):
             return f"argument {argnum} has them: pass the arguments in the order of f."
     is_input = count < 2 and count != len(planned)  # one array in place of the parameters
