@@ -1,4 +1,4 @@
-"""Flax linen: quantized layers, contractions to inject into Flax's own, whole modules."""
+"""Flax linen: quantized layers, whole modules."""
 
 import typing as _typing
 
@@ -8,11 +8,9 @@ from ._src.linen.convert import fix_scales as fix_scales
 from ._src.linen.convert import learn_scales as learn_scales
 from ._src.linen.convert import make_plan as make_plan
 from ._src.linen.layers import Conv as Conv
-from ._src.linen.layers import ConvGeneralDilated as ConvGeneralDilated
 from ._src.linen.layers import ConvTranspose as ConvTranspose
 from ._src.linen.layers import Dense as Dense
 from ._src.linen.layers import DenseGeneral as DenseGeneral
-from ._src.linen.layers import DotGeneral as DotGeneral
 from ._src.linen.layers import Einsum as Einsum
 from ._src.linen.layers import Embed as Embed
 from ._src.linen.layers import LoRADense as LoRADense
@@ -20,7 +18,6 @@ from ._src.linen.layers import MultiHeadAttention as MultiHeadAttention
 from ._src.linen.layers import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from ._src.linen.layers import init_lora as init_lora
 from ._src.linen.layers import merge_lora as merge_lora
-from ._src.linen.layers import promote_dtype as promote_dtype
 from ._src.linen.ptq import bind as bind
 from ._src.linen.ptq import ptq as ptq
 from ._src.linen.quantized import Quantized as Quantized

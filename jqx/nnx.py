@@ -1,4 +1,4 @@
-"""Flax nnx: quantized layers, contractions to inject into Flax's own, whole models."""
+"""Flax nnx: quantized layers, whole models."""
 
 import typing as _typing
 
@@ -9,9 +9,7 @@ from ._src.nnx.convert import fix_scales as fix_scales
 from ._src.nnx.convert import learn_scales as learn_scales
 from ._src.nnx.convert import make_plan as make_plan
 from ._src.nnx.layers import Conv as Conv
-from ._src.nnx.layers import ConvGeneralDilated as ConvGeneralDilated
 from ._src.nnx.layers import ConvTranspose as ConvTranspose
-from ._src.nnx.layers import DotGeneral as DotGeneral
 from ._src.nnx.layers import Einsum as Einsum
 from ._src.nnx.layers import Embed as Embed
 from ._src.nnx.layers import Linear as Linear
@@ -20,7 +18,6 @@ from ._src.nnx.layers import LoRALinear as LoRALinear
 from ._src.nnx.layers import MultiHeadAttention as MultiHeadAttention
 from ._src.nnx.layers import init_lora as init_lora
 from ._src.nnx.layers import merge_lora as merge_lora
-from ._src.nnx.layers import promote_dtype as promote_dtype
 from ._src.nnx.ptq import bind as bind
 from ._src.nnx.ptq import ptq as ptq
 from ._src.nnx.quantized import Quantized as Quantized

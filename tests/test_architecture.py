@@ -277,12 +277,11 @@ PUBLIC = {
         Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind
         Conv ConvTranspose Dense DenseGeneral Einsum Embed MultiHeadAttention
         MultiHeadDotProductAttention LoRADense init_lora merge_lora
-        DotGeneral ConvGeneralDilated promote_dtype
     """,
     "nnx": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind QParam Scale Stat
         Conv ConvTranspose Einsum Embed Linear LinearGeneral MultiHeadAttention
-        LoRALinear init_lora merge_lora DotGeneral ConvGeneralDilated promote_dtype
+        LoRALinear init_lora merge_lora
     """,
     "numerics": """
         QType format_of power_of_two round_to_integer step_of

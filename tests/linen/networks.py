@@ -39,24 +39,12 @@ def of_layers(policy: jqx.Policy, mode: jqx.linen.Mode, scales: str = "calibrate
     return Net(conv, functools.partial(jqx.linen.Dense, **options))
 
 
-def of_injected(policy: jqx.Policy, mode: jqx.linen.Mode, scales: str = "calibrated") -> nn.Module:
-    """The network made of Flax's layers, with injected contractions."""
-    options = {"policy": policy, "mode": mode, "scales": scales}
-    conv = functools.partial(jqx.linen.ConvGeneralDilated, **options)
-    dot = functools.partial(jqx.linen.DotGeneral, **options)
-    promote = {"promote_dtype": jqx.linen.promote_dtype}
-    return Net(
-        functools.partial(nn.Conv, conv_general_dilated_cls=conv, **promote),
-        functools.partial(nn.Dense, dot_general_cls=dot, **promote),
-    )
-
-
 def of_whole(policy: jqx.Policy, mode: jqx.linen.Mode, scales: str = "calibrated") -> nn.Module:
     """The float network, quantized from outside."""
     return jqx.linen.quantize(Net(), policy, mode=mode, scales=scales)
 
 
-WAYS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
+WAYS = {"layers": of_layers, "whole": of_whole}
 
 
 def images(seed: int = 1) -> jax.Array:

@@ -13,7 +13,6 @@ from jqx._src.modules.quantized_function import overlay
 from jqx.linen import Mode
 
 from ..arrays import normal
-from ..oracles.refusals import assert_error
 
 POLICY = jqx.presets.w8a8_dynamic()
 W8 = jqx.presets.w8a16(tables="int8")
@@ -194,20 +193,3 @@ def test_sown_intermediates_come_out():
         {"params": variables["params"]}, rows(4, 6), mutable=["intermediates"]
     )
     assert kept["intermediates"]["hidden"][0].shape == (4, 3)
-
-
-def test_contractions_injected_into_attention():
-    """They are those of the quantized layer, but for the codes: attention takes no QTensor."""
-    x = rows(2, 5, 8)
-    plain = nn.MultiHeadDotProductAttention(num_heads=2)
-    variables = plain.init(jax.random.key(0), x)
-    for mode in (Mode.FLOAT, Mode.SIMULATE, Mode.CONVERT):
-        dot = functools.partial(jqx.linen.DotGeneral, policy=POLICY, mode=mode)
-        injected = nn.MultiHeadDotProductAttention(
-            num_heads=2, qkv_dot_general_cls=dot, out_dot_general_cls=dot
-        )
-        layer = jqx.linen.MultiHeadDotProductAttention(num_heads=2, policy=POLICY, mode=mode)
-        own = variables if mode is not Mode.CONVERT else jqx.linen.convert(layer, variables, x)
-        assert (injected.apply(variables, x) == layer.apply(own, x)).all()
-    facts = ("does not take a QTensor", "jqx.linen.MultiHeadAttention")
-    assert_error(lambda: jqx.linen.convert(injected, variables, x), *facts, error=TypeError)

@@ -76,9 +76,7 @@ def test_scales_are_learned(way):
     kernels = {**flat(converted["params"]), **flat(converted.get("qparams", {}))}
     given = {key: x for key, x in flat(half["params"]).items() if key.endswith("kernel:weight")}
     for key, affine in given.items():
-        path = key.removesuffix(":weight").replace("DotGeneral_0/", "")
-        q = kernels[path.replace("ConvGeneralDilated_0/", "")]
-        assert (q.scale == affine.scale).all()
+        assert (kernels[key.removesuffix(":weight")].scale == affine.scale).all()
     out = integers.apply(converted, images(3))
     assert jnp.abs(out - module.apply(half, images(3))).max() <= ROUNDING * jnp.abs(out).max()
 
@@ -190,22 +188,18 @@ def test_scales_of_statistics_by_key():
 
 def test_convert_lays_weights_out_for_a_target():
     policy, x = jqx.presets.w4a16(block=4), jnp.ones((2, 8))
-    dot = functools.partial(jqx.linen.DotGeneral, policy=policy, mode=Mode.CONVERT)
-    for module in (
-        jqx.linen.Dense(6, policy=policy, mode=Mode.CONVERT),
-        nn.Dense(6, dot_general_cls=dot, promote_dtype=jqx.linen.promote_dtype),
-    ):
-        known = nn.Dense(6).init(jax.random.key(0), x)
-        plain = jqx.linen.convert(module, known, x)
-        packed = jqx.linen.convert(module, known, x, target="cpu")
-        expected = jqx.pack_for(plain, "cpu")
-        assert jax.tree.structure(packed) == jax.tree.structure(expected)
-        pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(expected), strict=True)
-        assert all((a == b).all() for a, b in pairs)
-        assert jax.tree.structure(packed) != jax.tree.structure(plain)
-        module.apply(packed, x)
-        with pytest.raises(ValueError, match=r"jqx\.linen\.convert: `target` is unknown"):
-            jqx.linen.convert(module, known, x, target="cuda")
+    module = jqx.linen.Dense(6, policy=policy, mode=Mode.CONVERT)
+    known = nn.Dense(6).init(jax.random.key(0), x)
+    plain = jqx.linen.convert(module, known, x)
+    packed = jqx.linen.convert(module, known, x, target="cpu")
+    expected = jqx.pack_for(plain, "cpu")
+    assert jax.tree.structure(packed) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(expected), strict=True)
+    assert all((a == b).all() for a, b in pairs)
+    assert jax.tree.structure(packed) != jax.tree.structure(plain)
+    module.apply(packed, x)
+    with pytest.raises(ValueError, match=r"jqx\.linen\.convert: `target` is unknown"):
+        jqx.linen.convert(module, known, x, target="cuda")
 
 
 def test_scales_of_another_method_are_not_enough():

@@ -295,11 +295,6 @@ class NamedModule(nn.Module):
     policy: str = "mine"
 
 
-def renamed_weight():
-    dot = jqx.nnx.DotGeneral(policy=DYNAMIC, weight_name="weight")
-    return nnx.Linear(4, 2, dot_general=dot, rngs=nnx.Rngs(0))
-
-
 def in_an_unknown_mode():
     layer = linear()
     layer.set_attributes(mode="float")
@@ -377,11 +372,6 @@ MISTAKES = {
         lambda: jqx.nnx.convert(jqx.nnx.quantize(net(), UNMATCHED), images()),
         ValueError,
         NO_MATCH,
-    ),
-    "nnx, a weight": (
-        lambda: jqx.nnx.convert(renamed_weight(), ONES),
-        ValueError,
-        "convert: an injected DotGeneral|weight_name=",
     ),
     "nnx, no adapters": (
         lambda: jqx.nnx.merge_lora(linear()),

@@ -39,28 +39,12 @@ def of_layers(policy: jqx.Policy, mode: jqx.nnx.Mode, scales: str = "calibrated"
     return Net(nnx.Rngs(0), conv=conv, linear=linear)
 
 
-def of_injected(policy: jqx.Policy, mode: jqx.nnx.Mode, scales: str = "calibrated") -> nnx.Module:
-    """The network made of Flax's layers, with injected contractions."""
-    promote = {"promote_dtype": jqx.nnx.promote_dtype}
-    options = {"policy": policy, "mode": mode, "scales": scales}
-
-    def conv(*args, **kwargs):
-        contraction = jqx.nnx.ConvGeneralDilated(**options)
-        return nnx.Conv(*args, conv_general_dilated=contraction, **promote, **kwargs)
-
-    def linear(*args, **kwargs):
-        contraction = jqx.nnx.DotGeneral(**options)
-        return nnx.Linear(*args, dot_general=contraction, **promote, **kwargs)
-
-    return Net(nnx.Rngs(0), conv=conv, linear=linear)
-
-
 def of_whole(policy: jqx.Policy, mode: jqx.nnx.Mode, scales: str = "calibrated") -> nnx.Module:
     """The float network, quantized from outside."""
     return jqx.nnx.quantize(Net(nnx.Rngs(0)), policy, mode=mode, scales=scales)
 
 
-WAYS = {"layers": of_layers, "injected": of_injected, "whole": of_whole}
+WAYS = {"layers": of_layers, "whole": of_whole}
 
 
 def params() -> dict:

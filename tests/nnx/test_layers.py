@@ -129,27 +129,3 @@ def test_decoding_writes_the_cache_as_the_float_layer_does():
         assert (layer.cached_key[...] == plain.cached_key[...]).all()
     jqx.nnx.convert(layer, token)
     assert layer.cache_index[...] == 3
-
-
-@pytest.mark.parametrize("mode", [Mode.FLOAT, Mode.SIMULATE])
-def test_shared_contractions_of_attention_become_one_for_each_projection(mode):
-    dot, out = (jqx.nnx.DotGeneral(policy=POLICY, mode=mode) for _ in range(2))
-    promote = {
-        "qkv_promote_dtype": jqx.nnx.promote_dtype,
-        "out_promote_dtype": jqx.nnx.promote_dtype,
-    }
-    options = {"decode": False, "rngs": nnx.Rngs(0), **promote}
-    injected = nnx.MultiHeadAttention(2, 8, qkv_dot_general=dot, out_dot_general=out, **options)
-    layer = jqx.nnx.MultiHeadAttention(
-        2, 8, policy=POLICY, mode=mode, decode=False, rngs=nnx.Rngs(0)
-    )
-    x = normal(1, 2, 5, 8)
-    assert (injected(x) == layer(x)).all()
-    if mode is Mode.FLOAT:
-        return
-    jqx.nnx.convert(injected, x)
-    jqx.nnx.convert(layer, x)
-    assert injected.key.dot_general is not injected.query.dot_general
-    assert (injected(x) == layer(x)).all()
-    names = ("query", "key", "value", "out")
-    assert all(isinstance(getattr(injected, name).kernel, QParam) for name in names)

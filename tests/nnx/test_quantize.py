@@ -277,24 +277,17 @@ def test_a_variable_may_hold_several_weights():
 
 def test_convert_lays_weights_out_for_a_target():
     policy, x = jqx.presets.w4a16(block=4), jnp.ones((2, 8))
-    dot = jqx.nnx.DotGeneral(policy=policy)
-    for make in (
-        lambda: jqx.nnx.Linear(8, 6, policy=policy, rngs=nnx.Rngs(0)),
-        lambda: nnx.Linear(
-            8, 6, dot_general=dot, promote_dtype=jqx.nnx.promote_dtype, rngs=nnx.Rngs(0)
-        ),
-    ):
-        plain, packed = make(), make()
-        with pytest.raises(ValueError, match=r"jqx\.nnx\.convert: `target` is unknown"):
-            jqx.nnx.convert(plain, x, target="cuda")
-        jqx.nnx.convert(plain, x)
-        jqx.nnx.convert(packed, x, target="cpu")
-        expected = jqx.pack_for(plain.kernel.get_value(), "cpu")
-        actual = packed.kernel.get_value()
-        assert actual.layout == expected.layout != plain.kernel.get_value().layout
-        pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-        assert all((a == b).all() for a, b in pairs)
-        packed(x)
+    plain, packed = (jqx.nnx.Linear(8, 6, policy=policy, rngs=nnx.Rngs(0)) for _ in range(2))
+    with pytest.raises(ValueError, match=r"jqx\.nnx\.convert: `target` is unknown"):
+        jqx.nnx.convert(plain, x, target="cuda")
+    jqx.nnx.convert(plain, x)
+    jqx.nnx.convert(packed, x, target="cpu")
+    expected = jqx.pack_for(plain.kernel.get_value(), "cpu")
+    actual = packed.kernel.get_value()
+    assert actual.layout == expected.layout != plain.kernel.get_value().layout
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    assert all((a == b).all() for a, b in pairs)
+    packed(x)
 
 
 W8A8 = POLICIES["w8a8"]

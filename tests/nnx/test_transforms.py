@@ -206,30 +206,6 @@ def test_scales_of_stacked_layers_are_learned_by_an_optimizer():
     assert close(deep(x), expected, ROUNDING)
 
 
-def test_injected_contractions_under_scan():
-    class Injected(nnx.Module):
-        def __init__(self, rngs):
-            dot = jqx.nnx.DotGeneral(policy=W8A8, mode=Mode.CALIBRATE)
-            options = {"dot_general": dot, "promote_dtype": jqx.nnx.promote_dtype}
-            self.linear = nnx.Linear(WIDTH, WIDTH, **options, rngs=rngs)
-
-        def __call__(self, x):
-            return x + jnp.tanh(self.linear(x))
-
-    @nnx.split_rngs(splits=LAYERS)
-    @nnx.vmap
-    def make(rngs):
-        return Injected(rngs)
-
-    x = halves(1, 4, WIDTH)
-    injected, layers = Deep(make(nnx.Rngs(0))), Deep(stacked(Mode.CALIBRATE))
-    for model in (injected, layers):
-        model(x)
-        jqx.nnx.convert(model, x)
-    assert (injected(2 * x) == layers(2 * x)).all()
-    assert same(values(injected, QParam), values(layers, QParam))
-
-
 def test_scan_inside_of_a_model_that_is_quantized_from_outside():
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from flax import linen as nn
 from flax.core import DenyList, unfreeze
 
@@ -25,7 +24,6 @@ from ..modules.quantized_function import (
 from ..tensor.shardings import pack_for
 from ..tensor.targets import check_target
 from ..transforms.plan import Plan
-from .layers import INJECTED
 from .quantized import LEARNED, QPARAMS, SCALES, STATS, Quantized, searching
 
 Variables = Mapping[str, Any]
@@ -59,14 +57,12 @@ def convert(
 
     Returns:
       The variables, with every planned weight moved from `params` to `qparams` at the same path, as
-      a QTensor. Statistics in `quant_stats` are replaced by scales in `quant_scales`. If a layer of
-      Flax with an injected contraction owns the weight, the QTensor stays in `params`.
+      a QTensor. Statistics in `quant_stats` are replaced by scales in `quant_scales`.
 
     Raises:
       ValueError: if no part of the module is in `Mode.CONVERT`, or its weights are quantized
         already; if a static activation or output has neither statistics nor a scale; if `target` is
         unknown.
-      TypeError: if a layer that contains an injected contraction does not take a QTensor.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp
@@ -80,17 +76,14 @@ def convert(
     if target is not None:
         check_target("linen.convert", target, None)
     new = _search(Search.CODES, module, variables, scales, args, kwargs)
-    codes, injected = _split_injected(pack_for(new[QPARAMS], target) if target else new[QPARAMS])
+    codes = pack_for(new[QPARAMS], target) if target else new[QPARAMS]
     collections = {name: unfreeze(tree) for name, tree in variables.items()}
     params, _ = split(collections.get("params", {}))
-    params = overlay(without(params, codes), injected)
+    params = without(params, codes)
     stats = unscaled(collections.get(STATS, {}), new.get(SCALES, {}))
     collections |= {"params": params, QPARAMS: codes, SCALES: new.get(SCALES, {}), STATS: stats}
     replaced = ("params", QPARAMS, SCALES, STATS)
-    converted = {name: tree for name, tree in collections.items() if tree or name not in replaced}
-    if injected:
-        _check_taken(module, converted, args, kwargs)
-    return converted
+    return {name: tree for name, tree in collections.items() if tree or name not in replaced}
 
 
 def fix_scales(
@@ -259,38 +252,3 @@ def _everything(call: str) -> DenyList:
     of traced calls.
     """
     return DenyList(("params", f"jqx:{call}"))
-
-
-def _check_taken(module: nn.Module, converted: Variables, args: Any, kwargs: Any) -> None:
-    """Checks that layers with an injected contraction pass a QTensor on to it."""
-    options = {**kwargs, "mutable": _everything("check")}
-    try:
-        jax.eval_shape(lambda: module.apply(converted, *args, **options))
-    except Exception as error:
-        raise fail(
-            "linen.convert",
-            "a layer that contains an injected contraction does not take a QTensor.",
-            given=f"{type(module).__name__}, whose call fails with {type(error).__name__}",
-            fix="set promote_dtype=jqx.linen.promote_dtype; attention has no such field: use "
-            "jqx.linen.MultiHeadAttention, or jqx.linen.quantize.",
-            error=TypeError,
-        ) from error
-
-
-def _split_injected(codes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits the codes of quantized modules from those of injected contractions, which are returned
-    under the path of the parameter.
-    """
-    quantized, injected = {}, {}
-    for name, value in codes.items():
-        if not isinstance(value, Mapping):
-            quantized[name] = value
-            continue
-        inner = {key: x for key, x in value.items() if not key.startswith(INJECTED)}
-        injected |= {key.removeprefix(INJECTED): value[key] for key in value if key not in inner}
-        inner, below = _split_injected(inner)
-        if inner:
-            quantized[name] = inner
-        if below:
-            injected[name] = below
-    return quantized, injected

@@ -1,4 +1,4 @@
-"""Quantized layers of Flax, also with adapters, and contractions to inject into Flax's layers."""
+"""Quantized layers of Flax, also with adapters."""
 
 import dataclasses
 import functools
@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta, unfreeze
-from flax.linen import dtypes
-from jax import lax
 
 from ..checks import called, check_instance
 from ..errors import fail
@@ -21,20 +19,15 @@ from ..modules.layers import (
     check_cache,
     check_same_parameters,
     empty_cache,
-    function_of_weight,
     initial_adapters,
     merge_low_rank,
-    promote_operands,
     with_cache,
 )
-from ..modules.quantized_function import nest, split, without
+from ..modules.quantized_function import nest, without
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
 from ..transforms.trace import is_array
-from .quantized import QPARAMS, SCALES, Quantized, State
-
-INJECTED = "injected:"
-"""Prefix of the names of codes whose float weight is a parameter of the containing layer."""
+from .quantized import QPARAMS, SCALES, Quantized
 
 LORA = "lora"
 """Collection of the adapters, which training differentiates."""
@@ -185,84 +178,6 @@ class MultiHeadDotProductAttention(_Layer, CachedDotProductAttention):
 
 class MultiHeadAttention(_Layer, CachedAttention):
     """`flax.linen.MultiHeadAttention`, quantized; see `MultiHeadDotProductAttention`."""
-
-
-class _Contraction(State, kw_only=True):
-    """A quantized contraction with a weight on the right.
-
-    Attributes:
-      weight_name: name of the weight among the parameters of the layer that contains it.
-    """
-
-    weight_name: str = "kernel"
-
-    def _q_contract(
-        self, contraction: Any, lhs: Any, rhs: Any, args: Any, kwargs: Any
-    ) -> jax.Array:
-        if self.is_initializing():
-            return contraction(lhs, rhs, *args, **kwargs)
-        _, learned = split(self.variables.get("params", {}))
-        call = function_of_weight(self, contraction, lhs, args, kwargs, self._q_known(learned))
-        return self._q_run(call, {self.weight_name: rhs}, INJECTED)
-
-
-class DotGeneral(_Contraction):
-    """`jax.lax.dot_general` of an activation and a weight, quantized.
-
-    For `nn.Dense(..., dot_general_cls=...)`, `DenseGeneral`, and attention's `qkv_dot_general_cls`
-    and `out_dot_general_cls`. Give the layer `promote_dtype=jqx.linen.promote_dtype` if its kernel
-    is to become a QTensor. Attention has no such field: there `Mode.CONVERT` quantizes the float
-    kernels in each call.
-
-    Example:
-      >>> import functools, jax, jqx, jqx.linen, jax.numpy as jnp
-      >>> from flax import linen as nn
-      >>> w8 = functools.partial(jqx.linen.DotGeneral, policy=jqx.presets.w8a16())
-      >>> layer = nn.Dense(2, dot_general_cls=w8)
-      >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 4)))
-      >>> layer.apply(variables, jnp.ones((1, 4))).shape
-      (1, 2)
-    """
-
-    def __call__(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        return self._q_contract(lax.dot_general, lhs, rhs, args, kwargs)
-
-
-class ConvGeneralDilated(_Contraction):
-    """`jax.lax.conv_general_dilated` of an activation and a weight, quantized.
-
-    For `nn.Conv(..., conv_general_dilated_cls=...)`; see `DotGeneral`.
-
-    Example:
-      >>> import functools, jax, jqx, jqx.linen, jax.numpy as jnp
-      >>> from flax import linen as nn
-      >>> w8 = functools.partial(jqx.linen.ConvGeneralDilated, policy=jqx.presets.w8a16())
-      >>> layer, x = nn.Conv(3, (3, 3), conv_general_dilated_cls=w8), jnp.ones((1, 5, 5, 2))
-      >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
-      (1, 5, 5, 3)
-    """
-
-    def __call__(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        return self._q_contract(lax.conv_general_dilated, lhs, rhs, args, kwargs)
-
-
-def promote_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Promotes the operands of a layer as `flax.linen.dtypes.promote_dtype` does, also QTensors.
-
-    For `nn.Dense(..., promote_dtype=jqx.linen.promote_dtype)` with an injected contraction.
-
-    Args:
-      *args: arrays, QTensors, or `None`.
-      dtype: dtype of the results; `None` for the common dtype of the operands.
-      inexact: whether the dtype must be a float dtype.
-
-    Example:
-      >>> import jqx, jqx.linen, jax.numpy as jnp
-      >>> q = jqx.QTensor.quantize(jnp.ones(2), jqx.QSpec(jnp.int8))
-      >>> [x.dtype.name for x in jqx.linen.promote_dtype(jnp.ones(2), q, dtype=jnp.bfloat16)]
-      ['bfloat16', 'bfloat16']
-    """
-    return promote_operands(args, dtypes.canonicalize_dtype, dtype, inexact)
 
 
 class LoRADense(Quantized, nn.Dense, kw_only=True):
@@ -422,7 +337,7 @@ def _inspect(
 
     def record(next_method: Any, args: Any, kwargs: Any, context: Any) -> Any:
         part = context.module
-        if isinstance(part, State):
+        if isinstance(part, Quantized):
             parts.add("/".join(part.path))
         if isinstance(part, LoRADense):
             lora_layers["/".join(part.path)] = part.rank, part.alpha

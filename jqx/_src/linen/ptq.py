@@ -16,7 +16,7 @@ from ..ptq.quantized import Hoist, Quantize, Quantized, Target, Unbound
 from ..statistics.statistics import RowWeight
 from ..transforms.algorithm import Algorithm
 from ..transforms.stats import OnNonfinite
-from .quantized import State
+from .quantized import Quantized as QuantizedModule
 
 Variables = Mapping[str, Any]
 
@@ -152,7 +152,7 @@ def bind(
 def _applied(function: str, module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a module as a function of its variables."""
     check_instance(function, "module", module, nn.Module, fix="pass a linen module.")
-    if module.scope is not None or isinstance(module, State):
+    if module.scope is not None or isinstance(module, QuantizedModule):
         state = "quantized" if module.scope is None else "bound"
         problem = f"this {type(module).__name__} is {state} already."
         raise fail(function, problem, fix="pass the float module itself, unbound.")

@@ -77,8 +77,10 @@ def current_search() -> Search | None:
     return _SEARCH.get()[0]
 
 
-class State(nn.Module, kw_only=True):
-    """Base of linen modules that have a policy and a mode.
+class Quantized(nn.Module, kw_only=True):
+    """Base of modules whose methods run through the transforms, on the weights of a float module.
+
+    A subclass names the float module as its second base.
 
     Attributes:
       policy: what is quantized; paths are those of the parameters inside this module.
@@ -99,31 +101,6 @@ class State(nn.Module, kw_only=True):
         check_options(type(self).__name__, self.policy, self.mode, self.scales)
         super().__post_init__()
 
-    def _q_known(self, learned: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns statistics and scales, as arguments of `QuantizedFunction`."""
-        fixed, stats = (self.variables.get(name, {}) for name in (SCALES, STATS))
-        return {
-            "stats": flatten(stats),
-            "scales": {**flatten(fixed), **flatten(learned)},
-            "path": "/".join(self.path),
-            "dynamic": self.scales == "dynamic" or _SEARCH.get()[1],
-        }
-
-    def _q_run(self, call: QuantizedFunction, params: Any, prefix: str = "") -> Any:
-        """Evaluates a function in this mode, and stores the statistics, scales or codes that it
-        finds. The names of codes start with `prefix`.
-        """
-
-        def store(kind: str, tree: dict[str, Any]) -> None:
-            if kind == "codes":
-                tree = {prefix + name: value for name, value in tree.items()}
-            self._q_store(_COLLECTIONS[kind], tree)
-
-        def draw_key() -> jax.Array | None:
-            return self.make_rng("quant") if self.has_rng("quant") else None
-
-        return call.run(params, self.mode, current_search(), store, self.backward, draw_key)
-
     def _q_store(self, collection: str, tree: Mapping[str, Any]) -> None:
         """Writes variables of this module and of the modules inside it."""
         if tree and not self.is_mutable_collection(collection):
@@ -136,13 +113,6 @@ class State(nn.Module, kw_only=True):
         for name, value in tree.items():
             old = self.get_variable(collection, name)
             self.put_variable(collection, name, _merge_boxed(old, value))
-
-
-class Quantized(State, kw_only=True):
-    """Base of modules whose methods run through the transforms, on the weights of a float module.
-
-    A subclass names the float module as its second base.
-    """
 
     def setup(self) -> None:
         if self._q_is_plain():
@@ -159,11 +129,19 @@ class Quantized(State, kw_only=True):
     def _q_evaluate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Runs a method of the float module, or a function of the module."""
         if self._q_is_plain():
-            float_self = super(State, self) if isinstance(method, str) else self
+            float_self = super() if isinstance(method, str) else self
             with self._q_as_float():
                 return call_method(float_self, method, *args, **kwargs)
         function, params, is_pair = self._q_function(method, args, kwargs)
-        result = self._q_run(function, params)
+
+        def store(kind: str, tree: dict[str, Any]) -> None:
+            self._q_store(_COLLECTIONS[kind], tree)
+
+        def draw_key() -> jax.Array | None:
+            return self.make_rng("quant") if self.has_rng("quant") else None
+
+        search = current_search()
+        result = function.run(params, self.mode, search, store, self.backward, draw_key)
         if not is_pair:
             return result
         out, updated = result
@@ -188,7 +166,7 @@ class Quantized(State, kw_only=True):
     @nn.nowrap
     def clone(self, **updates: Any) -> Self:
         """Returns a copy with some fields changed, as `flax.linen.Module.clone` does."""
-        options = {name: getattr(self, name) for name in _field_names(State)}
+        options = {name: getattr(self, name) for name in _field_names(Quantized)}
         new = super().clone(**options | updates)
         if _FIELDS in vars(self):
             object.__setattr__(new, _FIELDS, vars(self)[_FIELDS])
@@ -219,14 +197,18 @@ class Quantized(State, kw_only=True):
             variables = {**others, "params": params}
             return module.apply(variables, *args, rngs=rngs, mutable=mutable, method=run)
 
+        fixed, stats = (self.variables.get(name, {}) for name in (SCALES, STATS))
         quantized = QuantizedFunction(
             function=function,
             policy=self.policy if is_main else optional(self.policy),
             args=(others, dict(self.scope.rngs), *args),
             kwargs=kwargs,
+            stats=flatten(stats),
+            scales={**flatten(fixed), **flatten(learned)},
+            dynamic=self.scales == "dynamic" or _SEARCH.get()[1],
+            path="/".join(self.path),
             caller=type(self).__name__,
             converts="jqx.linen.convert(module, variables, ...)",
-            **self._q_known(learned),
         )
         return quantized, params, mutable is not False
 
@@ -301,7 +283,7 @@ def quantize(
     kind = type(module)
     fields = _field_names(kind)
     problem = fix = ""
-    if isinstance(module, State):
+    if isinstance(module, Quantized):
         problem = "is quantized already"
         fix = "pass the float module, or change a quantized one by module.clone(mode=..., ...)."
     elif module.scope is not None:
@@ -388,7 +370,7 @@ class Whole(Quantized, kw_only=True):
 
     def _q_has(self, method: Any) -> bool:
         """Returns whether a method, or the method of a name, runs quantized."""
-        bases = [vars(base) for base in type(self).__mro__ if issubclass(base, State)]
+        bases = [vars(base) for base in type(self).__mro__ if issubclass(base, Quantized)]
         if isinstance(method, str):
             return any(method in members for members in bases)
         method = getattr(method, "__func__", method)
@@ -449,7 +431,7 @@ def call_method(module: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
 
 def float_class(kind: type) -> type[Any]:
     """Returns the float class that a quantized class is made from."""
-    return next(base for base in kind.__mro__ if not issubclass(base, State))
+    return next(base for base in kind.__mro__ if not issubclass(base, Quantized))
 
 
 def _field_names(kind: type) -> list[str]:

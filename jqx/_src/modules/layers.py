@@ -1,12 +1,10 @@
-"""What layers of linen and nnx share: attention over a `jqx.KVCache`, injected contractions and
-low-rank adapters.
-"""
+"""What layers of linen and nnx share: attention over a `jqx.KVCache`, and low-rank adapters."""
 
 import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +20,6 @@ from ..transforms.channel_map import LowRank
 from ..transforms.map_channels import Maps, as_maps
 from ..transforms.paths import is_whole
 from ..transforms.plan import Plan
-from .quantized_function import QuantizedFunction
 
 Attention = Callable[..., Any]
 """`attention(query, key, value, mask=mask, ...)`, as in Flax."""
@@ -77,36 +74,6 @@ def with_cache(
         return attention(query, keys, values, mask=mask, **kwargs)
 
     return attend
-
-
-def function_of_weight(
-    module: Any, contraction: Any, lhs: Any, args: Any, kwargs: Any, facts: Mapping[str, Any]
-) -> QuantizedFunction:
-    """Returns a contraction of an activation as a function of the weight `module.weight_name`.
-    `facts` are the statistics and scales of the module.
-    """
-    name = module.weight_name
-
-    def function(params: Any, lhs: Any) -> jax.Array:
-        return contraction(lhs, params[name], *args, **kwargs)
-
-    caller = type(module).__name__
-    return QuantizedFunction(function, module.policy, (lhs,), {}, caller=caller, **facts)
-
-
-def promote_operands(
-    operands: Iterable[Any], canonicalize: Callable[..., Any], dtype: Any, inexact: bool
-) -> list[Any]:
-    """Returns operands of a layer in one dtype, also QTensors. `canonicalize` is Flax's
-    `canonicalize_dtype`.
-    """
-    operands = list(operands)
-    scalars = [jnp.zeros((), x.dtype) if isinstance(x, QTensor) else x for x in operands]
-    dtype = canonicalize(*scalars, dtype=dtype, inexact=inexact)
-    return [
-        x.astype(dtype) if isinstance(x, QTensor) else None if x is None else jnp.asarray(x, dtype)
-        for x in operands
-    ]
 
 
 def add_low_rank(base: Any, inputs: Any, a: Any, b: Any, alpha: float) -> Any:

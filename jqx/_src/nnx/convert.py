@@ -22,13 +22,11 @@ from ..modules.quantized_function import (
 from ..tensor.shardings import pack_for
 from ..tensor.targets import check_target
 from ..transforms.plan import Plan
-from .layers import Contraction
 from .quantized import Quantized
 from .state import (
     Path,
     QParam,
     SearchResult,
-    State,
     is_coded,
     is_node,
     replace_variables,
@@ -54,7 +52,7 @@ def convert(
     be restored.
 
     Args:
-      model: from `quantize`, or with layers or contractions of `jqx.nnx`. It must be calibrated if
+      model: from `quantize`, or with layers of `jqx.nnx`. It must be calibrated if
         activations have static scales.
       *args: positional arguments of the call; only their shapes and dtypes matter, unless `scales`
         is dynamic.
@@ -88,8 +86,7 @@ def convert(
     for part, results in parts:
         if not results.get("codes"):
             continue
-        weights = _owned(model, part) if isinstance(part, Contraction) else _weights(part)
-        for path, variable in weights:
+        for path, variable in _weights(part):
             value = _at(results["codes"], path)
             if value is not None and target is not None:
                 value = pack_for(value, target)
@@ -237,13 +234,12 @@ def _search(
     method: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> list[tuple[State, dict[str, Any]]]:
+) -> list[tuple[Quantized, dict[str, Any]]]:
     """Runs a copy of a model; returns its quantized parts and what the run found for each."""
     function = f"nnx.{search.function}"
     check_instance(function, "model", model, nnx.Module, fix="pass an nnx module.")
     if scales is not None:
         check_scales(function, scales)
-    _separate(model)
     # Nodes among the arguments, which the call may write, are copied too.
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = {i: leaf for i, leaf in enumerate(leaves) if is_node(leaf)}
@@ -265,52 +261,23 @@ def _search(
     return list(zip(parts, results, strict=True))
 
 
-def _parts(model: nnx.Module) -> list[State]:
-    modules = [module for _, module in nnx.iter_modules(model) if isinstance(module, State)]
+def _parts(model: nnx.Module) -> list[Quantized]:
+    modules = [module for _, module in nnx.iter_modules(model) if isinstance(module, Quantized)]
     return [module for module in modules if module.mode is not Mode.FLOAT]
 
 
-def _add_scales(part: State, scales: Mapping[str, Any]) -> None:
+def _add_scales(part: Quantized, scales: Mapping[str, Any]) -> None:
     """Adds scales to those of a part. Statistics without new scales stay, for other methods."""
     merged = overlay(part.quant_scales.get_value(), scales)
     part.quant_scales.set_value(merged)
     part.quant_stats.set_value(unscaled(part.quant_stats.get_value(), merged))
 
 
-def _weights(part: State) -> list[tuple[Path, nnx.Variable[Any]]]:
+def _weights(part: Quantized) -> list[tuple[Path, nnx.Variable[Any]]]:
     """Returns the weights of a quantized module, each with its path."""
     _, state, _ = nnx.split((part, []), is_coded, ...)
     paths = [path[1:] for path, _ in nnx.to_flat_state(state)]
     return [(path, variable_at(part, path)) for path in paths]
-
-
-def _owned(model: nnx.Module, part: Contraction) -> list[tuple[Path, nnx.Variable[Any]]]:
-    """Returns the weight of the layer that has an injected contraction."""
-    name = part.weight_name
-    weights = [((name,), vars(owner)[name]) for owner in _owners(model, part)]
-    if not weights:
-        problem = f"an injected {type(part).__name__} is not in a layer with a weight {name!r}."
-        fix = "pass the name of the layer's variable as weight_name= to the contraction."
-        raise fail("nnx.convert", problem, fix=fix)
-    return weights
-
-
-def _owners(model: nnx.Module, part: Contraction) -> list[nnx.Module]:
-    return [
-        module
-        for _, module in nnx.iter_modules(model)
-        if any(value is part for value in vars(module).values())
-        and isinstance(vars(module).get(part.weight_name), nnx.Variable)
-    ]
-
-
-def _separate(model: nnx.Module) -> None:
-    """Gives each layer that shares an injected contraction a copy of its own."""
-    for part in _parts(model):
-        if isinstance(part, Contraction):
-            for owner in _owners(model, part)[1:]:
-                for name in [name for name, value in vars(owner).items() if value is part]:
-                    setattr(owner, name, nnx.clone(part))
 
 
 def _at(tree: Any, path: Path) -> Any:

@@ -1,12 +1,10 @@
-"""Quantized layers of Flax, also with adapters, and contractions to inject into Flax's layers."""
+"""Quantized layers of Flax, also with adapters."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
-from jax import lax
 from jax.typing import DTypeLike
 
 from ..checks import called, check_instance
@@ -18,18 +16,16 @@ from ..modules.layers import (
     check_cache,
     check_same_parameters,
     empty_cache,
-    function_of_weight,
     initial_adapters,
     merge_low_rank,
-    promote_operands,
     with_cache,
 )
-from ..modules.quantized_function import Mode, Scales, nest
+from ..modules.quantized_function import Mode, nest
 from ..policy import Policy
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
 from .quantized import ATTRIBUTES, Quantized
-from .state import STATE, Path, QParam, State, become, replace_variables, variable_at
+from .state import STATE, Path, QParam, become, replace_variables, variable_at
 
 
 class _Layer(Quantized):
@@ -204,108 +200,6 @@ class MultiHeadAttention(_Layer, CachedAttention):
     """
 
 
-class Contraction(State):
-    """A quantized contraction with a weight on the right.
-
-    It is a module: the layer that contains it also holds its statistics and scales. `convert` makes
-    the kernel of that layer a `QParam`. Layers that share one object share its statistics;
-    `fix_scales`, `learn_scales` and `convert` give each layer a copy of its own.
-
-    Attributes:
-      weight_name: name of the weight in the layer that contains the contraction.
-    """
-
-    weight_name: str
-
-    def __init__(
-        self,
-        *,
-        policy: Policy,
-        mode: Mode = Mode.SIMULATE,
-        backward: DTypeLike | None = None,
-        scales: Scales = "calibrated",
-        weight_name: str = "kernel",
-        rngs: nnx.Rngs | None = None,
-    ) -> None:
-        self.weight_name = weight_name
-        self._q_set_up(policy, mode, backward, scales, rngs)
-
-    def _q_contract(
-        self, contraction: Any, lhs: Any, rhs: Any, args: Any, kwargs: Any
-    ) -> jax.Array:
-        call = function_of_weight(self, contraction, lhs, args, kwargs, self._q_known())
-        return self._q_run(call, {self.weight_name: rhs})
-
-
-class DotGeneral(Contraction):
-    """`jax.lax.dot_general` of an activation and a weight, quantized.
-
-    For `nnx.Linear(..., dot_general=...)`, `LinearGeneral`, and attention's `qkv_dot_general` and
-    `out_dot_general`. Give the layer `promote_dtype=jqx.nnx.promote_dtype` if its kernel is to
-    become a QTensor. Pass an object, not a `dot_general_cls`: Flax makes a new object of a class in
-    every call, so that the object could not keep statistics or scales.
-
-    Args:
-      policy: what is quantized; the path of the weight is `weight_name`.
-      mode: what a call computes.
-      backward: see `jqx.simulate`.
-      scales: `"dynamic"` computes scales of static activations that are not calibrated from the
-        values of the call. The default raises an error for them.
-      weight_name: name of the weight in the layer that contains the contraction.
-      rngs: for gradient estimators that draw random numbers.
-
-    Example:
-      >>> import jqx, jqx.nnx, jax.numpy as jnp
-      >>> from flax import nnx
-      >>> dot = jqx.nnx.DotGeneral(policy=jqx.presets.w8a8_dynamic())
-      >>> options = {"dot_general": dot, "promote_dtype": jqx.nnx.promote_dtype}
-      >>> layer = nnx.Linear(4, 2, **options, rngs=nnx.Rngs(0))
-      >>> jqx.nnx.convert(layer, jnp.ones((1, 4)))
-      >>> layer.kernel.get_value()
-      QTensor(int8[4, 2] per_axis(1), scale float32[1, 2], dtype=float32, 16 bytes)
-    """
-
-    def __call__(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        return self._q_contract(lax.dot_general, lhs, rhs, args, kwargs)
-
-
-class ConvGeneralDilated(Contraction):
-    """`jax.lax.conv_general_dilated` of an activation and a weight, quantized.
-
-    For `nnx.Conv(..., conv_general_dilated=...)`; see `DotGeneral`.
-
-    Example:
-      >>> import jqx, jqx.nnx, jax.numpy as jnp
-      >>> from flax import nnx
-      >>> conv = jqx.nnx.ConvGeneralDilated(policy=jqx.presets.w8a8_dynamic())
-      >>> layer = nnx.Conv(2, 3, (3, 3), conv_general_dilated=conv, rngs=nnx.Rngs(0))
-      >>> layer(jnp.ones((1, 5, 5, 2))).shape
-      (1, 5, 5, 3)
-    """
-
-    def __call__(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        return self._q_contract(lax.conv_general_dilated, lhs, rhs, args, kwargs)
-
-
-def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> tuple[Any, ...]:
-    """Promotes the operands of a layer as `flax.nnx.nn.dtypes.promote_dtype` does, also QTensors.
-
-    For `nnx.Linear(..., promote_dtype=jqx.nnx.promote_dtype)` with an injected contraction.
-
-    Args:
-      args: a tuple of arrays, QTensors, or `None`.
-      dtype: dtype of the results; `None` for the common dtype of the operands.
-      inexact: whether the dtype must be a float dtype.
-
-    Example:
-      >>> import jqx, jqx.nnx, jax.numpy as jnp
-      >>> q = jqx.QTensor.quantize(jnp.ones(2), jqx.QSpec(jnp.int8))
-      >>> [x.dtype for x in jqx.nnx.promote_dtype((jnp.ones(2), q), dtype=jnp.bfloat16)]
-      [dtype(bfloat16), dtype(bfloat16)]
-    """
-    return tuple(promote_operands(args, dtypes.canonicalize_dtype, dtype, inexact))
-
-
 class LoRALinear(Quantized, nnx.Linear):
     """`flax.nnx.Linear`, quantized, plus the low-rank product `alpha / rank x a b`.
 
@@ -448,7 +342,7 @@ def init_lora(model: nnx.Module, quantized: PtqResult) -> None:
     fix = "pass what jqx.nnx.ptq returns for the float model."
     check_instance(name, "quantized", quantized, PtqResult, fix=fix)
     modules = [("/".join(map(str, path)), part) for path, part in nnx.iter_modules(model)]
-    parts = {path: part for path, part in modules if isinstance(part, State)}
+    parts = {path: part for path, part in modules if isinstance(part, Quantized)}
     layers = {path: part for path, part in parts.items() if isinstance(part, LoRALinear)}
     shapes = {path: _adapter(layer) for path, layer in layers.items()}
     adapters = initial_adapters(name, quantized.plan, quantized.maps, shapes)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -14,16 +15,24 @@ from ..modules.quantized_function import (
     QuantizedFunction,
     Scales,
     Search,
+    check_mode,
+    check_options,
+    flatten,
     holds_codes,
     needs_calibration,
+    needs_key,
     optional,
+    overlay,
 )
 from ..policy import Policy
+from ..statistics.calibrators import Affine
 from .state import (
     STATE,
     PureCall,
     Run,
-    State,
+    Scale,
+    SearchResult,
+    Stat,
     Wrapper,
     become,
     has_members,
@@ -37,12 +46,36 @@ COPIED = ("policy", "mode", "backward", "quant_dynamic")
 ATTRIBUTES = (*COPIED, *STATE)
 
 
-class Quantized(State):
+class Quantized(Wrapper):
     """Base of modules whose methods run through the transforms, on the weights of a float module.
 
     A subclass names the float class as its second base. It takes the arguments of that class, plus
     the keyword arguments `policy`, `mode`, `backward` and `scales`, see `jqx.nnx.quantize`.
+
+    Attributes:
+      policy: what is quantized; paths are those of the parameters inside this module.
+      mode: what a call computes; `model.set_attributes(mode=...)` sets it in all modules.
+      backward: `None`, or the dtype of the backward pass of `Mode.SIMULATE`, whose forward pass
+        then runs on integers, see `jqx.simulate`.
+      quant_dynamic: whether scales of static activations and outputs that are not calibrated are
+        computed from the values of the call: `scales="dynamic"`.
+      quant_stats: statistics. The variable always exists; only its contents change.
+      quant_scales: fixed scales of activations. The variable always exists.
+      learned_scales: scales that are trained, from `learn_scales`: nested dicts of arrays.
+      quant_rng: stream of random numbers, for gradient estimators that draw them.
+      quant_found: what `convert` and similar functions look for, on the copy that they run; else
+        `None`.
     """
+
+    policy: Policy
+    mode: Mode
+    backward: DTypeLike | None
+    quant_dynamic: bool
+    quant_stats: Stat
+    quant_scales: Scale
+    learned_scales: nnx.Param[Any] | None
+    quant_rng: nnx.RngStream | None
+    quant_found: SearchResult | None = None
 
     def __init__(
         self,
@@ -71,30 +104,69 @@ class Quantized(State):
         scales: Scales,
         rngs: nnx.Rngs | None,
     ) -> None:
-        super()._q_set_up(policy, mode, backward, scales, rngs)
+        name = type(self).__name__
+        check_options(name, policy, mode, scales)
+        draws = needs_key(policy)
+        if draws and rngs is None:
+            raise fail(
+                name,
+                "a gradient estimator of the policy draws random numbers, and there are no `rngs`.",
+                fix="pass rngs=nnx.Rngs(params=0, quant=1); it takes a fork of the stream `quant`.",
+            )
+        self.policy, self.mode, self.backward = policy, mode, backward
+        self.quant_dynamic = scales == "dynamic"
+        self.quant_stats, self.quant_scales = Stat({}), Scale({})
+        self.learned_scales = nnx.data(None)
+        self.quant_rng = rngs["quant"].fork() if draws and rngs is not None else nnx.data(None)
         make_parts(self)
 
     def _q_is_plain(self) -> bool:
         return self.mode is Mode.FLOAT and not holds_codes(nnx.state(self))
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        check_mode(type(self).__name__, self.mode)
         call, pure = self._q_function(name, run, args, kwargs)
-        return pure.finish(self._q_run(call, pure.params))
+        result, search, codes = self.quant_found, None, {}
+        if result is not None:
+            search, codes = result.search, result.get_value().get("codes", {})
+
+        def store(kind: str, tree: dict[str, Any]) -> None:
+            if result is None:
+                self.quant_stats.set_value(tree)
+            else:
+                stored = result.get_value()
+                result.set_value({**stored, kind: overlay(stored.get(kind, {}), tree)})
+
+        def draw_key() -> jax.Array | None:
+            return None if self.quant_rng is None else self.quant_rng()
+
+        return pure.finish(
+            call.run(pure.params, self.mode, search, store, self.backward, draw_key, codes)
+        )
 
     def _q_function(
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[QuantizedFunction, PureCall]:
         search = None if self.quant_found is None else self.quant_found.search
         pure = pure_call(self, name, run, args, kwargs, constant=search is Search.CODES)
+        scales = flatten(self.quant_scales.get_value())
+        if self.learned_scales is not None:
+            learned = flatten(self.learned_scales.get_value())
+            scales |= {key: Affine(scale) for key, scale in learned.items()}
+        if self.quant_found is not None:
+            for kind in ("scales", "learned"):
+                scales |= flatten(self.quant_found.get_value().get(kind, {}))
         is_main = name == "__call__" or search is not None
         call = QuantizedFunction(
             function=pure.function,
             policy=self.policy if is_main else optional(self.policy),
             args=pure.args,
             kwargs={},
+            stats=flatten(self.quant_stats.get_value()),
+            scales=scales,
+            dynamic=self.quant_dynamic,
             caller=type(self).__name__,
             converts="jqx.nnx.convert(model, ...)",
-            **self._q_known(),
         )
         return call, pure
 
@@ -198,6 +270,7 @@ class Part(Wrapper):
     """
 
     quant_part: Parent
+    _q_is_part = True
 
     def _q_is_plain(self) -> bool:
         return self.quant_part.mode is Mode.FLOAT and not holds_codes(nnx.state(self))

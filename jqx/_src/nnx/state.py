@@ -7,27 +7,17 @@ import dataclasses
 import functools
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
-from jax.typing import DTypeLike
 
 from ..errors import fail, some
 from ..modules.layers import forwards, read
 from ..modules.quantized_function import (
-    Mode,
     QuantizedFunction,
-    Scales,
     Search,
-    check_mode,
-    check_options,
-    flatten,
-    needs_key,
-    overlay,
 )
-from ..policy import Policy
-from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
 from ..transforms.paths import nested
 from ..transforms.plan import Plan
@@ -39,7 +29,7 @@ CONTAINERS = {*nnx.List.__mro__, *nnx.Dict.__mro__}
 """Bases of modules whose methods compute nothing."""
 
 STATE = ("quant_stats", "quant_scales", "learned_scales", "quant_rng", "quant_found")
-"""Attributes of `State` that hold variables."""
+"""Attributes of quantized modules that hold variables."""
 
 
 class QParam(nnx.Variable[Any]):
@@ -101,6 +91,8 @@ class SearchResult(nnx.Variable[Any]):
 class Wrapper(nnx.Module):
     """Base of the classes that wrap a float class: whole quantized modules and their parts."""
 
+    _q_is_part: ClassVar[bool] = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Calls Flax's hook, but not the float class's, which is for its own subclasses."""
         hook: Any = nnx.Module.__init_subclass__
@@ -140,89 +132,6 @@ class Wrapper(nnx.Module):
         """Returns the plan of a call of a method."""
         call, pure = self._q_function(name, method(name), args, kwargs)
         return call.plan(pure.params)
-
-
-class State(Wrapper):
-    """Base of nnx modules that have a policy and a mode.
-
-    Attributes:
-      policy: what is quantized; paths are those of the parameters inside this module.
-      mode: what a call computes; `model.set_attributes(mode=...)` sets it in all modules.
-      backward: `None`, or the dtype of the backward pass of `Mode.SIMULATE`, whose forward pass
-        then runs on integers, see `jqx.simulate`.
-      quant_dynamic: whether scales of static activations and outputs that are not calibrated are
-        computed from the values of the call: `scales="dynamic"`.
-      quant_stats: statistics. The variable always exists; only its contents change.
-      quant_scales: fixed scales of activations. The variable always exists.
-      learned_scales: scales that are trained, from `learn_scales`: nested dicts of arrays.
-      quant_rng: stream of random numbers, for gradient estimators that draw them.
-      quant_found: what `convert` and similar functions look for, on the copy that they run; else
-        `None`.
-    """
-
-    policy: Policy
-    mode: Mode
-    backward: DTypeLike | None
-    quant_dynamic: bool
-    quant_stats: Stat
-    quant_scales: Scale
-    learned_scales: nnx.Param[Any] | None
-    quant_rng: nnx.RngStream | None
-    quant_found: SearchResult | None = None
-
-    def _q_set_up(
-        self,
-        policy: Policy,
-        mode: Mode,
-        backward: DTypeLike | None,
-        scales: Scales,
-        rngs: nnx.Rngs | None,
-    ) -> None:
-        name = type(self).__name__
-        check_options(name, policy, mode, scales)
-        draws = needs_key(policy)
-        if draws and rngs is None:
-            raise fail(
-                name,
-                "a gradient estimator of the policy draws random numbers, and there are no `rngs`.",
-                fix="pass rngs=nnx.Rngs(params=0, quant=1); it takes a fork of the stream `quant`.",
-            )
-        self.policy, self.mode, self.backward = policy, mode, backward
-        self.quant_dynamic = scales == "dynamic"
-        self.quant_stats, self.quant_scales = Stat({}), Scale({})
-        self.learned_scales = nnx.data(None)
-        self.quant_rng = rngs["quant"].fork() if draws and rngs is not None else nnx.data(None)
-
-    def _q_known(self) -> dict[str, Any]:
-        """Returns statistics and scales, as arguments of `QuantizedFunction`."""
-        scales = flatten(self.quant_scales.get_value())
-        if self.learned_scales is not None:
-            learned = flatten(self.learned_scales.get_value())
-            scales |= {key: Affine(scale) for key, scale in learned.items()}
-        if self.quant_found is not None:
-            for kind in ("scales", "learned"):
-                scales |= flatten(self.quant_found.get_value().get(kind, {}))
-        stats = flatten(self.quant_stats.get_value())
-        return {"stats": stats, "scales": scales, "dynamic": self.quant_dynamic}
-
-    def _q_run(self, call: QuantizedFunction, params: Mapping[str, Any]) -> Any:
-        """Evaluates a function in this mode, and stores the statistics or scales that it finds."""
-        check_mode(type(self).__name__, self.mode)
-        result, search, codes = self.quant_found, None, {}
-        if result is not None:
-            search, codes = result.search, result.get_value().get("codes", {})
-
-        def store(kind: str, tree: dict[str, Any]) -> None:
-            if result is None:
-                self.quant_stats.set_value(tree)
-            else:
-                stored = result.get_value()
-                result.set_value({**stored, kind: overlay(stored.get(kind, {}), tree)})
-
-        def draw_key() -> jax.Array | None:
-            return None if self.quant_rng is None else self.quant_rng()
-
-        return call.run(params, self.mode, search, store, self.backward, draw_key, codes)
 
 
 @functools.cache
@@ -397,9 +306,9 @@ def _split_nodes(
 
 
 def _wrappers(module: Wrapper) -> list[nnx.Module]:
-    """Returns a module and its parts."""
+    """Returns a module and its parts, without quantized modules that are attributes of it."""
     parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, Wrapper)]
-    return [part for part in parts if part is module or not isinstance(part, State)]
+    return [part for part in parts if part is module or part._q_is_part]
 
 
 @dataclasses.dataclass(frozen=True)
