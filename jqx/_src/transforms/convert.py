@@ -88,7 +88,7 @@ def convert(
     check_unsupported("convert", unsupported)
 
     def converted(*args: P.args, **kwargs: P.kwargs) -> R:
-        call = trace_call("convert", f, params, args, kwargs)
+        call = _without_stacks(trace_call("convert", f, params, args, kwargs))
         fitted = as_plan("convert", plan, call, params)
         scales = fitted.scales_of("convert", affines)
         if shardings is not None and partial_dtype is None and gather_axes is None:
@@ -112,6 +112,18 @@ def convert(
     return converted
 
 
+def _without_stacks(call: Call) -> Call:
+    """Returns a call without the stacks that the function returns as they are given. Joining their
+    parts, which may have several formats, has no quantized form, and `_results` needs no stack.
+    """
+    if not call.returned:
+        return call
+    outvars = enumerate(call.jaxpr.outvars)
+    remaining = [call.jaxpr.invars[0] if i in call.returned else atom for i, atom in outvars]
+    jaxpr = compat.without_dead(call.jaxpr.replace(outvars=remaining))
+    return dataclasses.replace(call, jaxpr=jaxpr)
+
+
 def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
     """Returns results in the form of the arguments. An argument that is returned unchanged is the
     same object. Results contain QTensors only if the arguments do.
@@ -119,6 +131,7 @@ def _results(call: Call, out: Sequence[Any], rules: OnIntegers) -> list[Any]:
     leaf_of = dict(zip(call.jaxpr.invars, call.leaves, strict=True))
     atoms = [None if compat.is_literal(atom) else atom for atom in call.jaxpr.outvars]
     results = [leaf_of.get(atom, x) for atom, x in zip(atoms, out, strict=True)]
+    results = [call.returned.get(i, x) for i, x in enumerate(results)]
     if any(map(is_quantized, call.leaves)):
         return results
     for x in filter(is_quantized, results):
