@@ -413,11 +413,7 @@ class Follower(Domain[Interval]):
         """Applies the rule of a primitive; if all operands are known, also computes it."""
         name = eqn.primitive.name
         computable = all(x.is_known for x in xs) and not eqn.effects
-        if (
-            computable
-            and name != "broadcast_in_dim"
-            and not any(True for _ in compat.sub_jaxprs(eqn))
-        ):
+        if computable and name != "broadcast_in_dim" and not compat.sub_jaxprs(eqn):
             if name in RULES and is_integer(eqn.outvars[0].aval.dtype):
                 self._ruled(eqn, xs)  # records overflows
             return [of_value(x) for x in _computed(eqn, xs)]

@@ -285,7 +285,7 @@ def _of(eqn: compat.Eqn, names_of: dict[int, list[str]]) -> Iterator[str]:
     name = eqn.primitive.name
     if name in _LEFT_OUT:
         return
-    bodies = list(compat.sub_jaxprs(eqn))
+    bodies = compat.sub_jaxprs(eqn)
     opened = bool(bodies) and name in _OPENED
     if not opened:
         yield name

@@ -190,10 +190,17 @@ def flatten(
     """Returns the leaves of a pytree, each with its keys; QTensors and Segments are leaves. The key
     of the value of an `nnx.Variable` is left out.
     """
-    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_leaf(x) or _is_variable(x))
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:  # Flax is not imported, so there are no variables
+        return tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+
+    def is_variable(x: Any) -> bool:
+        return isinstance(x, nnx.Variable)
+
     leaves = []
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_leaf(x) or is_variable(x))
     for keys, leaf in flat:
-        if is_leaf(leaf) or not _is_variable(leaf):
+        if is_leaf(leaf) or not is_variable(leaf):
             leaves.append((keys, leaf))
             continue
         inside, _ = tree_flatten_with_path(leaf, is_leaf=is_leaf)
@@ -205,12 +212,6 @@ def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed
     """Returns the paths that have another name, without those that have no path."""
     pairs = zip(paths, names, strict=True)
     return tuple((path, name) for path, name in pairs if path is not None and path != name)
-
-
-def _is_variable(x: Any) -> bool:
-    """Whether a node is a variable of Flax. If there is one, Flax has been imported."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Variable)
 
 
 def _named(path: str, table: Mapping[str, str | None]) -> str | None:

@@ -85,8 +85,8 @@ def _transposed(
 
 
 def _dimensions(eqn: Eqn) -> Dimensions:
-    lhs, rhs = (v.aval for v in eqn.invars)
-    return _dimensions_of(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    lhs, rhs = eqn.invars
+    return _dimensions_of(eqn.params["dimension_numbers"], lhs.aval.ndim, rhs.aval.ndim)
 
 
 _dimensions_of = functools.lru_cache(Dimensions.of)  # read several times a site, mostly equal ones
