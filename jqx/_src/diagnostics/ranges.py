@@ -20,9 +20,9 @@ from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
 from ..transforms.arguments import check_function
 from ..transforms.interpret import view
+from ..transforms.make_plan import as_plan, params_of
 from ..transforms.plan import Plan
-from ..transforms.plan_call import as_plan, params_of
-from ..transforms.quantize_weight import quantize_weight
+from ..transforms.quantize_params import quantize_weight
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import CALLS, Body, Domain, Where, passed_on, walk

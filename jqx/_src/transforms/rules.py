@@ -28,8 +28,7 @@ from ..contractions.ragged_dot import ROWS_OF_GROUPS, ragged_dot
 from ..contractions.take import take
 from ..errors import fail
 from ..tensor.qtensor import QTensor
-from .operands import real_of
-from .views import VIEW_RULES, Origin, View, marked
+from .views import VIEW_RULES, Origin, View, marked, real_of
 
 # Contraction primitives, and lookups: the sites of a function.
 
