@@ -57,6 +57,7 @@ from ._src.transforms.calibrate import merge_stats as merge_stats
 from ._src.transforms.channel_map import ChannelMap as ChannelMap
 from ._src.transforms.channel_map import LowRank as LowRank
 from ._src.transforms.convert import convert as convert
+from ._src.transforms.convert import simulate as simulate
 from ._src.transforms.hoist import hoist as hoist
 from ._src.transforms.make_plan import make_plan as make_plan
 from ._src.transforms.map_channels import map_channels as map_channels
@@ -64,7 +65,6 @@ from ._src.transforms.plan import Plan as Plan
 from ._src.transforms.quantize_params import dequantize_params as dequantize_params
 from ._src.transforms.quantize_params import quantize_params as quantize_params
 from ._src.transforms.quantize_params import quantize_state as quantize_state
-from ._src.transforms.simulate import simulate as simulate
 
 if _typing.TYPE_CHECKING:
     from . import algorithms as algorithms

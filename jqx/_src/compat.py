@@ -52,12 +52,14 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 _NEW_KIND = "call_hi_primitive"
 
 
-def sub_jaxprs(eqn: Eqn) -> Iterator[Any]:
-    """Yields the jaxprs among the parameters of an equation, opened."""
+def sub_jaxprs(eqn: Eqn) -> list[Any]:
+    """Returns the jaxprs among the parameters of an equation, opened."""
+    bodies = []
     for item in _parameters(eqn):
         inner = getattr(item, "jaxpr", item)
         if hasattr(inner, "eqns"):
-            yield inner
+            bodies.append(inner)
+    return bodies
 
 
 def with_bodies(eqn: Eqn, change: Callable[[Any], Any]) -> Eqn:
@@ -76,7 +78,7 @@ def with_bodies(eqn: Eqn, change: Callable[[Any], Any]) -> Eqn:
         new = change(body)
         return value if new is body else with_body(value, new)
 
-    if not any(True for _ in sub_jaxprs(eqn)):
+    if not sub_jaxprs(eqn):
         return eqn
     params = {name: changed(value) for name, value in eqn.params.items()}
     is_new = any(params[name] is not eqn.params[name] for name in params)
@@ -97,21 +99,20 @@ def arrays_inside(jaxpr: Any) -> Iterator[Any]:
                 yield item
 
 
-def _parameters(eqn: Eqn) -> Iterator[Any]:
-    """Yields the parameters of an equation, and what is in their containers. An operation of the
+def _parameters(eqn: Eqn) -> list[Any]:
+    """Returns the parameters of an equation, and what is in their containers. An operation of the
     new kind (jax 0.12) is one parameter, which holds its own parameters as attributes.
     """
     is_new_kind = eqn.primitive.name == _NEW_KIND
-    return _inside(vars(eqn.params["_prim"]) if is_new_kind else eqn.params)
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    items = value.values() if isinstance(value, dict) else value
-    for item in items:
+    named = vars(eqn.params["_prim"]) if is_new_kind else eqn.params
+    pending, parameters = [*named.values()][::-1], []
+    while pending:
+        item = pending.pop()
         if isinstance(item, (tuple, list, dict)):
-            yield from _inside(item)
+            pending += [*(item.values() if isinstance(item, dict) else item)][::-1]
         else:
-            yield item
+            parameters.append(item)
+    return parameters
 
 
 def without_dead(jaxpr: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx._src.transforms.quantize_weight import _compiled
+from jqx._src.transforms.quantize_params import _compiled
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
 from ..arrays import on_device

@@ -326,6 +326,8 @@ def test_a_weight_that_is_handed_on_stays_in_parts():
     out, _ = jax.jit(jqx.convert(f, plan))(q, X)
     assert jax.tree.structure(out) == jax.tree.structure(q)
     jax.tree.map(np.testing.assert_array_equal, out, q)
+    same, _ = jqx.convert(f, plan)(PARAMS, X)  # float weights are returned as they are given
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, same, PARAMS)))
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])

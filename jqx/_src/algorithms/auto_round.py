@@ -21,8 +21,8 @@ from ..statistics.granularity import Groups
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen, Inapplicable
 from ..transforms.calibrate import look_at_batches, progress_bar
-from ..transforms.operands import counts_of, is_counted, value_of
 from ..transforms.plan import Plan, Site
+from ..transforms.row_counts import counts_of, is_counted, value_of
 from ..transforms.stats import OnNonfinite, check_mode
 from ..transforms.trace import TracedOnce
 from ..transforms.views import Address

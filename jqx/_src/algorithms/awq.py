@@ -16,7 +16,7 @@ from ..table import Printed
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen
 from ..transforms.plan import Plan
-from ..transforms.quantize_weight import quantize_weight
+from ..transforms.quantize_params import quantize_weight
 from ..transforms.stats import OnNonfinite
 from .chain import algorithm
 from .channels import Visit

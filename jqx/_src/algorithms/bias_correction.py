@@ -20,14 +20,14 @@ from ..table import Printed
 from ..transforms.algorithm import Chosen, Unstacked
 from ..transforms.calibrate import Batch, Observe, arguments_of, arrays_of, observed, progress_bar
 from ..transforms.channel_map import ChannelMap, Channels
+from ..transforms.convert import simulate
 from ..transforms.find import contractions
 from ..transforms.higher_order import Records
 from ..transforms.map_channels import map_channels
-from ..transforms.operands import is_counted, value_of
 from ..transforms.plan import Plan, Site
 from ..transforms.quantize_params import dequantize_params
+from ..transforms.row_counts import is_counted, value_of
 from ..transforms.rules import CONTRACTIONS
-from ..transforms.simulate import simulate
 from ..transforms.stats import (
     OnNonfinite,
     Stats,

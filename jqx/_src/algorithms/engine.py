@@ -19,13 +19,19 @@ from ..tensor.segments import Lazy, read
 from ..tensor.spec import QSpec
 from ..transforms.calibrate import arguments_of, progress_bar
 from ..transforms.find import contractions
-from ..transforms.interpret import count_arguments, count_operand, every_row, weights_of
-from ..transforms.operands import alike, spread, value_of
-from ..transforms.places import places_of
+from ..transforms.make_plan import as_plan
 from ..transforms.plan import Plan, Site
-from ..transforms.plan_call import as_plan
 from ..transforms.quantize_params import dequantize_params
-from ..transforms.row_counts import tainted
+from ..transforms.row_counts import (
+    alike,
+    count_arguments,
+    count_operand,
+    every_row,
+    spread,
+    tainted,
+    value_of,
+    weights_of,
+)
 from ..transforms.stats import (
     FLAGS,
     Entries,
@@ -37,6 +43,7 @@ from ..transforms.stats import (
     check_mode,
     check_observers,
     entries_of,
+    places_of,
     warn_left_out,
     with_flags,
 )

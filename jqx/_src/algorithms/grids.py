@@ -21,11 +21,10 @@ from ..statistics.statistics import places
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.find import contractions
-from ..transforms.places import places_of, renumbered
+from ..transforms.make_plan import as_plan, plan_call
 from ..transforms.plan import Plan, Site, Weight
-from ..transforms.plan_call import as_plan, plan_call
-from ..transforms.quantize_weight import quantize_weight
-from ..transforms.stats import Entry, observed_parts
+from ..transforms.quantize_params import quantize_weight
+from ..transforms.stats import Entry, observed_parts, places_of, renumbered
 from ..transforms.trace import Call, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import REMAT, Enclosing, contractions_in

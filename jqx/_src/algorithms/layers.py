@@ -38,10 +38,9 @@ from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen
 from ..transforms.calibrate import calibrate_batches, progress_bar, tell
 from ..transforms.find import contractions
-from ..transforms.interpret import count_operand
-from ..transforms.operands import is_counted, value_of
 from ..transforms.plan import Plan, Site, Weight
-from ..transforms.quantize_weight import check_finite_weight
+from ..transforms.quantize_params import check_finite_weight
+from ..transforms.row_counts import count_operand, is_counted, value_of
 from ..transforms.stats import OnNonfinite, check_finite, check_mode, observed_parts, warn_left_out
 from ..transforms.trace import Call, TracedOnce, is_array
 from .engine import Inputs, Leaves, Stream, Traced, Walk, calibrate_stages

@@ -17,8 +17,8 @@ from ..errors import fail, message, warn
 from ..files import Path, Replacement
 from ..transforms.arguments import check_concrete, check_function
 from ..transforms.calibrate import advancing, arrays_of
-from ..transforms.stepwise import Unable, stepwise
 from .layers import Checkpoint, digest
+from .stepwise import Unable, stepwise
 
 # One step of a language model, from a step function or from a plain function of tokens.
 

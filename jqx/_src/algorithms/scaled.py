@@ -20,7 +20,7 @@ from ..transforms.arguments import check_function
 from ..transforms.calibrate import arguments_of, calibrate_batches
 from ..transforms.channel_map import ChannelMap
 from ..transforms.plan import Plan
-from ..transforms.quantize_weight import quantize_weight
+from ..transforms.quantize_params import quantize_weight
 from ..transforms.stats import OnNonfinite
 from .chain import components
 from .channels import Folds, Pair, Visit, followed_through, least, most, spread

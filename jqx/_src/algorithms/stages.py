@@ -21,8 +21,8 @@ from .. import compat
 from ..compat import Eqn
 from ..heap import give_back
 from ..transforms.interpret import followed
-from ..transforms.operands import is_counted, value_of
 from ..transforms.plan import Plan, Site
+from ..transforms.row_counts import is_counted, value_of
 from ..transforms.trace import Call
 from ..transforms.views import Address
 from ..transforms.walk import HOLDING, addressed, bodies, bound, evaluate

@@ -24,9 +24,9 @@ from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, has_lazy, read
 from ..tensor.spec import QSpec
 from ..transforms.calibrate import bytes_of, in_bytes
-from ..transforms.operands import is_counted
 from ..transforms.plan import Plan
-from ..transforms.quantize_weight import quantize_weight
+from ..transforms.quantize_params import quantize_weight
+from ..transforms.row_counts import is_counted
 from .grids import Grids, Group
 from .stages import Operands, Scope, Stage
 

@@ -27,18 +27,17 @@ from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.arguments import check_batches, check_function
 from ..transforms.calibrate import Batch, arguments_of, arrays_of, inputs_of
+from ..transforms.channel_map import Maps
 from ..transforms.higher_order import Records
 from ..transforms.hoist import Hoisted, hoist
 from ..transforms.interpret import Rules, interpret
-from ..transforms.map_channels import Maps, as_maps, map_channels
-from ..transforms.operands import Trainable, codes_of, real_of
+from ..transforms.make_plan import as_plan, params_of
+from ..transforms.map_channels import as_maps, map_channels
 from ..transforms.paths import by_argument, insert_params
 from ..transforms.plan import GivenAffines, Plan, Site, Weight
-from ..transforms.plan_call import as_plan, params_of
-from ..transforms.quantize_params import named_leaves
-from ..transforms.quantize_weight import quantize_weight
+from ..transforms.quantize_params import named_leaves, quantize_weight
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
-from ..transforms.views import Address
+from ..transforms.views import Address, Trainable, codes_of, real_of
 from .report import scheme_of_site, sqnr_of
 
 

@@ -19,8 +19,7 @@ from ..transforms.convert import convert
 from ..transforms.make_plan import make_plan
 from ..transforms.paths import by_argument, insert_params
 from ..transforms.plan import GivenAffines, Plan, label_of
-from ..transforms.quantize_params import quantize_params
-from ..transforms.quantize_weight import lay_out_weights
+from ..transforms.quantize_params import lay_out_weights, quantize_params
 from ..transforms.trace import is_array, is_quantized
 from .compare import params_and_others
 from .hlo import CODES

@@ -20,9 +20,9 @@ from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
 from ..transforms.arguments import check_function
 from ..transforms.interpret import view
+from ..transforms.make_plan import as_plan, params_of
 from ..transforms.plan import Plan
-from ..transforms.plan_call import as_plan, params_of
-from ..transforms.quantize_weight import quantize_weight
+from ..transforms.quantize_params import quantize_weight
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import CALLS, Body, Domain, Where, passed_on, walk
@@ -413,11 +413,7 @@ class Follower(Domain[Interval]):
         """Applies the rule of a primitive; if all operands are known, also computes it."""
         name = eqn.primitive.name
         computable = all(x.is_known for x in xs) and not eqn.effects
-        if (
-            computable
-            and name != "broadcast_in_dim"
-            and not any(True for _ in compat.sub_jaxprs(eqn))
-        ):
+        if computable and name != "broadcast_in_dim" and not compat.sub_jaxprs(eqn):
             if name in RULES and is_integer(eqn.outvars[0].aval.dtype):
                 self._ruled(eqn, xs)  # records overflows
             return [of_value(x) for x in _computed(eqn, xs)]

@@ -29,13 +29,12 @@ from ..transforms.calibrate import (
 )
 from ..transforms.higher_order import Records
 from ..transforms.interpret import Rules, interpret
-from ..transforms.make_plan import planner
-from ..transforms.operands import real_of
+from ..transforms.make_plan import as_plan, params_of, planner
 from ..transforms.paths import Splits, Weights
 from ..transforms.plan import Plan, Site
-from ..transforms.plan_call import as_plan, params_of
-from ..transforms.quantize_weight import quantize_weight
+from ..transforms.quantize_params import quantize_weight
 from ..transforms.trace import Call, is_quantized, trace_call
+from ..transforms.views import real_of
 from .report import scheme_of_site
 
 Metric = Callable[[Any, Any], Any]

@@ -42,14 +42,12 @@ from ..tensor.serialize import (
     record_from_json,
     to_json,
 )
-from ..transforms.channel_map import ChannelMap, LowRank
-from ..transforms.map_channels import Maps, as_maps
-from ..transforms.paths import Split, by_argument
+from ..transforms.channel_map import ChannelMap, LowRank, Maps
+from ..transforms.map_channels import as_maps
+from ..transforms.paths import Split, by_argument, split_leaf
 from ..transforms.plan import Plan
-from ..transforms.quantize_params import named_leaves
-from ..transforms.quantize_weight import check_scales_of_weights
+from ..transforms.quantize_params import check_scales_of_weights, named_leaves
 from ..transforms.trace import is_quantized
-from ..transforms.unstack import split_leaf
 from .safetensors import METADATA, stored_dtype
 
 Read = Callable[[str, np.dtype], Any]

@@ -10,7 +10,7 @@ from flax.core import meta, unfreeze
 from ..checks import called, check_instance
 from ..errors import fail, some
 from ..policy import Policy, check_policy
-from ..ptq.defaults import Effort, check_effort
+from ..ptq.ptq import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
 from ..ptq.quantized import Hoist, Quantize, Quantized, Target, Unbound
 from ..statistics.statistics import RowWeight

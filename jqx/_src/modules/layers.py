@@ -16,8 +16,8 @@ from ..caches.kv_cache import KVCache, check_format
 from ..checks import check_instance
 from ..errors import fail, some
 from ..tensor.qtensor import QTensor
-from ..transforms.channel_map import LowRank
-from ..transforms.map_channels import Maps, as_maps
+from ..transforms.channel_map import LowRank, Maps
+from ..transforms.map_channels import as_maps
 from ..transforms.paths import is_whole
 from ..transforms.plan import Plan
 

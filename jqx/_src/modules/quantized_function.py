@@ -19,12 +19,11 @@ from ..statistics.calibrators import AbsMax, Affine
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Segments
 from ..transforms.calibrate import affines_seen, calibrate, merge_stats
-from ..transforms.convert import convert
+from ..transforms.convert import convert, simulate
 from ..transforms.make_plan import make_plan
 from ..transforms.paths import is_whole, nested
 from ..transforms.plan import GivenAffines, Plan
 from ..transforms.quantize_params import dequantize_params, named_leaves, quantize_params
-from ..transforms.simulate import simulate
 from ..transforms.trace import TracedOnce
 
 Scales = Literal["calibrated", "dynamic"]

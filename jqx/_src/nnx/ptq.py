@@ -11,7 +11,7 @@ from ..checks import called, check_instance
 from ..compat import is_concrete
 from ..errors import fail, some
 from ..policy import Policy, check_policy
-from ..ptq.defaults import Effort, check_effort
+from ..ptq.ptq import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
 from ..ptq.quantized import Hoist, Quantized, Target, Unbound
 from ..statistics.statistics import RowWeight

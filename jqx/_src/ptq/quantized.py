@@ -34,16 +34,15 @@ from ..tensor.targets import TARGETS
 from ..transforms.algorithm import Chosen, Unstacked
 from ..transforms.arguments import check_operations
 from ..transforms.calibrate import arguments_of
-from ..transforms.channel_map import ChannelMap, LowRank
+from ..transforms.channel_map import ChannelMap, LowRank, Map, Maps
 from ..transforms.convert import convert
 from ..transforms.hoist import Hoisted, hoisted_as
 from ..transforms.hoist import hoist as hoist_values
-from ..transforms.map_channels import Map, Maps, as_maps, map_channels, with_maps
+from ..transforms.make_plan import plan_of_function
+from ..transforms.map_channels import as_maps, map_channels, with_maps
 from ..transforms.paths import Names, by_argument, insert_params
 from ..transforms.plan import Plan
-from ..transforms.plan_call import plan_of_function
-from ..transforms.quantize_params import dequantize_params, named_leaves
-from ..transforms.quantize_weight import lay_out_weights
+from ..transforms.quantize_params import dequantize_params, lay_out_weights, named_leaves
 from ..transforms.trace import is_array, is_quantized
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from ..tensor.segments import has_lazy
 from ..transforms.arguments import kind_of
 from ..transforms.calibrate import arrays_of, inputs_of
 from ..transforms.plan import Plan
-from ..transforms.stepwise import Unable
 from ..transforms.trace import is_array
 from .quantized import BoundFunction, algorithms, own_text
 
@@ -468,7 +467,7 @@ def _with_own_text(
     name = "algorithms.own_text"
     try:
         steps = own_text.decoding_of(name, f, arrays, **form, slow=slow)
-    except (Unable, own_text.NotCausal) as error:
+    except (own_text.Unable, own_text.NotCausal) as error:
         return batches, _WITHOUT + str(error).splitlines()[0].removeprefix(f"jqx.{name}: ")
     firsts = np.array([x[0] for x in tokens.rows()])
     start = int(firsts[0]) if len(firsts) > 1 and len(np.unique(firsts)) == 1 else 0

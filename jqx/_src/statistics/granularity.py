@@ -105,7 +105,7 @@ class Groups:
     def _axes(self) -> list[tuple[int, int]]:
         return list(zip(self.shape, self.sizes, strict=True))
 
-    @property
+    @functools.cached_property
     def _parts(self) -> list[tuple[int, ...]]:
         """For each axis the axes that `split` makes of it: (blocks, size), or itself."""
         axes = enumerate(self._axes)

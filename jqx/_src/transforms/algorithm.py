@@ -16,7 +16,7 @@ from ..checks import shown
 from ..errors import fail
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, abstract
-from .map_channels import Maps
+from .channel_map import Maps
 from .paths import (
     Split,
     as_arguments,
@@ -26,11 +26,13 @@ from .paths import (
     is_whole,
     line_of,
     parameter_of,
+    part_paths,
     positions_of,
+    split_leaf,
+    stack_leaf,
 )
 from .plan import Plan
 from .trace import TracedOnce, is_quantized, trace_call
-from .unstack import part_paths, split_leaf, stack_leaf
 from .walk import evaluate
 
 

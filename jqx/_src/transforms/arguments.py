@@ -1,9 +1,11 @@
-"""Checks of the arguments `f`, `plan`, `stats` and `batches`, and of the operations of `f`. Errors
-name the object if it is another value of jqx, or was passed as the wrong argument.
+"""Checks of the arguments `f`, `plan`, `stats` and `batches`, of the operations of `f`, and of
+whether a plan fits it. Errors name the object if it is another value of jqx, or was passed as the
+wrong argument.
 """
 
 import base64
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import re
@@ -22,8 +24,11 @@ from ..compat import is_concrete
 from ..errors import fail, message, warn
 from ..policy import Policy, preset_of
 from ..statistics.calibrators import Affine
+from .find import Found, contractions_with_reads
+from .paths import AGAIN, addresses_of, check_ranks, check_same, without_addresses
 from .plan import Plan
 from .rules import CONTRACTIONS
+from .views import Address, Origin
 
 _MAKE = "plan = jqx.make_plan(f, policy)(params, x)"
 
@@ -285,7 +290,7 @@ def _of(eqn: compat.Eqn, names_of: dict[int, list[str]]) -> Iterator[str]:
     name = eqn.primitive.name
     if name in _LEFT_OUT:
         return
-    bodies = list(compat.sub_jaxprs(eqn))
+    bodies = compat.sub_jaxprs(eqn)
     opened = bool(bodies) and name in _OPENED
     if not opened:
         yield name
@@ -373,3 +378,76 @@ def _shown(names: list[str], index: int) -> str:
     if index == len(names):
         return "the end"
     return f"`{names[index]}`".replace(_END, "end of ")
+
+
+# Whether a plan fits a traced function.
+
+
+def signature_of(call: Any, items: Sequence[Found], *, axes: bool = True) -> tuple[str, ...]:
+    """Returns one line per parameter and contraction, without batch sizes.
+
+    `axes=False` leaves out the position of a weight's axes in the contracted operand, as plans of
+    jqx 0.1.0 do.
+    """
+    lines = [*call.lines]
+    for item in items:
+        operands = [_described(origin, axes) if origin else "-" for origin in item.origins]
+        pattern = item.family.pattern(item.eqn)
+        lines.append(f"contraction {item.address} {item.op}{pattern} of {' and '.join(operands)}")
+    return tuple(lines)
+
+
+def _described(origin: Origin, axes: bool) -> str:
+    """Returns the paths of a weight, or of joined ones; a transposed one is such as `w[1,0]`."""
+    if not axes:
+        return origin.name
+    dims = [
+        ["&".join(map(str, sorted(axes_of_dim))) for axes_of_dim in part.dims]
+        for part in origin.parts
+    ]
+    named = zip(origin.parts, dims, strict=True)
+    return "+".join(
+        dict.fromkeys(f"{part.path}[{','.join(axes_of_dim)}]" for part, axes_of_dim in named)
+    )
+
+
+def fitted_plan(
+    function: str, plan: Plan, call: Any, items: Sequence[Found], fix: str = AGAIN
+) -> Plan:
+    """Returns a plan with the addresses of a function, which differ in plans of jqx 0.1, and where
+    other parts of it are under jit or remat. Raises if the plan is for another function.
+    """
+    signature = signature_of(call, items)
+    if plan.signature in (signature, signature_of(call, items, axes=False)):
+        return plan
+    old_items = contractions_with_reads(call)
+    older = signature_of(call, old_items), signature_of(call, old_items, axes=False)
+    if plan.signature in older and len(old_items) == len(items):
+        return _renumbered(plan, [item.address for item in old_items], items, signature)
+    alike = without_addresses(signature) == without_addresses(plan.signature)
+    if alike and same_nesting(function, plan.operations, call.jaxpr):
+        return _renumbered(plan, addresses_of(plan.signature), items, signature)
+    check_ranks(function, plan, items)
+    check_same(function, signature, plan.signature, fix)
+    return plan
+
+
+def _renumbered(
+    plan: Plan,
+    old_addresses: Sequence[Address],
+    new_items: Sequence[Found],
+    signature: tuple[str, ...],
+) -> Plan:
+    """Returns a plan with the addresses of contractions found in place of those before."""
+    items = dict(zip(old_addresses, new_items, strict=True))
+    new = {old: item.address for old, item in items.items()}
+    sites = [
+        dataclasses.replace(
+            site, address=items[site.address].address, loops=items[site.address].loops
+        )
+        for site in plan.sites
+    ]
+    skipped = [dataclasses.replace(item, address=new[item.address]) for item in plan.skipped]
+    return dataclasses.replace(
+        plan, sites=tuple(sites), skipped=tuple(skipped), signature=signature
+    )

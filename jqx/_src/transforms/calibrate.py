@@ -26,16 +26,24 @@ from ..signatures import P, R
 from ..statistics.calibrators import Affine, needs_no_values
 from ..statistics.statistics import RowWeight, check_weight, flags, in_total, places
 from ..tensor.segments import check_read
-from .arguments import check_batch, check_batches, check_plan, check_stats
+from .arguments import check_batch, check_batches, check_function, check_plan, check_stats
 from .higher_order import Records
-from .interpret import Rules, count_arguments, count_operand, every_row, interpret, weights_of
-from .operands import real_of, value_of
+from .interpret import Rules, interpret
+from .make_plan import params_of, with_contractions
 from .paths import by_argument, flatten, insert_params, path_of
-from .places import places_of
 from .plan import Plan, Site, Weight
-from .plan_call import params_of, with_contractions
 from .quantize_params import quantize_params
-from .row_counts import counted, tainted, tainted_results, tainted_rows
+from .row_counts import (
+    count_arguments,
+    count_operand,
+    counted,
+    every_row,
+    tainted,
+    tainted_results,
+    tainted_rows,
+    value_of,
+    weights_of,
+)
 from .stats import (
     Entries,
     GivenObservers,
@@ -54,13 +62,14 @@ from .stats import (
     merged_flags,
     nonfinite_text,
     observers_of,
+    places_of,
     stats_of,
     warn_left_out,
     with_flags,
     without_observers,
 )
-from .trace import check_function, is_array, is_quantized, trace_call
-from .views import Address
+from .trace import is_array, is_quantized, trace_call
+from .views import Address, real_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

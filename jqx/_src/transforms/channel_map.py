@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -164,3 +164,10 @@ class Channels(NamedTuple):
 
         rotate.__name__ = HIDDEN
         return jax.jit(rotate)(x, list(factors))
+
+
+Map = ChannelMap | LowRank
+
+
+Maps = Mapping[str, Map | Sequence[Map]]
+"""Maps by the key of an operand or a result, such as `w:dot_general:lhs`; several in order."""

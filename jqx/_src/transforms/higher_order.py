@@ -24,8 +24,8 @@ from ..tensor.segments import OneOf, alone
 from ..tensor.shardings import partition_specs
 from ..tensor.targets import kernel_of
 from ..tensor.views import sliceable
-from .operands import Counted, Lost, Trainable, is_coded, map_codes, spread, value_of
-from .views import Address, sharded_as
+from .row_counts import Counted, Lost, spread, value_of
+from .views import Address, Trainable, is_coded, map_codes, sharded_as
 from .walk import REMAT, carried, passed_on, while_starts
 
 Records = dict[str, Any]

@@ -18,7 +18,6 @@ from ..errors import fail, some
 from .arguments import check_function
 from .higher_order import FORMS, Records, Runner
 from .known_values import CUSTOM, INLINE, KnownValues, What
-from .live import live, read_by
 from .paths import (
     Hoisting,
     Names,
@@ -31,9 +30,9 @@ from .paths import (
     nested,
     path_of,
     positions_of,
+    stand_in,
 )
-from .trace import Call, as_params, is_array, trace_call
-from .unstack import stand_in
+from .trace import Call, as_params, is_array, live, read_by, trace_call
 from .views import Address
 from .walk import HIDDEN, bodies, carried, evaluate, passed_on_alone
 

@@ -1,5 +1,5 @@
-"""The rules of `convert`: contractions run on integers, and which weights cannot follow the views
-of the function as planned.
+"""The rules of `convert`: contractions run on integers, which weights cannot follow the views of
+the function as planned, and which reach an operation without a quantized form.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import jax
 from .. import compat
 from ..compat import Eqn
 from ..contractions.problem import Pending, may_wait, settled
-from ..errors import fail, some
+from ..errors import fail, message, some
 from ..policy import pattern_of
 from ..statistics.calibrators import Affine
 from ..tensor.grid import groups_of
@@ -22,14 +22,13 @@ from ..tensor.segments import abstract
 from .find import Found
 from .higher_order import Records
 from .interpret import Rules, interpret
-from .known_values import reaching
-from .operands import is_coded, real_of
+from .known_values import Escape, followed, known_values, reaching
 from .partitioned import Gathered, PartialSums
 from .plan import Operand, Plan, Site, Weight
-from .quantize_weight import quantize_weight
+from .quantize_params import quantize_weight
 from .rules import CONTRACTIONS
 from .trace import Call, is_quantized
-from .views import Address
+from .views import Address, is_coded, real_of
 from .walk import HOLDING
 
 
@@ -231,3 +230,43 @@ class _Trial(OnIntegers):
 
     def dense(self, eqn: Eqn | None, x: Any) -> Any:
         return real_of(x)
+
+
+# Raises the errors of `convert` when planning, with the name of the weight.
+
+
+class Unsupported(NotImplementedError, ValueError):
+    """A policy quantizes a weight that reaches an operation without a quantized form."""
+
+
+def check_reach(function: str, call: Call, plan: Plan) -> None:
+    """Raises if a weight of a plan reaches an operation without a quantized form."""
+    codes, _ = followed(call, {weight.path for weight in plan.weights})
+    if codes.escapes:
+        escape = codes.escapes[0]
+        is_hoistable = id(escape.eqn) in known_values(call).inner
+        fix = "use jqx.hoist, or ptq(hoist='all'); " if is_hoistable else ""
+        raise _refusal(function, plan, escape, fix)
+    if codes.mixed:  # whether their formats agree is known only when the call is traced
+        rules = OnIntegers(plan)
+
+        def run(inputs: list[Any]) -> list[Any]:
+            pairs = zip(inputs, call.paths, strict=True)
+            leaves = [quantized_leaf(leaf, path, plan, {}) for leaf, path in pairs]
+            return interpret(call.jaxpr, call.consts, leaves, rules)[0]
+
+        try:
+            jax.eval_shape(run, call.leaves)
+        except NotImplementedError as error:
+            raise _refusal(function, plan, codes.mixed[0]) from error
+
+
+def _refusal(function: str, plan: Plan, escape: Escape, fix: str = "") -> Unsupported:
+    path = min(escape.paths)
+    spec = next(weight.spec for weight in plan.weights if weight.path == path)
+    problem = f"the weight {path!r}, which the policy quantizes, {escape.how}."
+    details = f"{spec}{compat.at_line_of(escape.eqn)}"
+    details += f", in scope {escape.scope}" if escape.scope else ""
+    fix += f"leave it in float with jqx.Rule({pattern_of(path)!r}) first in the policy; or pass "
+    fix += 'unsupported="dequantize" to both jqx.make_plan and jqx.convert.'
+    return Unsupported(message(function, problem, given=details, fix=fix))

@@ -13,37 +13,38 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import compat
 from ..caches.decode_attention import attention_named
 from ..compat import Eqn
-from ..errors import fail, some
 from ..statistics.calibrators import Affine
-from ..statistics.statistics import RowWeight
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone
 from .higher_order import FORMS, Records, Runner
-from .operands import (
+from .plan import Plan, Site, check_sums
+from .row_counts import (
     Counted,
+    common,
+    counted,
+    counted_like,
+    is_counted,
+    opened,
+    tainted_results,
+    tainted_rows,
+    value_of,
+)
+from .rules import CONTRACTIONS, VIEWS, tracked
+from .views import (
+    UPDATES,
+    Address,
+    Origin,
     Trainable,
     as_like,
     codes_of,
-    common,
-    counted_like,
     is_coded,
-    is_counted,
-    opened,
     real_of,
-    value_of,
     with_codes,
 )
-from .paths import Params, positions_of
-from .plan import Plan, Site, check_sums
-from .row_counts import counted, tainted_results, tainted_rows
-from .rules import CONTRACTIONS, VIEWS, tracked
-from .trace import Call
-from .views import UPDATES, Address, Origin
 from .walk import addressed, evaluate
 
 # `jqx.decode_attention` in a traced function, where its name is kept.
@@ -345,10 +346,6 @@ def _follows(q: QTensor, origin: Origin) -> bool:
     return q.layout is None or q.layout.follows(moved, cut)
 
 
-# How much the rows of a batch count, by the weight of an observer: for the arguments of a function
-# and for the operands of its sites.
-
-
 @dataclasses.dataclass(frozen=True)
 class _Following(Rules):
     """Evaluates in float, and tracks how much rows count."""
@@ -364,93 +361,3 @@ def followed(plan: Plan, eqn: Any, operands: list[Any], leaves_out: bool = False
     """
     rules = _Following(plan, is_counting=True, leaves_out=leaves_out, cleans=leaves_out)
     return evaluate_counted(eqn, operands, rules)[0]
-
-
-def every_row(*args: Any, **kwargs: Any) -> jax.Array:
-    """A weight by which all rows count the same."""
-    return jnp.ones((), jnp.float32)
-
-
-def weights_of(
-    function: str, weight: RowWeight, params: Params, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> jax.Array:
-    """Returns how much rows count, float32: the result of `weight` for the arguments of a call
-    without the parameters.
-    """
-    positions = positions_of(params)
-    inputs = [x for argnum, x in enumerate(args) if argnum not in positions]
-    try:
-        weights = weight(*inputs, **kwargs)
-    except Exception as error:
-        count = f"{len(inputs)} arguments, those of f without its parameters"
-        error.add_note(f"  at:       weight= of an observer, called with {count}")
-        raise
-    fix = "let it return booleans, such as tokens != 0, or non-negative numbers."
-    if not (hasattr(weights, "shape") and hasattr(weights, "dtype")):
-        problem = "the `weight` of an observer does not return an array."
-        details = f"an object of type {type(weights).__name__}"
-        raise fail(function, problem, given=details, fix=fix, error=TypeError)
-    is_real = any(jnp.issubdtype(weights.dtype, x) for x in (jnp.bool_, jnp.integer, jnp.floating))
-    is_positive = not compat.is_concrete(weights) or bool(np.all(np.asarray(weights) >= 0))
-    if not (is_real and is_positive):
-        problem = "the `weight` of an observer does not return booleans or non-negative numbers."
-        details = f"an array of {jnp.dtype(weights.dtype).name}"
-        details += "" if is_positive else " with entries below 0, or NaN"
-        raise fail(function, problem, given=details, fix=fix)
-    return jnp.asarray(weights).astype(jnp.float32)
-
-
-def count_arguments(
-    function: str, weights: jax.Array, params: Params, call: Call, leaves: Sequence[Any]
-) -> list[Any]:
-    """Returns the leaves of a call. Those that are not parameters have counts, or the reason why
-    these are unknown.
-    """
-    positions = positions_of(params)
-    shape, counted_leaves = weights.shape, []
-    for leaf, keys in zip(leaves, call.keys, strict=True):
-        is_parameter = keys[0].idx == 0 and keys[1].idx in positions
-        if is_parameter or is_coded(leaf):
-            counted_leaves.append(leaf)
-        elif len(leaf.shape) >= len(shape) and all(
-            n in (1, size) for n, size in zip(shape, leaf.shape, strict=False)
-        ):
-            trailing = (1,) * (len(leaf.shape) - len(shape))
-            counted_leaves.append(Counted(leaf, weights.reshape(*shape, *trailing)))
-        else:
-            name = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
-            reason = (
-                f"the argument {name!r} of shape {leaf.shape} does not begin with the axes {shape}"
-                " of the weight"
-            )
-            counted_leaves.append(Counted(leaf, None, reason))
-    if shape != () and not any(is_counted(x) and x.is_known for x in counted_leaves):
-        shapes = [str(x.value.shape) for x in counted_leaves if is_counted(x)]
-        problem = "no argument has the rows that the `weight` of an observer counts."
-        details = f"a weight of shape {shape}, arguments of shapes {some(shapes)}"
-        raise fail(function, problem, given=details, fix="let it return an array with these axes.")
-    return counted_leaves
-
-
-def count_operand(
-    function: str, site: str, x: Any, shape: tuple[int, ...] | None = None
-) -> jax.Array:
-    """Returns how much the elements of an operand of a site count, as observers receive it.
-
-    Args:
-      function: name of the calling function, for messages.
-      site: the name of the site.
-      x: the operand.
-      shape: the shape of the weight, for messages; all rows count the same if it is `()`.
-    """
-    if is_counted(x) and x.is_known:
-        return jnp.where(jnp.isinf(x.counts), 1, x.counts)
-    if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
-        return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
-    operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
-    problem = f"it is not known how much the rows of {site!r} count."
-    details = "" if shape is None else f"a weight of shape {shape}, and "
-    details += f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}"
-    fix = "name other sites in observers=, or let `weight` return the leading axes of the argument "
-    fix += "that this site reads."
-    raise fail(function, problem, given=details, fix=fix)

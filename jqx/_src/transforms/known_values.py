@@ -350,7 +350,7 @@ def _fixed(eqn: Eqn, operands: Sequence[Value], shape: Sequence[Any]) -> tuple[b
     """Returns which axes of a result have the size of an axis of a parameter."""
     name, params = eqn.primitive.name, eqn.params
     pairs = [(x, atom.aval.shape) for x, atom in zip(operands, eqn.invars, strict=True)]
-    is_form = any(True for _ in compat.sub_jaxprs(eqn))
+    is_form = bool(compat.sub_jaxprs(eqn))
     pairs = [(x, value) for x, value in pairs if value and (x.parents or not is_form)]
     if not pairs:
         return tuple(False for _ in shape)
@@ -740,7 +740,7 @@ class _Sources(Domain[Source]):
         if name in CONTRACTIONS:
             previous = self.at.get(id(eqn), values)
             self.at[id(eqn)] = [a | b for a, b in zip(previous, values, strict=True)]
-        inner = list(compat.sub_jaxprs(eqn))
+        inner = compat.sub_jaxprs(eqn)
         for jaxpr in inner:
             walk(self, jaxpr, [joint] * len(jaxpr.invars), where)
         if name.startswith(_DRAWS):

@@ -13,20 +13,16 @@ from ..checks import called, check_instance
 from ..compat import Eqn
 from ..errors import fail, some
 from ..signatures import P, R
-from .channel_map import ChannelMap, Channels, LowRank
+from .arguments import check_function
+from .channel_map import ChannelMap, Channels, LowRank, Map, Maps
 from .find import Found
 from .higher_order import Records
 from .interpret import Rules, interpret
-from .operands import real_of
+from .make_plan import with_contractions
 from .plan import Operand, Plan, Site
-from .plan_call import with_contractions
 from .stats import observed_parts
-from .trace import check_function, trace_call
-from .views import Address
-
-Map = ChannelMap | LowRank
-Maps = Mapping[str, Map | Sequence[Map]]
-"""Maps by the key of an operand or a result, such as `w:dot_general:lhs`; several in order."""
+from .trace import trace_call
+from .views import Address, real_of
 
 _NAME, _SIDES = "map_channels", ("lhs", "rhs")
 

@@ -1,5 +1,6 @@
-"""Names of the leaves of parameters: their key paths, or names that the user gives. Errors for
-a call whose leaves or contractions differ from the planned ones.
+"""Names of the leaves of parameters: their key paths, or names that the user gives; the parts of
+parameters that are split. Errors for a call whose leaves or contractions differ from the planned
+ones.
 """
 
 import dataclasses
@@ -7,15 +8,19 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from jax import dtypes
+import jax
+import numpy as np
+from jax import dtypes, lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ..errors import fail, some
 from ..policy import Policy
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import Segments
+from ..tensor.segments import Lazy, Segments, abstract
+from ..tensor.shardings import sharding_of
 
 Params = int | tuple[int, ...]
 """Position, or positions, of the arguments that hold weights."""
@@ -190,10 +195,17 @@ def flatten(
     """Returns the leaves of a pytree, each with its keys; QTensors and Segments are leaves. The key
     of the value of an `nnx.Variable` is left out.
     """
-    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_leaf(x) or _is_variable(x))
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:  # Flax is not imported, so there are no variables
+        return tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+
+    def is_variable(x: Any) -> bool:
+        return isinstance(x, nnx.Variable)
+
     leaves = []
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: is_leaf(x) or is_variable(x))
     for keys, leaf in flat:
-        if is_leaf(leaf) or not _is_variable(leaf):
+        if is_leaf(leaf) or not is_variable(leaf):
             leaves.append((keys, leaf))
             continue
         inside, _ = tree_flatten_with_path(leaf, is_leaf=is_leaf)
@@ -205,12 +217,6 @@ def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed
     """Returns the paths that have another name, without those that have no path."""
     pairs = zip(paths, names, strict=True)
     return tuple((path, name) for path, name in pairs if path is not None and path != name)
-
-
-def _is_variable(x: Any) -> bool:
-    """Whether a node is a variable of Flax. If there is one, Flax has been imported."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Variable)
 
 
 def _named(path: str, table: Mapping[str, str | None]) -> str | None:
@@ -340,3 +346,70 @@ def check_ranks(function: str, plan: Any, items: Sequence[Any]) -> None:
 
 def _shown(shapes: Sequence[Sequence[Any]]) -> str:
     return " x ".join("[" + ", ".join(map(str, shape)) + "]" for shape in shapes)
+
+
+# The parts of one parameter.
+
+
+def part_paths(path: str | None, split: Split | None) -> list[str | None]:
+    """Returns the paths of the parts of a parameter; its own path if it is not split."""
+    return [path] if split is None else [part.path for part in split.parts]
+
+
+def split_leaf(function: str, leaf: Any, split: Split | None) -> list[Any]:
+    """Returns the parts of a parameter: those of Segments, or slices of an array. A parameter that
+    is not split is its only part.
+    """
+    if split is None:
+        return [leaf]
+    kind = abstract(leaf)
+    if isinstance(kind, Segments) and (kind.axis, kind.bounds) != (split.axis, split.bounds):
+        problem = f"the Segments {leaf!r} of {split.path!r} do not fit the plan."
+        expected = f"parts with the bounds {list(split.bounds)} along axis {split.axis}"
+        fix = "quantize the parameters with this plan: jqx.quantize_params(params, plan)."
+        raise fail(function, problem, expected=expected, fix=fix)
+    return cut_parts(leaf, split.axis, split.bounds)
+
+
+def stack_leaf(parts: Sequence[Any], split: Split | None) -> Any:
+    """Returns the parameter with these parts."""
+    if split is None:
+        return parts[0]
+    if not all(isinstance(x, Lazy) for x in parts):
+        return Segments(parts, split.axis)
+    sources = [x.source for x in parts]
+    source = "\n".join([f"along {split.axis}", *sources]) if all(sources) else ""
+    spec = Segments([x.spec for x in parts], split.axis)
+    return Lazy(spec, lambda: Segments([x.read() for x in parts], split.axis), source)
+
+
+def joined_parts(x: Any) -> Any:
+    """Returns a weight in parts as one array; other values are unchanged."""
+    return lax.concatenate(x.parts, x.axis) if isinstance(x, Segments) else x
+
+
+def cut_parts(x: Any, axis: int, bounds: tuple[int, ...]) -> list[Any]:
+    """Returns the parts of a value with these bounds: its own, or slices."""
+    if isinstance(x, Segments) and (x.axis, x.bounds) != (axis, bounds):
+        x = joined_parts(x)
+    return [_slice(x, axis, start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def _slice(x: Any, axis: int, start: int, stop: int) -> Any:
+    if isinstance(x, Lazy):
+        return x.then(partial(_slice, axis=axis, start=start, stop=stop), f"{axis} {start}:{stop}")
+    if isinstance(x, Segments):
+        return x.parts[x.bounds.index(start)]
+    if isinstance(x, jax.ShapeDtypeStruct):
+        shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    if isinstance(x, (QTensor, np.ndarray)):
+        return x[(slice(None),) * axis + (slice(start, stop),)]
+    return lax.slice_in_dim(x, start, stop, axis=axis)
+
+
+def stand_in(leaf: Any) -> Any:
+    """Returns what a function is traced with in place of a leaf."""
+    if not (is_whole(leaf) or isinstance(leaf, Lazy)):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf))

@@ -38,8 +38,10 @@ from .paths import (
     check_same,
     is_parameter_line,
     is_whole,
+    part_paths,
+    split_leaf,
+    stack_leaf,
 )
-from .unstack import part_paths, split_leaf, stack_leaf
 from .views import Address, Loop
 
 # The entries of a plan: contractions, parameters, and how they are quantized.

@@ -1,23 +1,135 @@
-"""How much the elements of results count, given the counts of operands: a rule for each primitive.
-
-A value made of one element of each operand counts as much as the least of them. A value made of
-several elements along an axis, such as a sum, counts as much as the largest. So a mean over tokens
-counts if one of them does, and attention counts as much as the token of the query. Operations that
-only move elements move their counts.
+"""How much the rows of a batch count, by the weight of an observer: for the arguments of a
+function, the results of each primitive, and the operands of its sites.
 """
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .. import compat
 from ..compat import Eqn
-from .operands import Counted, counts_of, is_coded, is_counted, value_of
+from ..errors import fail, some
+from ..statistics.statistics import RowWeight
+from .paths import Params, positions_of
 from .rules import CONTRACTION_RULES, CONTRACTIONS
+from .views import is_coded
+
+# Values with a count for each element: how much the rows of the batch that it comes from count, by
+# the weight of an observer.
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("value", "counts"), meta_fields=("lost",))
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """An array that depends on a batch. Values made of parameters alone are plain arrays.
+
+    Attributes:
+      value: the array.
+      counts: how much its elements count, float32, with its rank and size 1 along an axis whose
+        elements all count the same; infinite for elements that no value of a batch has reached.
+        `None` if it is unknown.
+      lost: why it is unknown.
+    """
+
+    value: Any
+    counts: Any
+    lost: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the counts of the elements are known."""
+        return self.counts is not None
+
+
+class Lost(Exception):
+    """Raised if the counts of a value that a loop carries are known before its first step, but not
+    after a step.
+
+    Attributes:
+      reason: the reason that they are unknown.
+      index: index of the value among those that are carried.
+    """
+
+    index: int = -1
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+def value_of(x: Any) -> Any:
+    """Returns the plain value."""
+    return x.value if isinstance(x, Counted) else x
+
+
+def is_counted(x: Any) -> bool:
+    """Whether a value is a `Counted`, with known or unknown counts."""
+    return isinstance(x, Counted)
+
+
+def counts_of(x: Any) -> jax.Array:
+    """Returns how much each element of a value counts, in the shape of the value."""
+    value = value_of(x)
+    has_counts = is_counted(x) and x.is_known
+    counts = x.counts if has_counts else jnp.full((1,) * jnp.ndim(value), jnp.inf, jnp.float32)
+    return jnp.broadcast_to(counts, jnp.shape(value))
+
+
+def opened(x: Any) -> Any:
+    """Returns a value with a count for each of its elements, if they can be known: all values that
+    a loop carries have this form.
+    """
+    if is_coded(x) or (is_counted(x) and not x.is_known):
+        return x
+    value = value_of(x)
+    return Counted(value, compat.vary(counts_of(x), compat.varies_along(value)))
+
+
+def spread(x: Any) -> Any:
+    """Returns a `Counted` value with a count for each of its elements, so that both can be split
+    along the axes of the value. Other values are returned unchanged.
+    """
+    return opened(x) if is_counted(x) else x
+
+
+def common(forms: Sequence[Any]) -> Any:
+    """Returns the form in which all of several values of one shape can be expressed."""
+    unknown = next((x for x in forms if is_counted(x) and not x.is_known), None)
+    counted = next(filter(is_counted, forms), None)
+    if unknown is not None or counted is None:
+        return forms[0] if unknown is None else unknown
+    shape = jax.ShapeDtypeStruct(jnp.shape(counted.value), jnp.float32)
+    return Counted(counted.value, shape)
+
+
+def alike(values: Sequence[Any]) -> list[Any]:
+    """Returns values of one shape, all in the form in which each can be expressed."""
+    form = common(values)
+    return [counted_like(x, form) for x in values] if is_counted(form) else list(values)
+
+
+def counted_like(x: Any, example: Counted) -> Counted:
+    """Returns a value in the form of another."""
+    if not example.is_known:
+        return Counted(value_of(x), None, example.lost)
+    if is_counted(x) and not x.is_known:
+        raise Lost(x.lost)
+    return opened(x)
+
+
+# A rule for each primitive: the counts of its results, given those of its operands.
+#
+# A value made of one element of each operand counts as much as the least of them. A value made of
+# several elements along an axis, such as a sum, counts as much as the largest. So a mean over
+# tokens counts if one of them does, and attention counts as much as the token of the query.
+# Operations that only move elements move their counts.
+
 
 Counts = jax.Array | list[jax.Array | None]
 Rule = Callable[[Eqn, Sequence[Any], Sequence[Any]], Counts | None]
@@ -345,3 +457,96 @@ def _has_counts(x: Any) -> bool:
 def _counts(x: Any, example: Any) -> Any:
     """Returns the counts of an operand in the shape of a result."""
     return jnp.broadcast_to(counts_of(x), example.shape)
+
+
+# The counts of the arguments of a function, and of the operands of its sites.
+
+
+def every_row(*args: Any, **kwargs: Any) -> jax.Array:
+    """A weight by which all rows count the same."""
+    return jnp.ones((), jnp.float32)
+
+
+def weights_of(
+    function: str, weight: RowWeight, params: Params, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> jax.Array:
+    """Returns how much rows count, float32: the result of `weight` for the arguments of a call
+    without the parameters.
+    """
+    positions = positions_of(params)
+    inputs = [x for argnum, x in enumerate(args) if argnum not in positions]
+    try:
+        weights = weight(*inputs, **kwargs)
+    except Exception as error:
+        count = f"{len(inputs)} arguments, those of f without its parameters"
+        error.add_note(f"  at:       weight= of an observer, called with {count}")
+        raise
+    fix = "let it return booleans, such as tokens != 0, or non-negative numbers."
+    if not (hasattr(weights, "shape") and hasattr(weights, "dtype")):
+        problem = "the `weight` of an observer does not return an array."
+        details = f"an object of type {type(weights).__name__}"
+        raise fail(function, problem, given=details, fix=fix, error=TypeError)
+    is_real = any(jnp.issubdtype(weights.dtype, x) for x in (jnp.bool_, jnp.integer, jnp.floating))
+    is_positive = not compat.is_concrete(weights) or bool(np.all(np.asarray(weights) >= 0))
+    if not (is_real and is_positive):
+        problem = "the `weight` of an observer does not return booleans or non-negative numbers."
+        details = f"an array of {jnp.dtype(weights.dtype).name}"
+        details += "" if is_positive else " with entries below 0, or NaN"
+        raise fail(function, problem, given=details, fix=fix)
+    return jnp.asarray(weights).astype(jnp.float32)
+
+
+def count_arguments(
+    function: str, weights: jax.Array, params: Params, call: Any, leaves: Sequence[Any]
+) -> list[Any]:
+    """Returns the leaves of a call. Those that are not parameters have counts, or the reason why
+    these are unknown.
+    """
+    positions = positions_of(params)
+    shape, counted_leaves = weights.shape, []
+    for leaf, keys in zip(leaves, call.keys, strict=True):
+        is_parameter = keys[0].idx == 0 and keys[1].idx in positions
+        if is_parameter or is_coded(leaf):
+            counted_leaves.append(leaf)
+        elif len(leaf.shape) >= len(shape) and all(
+            n in (1, size) for n, size in zip(shape, leaf.shape, strict=False)
+        ):
+            trailing = (1,) * (len(leaf.shape) - len(shape))
+            counted_leaves.append(Counted(leaf, weights.reshape(*shape, *trailing)))
+        else:
+            name = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
+            reason = (
+                f"the argument {name!r} of shape {leaf.shape} does not begin with the axes {shape}"
+                " of the weight"
+            )
+            counted_leaves.append(Counted(leaf, None, reason))
+    if shape != () and not any(is_counted(x) and x.is_known for x in counted_leaves):
+        shapes = [str(x.value.shape) for x in counted_leaves if is_counted(x)]
+        problem = "no argument has the rows that the `weight` of an observer counts."
+        details = f"a weight of shape {shape}, arguments of shapes {some(shapes)}"
+        raise fail(function, problem, given=details, fix="let it return an array with these axes.")
+    return counted_leaves
+
+
+def count_operand(
+    function: str, site: str, x: Any, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Returns how much the elements of an operand of a site count, as observers receive it.
+
+    Args:
+      function: name of the calling function, for messages.
+      site: the name of the site.
+      x: the operand.
+      shape: the shape of the weight, for messages; all rows count the same if it is `()`.
+    """
+    if is_counted(x) and x.is_known:
+        return jnp.where(jnp.isinf(x.counts), 1, x.counts)
+    if shape == () or (not is_counted(x) and not is_coded(x)):  # the same for all rows
+        return jnp.ones((1,) * jnp.ndim(value_of(x)), jnp.float32)
+    operand = jax.typeof(x.value).str_short() if is_counted(x) else repr(x)
+    problem = f"it is not known how much the rows of {site!r} count."
+    details = "" if shape is None else f"a weight of shape {shape}, and "
+    details += f"an operand {operand}: {x.lost if is_counted(x) else 'it is quantized'}"
+    fix = "name other sites in observers=, or let `weight` return the leading axes of the argument "
+    fix += "that this site reads."
+    raise fail(function, problem, given=details, fix=fix)

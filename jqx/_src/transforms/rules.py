@@ -28,8 +28,7 @@ from ..contractions.ragged_dot import ROWS_OF_GROUPS, ragged_dot
 from ..contractions.take import take
 from ..errors import fail
 from ..tensor.qtensor import QTensor
-from .operands import real_of
-from .views import VIEW_RULES, Origin, View, marked
+from .views import VIEW_RULES, Origin, View, marked, real_of
 
 # Contraction primitives, and lookups: the sites of a function.
 
@@ -85,8 +84,8 @@ def _transposed(
 
 
 def _dimensions(eqn: Eqn) -> Dimensions:
-    lhs, rhs = (v.aval for v in eqn.invars)
-    return _dimensions_of(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    lhs, rhs = eqn.invars
+    return _dimensions_of(eqn.params["dimension_numbers"], lhs.aval.ndim, rhs.aval.ndim)
 
 
 _dimensions_of = functools.lru_cache(Dimensions.of)  # read several times a site, mostly equal ones

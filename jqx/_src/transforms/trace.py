@@ -1,38 +1,55 @@
-"""Traces a function of any pytrees: its array leaves, their names, and its jaxpr."""
+"""Traces a function of any pytrees: its array leaves, their names, and its jaxpr, without dead code
+and with split scans where rules select steps.
+"""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
+from jax import lax
 
 from .. import compat
 from ..checks import check_integer
+from ..compat import Eqn
 from ..errors import fail, some
+from ..policy import Policy
 from ..tensor.layout import check_dtypes
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import check_read
-from .arguments import check_function as check_function
+from ..tensor.segments import Segments, check_read
 from .arguments import evaluating
-from .find import origins_of, with_reads
-from .live import live
+from .find import check_split, contractions, origins_of, splits_of, with_reads
+from .higher_order import FORMS, Records, Runner
 from .paths import (
     AGAIN,
+    EACH,
     Params,
     Part,
     Renamed,
     Split,
+    Splits,
     Weights,
     check_same,
+    cut_parts,
     flatten,
     is_whole,
+    joined_parts,
     parameter_line,
+    part_paths,
     path_of,
     positions_of,
     renamed,
+    split_leaf,
+    stack_leaf,
+    stand_in,
 )
-from .unstack import stand_in, unstack
+from .rules import VIEWS
+from .views import Origin
+from .walk import evaluate
 
 
 def is_quantized(x: Any) -> bool:
@@ -287,3 +304,336 @@ def _weight_keys(
     if not in_args or keys[1].idx not in positions:
         return None
     return keys[2:] if isinstance(params, int) else keys[1:]
+
+
+# `unstack`: a traced function as a function of parts of its parameters. Each part of a weight that
+# a scan steps over is an ordinary leaf, and a scan of its own steps over it.
+#
+# This rewrites the jaxpr before anything else reads it. A weight in parts passes through views part
+# by part. A scan that steps over it is replaced by one scan for each part: carried values pass
+# through them in order, and stacked results are joined. Wherever else the weight is read, it is
+# joined first. `Segments` stand for such a weight while the jaxpr is rewritten, and in the trees of
+# users; all other code sees the parts.
+
+
+def unstack(function: str, call: Any, splits: Splits) -> Any:
+    """Returns the function of parts, and the parts.
+
+    Args:
+      function: name of the calling function, for messages.
+      call: the `Call` of a function and its arguments.
+      splits: which parameters are split.
+
+    Returns:
+      A `Call` whose leaves are the parts, each with a path of its own; the same one if nothing is
+      split.
+    """
+    is_planned = isinstance(splits, tuple)
+    splits = splits if isinstance(splits, tuple) else _splits_by(function, call, splits)
+    by_path = {split.path: split for split in splits}
+    for leaf, path in zip(call.leaves, call.paths, strict=True):
+        if isinstance(leaf, Segments) and path not in by_path:
+            problem = f"there are Segments for {path!r}, which the plan does not split."
+            fix = "quantize the parameters with this plan, or pass segments.dequantize()."
+            raise fail(function, problem, given=f"{leaf!r}", fix=fix)
+    if not splits:
+        return call
+    leaves, paths, keys, args = [], [], [], []
+    whole = {}
+    parameters = zip(call.jaxpr.invars, call.leaves, call.paths, call.keys, strict=True)
+    for var, leaf, path, key in parameters:
+        split = by_path.get(path)
+        parts = split_leaf(function, leaf, split)
+        leaves += parts
+        paths += part_paths(path, split)
+        keys += [key] * len(parts)
+        args.append(stack_leaf(list(map(stand_in, parts)), split))
+        if split is not None and is_planned and not isinstance(leaf, Segments):
+            whole[var] = leaf
+    as_given = {*call.jaxpr.invars} - {*whole}
+    returned, out_tree = dict[int, Any](), None
+
+    def run(*flat: Any) -> list[Any]:
+        nonlocal out_tree
+        results, count = [], 0
+        stacks = _evaluated_parts(function, call.jaxpr, call.consts, jax.tree.unflatten(tree, flat))
+        for atom, x in zip(call.jaxpr.outvars, stacks, strict=True):
+            var = None if compat.is_literal(atom) else atom
+            results.append(x if var in as_given else joined_parts(x))
+            if var in whole:
+                returned[count] = whole[var]
+            count += len(jax.tree.leaves(results[-1]))
+        out, out_tree = jax.tree.flatten(jax.tree.unflatten(call.out_tree, results))
+        return out
+
+    stand_ins, tree = jax.tree.flatten(args)
+    jaxpr, consts = compat.trace(run, *stand_ins)
+    new = dataclasses.replace(
+        call,
+        jaxpr=with_reads(live(jaxpr), origins_of(leaves, paths)),
+        consts=consts,
+        out_tree=out_tree,
+        leaves=leaves,
+        paths=paths,
+        keys=keys,
+        splits=splits,
+        returned=returned,
+    )
+    if not is_planned:
+        check_split(function, contractions(new), new.splits)
+    return new
+
+
+def _splits_by(function: str, call: Any, by: Policy | Literal["each"]) -> tuple[Split, ...]:
+    """Returns where the rules of a policy, or each step, split the scans of a function."""
+    policy = None if by == EACH else by
+    if isinstance(policy, Policy) and not any(rule.selector for rule in policy.rules):
+        return ()
+    named = zip(call.paths, call.leaves, strict=True)
+    shapes = {path: tuple(leaf.shape) for path, leaf in named if path is not None}
+    return splits_of(function, contractions(call), policy, shapes)
+
+
+# The evaluation of a jaxpr of arrays, and of `Segments` for weights in parts.
+
+
+_SIZES = ("new_sizes", "shape", "limit_indices", "slice_sizes")
+"""Parameters of views that have a size for each axis of the result."""
+
+_UNSPLIT = {
+    "shard_map": "shard_map",
+    "custom_jvp_call": "jax.custom_jvp",
+    "custom_vjp_call": "jax.custom_vjp",
+}
+"""Forms that a weight cannot enter in parts."""
+
+
+def _evaluated_parts(
+    function: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
+) -> list[Any]:
+    return evaluate(jaxpr, consts, args, partial(_results_of_parts, function))
+
+
+def _results_of_parts(function: str, index: int, eqn: Eqn, operands: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    parted = [x for x in operands if isinstance(x, Segments)]
+    if not parted:
+        return compat.bind(eqn, operands)
+    if name in _UNSPLIT:
+        problem = f"a scan cannot be split inside a `{_UNSPLIT[name]}`."
+        details = f"a weight of the shape {list(parted[0].shape)} in parts with the bounds "
+        details += f"{list(parted[0].bounds)}{compat.at_line_of(eqn)}"
+        fix = "let the rules select whole weights there, or split the weights in f."
+        raise fail(function, problem, given=details, fix=fix, error=NotImplementedError)
+    if name == "scan":
+        return _scan(eqn, operands, _PartsRunner(function, eqn))
+    if name in FORMS:
+        return FORMS[name](eqn, operands, _PartsRunner(function, eqn))[0]
+    viewed = _view(eqn, operands, parted) if name in VIEWS else None
+    return compat.bind(eqn, list(map(joined_parts, operands))) if viewed is None else viewed
+
+
+def _scan(eqn: Eqn, operands: list[Any], runner: Runner) -> list[Any]:
+    """Runs a scan over weights in parts as one scan for each part, in the order of its steps."""
+    const_count, count = compat.scan_counts(eqn)
+    fixed, carry = operands[:const_count], operands[const_count : const_count + count]
+    xs = operands[const_count + count :]
+    # Parts are useful only along the axis that the scan steps over.
+    bounds_of_xs = {x.bounds for x in xs if isinstance(x, Segments) and x.axis == 0}
+    if len(bounds_of_xs) != 1:
+        return FORMS["scan"](eqn, [*fixed, *carry, *map(joined_parts, xs)], runner)[0]
+    (bounds,) = bounds_of_xs
+    parts_of_xs = zip(*(cut_parts(x, 0, bounds) for x in xs), strict=True)
+    steps = list(zip(itertools.pairwise(bounds), parts_of_xs, strict=True))
+    pieces: list[list[Any]] = []
+    for (start, stop), parts in reversed(steps) if eqn.params["reverse"] else steps:
+        part = eqn.replace(params={**eqn.params, "length": stop - start})
+        with jax.named_scope(f"[{start}:{stop}]"):
+            results, _ = FORMS["scan"](part, [*fixed, *carry, *parts], runner)
+        carry = results[:count]
+        pieces.append(results[count:])
+    if eqn.params["reverse"]:
+        pieces.reverse()
+    return [*carry, *(lax.concatenate(ys, 0) for ys in zip(*pieces, strict=True))]
+
+
+def _view(eqn: Eqn, operands: Sequence[Any], parted: Sequence[Segments]) -> list[Any] | None:
+    """Evaluates a view part by part; `None` if a result does not have these parts."""
+    if eqn.primitive.name == "optimization_barrier":
+        leaves, tree = jax.tree.flatten(list(operands))
+        return jax.tree.unflatten(tree, compat.bind(eqn, leaves))
+    kinds = {(x.axis, x.bounds) if isinstance(x, Segments) else np.ndim(x) for x in operands}
+    axis, bounds = parted[0].axis, parted[0].bounds
+    if kinds - {0} != {(axis, bounds)}:
+        return None
+    if eqn.primitive.name == "slice":
+        return _parts_in(eqn, parted[0])
+    if eqn.primitive.name == "rev" and axis in eqn.params["dimensions"]:
+        return None
+    origins = [
+        Origin.of_leaf(str(i), x.ndim) if isinstance(x, Segments) else None
+        for i, x in enumerate(operands)
+    ]
+    axes = []
+    for origin, var in zip(VIEWS[eqn.primitive.name].track(eqn, origins), eqn.outvars, strict=True):
+        dims = () if origin is None else origin.dims
+        holding = [i for i, held_axes in enumerate(dims) if axis in held_axes]
+        if [dims[i] for i in holding] != [{axis}] or var.aval.shape[holding[0]] != bounds[-1]:
+            return None
+        axes += holding
+    viewed = []
+    for i, part in enumerate(parted[0].parts):
+        parts_of_step = [x.parts[i] if isinstance(x, Segments) else x for x in operands]
+        try:
+            viewed.append(compat.bind(_of_size(eqn, axes[0], part.shape[axis]), parts_of_step))
+        except (TypeError, ValueError):  # a custom primitive with other parameters for sizes
+            return None
+    return [
+        Segments(parts, out_axis)
+        for parts, out_axis in zip(zip(*viewed, strict=True), axes, strict=True)
+    ]
+
+
+def _parts_in(eqn: Eqn, x: Segments) -> list[Any] | None:
+    """Returns the parts that a slice takes; `None` if it cuts one. A function that has been split,
+    such as the result of `map_channels`, slices its weights, and here gets its parts again.
+    """
+    starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides, ends = eqn.params["strides"] or (1,) * x.ndim, (starts[x.axis], stops[x.axis])
+    if strides[x.axis] != 1 or not {*ends} <= {*x.bounds}:
+        return None
+    selected = x.parts[x.bounds.index(ends[0]) : x.bounds.index(ends[1])]
+    start = (*starts[: x.axis], 0, *starts[x.axis + 1 :])
+    limits = [(*stops[: x.axis], p.shape[x.axis], *stops[x.axis + 1 :]) for p in selected]
+    parts = [lax.slice(p, start, limit, strides) for p, limit in zip(selected, limits, strict=True)]
+    return parts if len(parts) == 1 else [Segments(parts, x.axis)]
+
+
+def _of_size(eqn: Eqn, axis: int, size: int) -> Eqn:
+    """Returns a view for a part, with a given size along an axis of the result."""
+    params = dict(eqn.params)
+    for name in _SIZES:
+        if isinstance(params.get(name), tuple):
+            params[name] = (*params[name][:axis], size, *params[name][axis + 1 :])
+    return eqn.replace(params=params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PartsRunner(Runner):
+    """Evaluates the functions inside an equation."""
+
+    function: str
+    eqn: Eqn
+
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], part: Any = (), site_inputs: Any = None
+    ) -> tuple[list[Any], Records]:
+        body, consts = compat.open_jaxpr(jaxpr)
+        results = _evaluated_parts(self.function, body, consts, args)
+        loop = self.eqn.primitive.name in ("scan", "while")
+        return [joined_parts(x) if loop else x for x in results], {}
+
+    def common(self, forms: Sequence[Any]) -> Any:
+        return next((x for x in forms if isinstance(x, Segments)), forms[0])
+
+    def like(self, x: Any, example: Any) -> Any:
+        x = joined_parts(x)
+        if not isinstance(example, Segments):
+            return x
+        return Segments(cut_parts(x, example.axis, example.bounds), example.axis)
+
+
+# The live part of a traced function: what its results and effects need, in loops and branches too.
+#
+# JAX drops dead code everywhere except in a `while` (before jax 0.11). There a carried value that
+# nothing needs is passed on unchanged, so that the code that computes it is dead.
+
+
+def live(jaxpr: Any) -> Any:
+    """Returns an open jaxpr without dead code, with the same operands and results; the same object
+    if there is no dead code.
+    """
+    if not _may_hold_dead(jaxpr, {}):
+        return jaxpr
+    alive = compat.without_dead(jaxpr)
+    size = _size(alive)
+    if size.loops:
+        alive = compat.without_dead(_with_live_loops(alive, {}))
+        size = _size(alive)
+    return jaxpr if size == _size(jaxpr) else alive
+
+
+def _may_hold_dead(jaxpr: Any, memo: dict[int, bool]) -> bool:
+    """Whether there is a `while`, a result of an equation that nothing reads, or an operand that a
+    function inside an equation does not read. If there is none, nothing is dead.
+    """
+    if id(jaxpr) not in memo:
+        read = read_by(jaxpr)
+        memo[id(jaxpr)] = any(
+            eqn.primitive.name == "while"
+            or not read.issuperset(map(id, eqn.outvars))
+            or any(
+                not read_by(body).issuperset(map(id, body.invars)) or _may_hold_dead(body, memo)
+                for body in compat.sub_jaxprs(eqn)
+            )
+            for eqn in jaxpr.eqns
+        )
+    return memo[id(jaxpr)]
+
+
+def read_by(jaxpr: Any) -> set[int]:
+    """Returns the `id` of each value of an open jaxpr that its equations or results read."""
+    return {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
+
+
+class _Size(NamedTuple):
+    """The number of equations, including those inside others, and of `while` loops among them."""
+
+    eqns: int
+    loops: int
+
+
+def _size(jaxpr: Any, memo: dict[int, _Size] | None = None) -> _Size:
+    memo = {} if memo is None else memo
+    if id(jaxpr) not in memo:
+        parts = [_size(body, memo) for eqn in jaxpr.eqns for body in compat.sub_jaxprs(eqn)]
+        parts += [_Size(1, eqn.primitive.name == "while") for eqn in jaxpr.eqns]
+        memo[id(jaxpr)] = _Size(sum(p.eqns for p in parts), sum(p.loops for p in parts))
+    return memo[id(jaxpr)]
+
+
+def _with_live_loops(jaxpr: Any, memo: dict[int, Any]) -> Any:
+    """Returns an open jaxpr without dead code in its `while` loops; the same object if none."""
+    if id(jaxpr) not in memo:
+        read = read_by(jaxpr)
+        eqns = [_with_live_bodies(eqn, read, memo) for eqn in jaxpr.eqns]
+        changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+        memo[id(jaxpr)] = jaxpr.replace(eqns=eqns) if changed else jaxpr
+    return memo[id(jaxpr)]
+
+
+def _with_live_bodies(eqn: Eqn, read: set[int], memo: dict[int, Any]) -> Eqn:
+    eqn = compat.with_bodies(eqn, lambda body: _with_live_loops(body, memo))
+    if eqn.primitive.name != "while":
+        return eqn
+    old = eqn.params["body_jaxpr"]
+    new = _live_body(eqn, read, old)
+    return eqn if new is old else eqn.replace(params={**eqn.params, "body_jaxpr": new})
+
+
+def _live_body(eqn: Eqn, read: set[int], closed: Any) -> Any:
+    """Returns the body of a `while` without dead code."""
+    body, _ = compat.open_jaxpr(closed)
+    condition, _ = compat.open_jaxpr(eqn.params["cond_jaxpr"])
+    consts = eqn.params["body_nconsts"]
+    asked = compat.needed(condition)
+    used = [id(result) in read for result in eqn.outvars]
+    grown = [a or b for a, b in zip(used, asked[eqn.params["cond_nconsts"] :], strict=True)]
+    while grown != used:
+        used = grown
+        needed = compat.needed(body, used)
+        grown = [a or b for a, b in zip(used, needed[consts:], strict=True)]
+    carried = zip(used, body.outvars, body.invars[consts:], strict=True)
+    handed_on = body.replace(outvars=[new if live else old for live, new, old in carried])
+    new = compat.without_dead(handed_on)
+    return closed if _size(new) == _size(body) else compat.with_body(closed, new)

@@ -1,5 +1,5 @@
 """The origin of a traced value, which is a weight, or several joined, seen through views, and the
-rules of views: how they move the axes of weights, and how they are applied to QTensors.
+rules of views: how they move the axes of weights, and how they are applied to codes.
 """
 
 import dataclasses
@@ -17,12 +17,21 @@ from jax.sharding import NamedSharding, Sharding
 from .. import compat
 from ..checks import is_real
 from ..compat import Eqn
-from ..contractions.cache import dynamic_slice, dynamic_update_slice, gathered, scattered, select
+from ..contractions.cache import (
+    dynamic_slice,
+    dynamic_update_slice,
+    gathered,
+    is_like,
+    quantized_like,
+    scattered,
+    select,
+)
 from ..errors import fail
+from ..gradients.estimators import straight_through
 from ..tensor.qtensor import QTensor
+from ..tensor.segments import Segments
 from ..tensor.shardings import shardings_of
 from ..tensor.views import axis_groups
-from .operands import map_codes
 
 Address = tuple[int, ...]
 """Address of an equation: its index among the contractions and calls of each enclosing jaxpr."""
@@ -558,3 +567,77 @@ UPDATES: dict[str, Update] = {
     "scatter": _scatter,
     "select_n": _select,
 }
+
+
+# The forms of an operand while a function is evaluated: codes, with or without float values. Codes
+# are those of a weight of the plan, or quantized state: a QTensor that the caller passed.
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("codes", "real"), meta_fields=("is_state",))
+@dataclasses.dataclass(frozen=True)
+class Trainable:
+    """A quantized array in training.
+
+    Attributes:
+      codes: the operand of contractions on integers.
+      real: the dequantized values, through which gradients pass.
+      is_state: whether the caller passed codes, and receives codes if it is a result.
+    """
+
+    codes: QTensor
+    real: jax.Array
+    is_state: bool = False
+
+    @classmethod
+    def state(cls, q: QTensor) -> "Trainable":
+        """Quantized state that the caller passed."""
+        return cls(q, q.dequantize(), is_state=True)
+
+
+def is_coded(x: Any) -> bool:
+    """Whether a value represents an array without being one: it is quantized, or in parts."""
+    return isinstance(x, (QTensor, Trainable, Segments))
+
+
+def codes_of(x: Any) -> Any:
+    """Returns the codes of a quantized array; arrays are unchanged."""
+    return x.codes if isinstance(x, Trainable) else x
+
+
+def real_of(x: Any) -> Any:
+    """Returns the dequantized values of a quantized array; other values are unchanged."""
+    if isinstance(x, QTensor):
+        return x.dequantize()
+    return x.real if isinstance(x, Trainable) else x
+
+
+def map_codes(f: Callable[[QTensor], Any], x: Any, real: Any = None) -> Any:
+    """Applies `f` to the codes of a quantized array. Its float values, if any, stay, or are
+    replaced by `real`.
+    """
+    if not isinstance(x, Trainable):
+        return f(x)
+    return dataclasses.replace(x, codes=f(x.codes), real=x.real if real is None else real)
+
+
+def with_codes(codes: Any, real: Callable[[], jax.Array], operands: Any) -> Any:
+    """Returns the result of an operation on operands: only its codes, or, if an operand has float
+    values with its codes, both. `real` computes the result in float, and gives the gradient.
+    """
+    trainable = [x for x in operands if isinstance(x, Trainable)]
+    if not trainable or not isinstance(codes, QTensor):
+        return codes
+    is_state = any(x.is_state for x in trainable)
+    return Trainable(codes, straight_through(codes.dequantize(), real()), is_state)
+
+
+def as_like(x: Any, example: Any, dense: Callable[[Any], jax.Array]) -> Any:
+    """Returns a value in the form of another: an array made by `dense`, or quantized to the format
+    of the other.
+    """
+    if not is_coded(example):
+        return dense(x) if is_coded(x) else x
+    if type(x) is type(example) and is_like(codes_of(x), codes_of(example)):
+        return dataclasses.replace(x, is_state=example.is_state) if isinstance(x, Trainable) else x
+    real = dense(x) if is_coded(x) else x
+    return with_codes(quantized_like(codes_of(example), real), lambda: real, [example])

@@ -18,8 +18,8 @@ from jax import lax
 
 from .. import compat
 from ..compat import Eqn
-from .calibrate import arrays_of
-from .walk import bound, evaluate
+from ..transforms.calibrate import arrays_of
+from ..transforms.walk import bound, evaluate
 
 # Evaluates a jaxpr at one position.
 
