@@ -97,21 +97,20 @@ def arrays_inside(jaxpr: Any) -> Iterator[Any]:
                 yield item
 
 
-def _parameters(eqn: Eqn) -> Iterator[Any]:
-    """Yields the parameters of an equation, and what is in their containers. An operation of the
+def _parameters(eqn: Eqn) -> list[Any]:
+    """Returns the parameters of an equation, and what is in their containers. An operation of the
     new kind (jax 0.12) is one parameter, which holds its own parameters as attributes.
     """
     is_new_kind = eqn.primitive.name == _NEW_KIND
     return _inside(vars(eqn.params["_prim"]) if is_new_kind else eqn.params)
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    items = value.values() if isinstance(value, dict) else value
-    for item in items:
-        if isinstance(item, (tuple, list, dict)):
-            yield from _inside(item)
-        else:
-            yield item
+def _inside(value: Any) -> list[Any]:
+    """Returns what is in a container, and in the containers in it."""
+    items = []
+    for item in value.values() if isinstance(value, dict) else value:
+        items += _inside(item) if isinstance(item, (tuple, list, dict)) else [item]
+    return items
 
 
 def without_dead(jaxpr: Any) -> Any:

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Union
@@ -71,8 +72,7 @@ def rebuilt(cls: type, static: Any, leaves: Any) -> Any:
 
 def flatten(q: Any) -> tuple[tuple, tuple]:
     """Returns the leaves of a QTensor, and its static fields."""
-    names = _names(q)
-    return tuple(getattr(q, name) for name in names), tuple(getattr(q, n) for n in _STATIC)
+    return operator.attrgetter(*_names(q))(q), operator.attrgetter(*_STATIC)(q)
 
 
 def _names(q: Any) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def _names(q: Any) -> tuple[str, ...]:
 
 def _flatten_with_keys(q: Any) -> tuple[tuple, tuple]:
     leaves, static = flatten(q)
-    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _names(q))
+    keys = map(jax.tree_util.GetAttrKey, _names(q))
     return tuple(zip(keys, leaves, strict=True)), static
 
 
