@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx._src.algorithms.columns import round_columns
+from jqx._src.algorithms.gptq import round_columns
 from jqx._src.algorithms.matrices import Drift, Matrix, carried_over, damped, factor, order_of
 from jqx.algorithms import gptq
 from jqx.calibrators import Affine

@@ -50,7 +50,7 @@ from ..transforms.stats import (
 from ..transforms.trace import Call, TracedOnce, trace_call
 from ..transforms.views import Address
 from .grids import Elements, Grids, Group, elements_of_sites, scans_around
-from .report import name_of
+from .interface import name_of
 from .stages import Programs, Scope, Stage, Steps, whole
 from .store import Offload, on_device
 

@@ -45,8 +45,8 @@ from ..transforms.stats import OnNonfinite, check_finite, check_mode, observed_p
 from ..transforms.trace import Call, TracedOnce, is_array
 from .engine import Inputs, Leaves, Stream, Traced, Walk, calibrate_stages
 from .grids import Elements, Grids, Group, sites_once
+from .interface import UNREACHED, AlgorithmReport, MatrixReport, left_rounded, name_of, reached
 from .matrices import Drift, Matrix, Unsupported, by_shape, counted, matrices_of, stacked, unknown
-from .report import UNREACHED, AlgorithmReport, MatrixReport, left_rounded, name_of, reached
 from .stages import Steps
 from .store import (
     InFiles,

@@ -1,6 +1,8 @@
 """A weight as the matrices that sites multiply by, each with the Hessian of its inputs."""
 
 import dataclasses
+import functools
+import importlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +14,16 @@ from ..errors import fail
 from ..statistics.statistics import Hessian, ObservedSite, RowWeight, has_rows, hessian, places
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import flags_of
-from .chain import linalg
 from .grids import Group
-from .report import UNKNOWN, MatrixReport, effective, left_rounded, name_of, reached, why_few
+from .interface import UNKNOWN, MatrixReport, effective, left_rounded, name_of, reached, why_few
 
 Array = np.ndarray
+
+
+@functools.cache
+def linalg() -> Any:
+    """Returns the factorizations of SciPy, imported at first use: `import jqx` stays fast."""
+    return importlib.import_module("scipy.linalg")
 
 
 # What GPTQ computes from a Hessian: an order of columns, and the triangular factor of its inverse,

@@ -1,32 +1,55 @@
-"""Blocks of channels that one orthogonal matrix can rotate. Labels number channels; those of a
-block are consecutive. Blocks are cut where their channels are treated differently, joined
-where they take the same rotation, and stopped, with a reason, where they can take none.
+"""Which channels of a function can be rotated, and what must be rotated with them.
+
+A rotated value is `x Q`, where `x` is the original. Weights take `Q` at their output axes, and its
+inverse where they sum over channels; biases and tables take `Q` too. The root mean square does not
+change. A gain after a norm is multiplied into the weights that read it.
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Eqn
+from ..statistics.statistics import ObservedSite
+from ..transforms.channel_map import Channels
+from ..transforms.plan import Operand, Site
 from ..transforms.rules import CONTRACTIONS
-from ..transforms.views import SHARDINGS
-from .chain import components
-from .labels import (
+from ..transforms.stats import observed_parts
+from ..transforms.views import SHARDINGS, Address
+from .channels import (
     FIXED,
     FREE,
     VIEWED,
     Array,
     Axes,
+    ChannelDomain,
+    Constraints,
     Known,
+    Labelled,
+    Parameter,
+    axes_of_rows,
+    channels_of,
+    components,
+    is_key,
+    is_lookup_of_rows,
+    looked_up,
     moved,
-    narrowed,
     of_product,
+    starts_at,
+    viewed,
     with_line,
 )
+from .grids import Elements, Every
+from .stages import Steps
+
+# Blocks of channels that one orthogonal matrix can rotate. Labels number channels; those of a
+# block are consecutive. Blocks are cut where their channels are treated differently, joined
+# where they take the same rotation, and stopped, with a reason, where they can take none.
 
 
 def axes_of(shape: Sequence[int]) -> Axes:
@@ -35,66 +58,40 @@ def axes_of(shape: Sequence[int]) -> Axes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotatable:
+class Rotatable(Labelled):
     """Any other value that depends on arguments.
 
     Attributes:
-      labels: labels of its elements, int32, of its rank, size 1 along axes with equal labels.
-      shape: its shape.
-      gains: elements of parameters that multiply its channels, as labels; or `None`.
       is_squared: whether it is the square of the value that has these labels.
       varies: if no part of it is rotated, the axes along which it may vary.
-      reason: why no part of it is rotated, if known.
     """
 
-    labels: Array
-    shape: tuple[int, ...]
-    gains: Array | None = None
     is_squared: bool = False
     varies: Axes = frozenset()
-    reason: str = ""
 
     @classmethod
-    def plain(
-        cls, shape: Sequence[int], varies: Axes | None = None, reason: str = ""
-    ) -> "Rotatable":
+    def fixed(
+        cls,
+        shape: Sequence[int],
+        reason: str = "",
+        label: int = FIXED,
+        varies: Axes | None = None,
+    ) -> Self:
         """Returns a value that is not rotated."""
-        shape = tuple(shape)
         axes = axes_of(shape) if varies is None else varies & axes_of(shape)
-        return cls(np.full((1,) * len(shape), FIXED, np.int32), shape, varies=axes, reason=reason)
+        return dataclasses.replace(super().fixed(shape, reason, label), varies=axes)
 
     @classmethod
-    def of(cls, labels: Array, shape: Sequence[int], gains: Array | None = None) -> "Rotatable":
+    def of(cls, labels: Array, shape: Sequence[int], gains: Array | None = None) -> Self:
         """Returns a value, with equal labels along an axis stored once."""
-        value = cls(narrowed(labels), tuple(shape), None if gains is None else narrowed(gains))
+        value = super().of(labels, shape, gains)
         is_fixed = value.labels.size == 1 and value.labels.item() == FIXED
-        return cls.plain(shape) if is_fixed else value
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no part of it is rotated."""
-        return self.labels.size == 1 and self.labels.item() in (FIXED, FREE)
+        return cls.fixed(shape) if is_fixed else value
 
     @property
     def is_bare(self) -> bool:
         """Whether it is neither multiplied by gains nor squared."""
         return self.gains is None and not self.is_squared
-
-    def whole(self, x: Array) -> Array:
-        """Returns labels or gains of all elements."""
-        return np.broadcast_to(x, self.shape)
-
-    def even(self, axes: Iterable[int]) -> "Rotatable | None":
-        """Returns a copy of size 1 along axes; `None` if it changes along them."""
-        labels = self.labels
-        for axis in axes:
-            maximum = labels.max(axis, keepdims=True)
-            if labels.shape[axis] > 1 and np.any((labels != maximum) & (labels != FREE)):
-                return None
-            if self.gains is not None and self.gains.shape[axis] > 1:
-                return None
-            labels = maximum
-        return dataclasses.replace(self, labels=labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +109,14 @@ class Blocks:
     reasons: dict[int, str]
 
 
-class BlockConstraints:
+class BlockConstraints(Constraints):
     """All labels of a function, and the constraints on their blocks."""
 
+    value: ClassVar[type[Labelled]] = Rotatable
+
     def __init__(self) -> None:
-        self._count = 1
-        self._pairs: list[tuple[Array, Array]] = []
+        super().__init__()
         self._cuts: list[tuple[Array, str]] = []
-        self._stops: list[tuple[Array, str]] = []
 
     def new(self, *shape: int) -> Array:
         """Returns labels that are not in use; the last axis is a block."""
@@ -129,12 +126,6 @@ class BlockConstraints:
         if count:
             self._cuts.append((np.append(labels[..., 0].ravel(), self._count), ""))
         return labels
-
-    def stop(self, labels: Array, reason: str) -> None:
-        """Marks labels as not rotatable."""
-        labels = np.unique(labels)
-        if np.any(labels > FIXED):
-            self._stops.append((labels[labels > FIXED], reason))
 
     def cut_runs(self, labels: Array, reason: str) -> None:
         """Cuts blocks where labels along the last axis are not consecutive."""
@@ -158,16 +149,6 @@ class BlockConstraints:
         if labels.size:
             self._cuts.append((np.unique(labels), reason))
 
-    def join(self, a: Array, b: Array, reason: str) -> Array:
-        """Joins the labels of two values that have the same rotations, and returns them."""
-        a, b = np.broadcast_arrays(a, b)
-        differ = (a != b) & (a != FREE) & (b != FREE)
-        if differ.any():
-            pairs = np.unique(np.stack([a[differ], b[differ]]), axis=1)
-            self.stop(pairs[:, (pairs == FIXED).any(0)], reason)
-            self._pairs.append(tuple(pairs[:, (pairs != FIXED).all(0)]))  # type: ignore[arg-type]
-        return np.where(a == FREE, b, a)
-
     def solved(self) -> Blocks:
         """Returns the largest blocks that satisfy all constraints."""
         none = np.empty(0, np.int32)
@@ -182,9 +163,9 @@ class BlockConstraints:
         block, _, sizes = _blocks(cut)
         kinds = components(len(sizes), block[pairs[0]], block[pairs[1]])[block]
         reason_of_kind: dict[int, str] = {}
-        for labels, reason in self._stops:
-            for kind in np.unique(kinds[labels]):
-                reason_of_kind.setdefault(int(kind), reason)
+        for stop in self._stops:
+            for kind in np.unique(kinds[stop.labels]):
+                reason_of_kind.setdefault(int(kind), stop.reason)
         size_of_kind = np.zeros(int(kinds.max()) + 1, int)
         size_of_kind[kinds] = sizes[block]
         already = np.zeros(self._count + 1, bool)
@@ -242,16 +223,6 @@ def _refine(cut: Array, joined: Array, pairs: Sequence[Array]) -> bool:
 Rule = Callable[[BlockConstraints, Eqn, Sequence[Rotatable], Sequence[Any]], Sequence[Rotatable]]
 
 
-def stop_at(
-    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], reason: str = ""
-) -> list[Rotatable]:
-    """Marks operands of an equation as not rotatable, and returns its results."""
-    text = with_line(eqn, reason)
-    for x in values:
-        f.stop(x.labels, text)
-    return [Rotatable.plain(v.aval.shape, reason=text) for v in eqn.outvars]
-
-
 def scaled(f: BlockConstraints, x: Rotatable, varies: Axes, reason: str) -> None:
     """Cuts the blocks of a value at factors that vary along some axes."""
     axes = [axis for axis in sorted(varies) if x.labels.shape[axis] > 1]
@@ -285,7 +256,7 @@ def _kept(
 ) -> Sequence[Rotatable]:
     """Operations that apply the same linear function to each element."""
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
-        return stop_at(f, eqn, values)
+        return f.stop_at(eqn, values)
     return values
 
 
@@ -298,7 +269,7 @@ def _alike(
     labels = np.full((1,) * len(shape), FREE, np.int32)
     which, values = (values[:1], values[1:]) if name == "select_n" else ((), values)
     if not all(x.is_bare for x in values):
-        return stop_at(f, eqn, values, f"{name} after a gain")
+        return f.stop_at(eqn, values, f"{name} after a gain")
     for x in values:
         labels = f.join(labels, _ranked(x, len(shape)).labels, reason)
     result = Rotatable.of(labels, shape)
@@ -321,10 +292,10 @@ def _times(
     a, b = (_ranked(x, len(shape)) for x in values)
     if eqn.invars[0] is eqn.invars[1] and eqn.primitive.name == "mul":
         return _squared(f, eqn, [a], inputs)
-    if a.is_plain and eqn.primitive.name == "mul":
+    if a.is_fixed and eqn.primitive.name == "mul":
         a, b = b, a
-    if not b.is_plain:
-        return stop_at(f, eqn, [a, b])
+    if not b.is_fixed:
+        return f.stop_at(eqn, [a, b])
     scaled(f, a, b.varies, with_line(eqn, "a factor for each channel,"))
     return [dataclasses.replace(a, shape=shape)]
 
@@ -334,7 +305,7 @@ def _squared(
 ) -> Sequence[Rotatable]:
     (x,) = values
     if eqn.params.get("y", 2) != 2 or not x.is_bare:
-        return stop_at(f, eqn, values)
+        return f.stop_at(eqn, values)
     return [dataclasses.replace(x, is_squared=True)]
 
 
@@ -346,14 +317,14 @@ def _summed(
     if not x.is_squared:
         even = _together(f, x, axes, with_line(eqn, "a sum with a value that cannot be rotated,"))
         if even is None:
-            return stop_at(f, eqn, values, f"{eqn.primitive.name} over channels")
+            return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
         gains = None if even.gains is None else np.squeeze(even.gains, tuple(axes))
         return [Rotatable.of(np.squeeze(even.labels, tuple(axes)), shape, gains)]
     other_axes = [axis for axis in range(x.labels.ndim) if axis not in axes]
     rows = x.labels.transpose(*other_axes, *axes)
     rows = rows.reshape(*rows.shape[: len(other_axes)], -1)
     f.cut_runs(rows, with_line(eqn, "a sum of squares"))
-    return [Rotatable.plain(shape)]
+    return [Rotatable.fixed(shape)]
 
 
 def _along(
@@ -362,7 +333,7 @@ def _along(
     """Running sums over elements with one rotation."""
     even = values[0].even([eqn.params["axis"]])
     if even is None or not even.is_bare:
-        return stop_at(f, eqn, values, f"{eqn.primitive.name} over channels")
+        return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
     return [even]
 
 
@@ -370,59 +341,41 @@ def _viewed(
     f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
 ) -> Sequence[Rotatable]:
     """Operations that move elements move their labels."""
-    name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
-    starts = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(values))
-    values, starts_given = values[:starts], inputs[starts:]
-    if any(x.is_squared for x in values):
-        return stop_at(f, eqn, values)
-    if any(x.gains is not None for x in values) and (len(values) > 1 or starts_given):
-        return stop_at(f, eqn, values, f"{name} after a gain")
-    if not all(isinstance(x, Known) for x in starts_given):
-        sizes = eqn.params["slice_sizes"] if name == "dynamic_slice" else values[1].shape
-        axes = [i for i, n in enumerate(values[0].shape) if sizes[i] < n]
-        even = [part for x in values if (part := x.even(axes)) is not None]
-        if len(even) < len(values):
-            return stop_at(f, eqn, values, f"{name} of channels")
-        if name == "dynamic_update_slice":
-            reason = with_line(eqn, "it is written to a value that cannot be rotated,")
-            return [Rotatable.of(f.join(even[0].labels, even[1].labels, reason), shapes[0])]
-        values, starts_given = even, [Known(np.int32(0)) for _ in starts_given]
-    constants = [x.value for x in starts_given]
-    labels = moved(eqn, [*(x.whole(x.labels) for x in values), *constants])
-    gains: Sequence[Array | None] = [None] * len(labels)
-    if values[0].gains is not None:
-        gains = moved(eqn, [values[0].whole(values[0].gains)])
-    return [
-        Rotatable.of(x, shape, gain) for x, shape, gain in zip(labels, shapes, gains, strict=True)
-    ]
+    name, start = eqn.primitive.name, starts_at(eqn, values)
+    if any(x.is_squared for x in values[:start]):
+        return f.stop_at(eqn, values[:start])
+    if any(x.gains is not None for x in values[:start]) and len(values) > 1:
+        return f.stop_at(eqn, values[:start], f"{name} after a gain")
+    written = "it is written to a value that cannot be rotated,"
+    return viewed(f, eqn, values[:start], inputs, f"{name} of channels", written)
 
 
 def gathered(f: BlockConstraints, eqn: Eqn, x: Rotatable, indices: Any) -> Rotatable:
     """A lookup in a value."""
     shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
     even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
-    if x.is_plain:
-        return Rotatable.plain(shape)
+    if x.is_fixed:
+        return Rotatable.fixed(shape)
     if even is None or not even.is_bare:
-        return stop_at(f, eqn, [x])[0]
+        return f.stop_at(eqn, [x])[0]
     zeros = np.zeros(eqn.invars[1].aval.shape, eqn.invars[1].aval.dtype)
-    return Rotatable.of(moved(eqn, [even.whole(even.labels), zeros])[0], shape)
+    return Rotatable.of(moved(eqn, [even.whole(), zeros])[0], shape)
 
 
 def product(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable]) -> Rotatable:
     """A product of values: of attention weights and values, or of two with the same rotation."""
     axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
     if not all(x.is_bare for x in values):
-        return stop_at(f, eqn, values, "a product after a gain")[0]
-    if not any(x.is_plain for x in values):
+        return f.stop_at(eqn, values, "a product after a gain")[0]
+    if not any(x.is_fixed for x in values):
         return _inner(f, eqn, values, axes)
-    argnum = 0 if values[1].is_plain else 1
+    argnum = 0 if values[1].is_fixed else 1
     x, factor, operand_axes = values[argnum], values[1 - argnum], axes[argnum]
     even = _together(
         f, x, operand_axes.contracted, with_line(eqn, "a sum with a value that cannot be rotated,")
     )
     if even is None:
-        return stop_at(f, eqn, [x], "a sum over channels")[0]
+        return f.stop_at(eqn, [x], "a sum over channels")[0]
     pairs = zip(operand_axes.batch, axes[1 - argnum].batch, strict=True)
     varies = frozenset(i for i, j in pairs if j in factor.varies)
     scaled(f, even, varies, with_line(eqn, "a factor for each channel,"))
@@ -436,14 +389,14 @@ def _inner(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], axes: Any
         free = [axis for axis in operand_axes.kept if axis not in operand_axes.batch]
         even = x.even(free)
         if even is None:
-            return stop_at(f, eqn, values, "a product of two values")[0]
+            return f.stop_at(eqn, values, "a product of two values")[0]
         order, summed = (*operand_axes.batch, *operand_axes.contracted), tuple(range(len(free)))
         labels = np.squeeze(even.labels.transpose(*free, *order), summed)
         expanded = np.broadcast_to(labels, [x.shape[axis] for axis in order])
         rows.append(expanded.reshape(*expanded.shape[: len(operand_axes.batch)], -1))
         f.cut_runs(rows[-1], with_line(eqn, "a product of two values"))
     f.join(rows[0], rows[1], with_line(eqn, "a product with a value that cannot be rotated,"))
-    return Rotatable.plain(eqn.outvars[0].aval.shape)
+    return Rotatable.fixed(eqn.outvars[0].aval.shape)
 
 
 def varies_of(eqn: Eqn, values: Sequence[Rotatable]) -> list[Axes]:
@@ -502,3 +455,483 @@ RULES: dict[str, Rule] = {
     "cumsum": _along,
     **dict.fromkeys(VIEWED, _viewed),
 }
+
+
+# Contractions and lookups: where the channels of a value meet a weight.
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """A contraction of a rotated value with a weight, in one step of the scans around it.
+
+    Attributes:
+      site: the site, of the plan of everything that may be a site.
+      steps: the numbers of the steps.
+      leaf_index: the index of the leaf of its weight; -1 if it is not a leaf.
+      element_ids: which elements of the leaf its matrices hold, over all steps; `None` if the leaf
+        has another use, or is not a plain matrix.
+      inputs: labels of channels, [*batch, channels], in the order of the axes of the operand.
+      order: their positions in the order in which the site sums; `None` if that is the same.
+      outputs: labels of rows, [*batch, rows]; empty if it cannot take rotations.
+      gains: labels of the gains of channels, [*batch, channels], 0 if there is none; or `None`.
+      value: identifies the operand: contractions of one value have the same object.
+      observed_site: what observers get to know about the operand.
+      weight_steps: the numbers of the steps that `element_ids` depend on.
+      is_site: whether it is a site of the full plan; otherwise its weight is also looked up.
+      reason: why its operand is not rotated, if known.
+    """
+
+    site: Site
+    steps: Steps
+    leaf_index: int
+    element_ids: Elements | None
+    inputs: Array
+    order: Array | None
+    outputs: Array
+    gains: Array | None
+    value: object
+    observed_site: ObservedSite
+    weight_steps: Steps = ()
+    is_site: bool = True
+    reason: str = ""
+
+    @property
+    def address(self) -> Address:
+        """The address of the contraction."""
+        return self.site.address
+
+    @property
+    def labels(self) -> Array:
+        """Labels of what is rotated back if its weight cannot take a rotation."""
+        return self.inputs
+
+    @property
+    def elements(self) -> Array:
+        """Numbers of elements of its matrices, [*batch, rows, channels]; computed at each call."""
+        numbers = self.summed
+        return numbers if self.order is None else numbers[..., self.order]
+
+    @property
+    def summed(self) -> Array:
+        """The same, with channels in the order in which the site sums over them."""
+        assert self.element_ids is not None
+        return self.element_ids[self.weight_steps]
+
+    @property
+    def channels(self) -> int:
+        """The number of channels; for a convolution, those of one group."""
+        assert self.element_ids is not None
+        patches = self.observed_site.patches
+        return self.element_ids.shape[-1] // (1 if patches is None else math.prod(patches.kernel))
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A parameter whose rows are looked up.
+
+    Attributes:
+      leaf_index: the index of the leaf.
+      elements: the numbers of its elements, [rows, columns].
+      labels: labels of its columns.
+    """
+
+    leaf_index: int
+    elements: Elements
+    labels: Array
+
+
+def different(tables: Iterable[Table]) -> list[Table]:
+    """Returns one table of each set of tables that are the same view of one leaf."""
+    distinct: list[Table] = []
+    for x in tables:
+        if not any(
+            x.leaf_index == y.leaf_index and x.elements.equals(y.elements) for y in distinct
+        ):
+            distinct.append(x)
+    return distinct
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A lookup of rows of a parameter.
+
+    Attributes:
+      address: the address of the lookup.
+      steps: the numbers of the steps of scans around it.
+      table: the parameter.
+      result_labels: labels of the result.
+    """
+
+    address: Address
+    steps: Steps
+    table: Table
+    result_labels: Array
+
+    @property
+    def leaf_index(self) -> int:
+        """The index of the leaf of the parameter."""
+        return self.table.leaf_index
+
+    @property
+    def labels(self) -> Array:
+        """Labels of what is rotated if the table cannot take a rotation."""
+        return self.result_labels
+
+
+class SummedChannels(NamedTuple):
+    """Channels that a site sums over: labels, their order, and labels of gains, as in `Read`."""
+
+    inputs: Array
+    order: Array | None
+    gains: Array | None
+
+
+def channels_at(
+    constraints: BlockConstraints, x: Rotatable, observed_site: ObservedSite, name: str
+) -> SummedChannels:
+    """Returns the channels that a site sums over."""
+    row_axes, gains = axes_of_rows(x, observed_site), x.gains
+    labels = constraints.join_along(x.labels, row_axes, f"rows that {name} multiplies differ")
+    for axis in row_axes if gains is not None else ():
+        if gains.shape[axis] > 1:
+            constraints.stop(labels, f"the gains of rows that {name} multiplies differ")
+            gains = gains[(slice(None),) * axis + (slice(1),)]
+    if observed_site.patches is not None:
+        channel_axis = observed_site.patches.axes.lhs_spec[1]
+        observed_site = dataclasses.replace(observed_site, patches=None, contracted=(channel_axis,))
+    axes, order = sorted(observed_site.contracted), None
+    if axes != [*observed_site.contracted]:
+        sizes = [x.shape[axis] for axis in observed_site.contracted]
+        numbers = np.arange(math.prod(sizes)).reshape(sizes)
+        order = numbers.transpose(np.argsort(observed_site.contracted)).reshape(-1)
+        observed_site = dataclasses.replace(observed_site, contracted=tuple(axes))
+    inputs = channels_of(labels, x.shape, observed_site)
+    constraints.cut_runs(inputs, f"the channels that {name} sums over")
+    return SummedChannels(
+        inputs, order, None if gains is None else channels_of(gains, x.shape, observed_site)
+    )
+
+
+def read_of_table(
+    constraints: BlockConstraints, item: Any, x: Rotatable, leaf: Parameter, steps: Steps
+) -> Read | None:
+    """Returns the product of a value and a parameter, such as a table that is also the head; `None`
+    if the parameter is not a plain matrix.
+    """
+    argnums = [i for i, origin in enumerate(item.origins) if origin is not None]
+    if leaf.elements is None or leaf.is_scaled or leaf.offset or x.is_squared or len(argnums) != 1:
+        return None
+    argnum = argnums[0]
+    both_axes = CONTRACTIONS[item.eqn.primitive.name].axes(item.eqn)
+    axes, weight_axes = both_axes[1 - argnum], both_axes[argnum]
+    if weight_axes.batch:
+        return None
+    roles = ("weight", "activation") if argnum == 0 else ("activation", "weight")
+    operands = tuple(
+        Operand(role, None, "", item.path if role == "weight" else None) for role in roles
+    )
+    address = item.address, item.path, item.scope, item.op
+    site = Site(*address, operands, None, "", 0, item.loops, (), (), None)
+    observed_site = ObservedSite(
+        item.path, item.op, "lhs", "activation", True, axes.contracted, axes.kept, axes.batch, None
+    )
+    inputs, order, gains = channels_at(constraints, x, observed_site, item.path)
+    numbers = np.broadcast_to(leaf.elements, leaf.shape)
+    numbers = numbers.transpose(*weight_axes.kept, *weight_axes.contracted)
+    element_ids = Elements.of(numbers.reshape(-1, inputs.shape[-1]))
+    where, empty = (site, steps, leaf.leaf_index, element_ids), np.empty(0, np.int32)
+    options: dict[str, Any] = {"is_site": False, "reason": x.reason}
+    return Read(*where, inputs, order, empty, gains, x, observed_site, **options)
+
+
+_FLAT = {*VIEWED, "convert_element_type", "copy", "stop_gradient"}
+
+
+class Streams(ChannelDomain):
+    """Labels of channels that one matrix rotates.
+
+    Attributes:
+      reads: contractions with weights.
+      lookups: lookups in parameters.
+      gains: labels of gains, and of the channels that they multiply.
+      offsets: by leaf, what is added to a gain.
+      starts: by leaf, the label of its first element.
+      unseen: leaves that are only partly used, and why that matters.
+    """
+
+    def __init__(self, traced: Every):
+        self.labels: BlockConstraints
+        super().__init__(traced, BlockConstraints())
+        self.starts: dict[int, int] = {}
+        self.reads: list[Read] = []
+        self.lookups: list[Lookup] = []
+        self.gains: list[tuple[Array, Array]] = []
+        self.offsets: dict[int, float] = {}
+        self.unseen: dict[int, str] = {}
+        self._summed: set[int] = set()
+        self.follow(traced.call)
+        self._find_other_uses()
+        self._used.clear()  # as large as the parameters
+
+    def _find_other_uses(self) -> None:
+        """Stops rotations that would change a parameter with another use."""
+        for leaf_index in self.partly_used():
+            self.unseen.setdefault(leaf_index, "a part of it is not used here")
+        uses: dict[int, Array] = {}
+        for table in different(x.table for x in self.lookups):
+            counts = uses.setdefault(
+                table.leaf_index, np.zeros(self.sizes[table.leaf_index], np.int32)
+            )
+            np.add.at(counts, table.elements[()], 1)
+        for leaf_index, counts in uses.items():
+            if np.any(counts > 1):
+                self.elsewhere.setdefault(leaf_index, "two different views of it are looked up")
+        for leaf_index in set(uses) & set(self.starts):
+            self.elsewhere.setdefault(leaf_index, "rows of it are looked up")
+        for leaf_index in {x.leaf_index for x in self.reads} & set(self.starts):
+            self.elsewhere.setdefault(leaf_index, "a product with it")
+        for leaf_index, reason in (self.unseen | self.elsewhere).items():
+            if leaf_index in self.starts:
+                labels = np.arange(self.sizes[leaf_index], dtype=np.int32) + self.starts[leaf_index]
+                self.labels.stop(labels, f"{self.names[leaf_index]} has another use: {reason}")
+        for gains, labels in self.gains:
+            leaf_index, _ = self.elements_of(gains)
+            if leaf_index in self.unseen | self.elsewhere or leaf_index in self._summed:
+                self.labels.stop(labels, f"its gain {self.names[leaf_index]} has another use")
+
+    def elements_of(self, labels: Array) -> tuple[int, Array]:
+        """Returns the leaf of some labels, and the numbers of their elements."""
+        matching = (x for x in self.starts.items() if 0 <= labels.flat[0] - x[1] < self.sizes[x[0]])
+        leaf_index, start = next(matching)
+        return leaf_index, labels - start
+
+    def labelled(self, x: Any, use: str) -> Rotatable:
+        """Returns a value with labels; each element of a parameter has a label."""
+        if isinstance(x, Rotatable):
+            return x
+        if isinstance(x, Known):
+            if is_key(x.value):
+                return Rotatable.fixed(np.shape(x.value))
+            value = np.asarray(x.value)
+            if jnp.issubdtype(value.dtype, jnp.inexact) and np.all(value == 0):
+                return Rotatable(np.full((1,) * value.ndim, FREE, np.int32), value.shape)
+            varies = [
+                axis for axis, n in enumerate(value.shape)
+                if n > 1 and np.any(value != value.take([0], axis))
+            ]  # fmt: skip
+            return Rotatable.fixed(value.shape, varies=frozenset(varies))
+        if x.elements is None:
+            self.elsewhere.setdefault(x.leaf_index, use)
+            return Rotatable.fixed(x.shape)
+        labels = self._labels(x)
+        self.use(x.leaf_index, x.elements)
+        self._summed.add(x.leaf_index)
+        result = Rotatable.of(labels, x.shape)
+        scaled(self.labels, result, x.varies, use)
+        if x.offset:
+            self.labels.stop(labels, f"{self.names[x.leaf_index]} has a constant added")
+            return Rotatable.fixed(x.shape)
+        return result
+
+    def _labels(self, x: Parameter) -> Array:
+        """Returns the labels of the elements of a parameter."""
+        if x.leaf_index not in self.starts:
+            self.starts[x.leaf_index] = int(self.labels.new(1, self.sizes[x.leaf_index])[0, 0])
+        return x.elements + np.int32(self.starts[x.leaf_index])  # type: ignore[operator]
+
+    def results(self, eqn: Eqn, inputs: list[Any], address: Address, steps: Steps) -> Sequence[Any]:
+        """Returns the labels of the results of an equation."""
+        name = eqn.primitive.name
+        if name in CONTRACTIONS:
+            return [self._contraction(eqn, inputs, address, steps)]
+        results = self._of_parameters(eqn, inputs)
+        if results is not None:
+            return results
+        values = [self.labelled(x, with_line(eqn)) for x in inputs]
+        if all(x.is_fixed for x in values):
+            shapes, varies = [v.aval.shape for v in eqn.outvars], varies_of(eqn, values)
+            reason = next((x.reason for x in values if x.reason), "")
+            return [
+                Rotatable.fixed(shape, reason, varies=axes)
+                for shape, axes in zip(shapes, varies, strict=True)
+            ]
+        rule = RULES.get(name)
+        if rule is None:
+            return self.labels.stop_at(eqn, values)
+        return rule(self.labels, eqn, values, inputs)
+
+    def _of_parameters(self, eqn: Eqn, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Returns the results of views of parameters, of `1 + gain`, and of products with them;
+        `None` if the parameters must be treated as other values.
+        """
+        name, parameters = eqn.primitive.name, [x for x in inputs if isinstance(x, Parameter)]
+        if len({x.leaf_index for x in parameters}) != 1 or not jnp.issubdtype(
+            eqn.outvars[0].aval.dtype, jnp.inexact
+        ):
+            return None
+        x, shape = parameters[0], eqn.outvars[0].aval.shape
+        if (
+            name in _FLAT
+            and not x.varies
+            and len(parameters) + sum(isinstance(x, Known) for x in inputs) == len(inputs)
+        ):
+            return self._viewed(eqn, inputs, x)
+        if (
+            len(parameters) > 1
+            or len(inputs) != 2
+            or x.elements is None
+            or len(x.shape) != len(shape)
+        ):
+            return None
+        (operand,) = (y for y in inputs if not isinstance(y, Parameter))
+        if name in ("add", "sub") and isinstance(operand, Known) and not x.is_scaled:
+            value = np.asarray(operand.value)
+            is_first = inputs[0] is x or name == "add"
+            if is_first and value.size and np.all(value == value.flat[0]) and value.flat[0]:
+                change = float(value.flat[0]) * (1 if name == "add" else -1)
+                return [dataclasses.replace(x, shape=shape, offset=x.offset + change)]
+        if name == "mul" or (name == "div" and inputs[0] is x):
+            factor = self.labelled(operand, with_line(eqn))
+            if factor.is_fixed:
+                varies = x.varies | factor.varies
+                return [dataclasses.replace(x, shape=shape, is_scaled=True, varies=varies)]
+            if name == "mul":
+                return [self._gained(eqn, factor, x)]
+        return None
+
+    def _viewed(self, eqn: Eqn, inputs: Sequence[Any], x: Parameter) -> Sequence[Any] | None:
+        if eqn.primitive.name not in VIEWED:
+            return [x]
+        views = self.viewed(eqn, inputs, x)
+        if views is None or not x.varies:
+            return views
+        varies = varies_of(eqn, [Rotatable.fixed(x.shape, varies=x.varies)])
+        return [
+            dataclasses.replace(view, varies=axes) for view, axes in zip(views, varies, strict=True)
+        ]
+
+    def _gained(self, eqn: Eqn, x: Rotatable, gain: Parameter) -> Rotatable:
+        """Returns a value with its channels multiplied by a gain."""
+        shape = eqn.outvars[0].aval.shape
+        if not x.is_bare:
+            reason = "two gains, or a gain of squares,"
+            self.elsewhere.setdefault(gain.leaf_index, with_line(eqn, reason))
+            return self.labels.stop_at(eqn, [x], reason)[0]
+        scaled(self.labels, x, gain.varies, with_line(eqn, "a factor for each channel,"))
+        gain_labels = self._labels(gain)
+        self.use(gain.leaf_index, gain.elements)  # type: ignore[arg-type]
+        self.labels.stop(gain_labels, "it is a gain")
+        aligned = np.broadcast_arrays(gain_labels, x.labels)
+        pairs = np.unique(np.stack([y.ravel() for y in aligned]), axis=1)
+        offset = self.offsets.setdefault(gain.leaf_index, gain.offset)
+        if offset != gain.offset:
+            reason = "a gain with another offset"
+            self.elsewhere.setdefault(gain.leaf_index, with_line(eqn, reason))
+            return self.labels.stop_at(eqn, [x], reason)[0]
+        self.gains.append((pairs[0], pairs[1]))
+        return dataclasses.replace(x, gains=gain_labels, shape=shape)
+
+    def _contraction(
+        self, eqn: Eqn, inputs: Sequence[Any], address: Address, steps: Steps
+    ) -> Rotatable:
+        name, site = eqn.primitive.name, self.site_at(address)
+        if site is not None:
+            return self._site(site, eqn, inputs, address, steps)
+        if name == "gather":
+            return self._gather(eqn, inputs, address, steps)
+        if name == "dot_general" and self._skipped(eqn, inputs, address, steps):
+            return Rotatable.fixed(eqn.outvars[0].aval.shape)
+        values = [self.labelled(x, with_line(eqn)) for x in inputs]
+        if name == "dot_general" and not all(x.is_fixed for x in values):
+            return product(self.labels, eqn, values)
+        return self.labels.stop_at(eqn, values)[0]
+
+    def _site(
+        self, site: Site, eqn: Eqn, operands: Sequence[Any], address: Address, steps: Steps
+    ) -> Rotatable:
+        shape = eqn.outvars[0].aval.shape
+        parts = observed_parts(site, self.items[site.address])
+        (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
+        weight_operand, observed_site = site.operands[1 - argnum], parts[argnum].observed
+        x, leaf = self.labelled(operands[argnum], site.name), operands[1 - argnum]
+        if x.is_squared or (observed_site.patches is not None and observed_site.patches.groups > 1):
+            self.labels.stop(x.labels, with_line(eqn, "a square or groups of channels"))
+            x = Rotatable.fixed(x.shape)
+        inputs, order, gains = channels_at(self.labels, x, observed_site, site.name)
+        weight_ids = self._elements.get(weight_operand.key) if isinstance(leaf, Parameter) else None
+        where = leaf.leaf_index if isinstance(leaf, Parameter) else -1
+        weight_steps, outputs = (), np.empty(0, np.int32)
+        if address not in self._once:
+            weight_ids = None
+        if weight_ids is not None:
+            batch, rows = weight_ids.shape[len(steps) : -2], weight_ids.shape[-2]
+            inputs = np.broadcast_to(inputs, (*batch, inputs.shape[-1]))
+            gains = None if gains is None else np.broadcast_to(gains, inputs.shape)
+            weight_steps, outputs = steps, self.labels.new(*batch, rows)
+            self.use(where, weight_ids[steps])
+        fields = site, steps, where, weight_ids, inputs, order, outputs, gains, x, observed_site
+        self.reads.append(Read(*fields, weight_steps, reason=x.reason))
+        if weight_ids is None:
+            return Rotatable.fixed(shape)
+        if site.op == "ragged_dot":  # a row may go to any of the matrices
+            outputs = self.labels.join_along(outputs, [0], with_line(eqn))[0]
+        return Rotatable.of(Channels.of_result(eqn, 1 - argnum).spread(outputs, shape), shape)
+
+    def _skipped(self, eqn: Eqn, operands: Sequence[Any], address: Address, steps: Steps) -> bool:
+        """Adds a product with a parameter that is not a site of the full plan, such as a table that
+        is also the head. Returns whether the equation is one.
+        """
+        item = self.items.get(address)
+        parameter_argnums = [i for i, x in enumerate(operands) if isinstance(x, Parameter)]
+        if item is None or len(parameter_argnums) != 1:
+            return False
+        x = self.labelled(operands[1 - parameter_argnums[0]], with_line(eqn))
+        read = read_of_table(self.labels, item, x, operands[parameter_argnums[0]], steps)
+        if read is not None:
+            self.reads.append(read)
+        return read is not None
+
+    def _gather(self, eqn: Eqn, inputs: Sequence[Any], address: Address, steps: Steps) -> Rotatable:
+        source, indices = inputs
+        is_table = isinstance(source, Parameter) and not source.varies and not source.offset
+        if is_table and is_lookup_of_rows(eqn) and address in self.items:
+            table_ids = source.elements
+            if table_ids is None and self.is_whole(source):
+                table_ids = self.numbers(source.leaf_index)
+            if table_ids is not None:
+                labels = self.labels.new(source.shape[1])
+                self.use(source.leaf_index, table_ids)
+                table = Table(source.leaf_index, Elements.of(table_ids), labels)
+                self.lookups.append(Lookup(address, steps, table, labels))
+                return Rotatable.of(looked_up(eqn, labels), eqn.outvars[0].aval.shape)
+        return gathered(self.labels, eqn, self.labelled(source, with_line(eqn)), indices)
+
+    def joined(self, values: Sequence[Any], reason: str) -> Any:
+        """Joins the labels of the results of branches."""
+        rotatables = [self.labelled(x, reason) for x in values]
+        self._stop_gained(rotatables, f"{reason} after a gain")
+        if all(x.is_fixed for x in rotatables):
+            return Rotatable.fixed(rotatables[0].shape)
+        return super().joined(rotatables, reason)
+
+    def stacked(self, rows: Sequence[Any]) -> Any:
+        """Stacks the labels of the results of steps."""
+        values = [self.labelled(x, "a result of a scan") for x in rows]
+        if all(x.is_fixed for x in values):
+            return Rotatable.fixed((len(rows), *values[0].shape))
+        self._stop_gained(values, "a result of a scan after a gain")
+        return super().stacked(values)
+
+    def _stop_gained(self, values: Sequence[Rotatable], reason: str) -> None:
+        """Stops the rotations of several values that become one, if one has gains or is squared."""
+        if not all(x.is_bare for x in values):
+            for x in values:
+                self.labels.stop(x.labels, reason)
+
+    def step_of(self, x: Any, i: int) -> Any:
+        """Returns the labels in a step."""
+        if x.is_fixed:
+            varies = frozenset(axis - 1 for axis in x.varies if axis)
+            return Rotatable.fixed(x.shape[1:], varies=varies)
+        result = super().step_of(x, i)
+        return dataclasses.replace(result, is_squared=x.is_squared and not result.is_fixed)

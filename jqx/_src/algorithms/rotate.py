@@ -19,13 +19,11 @@ from ..transforms.channel_map import ChannelMap
 from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import OnNonfinite, observed_parts
-from .chain import algorithm
-from .channels import Named
+from .channels import FIXED, Array, Named
 from .grids import Every, every_site
 from .hadamard import Orthogonal, factors_of, largest_block
-from .labels import FIXED, Array
-from .rotatable import Blocks
-from .streams import Lookup, Read, Streams, Table, different
+from .interface import algorithm
+from .rotatable import Blocks, Lookup, Read, Streams, Table, different
 
 # Chooses which blocks of channels are rotated in the weights, and what is done at run time if a
 # weight cannot take a rotation.
@@ -111,7 +109,7 @@ def found_in(
       fits: whether blocks of a number of channels can be rotated.
     """
     edges, tied = _edges(streams)
-    blocks = streams.constraints.solved()
+    blocks = streams.labels.solved()
     rotated, reasons = np.ones(len(blocks.sizes), bool), dict[int, str]()
     rotated[0] = False
     gains = [(gain, _kinds(blocks, labels)) for gain, labels in streams.gains]
@@ -165,7 +163,7 @@ def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
     """Returns the contractions and lookups whose weight cannot take a rotation, and the tables that
     take one rotation for all their uses.
     """
-    constraints, elsewhere = streams.constraints, streams.unseen | streams.elsewhere
+    constraints, elsewhere = streams.labels, streams.unseen | streams.elsewhere
     tables = {x.table.leaf_index: x for x in streams.lookups}
     tied = set[int]()
     for leaf_index, lookup in tables.items():

@@ -48,13 +48,13 @@ from ..transforms.trace import is_array, is_quantized
 if TYPE_CHECKING:
     from ... import algorithms, diagnostics
     from ..algorithms import engine, grids, own_text
-    from ..algorithms import report as algorithm_report
+    from ..algorithms import interface as algorithm_report
     from ..diagnostics import report as model_report
 else:  # imported when `ptq` runs, so that `import jqx` stays fast
     algorithms, diagnostics = Late("jqx.algorithms"), Late("jqx.diagnostics")
     engine, grids = Late("jqx._src.algorithms.engine"), Late("jqx._src.algorithms.grids")
     own_text = Late("jqx._src.algorithms.own_text")
-    algorithm_report = Late("jqx._src.algorithms.report")
+    algorithm_report = Late("jqx._src.algorithms.interface")
     model_report = Late("jqx._src.diagnostics.report")
 
 _LIKE = (

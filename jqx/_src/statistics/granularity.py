@@ -74,7 +74,7 @@ class Groups:
         )
         return cls(tuple(shape), sizes)
 
-    @property
+    @functools.cached_property
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of the scale: the number of blocks along each axis."""
         return tuple(1 if b == n else -(-n // b) for n, b in self._axes)
@@ -101,7 +101,7 @@ class Groups:
         """Number of elements that share a scale; a tail has fewer."""
         return math.prod(self.sizes)
 
-    @property
+    @functools.cached_property
     def _axes(self) -> list[tuple[int, int]]:
         return list(zip(self.shape, self.sizes, strict=True))
 
@@ -134,7 +134,7 @@ class Groups:
         x = x.reshape([math.prod(part) for part in self._parts])
         return x if x.shape == self.shape else x[tuple(slice(n) for n in self.shape)]
 
-    @property
+    @functools.cached_property
     def axes(self) -> tuple[int, ...]:
         """The axes of the result of `split` along which a scale is shared."""
         ends = itertools.accumulate(map(len, self._parts))
