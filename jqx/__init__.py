@@ -73,7 +73,7 @@ if _typing.TYPE_CHECKING:
     from . import interop as interop
     from . import parallel as parallel
     from ._src.diagnostics.compare import compare as compare
-    from ._src.diagnostics.explain import explain as explain
+    from ._src.diagnostics.lowering import explain as explain
     from ._src.diagnostics.lowering import lowering as lowering
     from ._src.diagnostics.report import report as report
     from ._src.interop.archive import load as load

@@ -4,9 +4,9 @@ from ._src.interop.archive import Archive as Archive
 from ._src.interop.archive import load as load
 from ._src.interop.archive import read as read
 from ._src.interop.gguf import Gguf as Gguf
+from ._src.interop.gguf import GgufBlocks as GgufBlocks
 from ._src.interop.gguf import GgufTensor as GgufTensor
 from ._src.interop.gguf import read_gguf as read_gguf
-from ._src.interop.gguf_blocks import GgufBlocks as GgufBlocks
 from ._src.interop.named_tree import Name as Name
 from ._src.interop.named_tree import named as named
 from ._src.interop.named_tree import tree as tree

@@ -10,11 +10,11 @@ from .._src.diagnostics.compare import compare as compare
 from .._src.diagnostics.compare import held_back as held_back
 from .._src.diagnostics.dashboard import Dashboard as Dashboard
 from .._src.diagnostics.dashboard import dashboard as dashboard
-from .._src.diagnostics.explain import Explained as Explained
-from .._src.diagnostics.explain import Explanation as Explanation
-from .._src.diagnostics.explain import explain as explain
 from .._src.diagnostics.lowering import Contraction as Contraction
+from .._src.diagnostics.lowering import Explained as Explained
+from .._src.diagnostics.lowering import Explanation as Explanation
 from .._src.diagnostics.lowering import Lowering as Lowering
+from .._src.diagnostics.lowering import explain as explain
 from .._src.diagnostics.lowering import lowering as lowering
 from .._src.diagnostics.ranges import Overflow as Overflow
 from .._src.diagnostics.ranges import Ranges as Ranges

@@ -9,7 +9,7 @@ import struct
 import jax.numpy as jnp
 import numpy as np
 
-from jqx._src.interop.save import Writer
+from jqx._src.interop.save import written
 
 CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 
@@ -17,7 +17,7 @@ CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 def write_file(path, tensors, metadata=None):
     """Writes NumPy arrays by name."""
     kinds = {name: (x.dtype, x.shape) for name, x in tensors.items()}
-    with Writer(str(path), kinds, metadata or {}) as out:
+    with written(str(path), kinds, metadata or {}) as out:
         for name, x in tensors.items():
             out.write(name, np.ascontiguousarray(x).reshape(x.shape))
 

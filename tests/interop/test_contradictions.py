@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jqx
-from jqx._src.interop.config import matches
+from jqx._src.interop.codec import matches
 
 from ..oracles.refusals import assert_error
 from .files import CHECKPOINTS, write_folder

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import QTensor
 from ..diagnostics.report import Report, WeightError, measure, scheme_of, short_scheme
 from ..errors import fail, some
 from ..files import Replacement
 from ..interop.archive import Archive
 from ..interop.verify import verify
 from ..table import Table, decibels
-from ..tensor.qtensor import QTensor
 from ..transforms.calibrate import with_bar
 from .quantize import (
     Choice,

@@ -11,31 +11,28 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import presets
+from ... import QSpec, QTensor, presets
+from ...calibrators import Rounded
+from ...numerics import Block, format_of
 from ..checks import normalize_axes
 from ..diagnostics.report import scheme_of
-from ..errors import fail, message
-from ..interop.archive import Archive
-from ..interop.config import quantization_of, read_json
+from ..errors import fail
+from ..interop.archive import INDEX, Archive
+from ..interop.codec import quantization_of, read_json
 from ..interop.named_tree import Leaf
 from ..interop.save import save_leaves, save_tree
-from ..interop.source import INDEX
 from ..interop.write import GGUF, TARGETS, TOKENIZERS, write
-from ..numerics.blocks import Block
-from ..numerics.lookup import format_of
-from ..statistics.calibrators import Rounded
 from ..table import Table, finite
-from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy
 from ..tensor.serialize import NONE, to_json
-from ..tensor.spec import QSpec, Scheme, parse_scheme
+from ..tensor.spec import Scheme, parse_scheme
 
 
 def add_quantize(commands: Any) -> None:
@@ -299,12 +296,13 @@ def _of_config(archive: Archive, activation: str | None) -> list[str]:
     data = {} if config is None else config.data
     groups = (data.get("config_groups") or {}).values()
     fields = [f"{kind}_activations" for kind in ("input", "output")]
-    lost_fields = [field for field in fields if any(group.get(field) for group in groups)]
-    lost_fields = lost_fields if activation is None else []
-    lost_fields += ["kv_cache_scheme"] if data.get("kv_cache_scheme") else []
-    lost_fields += (
-        ["activation_scheme: static"] if data.get("activation_scheme") == "static" else []
-    )
+    lost_fields = []
+    if activation is None:
+        lost_fields += [field for field in fields if any(group.get(field) for group in groups)]
+    if data.get("kv_cache_scheme"):
+        lost_fields.append("kv_cache_scheme")
+    if data.get("activation_scheme") == "static":
+        lost_fields.append("activation_scheme: static")
     return [f"{field} of the config" for field in lost_fields]
 
 
@@ -474,7 +472,6 @@ def made(read: Callable[[str], Any], path: str, choice: Choice) -> Any:
     return leaf if choice.spec is None else quantize_finite(leaf, path, choice.spec)
 
 
-@cache
 def _is_weight(path: str, leaf: Any) -> bool:
     return leaf.ndim >= 2 and path.endswith(_SUFFIXES)
 
@@ -546,9 +543,9 @@ def parse_rule(text: str) -> FileRule:
     return FileRule(pattern, parse_scheme(match[2]), text)
 
 
-def _wrong(problem: str, detail: str, expected: str) -> ValueError:
+def _wrong(problem: str, detail: str, expected: str) -> Exception:
     fix = "see the table of schemes in the documentation, docs/guides/policies.md."
-    return ValueError(message("scheme", problem, given=detail, expected=expected, fix=fix))
+    return fail("scheme", problem, given=detail, expected=expected, fix=fix)
 
 
 # Output of sub-commands other than tables.

@@ -8,18 +8,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.lax import ConvDimensionNumbers
 
+from ... import QSpec, QTensor, per_tensor
+from ...calibrators import Affine
+from ...extend import Site
+from ...numerics import Block, Integer, format_of
 from ..compat import Eqn
 from ..contractions.problem import ACCUMULATOR
-from ..numerics.blocks import Block
-from ..numerics.lookup import format_of
-from ..numerics.qtype import Integer
 from ..ops.affine import affine_dequantize, affine_quantize
-from ..statistics.calibrators import Affine
-from ..statistics.granularity import per_tensor
-from ..tensor.qtensor import QTensor
-from ..tensor.spec import QSpec
 from ..transforms.find import contraction_of
-from ..transforms.plan import Site
 from ..transforms.views import Address
 from .intervals import ANY, Interval, contract, least, limits, most, of_value, wide
 

@@ -8,33 +8,32 @@ through loops and branches like statistics of calibration.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ... import Plan, Policy, QSpec, QTensor, Quantized, hoist, map_channels
+from ...calibrators import Affine
+from ...extend import Site, Weight
 from .. import compat
 from ..checks import called
 from ..compat import Eqn
 from ..errors import fail, some
-from ..policy import Policy
 from ..signatures import P
-from ..statistics.calibrators import Affine
 from ..table import Table, Tabular, decibels
-from ..tensor.qtensor import QTensor
-from ..tensor.spec import QSpec
 from ..transforms.arguments import check_batches, check_function
 from ..transforms.calibrate import Batch, arguments_of, arrays_of, inputs_of
 from ..transforms.channel_map import Maps
 from ..transforms.higher_order import Records
-from ..transforms.hoist import Hoisted, hoist
+from ..transforms.hoist import Hoisted
 from ..transforms.interpret import Rules, interpret
 from ..transforms.make_plan import as_plan, params_of
-from ..transforms.map_channels import as_maps, map_channels
+from ..transforms.map_channels import as_maps
 from ..transforms.paths import by_argument, insert_params
-from ..transforms.plan import GivenAffines, Plan, Site, Weight
+from ..transforms.plan import GivenAffines
 from ..transforms.quantize_params import named_leaves, quantize_weight
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address, Trainable, codes_of, real_of
@@ -126,29 +125,10 @@ class Comparison(Tabular):
         return Table(head, tuple(rows), note, texts=2)
 
 
-class QuantizedFunction(Protocol):
-    """The attributes used of a `jqx.Quantized`."""
-
-    @property
-    def function(self) -> Callable[..., Any]: ...
-    @property
-    def params(self) -> Any: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def affines(self) -> Mapping[str, Affine]: ...
-    @property
-    def details(self) -> Any: ...
-    @property
-    def maps(self) -> Maps: ...
-    @property
-    def basis(self) -> Callable[[Any], tuple[Any, Maps]] | None: ...
-
-
 @called("compare", "call it in two steps: jqx.compare(f, plan, affines)(params, x).")
 def compare(
     f: Callable[P, Any],
-    plan: Plan | Policy | QuantizedFunction,
+    plan: Plan | Policy | Quantized,
     affines: GivenAffines = None,
     *,
     weights: Any = None,
@@ -206,23 +186,22 @@ def compare(
       True
     """
     check_function("compare", f)
-    if is_quantized_function(plan):
+    if isinstance(plan, Quantized):
         if affines is not None or weights is not None:
             problem = "a quantized function has `affines` and `weights` already."
             raise fail("compare", problem, fix="write jqx.compare(f, quantized).")
-        return _of_quantized(f, cast(QuantizedFunction, plan))
-    planned = cast("Plan | Policy", plan)
-    params = params_of("compare", planned)
+        return _of_quantized(f, plan)
+    params = params_of("compare", plan)
 
     def compared(*args: Any, **kwargs: Any) -> Comparison:
-        call, call_plan = checked_call("compare", f, planned, args, kwargs, params)
+        call, call_plan = checked_call("compare", f, plan, args, kwargs, params)
         codes = {} if weights is None else codes_by_path("compare", call_plan, weights)
         return _compared(call, call_plan, affines, Members(None, {}, codes, ()), [])
 
     return compared
 
 
-def _of_quantized(f: Callable[..., Any], quantized: QuantizedFunction) -> Callable[..., Comparison]:
+def _of_quantized(f: Callable[..., Any], quantized: Quantized) -> Callable[..., Comparison]:
     """Returns `compare` for the result of `ptq`."""
     plan = quantized.plan
 
@@ -359,9 +338,9 @@ def side_by_side(
         is rounded to nearest.
     """
     rules = _Both(plan, scales)
-    weights = [plan.weight_at(path) for path in call.paths]
     pairs: list[Any] = []
-    for x, rounded, weight, path in zip(leaves, others, weights, call.paths, strict=True):
+    for x, rounded, path in zip(leaves, others, call.paths, strict=True):
+        weight = plan.weight_at(path)
         if rounded is None and weight is not None:
             rounded = quantize_weight(x, weight.spec, scales.get(weight.key))
         if rounded is not None and rounded.shape != x.shape:
@@ -370,12 +349,12 @@ def side_by_side(
             fix = "pass Quantized.params, or what jqx.quantize_params returned for these "
             fix += "parameters."
             raise fail("compare", problem, given=detail, fix=fix)
-        pairs.append(x if rounded is None else Trainable(rounded, x))
+        pairs.append((x if rounded is None else Trainable(rounded, x), weight is not None))
 
     def member() -> tuple[list[Any], Records]:
         member_leaves = [
-            x if weight is not None or not isinstance(x, Trainable) else rules.dense(None, x)
-            for x, weight in zip(pairs, weights, strict=True)
+            x if is_weight or not isinstance(x, Trainable) else rules.dense(None, x)
+            for x, is_weight in pairs
         ]
         out, records = interpret(call.jaxpr, call.consts, member_leaves, rules)
         return [rules.dense(None, x) for x in out], records
@@ -446,7 +425,7 @@ class Members(NamedTuple):
     rounded_maps: Sequence[Any]
 
     @classmethod
-    def of(cls, function: str, quantized: QuantizedFunction, params: Any) -> "Members":
+    def of(cls, function: str, quantized: Quantized, params: Any) -> "Members":
         """Returns the members for a quantized function and its float parameters."""
         plan, basis = quantized.plan, quantized.basis
         if basis is None:
@@ -516,11 +495,6 @@ def _compared(
 
     out, records = jax.jit(compared)(call.leaves, scales, members.others(call))
     return comparison_of(plan, out, records, entries)
-
-
-def is_quantized_function(x: Any) -> bool:
-    """Whether a value is a `jqx.Quantized`."""
-    return isinstance(getattr(x, "plan", None), Plan) and callable(getattr(x, "function", None))
 
 
 def checked_call(
@@ -681,7 +655,7 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
       True
     """
     check_function(_NAME, f)
-    if not is_quantized_function(quantized):
+    if not isinstance(quantized, Quantized):
         kind = type(quantized).__name__
         problem = f"`quantized` is not a quantized function, but of type {kind}."
         fix = "pass quantized = jqx.ptq(f, policy)(params, batches)."

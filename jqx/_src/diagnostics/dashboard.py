@@ -1,23 +1,32 @@
-"""`dashboard`: a page about a quantized model."""
+"""`dashboard`: a page about a quantized model, and the parts of its HTML."""
 
 import html
 import math
+import pathlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ... import Plan
 from ..checks import called, check_instance
 from ..errors import fail, some
 from ..files import Path, Replacement
-from ..table import Table, decibels, size
-from ..transforms.plan import Plan
-from . import page
+from ..table import Table, decibels, grid_html, size
 from .compare import Comparison
-from .explain import Explanation
-from .lowering import Lowering
-from .report import Report, WeightError, report, scheme_of_site, short_scheme
+from .lowering import Explanation, Lowering
+from .report import (
+    COLORS,
+    OTHERS,
+    Report,
+    WeightError,
+    color_of,
+    in_model_order,
+    report,
+    scheme_of_site,
+    short_scheme,
+)
 from .search import Assignment, in_words, totals
 from .sensitivity import Sensitivities
 
@@ -153,8 +162,8 @@ def dashboard(
     arguments = {**results, "report": weights, "plan": plan}
     missing = tuple(name for name, (x, _) in _SECTIONS.items() if arguments[x] is None)
     parts = [
-        f"<header><h1>{page.text(title)}</h1>{page.note(_OF_THE_PLAN) if plan else ''}</header>",
-        page.cards(_summary(plan, weights, comparison, explanation)),
+        f"<header><h1>{text(title)}</h1>{note(_OF_THE_PLAN) if plan else ''}</header>",
+        cards(_summary(plan, weights, comparison, explanation)),
         _sizes(weights) if weights else "",
         _weights(weights) if weights and weights.weights else "",
         _costs(sensitivities, plan) if sensitivities else "",
@@ -165,7 +174,7 @@ def dashboard(
         _in_float(plan) if plan else "",
         _missing(missing),
     ]
-    return Dashboard(title, page.document(title, "".join(parts)), missing)
+    return Dashboard(title, document(title, "".join(parts)), missing)
 
 
 def _plan_and_report(model: Any, params: Any) -> tuple[Plan | None, Report | None]:
@@ -263,14 +272,14 @@ def _sizes(report: Report) -> str:
         ("quantized", [*quantized_bytes, report.kept], size(report.bytes_after)),
     ]
     table = Table(head, tuple(rows), "bits: per weight, with its scales, and codes packed")
-    colors = [*map(page.color_of, range(len(groups))), page.OTHERS]
-    picture = page.stacks(stacked, [row[0] for row in rows], colors)
-    return page.section("Sizes and formats", picture, page.grid(table))
+    colors = [*map(color_of, range(len(groups))), OTHERS]
+    picture = stacks(stacked, [row[0] for row in rows], colors)
+    return section("Sizes and formats", picture, grid(table))
 
 
 def _weights(report: Report) -> str:
     """Returns the signal-to-noise ratio of each weight, the worst first."""
-    weights = [report.weights[i] for i in page.in_model_order([w.path for w in report.weights])]
+    weights = [report.weights[i] for i in in_model_order([w.path for w in report.weights])]
     top = max((w.sqnr for w in weights if math.isfinite(w.sqnr)), default=1.0) or 1.0
     rows = []
     for w in sorted(weights, key=lambda w: (not math.isnan(w.sqnr), w.sqnr)):
@@ -278,14 +287,14 @@ def _weights(report: Report) -> str:
         dead = f"{_count(w.dead, 'group')} of zeros" if w.dead else ""
         detail = f"{short_scheme(w.scheme)}, {size(w.bytes_after)}"
         problems = ", ".join(filter(None, [clipped, dead]))
-        rows.append(page.Row(w.path or "(argument)", _sqnr(w.sqnr), w.sqnr / top, detail, problems))
+        rows.append(Row(w.path or "(argument)", _sqnr(w.sqnr), w.sqnr / top, detail, problems))
     faults = _count(len(report.faults), "weight")
     warning = f"{faults} with clipped values, or with groups that stand for zeros alone."
-    return page.section(
+    return section(
         "Weights, the worst first",
-        page.note("Signal to noise in dB: 6 dB more is half the error."),
-        page.note(warning, kind="bad") if report.faults else "",
-        page.bars(rows, "weights"),
+        note("Signal to noise in dB: 6 dB more is half the error."),
+        note(warning, kind="bad") if report.faults else "",
+        bars(rows, "weights"),
     )
 
 
@@ -303,7 +312,7 @@ def _costs(costs: Sensitivities, plan: Plan | None) -> str:
     largest = max((row.cost for row in costs.ranked), default=0.0) or 1.0
     total = sum(row.cost for row in costs.ranked if row.cost > 0) or 1.0
     rows = [
-        page.Row(
+        Row(
             row.name,
             f"{100 * row.cost / total:.1f} %",
             row.cost / largest,
@@ -321,17 +330,17 @@ def _costs(costs: Sensitivities, plan: Plan | None) -> str:
             "Measured with another plan than that of this model: the formats of "
             f"{_count(len(differing), 'weight')} differ, and stand beside their costs."
         )
-    return page.section("Sensitivities", page.note(*lines), page.bars(rows, "weights"))
+    return section("Sensitivities", note(*lines), bars(rows, "weights"))
 
 
 def _sites(comparison: Comparison) -> str:
     """Returns the error of each site."""
-    order = page.in_model_order([row.name for row in comparison.sites])
+    order = in_model_order([row.name for row in comparison.sites])
     sites = [comparison.sites[i] for i in order]
     ratios = [x for row in sites for x in (row.local_sqnr, row.sqnr) if math.isfinite(x)]
     top = max(ratios, default=1.0) or 1.0
     rows = [
-        page.Row(
+        Row(
             row.name or "(argument)",
             _sqnr(row.local_sqnr),
             row.local_sqnr / top,
@@ -341,25 +350,25 @@ def _sites(comparison: Comparison) -> str:
         for row in sorted(sites, key=lambda row: (math.isnan(row.local_sqnr), row.local_sqnr))
     ]
     result = comparison.result
-    return page.section(
+    return section(
         "Results, site by site",
-        page.note(
+        note(
             f"The result of the function: {_sqnr(result.sqnr)}, cosine {result.cosine:.6f}, "
             f"largest difference {result.max_error:.3g}."
         ),
-        page.key([("this site alone, on float operands", "var(--bar)")], "with all before it"),
-        page.bars(rows, "sites"),
-        page.folded("The table, in the order of the model", page.grid(comparison.table())),
+        key([("this site alone, on float operands", "var(--bar)")], "with all before it"),
+        bars(rows, "sites"),
+        folded("The table, in the order of the model", grid(comparison.table())),
     )
 
 
 _KINDS = {
-    "codes": ("codes by codes", page.COLORS[0]),
-    "converted": ("codes, converted in the kernel", page.COLORS[1]),
-    "lookup": ("lookup of rows", page.COLORS[2]),
-    "widened first": ("codes, written in a wider type first", page.COLORS[3]),
-    "float": ("floats", page.OTHERS),
-    "gone": ("no contraction of that name", page.COLORS[4]),
+    "codes": ("codes by codes", COLORS[0]),
+    "converted": ("codes, converted in the kernel", COLORS[1]),
+    "lookup": ("lookup of rows", COLORS[2]),
+    "widened first": ("codes, written in a wider type first", COLORS[3]),
+    "float": ("floats", OTHERS),
+    "gone": ("no contraction of that name", COLORS[4]),
 }
 """The meaning of each `Explained.really`, and its colour; the best first."""
 
@@ -373,15 +382,15 @@ def _chip(compiled: Explanation | Lowering, plan: Plan | None) -> str:
     lines = [f"Compiled for {low.target}. Memory: {memory or 'not said by the compiler'}."]
     if low.cycles is not None:
         lines.append(f"{low.cycles:,} cycles estimated.")
-    inside = [page.note(*lines)]
+    inside = [note(*lines)]
     if isinstance(compiled, Explanation):
         inside += _explained(compiled, plan)
     else:
         remarks = sum(bool(c.widened or c.left) for c in low.contractions)
         count = _count(len(low.contractions), "contraction")
-        inside.append(page.note(f"{count}; {remarks} with remarks."))
-    table = page.folded("The table of contractions", page.grid(compiled.table()))
-    return page.section("What the chip runs", *inside, table)
+        inside.append(note(f"{count}; {remarks} with remarks."))
+    table = folded("The table of contractions", grid(compiled.table()))
+    return section("What the chip runs", *inside, table)
 
 
 def _explained(explanation: Explanation, plan: Plan | None) -> list[str]:
@@ -391,7 +400,7 @@ def _explained(explanation: Explanation, plan: Plan | None) -> list[str]:
     bar = [float(counts[kind]) for kind in kinds]
     names = [f"{_KINDS[kind][0]} ({counts[kind]})" for kind in kinds]
     total = _count(len(explanation.sites), "site")
-    inside = [page.stacks([("sites", bar, total)], names, [_KINDS[kind][1] for kind in kinds])]
+    inside = [stacks([("sites", bar, total)], names, [_KINDS[kind][1] for kind in kinds])]
     without_codes = tuple(
         (site.name, site.op, site.plan or "-", _KINDS[site.really][0])
         for site in explanation.sites
@@ -402,13 +411,13 @@ def _explained(explanation: Explanation, plan: Plan | None) -> list[str]:
     if without_codes:
         title = f"{_count(len(without_codes), 'quantized site')} whose kernels read no codes:"
         head = ("site", "op", "plan", "what runs")
-        inside += [page.note(title, kind="bad"), page.grid(Table(head, without_codes, texts=4))]
+        inside += [note(title, kind="bad"), grid(Table(head, without_codes, texts=4))]
     if explanation.plain:
         count = _count(len(explanation.plain), "weight")
         target = explanation.lowering.target
         line = f"{count} not laid out as {target} reads them fastest: "
         line += "jqx.quantize_params(..., target=), or jqx.pack_for, does it."
-        inside.append(page.note(line, kind="bad"))
+        inside.append(note(line, kind="bad"))
     return inside
 
 
@@ -419,18 +428,18 @@ def _mixture(assignment: Assignment) -> str:
         for name, bits, count, x in totals(assignment)
     )
     schemes = tuple((path or "(argument)", name) for path, name in assignment.schemes.items())
-    table = page.grid(Table(("path", "scheme"), schemes, texts=2))
+    table = grid(Table(("path", "scheme"), schemes, texts=2))
     counts = Counter(assignment.schemes.values()).most_common()
     lines = [f"Weights: {', '.join(f'{n} in {name}' for name, n in counts)}."]
     if assignment.budget is not None:
         lines.append(f"Budget: {in_words(assignment.budget)}.")
     lines.append("Of the candidates of the search: this model may have other formats.")
     footer = "bits and bytes: of the weights of the plan, with their scales"
-    return page.section(
+    return section(
         "Search",
-        page.note(*lines),
-        page.grid(Table(("scheme", "bits a weight", "bytes", "metric"), rows, footer)),
-        page.folded("The scheme of each weight", table),
+        note(*lines),
+        grid(Table(("scheme", "bits a weight", "bytes", "metric"), rows, footer)),
+        folded("The scheme of each weight", table),
     )
 
 
@@ -438,12 +447,12 @@ def _algorithm(details: Any, codes: str) -> str:
     """Returns what an algorithm reports; nothing without an algorithm."""
     if details is None and not codes:
         return ""
-    inside = [page.note(codes)] if codes else []
+    inside = [note(codes)] if codes else []
     if details is not None:
         table = details.table() if hasattr(details, "table") else None
-        shown = page.grid(table) if isinstance(table, Table) else page.code(str(details))
-        inside.append(page.folded("What it reports", shown))
-    return page.section("Algorithm", *inside)
+        shown = grid(table) if isinstance(table, Table) else code(str(details))
+        inside.append(folded("What it reports", shown))
+    return section("Algorithm", *inside)
 
 
 def _in_float(plan: Plan) -> str:
@@ -459,11 +468,11 @@ def _in_float(plan: Plan) -> str:
         listed = [f"{name} ({n} times)" if n > 1 else name for name, n in counts]
         others = f"; and {len(listed) - 4} more" if len(listed) > 4 else ""
         rows.append((reason, str(len(names)), "; ".join(listed[:4]) + others))
-    table = page.grid(Table(("why", "how many", "which"), tuple(rows), texts=3), wrap=True)
-    return page.section(
+    table = grid(Table(("why", "how many", "which"), tuple(rows), texts=3), wrap=True)
+    return section(
         "What stays in float",
-        table if rows else page.note("Nothing: every contraction is quantized."),
-        page.folded("The plan", page.grid(plan.table())),
+        table if rows else note("Nothing: every contraction is quantized."),
+        folded("The plan", grid(plan.table())),
     )
 
 
@@ -473,13 +482,13 @@ def _missing(names: tuple[str, ...]) -> str:
     inside, keywords = "", []
     for name in names:
         argument, program = _SECTIONS[name]
-        inside += f"<dt>{page.text(name)}</dt><dd>{page.code(program)}</dd>"
+        inside += f"<dt>{text(name)}</dt><dd>{code(program)}</dd>"
         if argument not in ("report", "plan"):
             keywords.append(f"{argument}={argument}")
     lines = ["Nothing was given for these."]
     if keywords:
         lines.append(f"Pass them to dashboard by name: {', '.join(keywords)}.")
-    return page.section("Not on this page", page.note(*lines), f"<dl>{inside}</dl>")
+    return section("Not on this page", note(*lines), f"<dl>{inside}</dl>")
 
 
 # Whether all that a page shows is of one model. A comparison, and an explanation with a plan, must
@@ -583,3 +592,152 @@ def _without_axes(schemes: Iterable[str]) -> set[str]:
 
 def _joined(schemes: Iterable[str]) -> str:
     return " and ".join(sorted(schemes)) or "float, or no contraction,"
+
+
+# Parts of an HTML page without scripts and external resources, for light and dark mode, desktops
+# and phones. These functions escape the text passed to them.
+
+OPEN = 15
+"""Number of rows of a list that are shown unfolded."""
+
+MOST = 2000
+"""Maximum number of rows of a list on a page."""
+
+
+class Row(NamedTuple):
+    """A row of a list of bars.
+
+    Attributes:
+      name: name of the row.
+      value: value as text.
+      share: length of its bar: from 0 to 1, or as one of these if it is outside; NaN is 0.
+      detail: further description.
+      faults: problems.
+      mark: position of a mark on its bar, as `share`.
+    """
+
+    name: str
+    value: str
+    share: float
+    detail: str = ""
+    faults: str = ""
+    mark: float | None = None
+
+
+def text(value: object) -> str:
+    """Returns escaped text for HTML."""
+    return html.escape(str(value))
+
+
+def document(title: str, body: str) -> str:
+    """Returns a whole page with this body."""
+    style = pathlib.Path(__file__).with_name("page.css").read_text("utf-8")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{text(title)}</title><style>{style}</style></head>"
+        f"<body>{body}</body></html>\n"
+    )
+
+
+def section(title: str, *inside: str) -> str:
+    """Returns a section, of HTML, under a title."""
+    return f"<section><h2>{text(title)}</h2>{''.join(inside)}</section>"
+
+
+def note(*lines: str, kind: str = "soft") -> str:
+    """Returns a paragraph."""
+    return f'<p class="{kind}">{"<br>".join(map(text, lines))}</p>'
+
+
+def cards(entries: Iterable[tuple[str, str, str]]) -> str:
+    """Returns cards, each with a name, a value and a remark."""
+    inside = "".join(
+        f'<div class="card"><span>{text(name)}</span><b>{text(value)}</b>'
+        f"<span>{text(remark)}</span></div>"
+        for name, value, remark in entries
+    )
+    return f'<div class="cards">{inside}</div>'
+
+
+def stacks(
+    rows: Sequence[tuple[str, Sequence[float], str]], names: Sequence[str], colors: Sequence[str]
+) -> str:
+    """Returns stacked bars, one below the other on one scale, and a legend of the colours.
+
+    Args:
+      rows: name, parts, and sum as text of each bar.
+      names: names of the parts.
+      colors: colours of the parts.
+    """
+    longest = max((sum(parts) for _, parts, _ in rows), default=0) or 1.0
+    inside = ""
+    for name, parts, total in rows:
+        segments = "".join(
+            f'<i style="width:{100 * part / longest:.3f}%;background:{color}"'
+            f' title="{text(label)}"></i>'
+            for part, label, color in zip(parts, names, colors, strict=True)
+            if part
+        )
+        inside += (
+            f'<span>{text(name)}</span><div class="whole">{segments}</div><b>{text(total)}</b>'
+        )
+    return f'<div class="stack">{inside}</div>{key(zip(names, colors, strict=True))}'
+
+
+def key(entries: Iterable[tuple[str, str]], line: str = "") -> str:
+    """Returns a legend of colours, and of a line if there is one."""
+    inside = "".join(
+        f'<span><i style="background:{color}"></i>{text(name)}</span>' for name, color in entries
+    )
+    if line:
+        inside += f'<span><i class="dot" style="background:var(--ink)"></i>{text(line)}</span>'
+    return f'<div class="key">{inside}</div>'
+
+
+def bars(rows: Sequence[Row], plural: str, shown: int = OPEN) -> str:
+    """Returns a list of bars; for a long list, the first rows, and the others folded."""
+    page = f'<ol class="bars">{"".join(map(_bar, rows[:shown]))}</ol>'
+    others = rows[shown:MOST]
+    if others:
+        summary = f"The other {len(others):,} {plural}"
+        page += f"<details><summary>{text(summary)}</summary>"
+        page += f'<ol class="bars">{"".join(map(_bar, others))}</ol></details>'
+    if len(rows) > MOST:
+        page += note(f"{len(rows) - MOST:,} more {plural} are left out of this page.")
+    return page
+
+
+def _bar(row: Row) -> str:
+    faults = f' <span class="bad">{text(row.faults)}</span>' if row.faults else ""
+    mark = "" if row.mark is None else f'<u style="left:{100 * _part(row.mark):.2f}%"></u>'
+    return (
+        f'<li><span class="name">{text(row.name)}</span>'
+        f'<span class="detail">{text(row.detail)}{faults}</span>'
+        f'<span class="track"><i style="width:{100 * _part(row.share):.2f}%"></i>{mark}</span>'
+        f'<span class="value">{text(row.value)}</span></li>'
+    )
+
+
+def _part(x: float) -> float:
+    return min(1.0, max(0.0, x)) if x == x else 0.0
+
+
+def grid(table: Table, *, wrap: bool = False) -> str:
+    """Returns a scrollable table with its footer; long cells can be wrapped."""
+    left_out = max(0, len(table.rows) - MOST)
+    lines = [f"{left_out:,} more rows are left out of this page."] if left_out else []
+    lines += table.footer.splitlines()
+    kind = "scroll wrap" if wrap else "scroll"
+    below = note(*lines) if lines else ""
+    return f'<div class="{kind}" tabindex="0">{grid_html(table, MOST)}</div>{below}'
+
+
+def folded(title: str, inside: str) -> str:
+    """Returns HTML that is shown when its title is clicked."""
+    return f"<details><summary>{text(title)}</summary>{inside}</details>"
+
+
+def code(lines: str) -> str:
+    """Returns lines of a program, or its output."""
+    return f"<pre>{text(lines)}</pre>"

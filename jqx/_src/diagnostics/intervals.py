@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ... import QTensor
 from ..compat import Eqn
-from ..tensor.qtensor import QTensor
 
 ULPS = 4
 """Maximum error of a function such as `tanh`, in units of the last place."""
@@ -468,52 +468,6 @@ def _convert(eqn: Eqn, xs: Sequence[Interval]) -> Result:
     return flushed(low, high, dtype)
 
 
-ELEMENTWISE: dict[str, Rule] = {
-    **dict.fromkeys(("add", "add_any"), _add),
-    "sub": _sub,
-    "mul": _mul,
-    "div": _div,
-    "rem": _rem,
-    "neg": lambda eqn, xs: Bounds(-xs[0].high, -xs[0].low),
-    "abs": _abs,
-    "max": _extreme(max),
-    "min": _extreme(min),
-    "clamp": _clamp,
-    "select_n": _select,
-    "sign": lambda eqn, xs: Bounds(*((e > 0) - (e < 0) for e in (xs[0].low, xs[0].high))),
-    "floor": _stepped(math.floor),
-    "ceil": _stepped(math.ceil),
-    "round": _stepped(lambda x: math.ceil(x - 0.5), lambda x: math.floor(x + 0.5)),  # any ties
-    "square": lambda eqn, xs: _power(eqn, xs[0], 2),
-    "one_minus_square": _one_minus_square,
-    "integer_pow": lambda eqn, xs: _power(eqn, xs[0], eqn.params["y"]),
-    "pow": _pow,
-    "sqrt": _monotone(np.sqrt, (0, math.inf)),
-    "rsqrt": _rsqrt,
-    "exp": _monotone(np.exp),
-    "exp2": _monotone(np.exp2),
-    "expm1": _monotone(np.expm1, image=(-1.0, math.inf)),
-    "log": _monotone(np.log, (0, math.inf)),
-    "log1p": _monotone(np.log1p, (-1, math.inf)),
-    "tanh": _monotone(np.tanh, image=(-1.0, 1.0)),
-    "logistic": _monotone(lambda x: 1 / (1 + np.exp(-x)), image=(0.0, 1.0)),
-    "erf": _monotone(math.erf, image=(-1.0, 1.0)),
-    "erfc": _monotone(math.erfc, image=(0.0, 2.0)),
-    **dict.fromkeys(("sin", "cos"), _between(-1.0, 1.0)),
-    "is_finite": _between(0, 1),
-    "eq": _compared(_one, _apart),
-    "ne": _compared(_apart, _one),
-    "lt": _compared(lambda a, b: a.high < b.low, lambda a, b: a.low >= b.high),
-    "le": _compared(lambda a, b: a.high <= b.low, lambda a, b: a.low > b.high),
-    "gt": _compared(lambda a, b: a.low > b.high, lambda a, b: a.high <= b.low),
-    "ge": _compared(lambda a, b: a.low >= b.high, lambda a, b: a.high < b.low),
-    **dict.fromkeys(("and", "or", "xor"), _bitwise),
-    "not": _not,
-    **dict.fromkeys(("shift_left", "shift_right_arithmetic", "shift_right_logical"), _shift),
-    "convert_element_type": _convert,
-}
-
-
 # Intervals of sums, contractions, lookups and views; and the rules of all primitives that hold no
 # functions, by name. Primitives without a rule are unknown.
 
@@ -612,7 +566,48 @@ def contract(eqn: Eqn, lhs: Interval, rhs: Interval, sizes: Sequence[int] | None
 
 
 RULES: dict[str, Rule] = {
-    **ELEMENTWISE,
+    **dict.fromkeys(("add", "add_any"), _add),
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "rem": _rem,
+    "neg": lambda eqn, xs: Bounds(-xs[0].high, -xs[0].low),
+    "abs": _abs,
+    "max": _extreme(max),
+    "min": _extreme(min),
+    "clamp": _clamp,
+    "select_n": _select,
+    "sign": lambda eqn, xs: Bounds(*((e > 0) - (e < 0) for e in (xs[0].low, xs[0].high))),
+    "floor": _stepped(math.floor),
+    "ceil": _stepped(math.ceil),
+    "round": _stepped(lambda x: math.ceil(x - 0.5), lambda x: math.floor(x + 0.5)),  # any ties
+    "square": lambda eqn, xs: _power(eqn, xs[0], 2),
+    "one_minus_square": _one_minus_square,
+    "integer_pow": lambda eqn, xs: _power(eqn, xs[0], eqn.params["y"]),
+    "pow": _pow,
+    "sqrt": _monotone(np.sqrt, (0, math.inf)),
+    "rsqrt": _rsqrt,
+    "exp": _monotone(np.exp),
+    "exp2": _monotone(np.exp2),
+    "expm1": _monotone(np.expm1, image=(-1.0, math.inf)),
+    "log": _monotone(np.log, (0, math.inf)),
+    "log1p": _monotone(np.log1p, (-1, math.inf)),
+    "tanh": _monotone(np.tanh, image=(-1.0, 1.0)),
+    "logistic": _monotone(lambda x: 1 / (1 + np.exp(-x)), image=(0.0, 1.0)),
+    "erf": _monotone(math.erf, image=(-1.0, 1.0)),
+    "erfc": _monotone(math.erfc, image=(0.0, 2.0)),
+    **dict.fromkeys(("sin", "cos"), _between(-1.0, 1.0)),
+    "is_finite": _between(0, 1),
+    "eq": _compared(_one, _apart),
+    "ne": _compared(_apart, _one),
+    "lt": _compared(lambda a, b: a.high < b.low, lambda a, b: a.low >= b.high),
+    "le": _compared(lambda a, b: a.high <= b.low, lambda a, b: a.low > b.high),
+    "gt": _compared(lambda a, b: a.low > b.high, lambda a, b: a.high <= b.low),
+    "ge": _compared(lambda a, b: a.low >= b.high, lambda a, b: a.high < b.low),
+    **dict.fromkeys(("and", "or", "xor"), _bitwise),
+    "not": _not,
+    **dict.fromkeys(("shift_left", "shift_right_arithmetic", "shift_right_logical"), _shift),
+    "convert_element_type": _convert,
     "reduce_sum": lambda eqn, xs: summed(xs[0], _size(eqn, eqn.params["axes"])),
     "cumsum": _cumsum,
     **dict.fromkeys(("argmax", "argmin"), _index),

@@ -12,25 +12,29 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from ... import QTensor
+from ...numerics import format_of
 from ..checks import check_instance
 from ..errors import fail
-from ..numerics.lookup import format_of
 from ..table import decibels, size
-from ..tensor.qtensor import QTensor
 from .compare import Comparison
-from .page import (
+from .report import (
     ACCENT,
     COLORS,
     OTHERS,
     Group,
+    Report,
     color_of,
     cut,
     groups_of,
     in_model_order,
+    in_steps,
+    limits_of,
+    scheme_of,
+    short_scheme,
     shortened,
     within,
 )
-from .report import Report, in_steps, limits_of, scheme_of, short_scheme
 from .search import Assignment, Error, bytes_of
 from .sensitivity import Sensitivities
 

@@ -10,18 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import Plan, Policy, QTensor
+from ...calibrators import Affine
 from .. import compat
 from ..compat import Eqn
 from ..errors import fail
-from ..policy import Policy
-from ..statistics.calibrators import Affine
 from ..table import Table, Tabular, finite
-from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
 from ..transforms.arguments import check_function
 from ..transforms.interpret import view
 from ..transforms.make_plan import as_plan, params_of
-from ..transforms.plan import Plan
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address

@@ -1,31 +1,32 @@
-"""`report`: the effect of a plan on the weights, in numbers."""
+"""`report`: the effect of a plan on the weights, in numbers; colours and names that pictures and
+pages share.
+"""
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from ... import Plan, QTensor, RoundMode, quantize_params
+from ...calibrators import Affine
+from ...extend import Site
+from ...numerics import QType, format_of
 from ..checks import added, as_real, called, check_instance
 from ..errors import fail, some
-from ..numerics.exact import RoundMode
-from ..numerics.lookup import format_of
-from ..numerics.qtype import QType
-from ..statistics.calibrators import Affine
 from ..table import Table, Tabular, decibels
 from ..tensor.layout import permuted_axis, taken
-from ..tensor.qtensor import QTensor
 from ..tensor.segments import read
 from ..transforms.arguments import check_concrete, check_plan
 from ..transforms.paths import by_argument
-from ..transforms.plan import Plan, Site
-from ..transforms.quantize_params import named_leaves, quantize_params
+from ..transforms.quantize_params import named_leaves
 from ..transforms.trace import is_array, is_quantized
 
 
@@ -365,3 +366,113 @@ def short_scheme(scheme: str) -> str:
         return f"per_group({long[0]})" if len(long) == 1 else match[0]
 
     return _BLOCK.sub(grouped, scheme).replace(", tail=True", "")
+
+
+# Pictures and pages: colours, and the order, common parts and groups of names.
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+"""The palette of Okabe and Ito, for any kind of colour vision."""
+
+OTHERS = "#8a8a8a"
+"""The colour after the last one of the palette, and of parts that are not quantized."""
+
+ACCENT = "#D55E00"
+"""The colour of highlights."""
+
+_PARTS = re.compile(r"\d+|\D+")
+_COMPONENT = re.compile(r"[/.]?[^/.\[]+|\[[^\]]*\]?|[/.]")
+
+
+class Group(NamedTuple):
+    """Consecutive rows that belong together, such as those of one layer.
+
+    Attributes:
+      name: common prefix of their names; empty if there is none.
+      start: index of the first row.
+      stop: index after the last row.
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+def in_model_order(names: Sequence[str]) -> list[int]:
+    """Returns the order in which names are shown: the given order, which is that of the model; but
+    with numbers in natural order if the names are sorted as text, as JAX sorts the keys of a dict.
+    """
+    order = list(range(len(names)))
+    components = [re.split(r"[/.]", name) for name in names]
+    if list(names) == sorted(names) or components == sorted(components):
+        return sorted(order, key=lambda i: _natural(names[i]))
+    return order
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Returns a key that sorts numbers by their value."""
+    components = re.split(r"[/.]", name)
+    parts = [part for component in components for part in [*_PARTS.findall(component), ""]]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+
+
+def shortened(names: Sequence[str]) -> tuple[list[str], str]:
+    """Returns names without the first and last components that all share, and these as a pattern.
+    It is empty if there is only one name; no name is left empty.
+    """
+    split = [_COMPONENT.findall(name) for name in names]
+    limit = max(0, min(map(len, split)) - 1) if len(split) > 1 else 0
+    start = min(limit, _shared(split))
+    if start and any(parts[start].strip("/.[]").isdecimal() for parts in split):
+        start -= 1  # a number needs the word before it
+    end = min(limit - start, _shared([parts[::-1] for parts in split]))
+    prefix, suffix = "".join(split[0][:start]), "".join(split[0][len(split[0]) - end :])
+    short = [name[len(prefix) : len(name) - len(suffix)].lstrip("/.") for name in names]
+    return short, f"{prefix}{'/' * bool(prefix)}…{suffix}" if prefix or suffix else ""
+
+
+def _shared(names: Sequence[Sequence[str]]) -> int:
+    """Returns how many first components all names have in common."""
+    same = (len(set(parts)) == 1 for parts in zip(*names, strict=False))
+    return sum(itertools.takewhile(bool, same))
+
+
+def groups_of(names: Sequence[str]) -> list[Group]:
+    """Returns names in groups of consecutive names that begin with the same layer, or with the same
+    parent if there are no layer numbers.
+    """
+    groups: list[Group] = []
+    for row, name in enumerate(names):
+        layer = _group(name)
+        if groups and layer and groups[-1].name == layer:
+            groups[-1] = groups[-1]._replace(stop=row + 1)
+        else:
+            groups.append(Group(layer, row, row + 1))
+    return groups
+
+
+def _group(name: str) -> str:
+    *parts, leaf_name = _COMPONENT.findall(name) or [""]
+    if leaf_name.strip("/.").isdecimal():
+        return ""  # a number alone is not a name
+    for i, part in enumerate(parts):
+        if any(map(str.isdecimal, part)):
+            return "".join(parts[: i + 1])
+    return "".join(parts)
+
+
+def within(name: str, group: str) -> str:
+    """Returns the rest of a name within its group."""
+    return name[len(group) :].lstrip("/.")
+
+
+def cut(text: str, limit: int = 44) -> str:
+    """Returns text of at most `most` characters: the start and end of longer text."""
+    if len(text) <= limit:
+        return text
+    end = 2 * limit // 3
+    return f"{text[: limit - 1 - end]}…{text[-end:]}"
+
+
+def color_of(index: int) -> str:
+    """Returns the colour of a kind: of the palette, as long as it has one."""
+    return COLORS[index] if index < len(COLORS) else OTHERS

@@ -7,15 +7,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ... import Plan, Policy, Rule
 from ..checks import check_instance
 from ..errors import fail
-from ..policy import Policy, Rule, check_policy
+from ..policy import check_policy
 from ..table import Table, Tabular
 from ..transforms.arguments import check_function, check_plan
 from ..transforms.calibrate import advancing
 from ..transforms.find import rule_for
 from ..transforms.paths import EACH, Part
-from ..transforms.plan import Plan
 from .report import bits_of
 from .sensitivity import Metric, Sweep, plan_of_batches, relative_error
 

@@ -9,29 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ... import Plan, Policy, QSpec, QTensor, affines, calibrate_batches
+from ...calibrators import Affine
+from ...extend import Site
 from .. import compat
 from ..compat import Eqn
 from ..errors import fail, some
-from ..policy import Policy
-from ..statistics.calibrators import Affine
 from ..table import Table, Tabular
-from ..tensor.qtensor import QTensor
-from ..tensor.spec import QSpec
 from ..transforms.arguments import check_concrete, check_function, number_of
-from ..transforms.calibrate import (
-    Batch,
-    advancing,
-    affines,
-    arguments_of,
-    arrays_of,
-    calibrate_batches,
-    inputs_of,
-)
+from ..transforms.calibrate import Batch, advancing, arguments_of, arrays_of, inputs_of
 from ..transforms.higher_order import Records
 from ..transforms.interpret import Rules, interpret
 from ..transforms.make_plan import as_plan, params_of, planner
 from ..transforms.paths import Splits, Weights
-from ..transforms.plan import Plan, Site
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.trace import Call, is_quantized, trace_call
 from ..transforms.views import real_of
@@ -306,6 +296,7 @@ class Sweep:
       ops: the first operation of each unit.
       schemes: how the operands of each unit are quantized; where plans differ, by one of them.
       labels: what tables call each unit.
+      pairs: each batch and its float result.
     """
 
     def __init__(
@@ -330,7 +321,6 @@ class Sweep:
         self.advance: Callable[[], Any] = lambda: None
         self._caller, self._f, self.plans, self._metric = caller, f, plans, metric
         self._arrays, self._params_of = arrays_of(params)
-        self._batches = [Batch(x) for x in batches]
         by_address = [{site.address: site for site in plan.sites} for plan in plans]
         addresses = sorted(set().union(*by_address))
         self._sites = {address: [x.get(address) for x in by_address] for address in addresses}
@@ -343,15 +333,15 @@ class Sweep:
         self._scales = _scales(f, plans, params, batches, progress)
         self._evaluate = jax.jit(self._metric_of_one_batch)
         plain = jax.jit(self._in_float)
-        self._plain = [plain(self._arrays, batch) for batch in self._batches]
+        self.pairs = [(x, plain(self._arrays, x)) for x in map(Batch, batches)]
         if metric is relative_error:
-            check_floats(caller, self._plain[0])
+            check_floats(caller, self.pairs[0][1])
 
     @functools.cached_property
     def weights(self) -> dict[str, jax.Array]:
         """The weights that any plan quantizes, by path."""
         paths = {weight.path for plan in self.plans for weight in plan.weights}
-        call = self._call(self._arrays, self._batches[0])
+        call = self._call(self._arrays, self.pairs[0][0])
         return {
             path: leaf for path, leaf in zip(call.paths, call.leaves, strict=True) if path in paths
         }
@@ -379,15 +369,11 @@ class Sweep:
         choices = {unit: jnp.int32(choice.get(unit, 0)) for unit in self.units}
         values = [
             self._evaluate(choices, self._arrays, self._rounded, self._scales, batch, plain)
-            for batch, plain in zip(self._batches, self._plain, strict=True)
+            for batch, plain in self.pairs
         ]
         mean = float(sum(values) / len(values))
         self.advance()
         return mean
-
-    def pairs(self) -> list[tuple[Any, Any]]:
-        """Returns each batch and its float result."""
-        return list(zip(self._batches, self._plain, strict=True))
 
     def loss_of_weights(self) -> Callable[[dict[str, jax.Array], Any, Any], jax.Array]:
         """Returns the metric in float as a function of the weights, a batch and its float result;
@@ -527,14 +513,14 @@ def _of_weights(
         if estimate == "fisher":
             gradient = jax.jit(jax.grad(loss))
             # From one program: results of two programs would differ by rounding.
-            at_itself = gradient(weights, sweep.pairs()[0][0], None)
+            at_itself = gradient(weights, sweep.pairs[0][0], None)
             if not any(bool((g != 0).any()) for g in at_itself.values()):
                 problem = "the metric has no gradient at the float weights."
                 detail = "a gradient of 0, such as that of a distance from the float result"
                 fix = "let f return a loss, such as one with labels, with metric=lambda loss, _: "
                 fix += "loss; or use 'hessian'."
                 raise fail("diagnostics.sensitivity", problem, given=detail, fix=fix)
-            gradients = [*_advanced(sweep, (gradient(weights, *pair) for pair in sweep.pairs()))]
+            gradients = [*_advanced(sweep, (gradient(weights, *pair) for pair in sweep.pairs))]
             of_path = {
                 path: sum(jnp.sum((tree[path] * e) ** 2) for tree in gradients) / len(gradients)
                 for path, e in errors.items()
@@ -570,7 +556,7 @@ def _hutchinson(
     key = jax.random.key(0) if key is None else key
     traces = (
         sample(k, batch, plain)
-        for i, (batch, plain) in enumerate(sweep.pairs())
+        for i, (batch, plain) in enumerate(sweep.pairs)
         for k in jax.random.split(jax.random.fold_in(key, i), samples)
     )
     traces = [*_advanced(sweep, traces)]

@@ -25,19 +25,19 @@ arXiv:2305.14314.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from ..numerics.codebooks import Codebook, nf4
-from ..numerics.qtype import Integer
-from ..statistics.granularity import Groups
-from ..tensor.qtensor import QTensor
+from ... import QTensor
+from ...calibrators import Groups
+from ...numerics import Codebook, Integer, nf4
 from .codec import (
     CodedLeaf,
+    Config,
     Encoded,
     abstract,
     check_names_in_float,
@@ -51,7 +51,6 @@ from .codec import (
     shape_and_dtype,
     weight,
 )
-from .config import Config
 from .safetensors import Source
 
 _STATE, _ROWS = ".quant_state.bitsandbytes__", ".SCB"
@@ -101,17 +100,16 @@ def _leaf(source: Source, path: str, state: str, kind: str, asked: np.dtype | No
     consumed = [state, f"{path}.quant_map"]
     _, absmax = shape_and_dtype(source, f"{path}.absmax", (rows * count,), (_U8, _F32))
     tensors.append((f"{path}.absmax", absmax))
-    scale: Any = _F32
-    nested = _Nested.of(source, path, state_config, rows, count) if absmax == _U8 else None
-    if nested is not None:
+    scale, decode_scales = _F32, _unchanged
+    if absmax == _U8:
+        scale, decode_scales = _nested(source, path, state_config, rows, count)
         tensors.append((f"{path}.nested_absmax", _F32))
         consumed.append(f"{path}.nested_quant_map")
-        scale = nested.like
 
     def decode(codes: np.ndarray, *scales: np.ndarray) -> list[np.ndarray]:
         raw = np.ascontiguousarray(codes).reshape(-1).view(_U8).reshape(rows, -1)
         values = repacked(raw, 4, columns, convert=partial(np.take, pairs))
-        return [values, *(scales if nested is None else nested.decode(*scales))]
+        return [values, *decode_scales(*scales)]
 
     real = asked or _DTYPES[state_config.one_of("dtype", tuple(_DTYPES))]
     template = weight(groups, form, scale, real_dtype(source, real, None))
@@ -169,54 +167,42 @@ def _pairs(code_order: np.ndarray) -> np.ndarray:
     return code_order[byte >> 4] | code_order[byte & 15] << np.uint8(4)
 
 
-class _Nested(NamedTuple):
-    """Scales that are codes of a table, with a scale and an offset.
+def _unchanged(*scales: np.ndarray) -> Sequence[np.ndarray]:
+    """Returns scales that are not quantized."""
+    return scales
 
-    Attributes:
-      like: the QTensor of scales, abstract; or float32 if its blocks would cross rows.
-      entries: the number of each code.
-      places: the entry of the format for each code.
-      size: size of a block.
-      offset: offset of all scales.
+
+def _nested(
+    source: Source, path: str, state_config: Config, rows: int, count: int
+) -> tuple[Any, Callable[..., list[np.ndarray]]]:
+    """Returns scales that are codes of a table, with a scale and an offset: the abstract QTensor,
+    or float32 if its blocks would cross rows; and the function that makes its leaves.
     """
+    size = state_config.integer("nested_blocksize")
+    offset = state_config.data.get("nested_offset")
+    if type(offset) not in (int, float) or not np.isfinite(np.float32(offset)):
+        state_config.refuse("nested_offset", "a finite number")
+    offset = np.float32(offset)
+    shape_and_dtype(source, f"{path}.nested_absmax", (-(-rows * count // size),), (_F32,))
+    name = f"{path}.nested_quant_map"
+    form, code_order = _table(source, name, 256, "scales")
+    if size % count and count % size:
+        entries = source.read(name, _F32)
 
-    like: Any
-    entries: np.ndarray
-    places: np.ndarray
-    size: int
-    offset: np.float32
+        def dequantized(codes: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
+            return [entries[codes] * np.repeat(scales, size)[: codes.size] + offset]
 
-    @classmethod
-    def of(
-        cls, source: Source, path: str, state_config: Config, rows: int, count: int
-    ) -> "_Nested":
-        size = state_config.integer("nested_blocksize")
-        offset = state_config.data.get("nested_offset")
-        if type(offset) not in (int, float) or not np.isfinite(np.float32(offset)):
-            state_config.refuse("nested_offset", "a finite number")
-        assert offset is not None
-        shape_and_dtype(source, f"{path}.nested_absmax", (-(-rows * count // size),), (_F32,))
-        name = f"{path}.nested_quant_map"
-        form, code_order = _table(source, name, 256, "scales")
-        template: Any = _F32
-        if size % count == 0 or count % size == 0:
-            blocks = (min(max(size // count, 1), rows), min(size, count))
-            groups = Groups((rows, count), blocks)
-            template = QTensor(
-                abstract((rows, count), _U8),
-                abstract(groups.scale_shape, _F32),
-                offset=abstract((1, 1), _F32),
-                qtype=form,
-                blocks=groups.blocks,
-            )
-        return cls(template, source.read(name, _F32), code_order, size, np.float32(offset))
-
-    def decode(self, codes: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
-        """Returns the leaves of the scales."""
-        if isinstance(self.like, QTensor):
-            return [self.places[codes], scales, self.offset.reshape(1)]
-        factors = np.repeat(scales, self.size)[: codes.size]
-        return [self.entries[codes] * factors + self.offset]
+        return _F32, dequantized
+    blocks = (min(max(size // count, 1), rows), min(size, count))
+    groups = Groups((rows, count), blocks)
+    template = QTensor(
+        abstract((rows, count), _U8),
+        abstract(groups.scale_shape, _F32),
+        offset=abstract((1, 1), _F32),
+        qtype=form,
+        blocks=groups.blocks,
+    )
+    return template, lambda codes, scales: [code_order[codes], scales, offset.reshape(1)]
 
 
 def encode_bitsandbytes(path: str, leaf: QTensor) -> Encoded:
@@ -237,16 +223,17 @@ def encode_bitsandbytes(path: str, leaf: QTensor) -> Encoded:
     dtype = np.dtype(leaf.dtype).name
     state = {"quant_type": "nf4", "blocksize": size, "dtype": dtype, "shape": list(leaf.shape)}
     text = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    names = (path, f"{path}.absmax", f"{path}.quant_map", f"{path}{_STATE}nf4")
-    shapes = ((leaf.size // 2, 1), (leaf.size // size,), (16,), text.shape)
-    kinds = (_U8, _F32, _F32, _U8)
-    tensors = dict(zip(names, zip(kinds, shapes, strict=True), strict=True))
+    tensors = {
+        path: (_U8, (leaf.size // 2, 1)),
+        f"{path}.absmax": (_F32, (leaf.size // size,)),
+        f"{path}.quant_map": (_F32, (16,)),
+        f"{path}{_STATE}nf4": (_U8, text.shape),
+    }
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+    def make(q: QTensor) -> list[np.ndarray]:
         codes = codes_of(q).reshape(-1, 2)
         pairs = codes[:, :1] << np.uint8(4) | codes[:, 1:]
-        table = np.asarray(nf4.entries, np.float32)
-        return dict(zip(names, (pairs, scale_of(q).reshape(-1), table, text), strict=True))
+        return [pairs, scale_of(q).reshape(-1), np.asarray(nf4.entries, np.float32), text]
 
     return Encoded(tensors, make, LayerConfig(dtype))
 
@@ -267,5 +254,5 @@ def bitsandbytes_config(layers: Mapping[str, LayerConfig], floats: Sequence[str]
         "bnb_4bit_use_double_quant": False,
         "bnb_4bit_compute_dtype": layer.dtype,
         "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": [name.removesuffix(".weight") for name in floats],
+        "llm_int8_skip_modules": list(floats),
     }

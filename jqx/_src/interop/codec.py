@@ -1,9 +1,14 @@
 """What formats of checkpoints have in common: a QTensor that is made from tensors of a file
-(`CodedLeaf`), the tensors that a QTensor becomes (`Encoded`), and codes in streams of bits.
+(`CodedLeaf`), the tensors that a QTensor becomes (`Encoded`), codes in streams of bits, and the
+quantization config, read field by field (`Config`).
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -12,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import QTensor
+from ...calibrators import Groups
+from ...numerics import Integer, format_of
+from ..checks import shown
 from ..errors import fail
-from ..numerics.lookup import format_of
+from ..files import open_regular
 from ..numerics.packing import packed_length, planes_of
-from ..numerics.qtype import Integer
-from ..statistics.granularity import Groups
 from ..tensor.layout import Layout, Packing
-from ..tensor.qtensor import QTensor
-from .config import Config
 from .safetensors import Source
 from .tree import Read
 
@@ -65,13 +70,11 @@ def weight(
     dtype: np.dtype,
     *,
     zero_point: bool = False,
-    swapped: bool = False,
     **parts: Any,
 ) -> QTensor:
     """Returns the QTensor of a weight, of `jax.ShapeDtypeStruct`.
 
-    Codes of 8 bits keep their layout. Others are packed along the last axis of the file. This is
-    also the last axis of the real array, or the one before it if `swapped`.
+    Codes of 8 bits keep their layout. Others are packed along the last axis.
 
     Args:
       groups: shape of the weight, and which elements share a scale.
@@ -79,14 +82,12 @@ def weight(
       scale: dtype of the scales, or an abstract QTensor.
       dtype: dtype of the real array.
       zero_point: whether there are zero points, as many as scales.
-      swapped: whether the last two axes are swapped in the file.
       **parts: other fields of the QTensor.
     """
-    form, shape = format_of(qtype), groups.shape
-    stored = (*shape[:-2], shape[-1], shape[-2]) if swapped else shape
-    packing, kind = None, form.storage
+    form, stored = format_of(qtype), groups.shape
+    layout, kind = None, form.storage
     if form.bits < 8:
-        packing, kind = Packing(-2 if swapped else -1, stored[-1]), jnp.uint8
+        layout, kind = Layout(Packing(-1, stored[-1])), jnp.uint8
         stored = (*stored[:-1], packed_length(stored[-1], form.bits))
     scales = scale if isinstance(scale, QTensor) else abstract(groups.scale_shape, scale)
     return QTensor(
@@ -96,7 +97,7 @@ def weight(
         qtype=qtype,
         dtype=dtype,
         blocks=groups.blocks,
-        layout=Layout(packing, swapped) if swapped or packing else None,
+        layout=layout,
         **parts,
     )
 
@@ -220,12 +221,13 @@ class Encoded(NamedTuple):
 
     Attributes:
       tensors: dtype and shape of the tensors to write, by name.
-      make: computes these from the QTensor, whose leaves are NumPy arrays, by name.
-      layer: the config of the QTensor: a hashable value that the format defines.
+      make: computes them, in this order, from the QTensor, whose leaves are NumPy arrays.
+      layer: the config of the QTensor: a hashable value that the format defines; `None` for an
+        array.
     """
 
     tensors: Tensors
-    make: Callable[[QTensor], Mapping[str, np.ndarray]]
+    make: Callable[[Any], Sequence[np.ndarray]]
     layer: Any
 
 
@@ -243,16 +245,15 @@ def check_names_in_float(
 
     Args:
       layers: names of quantized weights.
-      floats: names of weights in float.
+      floats: names of modules with weights in float.
       format: name of the format.
       inside: whether some loaders also skip names that have a name of the list anywhere.
     """
-    skipped = [name.removesuffix(".weight") for name in floats]
     for path in layers:
         module = path.removesuffix(".weight")
         names = [
             name
-            for name in skipped
+            for name in floats
             if module.endswith(name)
             or f"{module}.".startswith(f"{name}.")
             or (inside and name in module)
@@ -318,30 +319,10 @@ def codes_of(q: QTensor) -> np.ndarray:
     """Returns the codes of a QTensor of NumPy arrays, in the order of its shape: integers as int8
     or uint8, floats as the bits of their format in uint8.
     """
-    form, layout, values = format_of(q.qtype), q.layout, np.asarray(q.values)
-    signed = form.code_range is not None and form.code_range[0] < 0
-    if layout is not None and layout.packing is not None:
-        axis = layout.stored_axis
-        assert axis is not None
-        rows = np.moveaxis(values, axis, -1)
-        if layout.kernel == "cpu":  # the codes of a byte are consecutive
-            shifts = np.arange(0, 8, form.bits, dtype=np.uint8)
-            parts = (rows[..., None] >> shifts) & np.uint8(2**form.bits - 1)
-            bits = parts.reshape(*rows.shape[:-1], layout.packing.length)
-        else:
-            bits = unpack(rows, form.bits, layout.packing.length)
-        bits = np.moveaxis(bits, -1, axis)
-        offset = 2 ** (form.bits - 1)
-        codes = ((bits ^ np.uint8(offset)).view(np.int8) - np.int8(offset)) if signed else bits
-    elif layout is not None and layout.int8 and form.storage == np.uint8 and form.bits == 8:
-        codes = values.view(np.uint8) ^ np.uint8(128)
-    elif layout is not None and layout.uint4:
-        codes = values.astype(np.uint8)
-    elif form.code_range is None:
-        codes = np.asarray(form.to_bits(jax.numpy.asarray(values)))
-    else:
-        codes = values.astype(np.int8 if signed else np.uint8)
-    return np.swapaxes(codes, -1, -2) if layout is not None and layout.swapped else codes
+    form, values = format_of(q.qtype), np.asarray(q.unpack().values)
+    if form.code_range is None:
+        return np.asarray(form.to_bits(jnp.asarray(values)))
+    return values.astype(np.int8 if form.code_range[0] < 0 else np.uint8)
 
 
 def scale_of(q: QTensor) -> np.ndarray:
@@ -552,21 +533,6 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     return packed
 
 
-def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Inverts `pack`: uint8 codes `(..., count)`."""
-    codes, start = np.zeros((*packed.shape[:-1], count), np.uint8), 0
-    for width, lowest in planes_of(bits):
-        per_byte = 8 // width
-        run = -(-count // per_byte)
-        plane = packed[..., start : start + run]
-        for i in range(per_byte):
-            part = codes[..., i * run : (i + 1) * run]
-            bits_of = (plane[..., : part.shape[-1]] >> np.uint8(i * width)) & np.uint8(2**width - 1)
-            part |= bits_of << np.uint8(lowest)
-        start += run
-    return codes
-
-
 def repacked(
     raw: np.ndarray,
     bits: int,
@@ -648,3 +614,243 @@ def in_runs(rows: int, width: int) -> Iterator[slice]:
     step = max(1, _AT_ONCE // max(width, 1))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+# Reads the quantization config of a checkpoint field by field.
+
+_MOST_BYTES = 64_000_000
+"""Maximum size of a JSON file: indices of models with many experts need several MB."""
+
+_MOST_OF_PATTERN, _MOST_OF_NAME = 20_000, 500
+"""Maximum length in characters of a pattern, and of the name that it is matched with."""
+
+_REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
+"""A repeated group: matching could take exponential time."""
+
+
+class Config:
+    """A JSON object of a config file. Its fields are checked when they are read.
+
+    Attributes:
+      data: the object.
+      where: name of the config in messages.
+    """
+
+    def __init__(self, data: Any, where: str) -> None:
+        self.where = where
+        if not isinstance(data, Mapping):
+            self._refuse(f"a {type(data).__name__}", "a JSON object")
+        self.data: Mapping[str, Any] = data
+
+    def __contains__(self, key: str) -> bool:
+        return self.data.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Returns an integer of at least `least`."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < least:
+            self.refuse(key, f"an integer of {least} or more")
+        return value
+
+    def one_of(self, key: str, choices: Sequence[Any], default: Any = None) -> Any:
+        """Returns a value that is one of `choices`, of their type."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            self.refuse(key, f"one of {', '.join(map(repr, choices))}")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """Returns a boolean."""
+        return self.one_of(key, (True, False), default)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """Returns a list of strings; an empty one if the field is missing."""
+        value = self.data.get(key)
+        value = [] if value is None else value
+        if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            self.refuse(key, "a list of strings")
+        return tuple(value)
+
+    def common(self, keys: Sequence[str], default: str) -> str:
+        """Returns the lower-case value of fields that mean the same, after checking that they are
+        equal; the default if there are none.
+        """
+        fields = [key for key in keys if self.data.get(key) is not None]
+        value = str(self.data[fields[0]]).lower() if fields else default
+        for key in fields:
+            if str(self.data[key]).lower() != value:
+                self.refuse(key, f"{value!r}, as {fields[0]}")
+        return value
+
+    def part(self, key: str) -> Config:
+        """Returns an inner object."""
+        return Config(self.data.get(key), f"{self.where}.{key}")
+
+    def two_sizes(self, key: str, value: Any, expected: str) -> tuple[int, int]:
+        """Returns a list of two positive integers, the value of a field."""
+        if isinstance(value, list) and len(value) == 2:
+            rows, columns = value
+            if type(rows) is type(columns) is int and min(rows, columns) > 0:
+                return rows, columns
+        self.refuse(key, expected)
+
+    def refuse(self, key: str, expected: str) -> NoReturn:
+        """Raises an error: the value of a field is not allowed."""
+        self._refuse(f"{key} == {shown(self.data.get(key))}", expected)
+
+    def _refuse(self, detail: str, expected: str) -> NoReturn:
+        problem = f"{self.where} has a value that jqx does not support."
+        fix = "correct the config, or convert the checkpoint with the library that wrote it."
+        raise fail("interop.read", problem, given=detail, expected=expected, fix=fix)
+
+
+def read_json(path: str) -> Any:
+    """Returns the contents of a JSON file.
+
+    Raises:
+      OSError: if the file cannot be read.
+      ValueError: if the file is too long or is not JSON.
+    """
+    with open_regular("interop.read", path) as file:
+        size = os.fstat(file.fileno()).st_size  # `read` allocates its argument at once
+        text = file.read(min(size, _MOST_BYTES) + 1)
+    try:
+        if not len(text) <= _MOST_BYTES:
+            problem = f"{path!r} has over {_MOST_BYTES:,} bytes, too many for a config or an index."
+            raise fail("interop.read", problem, fix="check the file.")
+        return json.loads(text)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        problem = f"{path!r} is not JSON that can be read: {error or type(error).__name__}."
+        raise fail("interop.read", problem, fix="copy or download it again.") from None
+
+
+def read_config(folder: str) -> Mapping[str, Any] | None:
+    """Returns `config.json` of a folder, with the quantization config of old GPTQ and AWQ folders,
+    which is a file of its own; `None` if there is none of them.
+    """
+    paths = [os.path.join(folder, name) for name in ("config.json", *_OLD_NAMES)]
+    configs = {path: read_json(path) for path in paths if os.path.lexists(path)}
+    for path, data in configs.items():
+        Config(data, repr(path))
+    config = configs.pop(paths[0], None)
+    if not configs or quantization_of(config) is not None:
+        return config
+    path, data = next(iter(configs.items()))
+    method = "gptq" if path == paths[1] else "awq"
+    return {**(config or {}), "quantization_config": {"quant_method": method, **data}}
+
+
+_OLD_NAMES = ("quantize_config.json", "quant_config.json")
+"""Names of files with the quantization config: of AutoGPTQ and GPTQModel, and of AWQ."""
+
+KEYS = ("quantization_config", "compression_config")
+"""Keys of the quantization config in the config of a model."""
+
+_OF_GPTQ = {"desc_act", "sym", "damp_percent", "true_sequential", "static_groups"}
+"""Keys that only the configs of GPTQ have."""
+
+
+def wrapped(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Returns the config of a model. A quantization config by itself becomes a part of one.
+
+    Args:
+      config: the config that the user has passed.
+      names: names of the tensors of the checkpoint.
+    """
+    bits = {"bits", "group_size"} <= {*config}
+    if quantization_of(config) is not None or isinstance(config.get("quantization"), Mapping):
+        return config
+    if _method(config) is not None:
+        return {KEYS[0]: config}
+    if "w_bit" in config or (bits and _OF_GPTQ & {*config}):
+        return {KEYS[0]: {"quant_method": "awq" if "w_bit" in config else "gptq", **config}}
+    if bits and not any(name.endswith(".qweight") for name in names):
+        return {"quantization": config}
+    return config
+
+
+def method_of(config: Mapping[str, Any] | None) -> Any:
+    """Returns the quantization method in the config of a model; `None` if there is none."""
+    quantization = quantization_of(config)
+    return None if quantization is None else _method(quantization.data)
+
+
+def _method(data: Mapping[str, Any]) -> Any:
+    """Returns the method in a quantization config."""
+    if data.get("load_in_4bit") is True or data.get("load_in_8bit") is True:
+        return "bitsandbytes"
+    method = data.get("quant_method", data.get("method"))  # `method` is GPTQModel's own name
+    return "compressed-tensors" if method is None and "config_groups" in data else method
+
+
+def quantization_of(config: Mapping[str, Any] | None) -> Config | None:
+    """Returns the quantization config in the config of a model, or of a part such as `text_config`;
+    `None` if there is none.
+
+    Raises:
+      ValueError: if parts have different ones.
+    """
+    (where, fields), *others = [*_found(config or {}, ""), ("", None)]
+    for part, data in others[:-1]:
+        if "." in where and data != fields:
+            Config({KEYS[0]: data}, part).refuse(KEYS[0], f"the same in all parts, as in {where}")
+    return None if fields is None else Config(fields, where)
+
+
+def _found(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    """Yields the quantization configs in a config and its parts, that of the whole first."""
+    yield from ((where + key, config[key]) for key in KEYS if config.get(key) is not None)
+    for key in _parts(config) if where.count(".") < _MOST_PARTS else ():
+        yield from _found(config[key], f"{where}{key}.")
+
+
+_MOST_PARTS = 4
+"""How deep parts of models are in parts."""
+
+
+def _parts(config: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of the configs of parts of a model."""
+    nested = (key for key, item in config.items() if isinstance(item, Mapping) and key not in KEYS)
+    return [key for key in nested if key.endswith("_config")]
+
+
+def without_quantization(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Returns the config of a model without quantization configs, those of parts included."""
+    left = {key: item for key, item in config.items() if key not in (*KEYS, "quantization")}
+    parts = _parts(config) if depth < _MOST_PARTS else ()
+    return left | {key: without_quantization(config[key], depth + 1) for key in parts}
+
+
+def matches(pattern: str, name: str, where: str) -> bool:
+    """Returns whether a target of a config matches a module. A target is a name, or `re:` and a
+    regular expression that matches from the start of the name.
+
+    Raises:
+      ValueError: if the expression is invalid, or may take a very long time.
+    """
+    if not pattern.startswith("re:"):
+        return pattern == name
+    compiled = _compiled(pattern[3:])
+    if compiled is None:
+        Config({"target": pattern}, where).refuse(
+            "target",
+            f"a regular expression of at most {_MOST_OF_PATTERN} characters without "
+            "repeated groups",
+        )
+    if len(name) > _MOST_OF_NAME:
+        Config({"target": name}, where).refuse(
+            "target", f"names of at most {_MOST_OF_NAME} characters"
+        )
+    return compiled.match(name) is not None
+
+
+@functools.cache
+def _compiled(text: str) -> re.Pattern[str] | None:
+    """Returns an expression; `None` if it is invalid, or may take a very long time."""
+    fits = len(text) <= _MOST_OF_PATTERN and not _REPEATED_GROUP.search(text)
+    try:
+        return re.compile(text) if fits else None
+    except (re.error, RecursionError, OverflowError):
+        return None

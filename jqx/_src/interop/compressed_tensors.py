@@ -23,16 +23,15 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
+from ... import QSpec, QTensor, per_tensor, per_token
+from ...calibrators import Groups
+from ...numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
 from ..errors import fail
-from ..numerics.blocks import Block, mxfp4, mxfp8_e4m3, nvfp4
-from ..numerics.lookup import E8M0, format_of
-from ..numerics.qtype import Integer
-from ..statistics.granularity import Groups, per_tensor, per_token
-from ..tensor.qtensor import QTensor
-from ..tensor.spec import QSpec
+from ..numerics.lookup import E8M0
 from .codec import (
     FLOATS,
     CodedLeaf,
+    Config,
     Encoded,
     abstract,
     check_no_offset,
@@ -40,10 +39,12 @@ from .codec import (
     for_rows,
     from_stream,
     integers_of,
+    matches,
     module_of,
     modules_with,
     order_field,
     order_of,
+    quantization_of,
     real_dtype,
     refuse,
     refuse_leaf,
@@ -54,7 +55,6 @@ from .codec import (
     to_stream,
     weight,
 )
-from .config import Config, matches, quantization_of
 from .safetensors import Source
 
 _PARTS = ("packed", "scale", "zero_point", "global_scale", "shape")
@@ -232,7 +232,7 @@ def compressed_config(
 
     Args:
       layers: config of each QTensor, by its path.
-      floats: names of the weights that stay in float.
+      floats: names of the modules whose weights stay in float.
       activation: how the activations that multiply the weights are quantized.
 
     Raises:
@@ -241,7 +241,7 @@ def compressed_config(
     kinds = list(dict.fromkeys(layers.values()))
     formats = sorted({kind.format for kind in kinds})
     inputs = None if activation is None else _inputs(activation)
-    ignored = dict.fromkeys(name.removesuffix(".weight") for name in floats)
+    ignored: dict[str, None] = dict.fromkeys(floats)
     if len(kinds) == 1 and f"{_HEAD}.weight" not in layers:
         ignored[_HEAD] = None  # if tied to the table it has no tensor, but is a Linear
     groups = {}
@@ -291,13 +291,11 @@ def _inputs(spec: QSpec) -> dict[str, Any]:
         return _arguments(4, "float", "tensor_group", 16, **scales)
     kind = "int" if isinstance(form, Integer) else "float"
     has_codes = isinstance(form, Integer) or spec.qtype == jnp.float8_e4m3fn
-    options = {"dynamic": spec.dynamic, "symmetric": spec.symmetric}
-    if has_codes and spec.granularity == per_token() and spec.dynamic:
-        return _arguments(form.bits, kind, "token", **options)
-    if has_codes and spec.granularity == per_tensor():
-        return _arguments(form.bits, kind, "tensor", **options)
-    if has_codes and isinstance(size, int) and spec.dynamic:
-        return _arguments(form.bits, kind, "group", size, **options)
+    strategy = "group" if isinstance(size, int) else ""
+    strategy = {per_token(): "token", per_tensor(): "tensor"}.get(spec.granularity, strategy)
+    if has_codes and strategy and (spec.dynamic or strategy == "tensor"):
+        options = {"dynamic": spec.dynamic, "symmetric": spec.symmetric}
+        return _arguments(form.bits, kind, strategy, size, **options)
     problem = f"{NAME} does not support the activations {spec}."
     expected = "integers or float8_e4m3fn with one scale a tensor, token or group, or dynamic nvfp4"
     fix = 'pass for example activation="int8:token:dynamic".'
@@ -539,7 +537,14 @@ READ = {
 # activations are quantized too. Floats get the format that has their name.
 
 
-_I32, _U8 = np.dtype(np.int32), np.dtype(np.uint8)
+_I32, _U8, _F8 = np.dtype(np.int32), np.dtype(np.uint8), jnp.dtype(jnp.float8_e4m3fn)
+
+_BLOCKS = {
+    mxfp8_e4m3: LayerConfig("mxfp8-quantized", 8, "float", strategy="group", group=32),
+    mxfp4: LayerConfig("mxfp4-pack-quantized", 4, "float", strategy="group", group=32),
+    nvfp4: LayerConfig("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group=16),
+}
+"""The configs of block formats."""
 
 
 def encode_compressed(path: str, leaf: QTensor, activation: QSpec | None = None) -> Encoded:
@@ -612,21 +617,15 @@ def _encode_integers(
     if ordered:
         tensors["weight_g_idx"] = (_I32, (columns,))
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+    def make(q: QTensor) -> list[np.ndarray]:
         codes, points, index = integers_of(path, q, NAME)
-        arrays = {"weight_scale": for_rows(scale_of(q), q)}
-        if ordered:
-            arrays["weight_g_idx"] = index
-        if plain:
-            arrays["weight"] = _signed(codes)
-        else:
-            arrays["weight_packed"] = to_stream(codes, bits).view("<i4")
-            arrays["weight_shape"] = np.array(q.shape, np.int64)
+        packed = [to_stream(codes, bits).view("<i4"), np.array(q.shape, np.int64)]
+        arrays = [for_rows(scale_of(q), q), *([_signed(codes)] if plain else packed)]
         if zeros:
             rows = np.ascontiguousarray(np.swapaxes(points, -1, -2))
-            packed = np.swapaxes(to_stream(rows, bits).view("<i4"), -1, -2)
-            arrays["weight_zero_point"] = _signed(points) if plain else packed
-        return {f"{module}.{name}": array for name, array in arrays.items()}
+            streams = np.swapaxes(to_stream(rows, bits).view("<i4"), -1, -2)
+            arrays.append(_signed(points) if plain else streams)
+        return [*arrays, index] if ordered else arrays
 
     return Encoded({f"{module}.{name}": kind for name, kind in tensors.items()}, make, layer)
 
@@ -659,51 +658,42 @@ def _encode_floats(path: str, module: str, leaf: QTensor) -> Encoded:
         layer = LayerConfig("float-quantized", 8, "float", strategy="group", group=columns)
     else:
         layer = LayerConfig("float-quantized", 8, "float")
-    weight, scale = f"{module}.weight", f"{module}.weight_scale"
-    code = jnp.dtype(jnp.float8_e4m3fn)
+    tensors = {f"{module}.weight": (_F8, leaf.shape), f"{module}.weight_scale": (kind, entries)}
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
-        return {weight: codes_of(q).view(code), scale: scale_of(q).reshape(entries)}
+    def make(q: QTensor) -> list[np.ndarray]:
+        return [codes_of(q).view(_F8), scale_of(q).reshape(entries)]
 
-    return Encoded({weight: (code, leaf.shape), scale: (kind, entries)}, make, layer)
+    return Encoded(tensors, make, layer)
 
 
 def _encode_blocks(path: str, module: str, leaf: QTensor, form: Block) -> Encoded:
     """Encodes a weight of mxfp8, mxfp4 or nvfp4."""
-    if form not in (mxfp8_e4m3, mxfp4, nvfp4):
+    if form not in _BLOCKS:
         _refuse(path, leaf, "block formats mxfp8_e4m3, mxfp4 or nvfp4", "quantize it again")
     sizes = (*(1,) * (leaf.ndim - 1), min(form.size, leaf.shape[-1]))
     if leaf.groups.sizes != sizes or leaf.shape[-1] % form.size:
         _refuse(path, leaf, f"blocks of {form.size} along the last axis only", "quantize it again")
-    scale, entries = f"{module}.weight_scale", leaf.groups.scale_shape
-    if form == mxfp8_e4m3:
-        code, weight = jnp.dtype(jnp.float8_e4m3fn), f"{module}.weight"
-        tensors = {weight: (code, leaf.shape), scale: (_U8, entries)}
-        layer = LayerConfig("mxfp8-quantized", 8, "float", strategy="group", group=32)
+    inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
+    if form == nvfp4 and (inner is None or inner.size != 1):
+        _refuse(path, leaf, "one float scale for all scales of the tensor", "quantize it again")
+    layer, (*lead, columns) = _BLOCKS[form], leaf.shape
+    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    if layer.bits == 8:
+        tensors[f"{module}.weight"] = (_F8, leaf.shape)
     else:
-        weight = f"{module}.weight_packed"
-        tensors = {weight: (_U8, (*leaf.shape[:-1], leaf.shape[-1] // 2)), scale: (_U8, entries)}
-        layer = LayerConfig("mxfp4-pack-quantized", 4, "float", strategy="group", group=32)
-    second = f"{module}.weight_global_scale"
+        tensors[f"{module}.weight_packed"] = (_U8, (*lead, columns // 2))
+    kind = _F8 if form == nvfp4 else _U8
+    tensors[f"{module}.weight_scale"] = (kind, leaf.groups.scale_shape)
     if form == nvfp4:
-        layer = LayerConfig("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group=16)
-        tensors[scale] = (jnp.dtype(jnp.float8_e4m3fn), entries)
-        tensors[second] = (np.dtype(np.float32), (1,))
-        inner = leaf.scale.scale if isinstance(leaf.scale, QTensor) else None
-        if inner is None or inner.size != 1:
-            _refuse(path, leaf, "one float scale for all scales of the tensor", "quantize it again")
+        tensors[f"{module}.weight_global_scale"] = (np.dtype(np.float32), (1,))
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+    def make(q: QTensor) -> list[np.ndarray]:
         bits = codes_of(q)
-        if form == mxfp8_e4m3:
-            return {weight: bits.view(jnp.float8_e4m3fn), scale: np.asarray(q.scale).view(_U8)}
-        arrays = {weight: to_stream(bits, 4, 1)}
-        if isinstance(q.scale, QTensor):
-            arrays[scale] = np.asarray(q.scale.values)
-            arrays[second] = _divisor(path, leaf, np.asarray(q.scale.scale).reshape(1))
-        else:
-            arrays[scale] = np.asarray(q.scale).view(_U8)
-        return arrays
+        codes = bits.view(_F8) if layer.bits == 8 else to_stream(bits, 4, 1)
+        if not isinstance(q.scale, QTensor):
+            return [codes, np.asarray(q.scale).view(_U8)]
+        factor = np.asarray(q.scale.scale).reshape(1)
+        return [codes, np.asarray(q.scale.values), _divisor(path, leaf, factor)]
 
     return Encoded(tensors, make, layer)
 

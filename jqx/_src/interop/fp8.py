@@ -19,18 +19,21 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..numerics.blocks import mxfp4
+from ... import QTensor
+from ...calibrators import Groups
+from ...numerics import mxfp4
 from ..numerics.lookup import E8M0
-from ..statistics.granularity import Groups
-from ..tensor.qtensor import QTensor
 from .codec import (
     FLOATS,
     CodedLeaf,
+    Config,
     Encoded,
     check_names_in_float,
     codes_of,
+    method_of,
     module_of,
     modules_with,
+    quantization_of,
     real_dtype,
     refuse,
     refuse_leaf,
@@ -39,7 +42,6 @@ from .codec import (
     shape_and_dtype,
     weight,
 )
-from .config import Config, method_of, quantization_of
 from .safetensors import Source
 
 FP8_MARKS = ("_scale_inv", ".weight_scale")
@@ -127,12 +129,12 @@ def encode_fp8(path: str, leaf: QTensor) -> Encoded:
         expected = "float8_e4m3fn with float32 scales in blocks of its last two axes"
         fix = "quantize it with jqx.per_block({0: 128, 1: 128}, tail=True), or leave it in float."
         refuse_leaf(path, leaf, name, expected=expected, fix=fix)
-    weight, scale, entries = path, f"{module}.weight_scale_inv", leaf.groups.scale_shape
+    scale = f"{module}.weight_scale_inv"
+    tensors = {path: (_CODE, leaf.shape), scale: (_F32, leaf.groups.scale_shape)}
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
-        return {weight: codes_of(q).view(_CODE), scale: scale_of(q)}
+    def make(q: QTensor) -> list[np.ndarray]:
+        return [codes_of(q).view(_CODE), scale_of(q)]
 
-    tensors = {weight: (_CODE, leaf.shape), scale: (_F32, entries)}
     return Encoded(tensors, make, Fp8Config((rows, columns), leaf.shape[-2:]))
 
 
@@ -160,7 +162,7 @@ def fp8_config(layers: Mapping[str, Fp8Config], floats: Sequence[str]) -> dict[s
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": sizes,
-        "modules_to_not_convert": [name.removesuffix(".weight") for name in floats] or None,
+        "modules_to_not_convert": list(floats) or None,
     }
 
 

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..numerics.lookup import format_of
-from ..numerics.qtype import Integer
-from ..statistics.granularity import Groups
-from ..tensor.qtensor import QTensor
+from ... import QTensor
+from ...calibrators import Groups
+from ...numerics import Integer, format_of
 from .codec import (
     FLOATS,
     CodedLeaf,
+    Config,
     Encoded,
     check_names_in_float,
     check_no_offset,
@@ -36,10 +36,12 @@ from .codec import (
     group_size,
     in_runs,
     integers_of,
+    matches,
     module_of,
     modules_with,
     order_field,
     order_of,
+    quantization_of,
     real_dtype,
     refuse,
     refuse_leaf,
@@ -48,7 +50,6 @@ from .codec import (
     to_stream,
     weight,
 )
-from .config import Config, matches, quantization_of
 from .safetensors import Source
 
 GPTQ_MARKS = (".qweight", ".qzeros", ".g_idx", ".scales")
@@ -63,13 +64,13 @@ class GptqConfig(NamedTuple):
 
     Attributes:
       bits: bits of a code.
-      group: size of a group; -1 if all inputs are one group.
+      group_size: -1 if all inputs are one group.
       sym: whether all zero points are those of symmetric codes.
       desc_act: whether inputs are not sorted by their groups.
     """
 
     bits: int
-    group: int
+    group_size: int
     sym: bool
     desc_act: bool
 
@@ -201,12 +202,11 @@ def encode_gptq(path: str, leaf: QTensor) -> Encoded:
         f"{module}.g_idx": (_I32, (columns,)),
     }
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+    def make(q: QTensor) -> list[np.ndarray]:
         codes, zeros, index = integers_of(path, q, name)
         words = to_stream(codes, bits).view("<i4")
         points = to_stream(np.ascontiguousarray(zeros.T), bits).view("<i4")
-        arrays = (words.T, points, exact_halves(path, q, name).T, index)
-        return dict(zip(tensors, arrays, strict=True))
+        return [words.T, points, exact_halves(path, q, name).T, index]
 
     return Encoded(tensors, make, layer)
 
@@ -217,24 +217,18 @@ def gptq_config(layers: Mapping[str, GptqConfig], floats: Sequence[str]) -> dict
     dynamic: dict[str, dict[str, Any]] = {}
     for path, layer in layers.items():
         if layer != common:
-            dynamic[f"+:^{re.escape(path.removesuffix('.weight'))}$"] = _fields(layer)
-    for name in floats:
-        module = name.removesuffix(".weight")
+            dynamic[f"+:^{re.escape(path.removesuffix('.weight'))}$"] = layer._asdict()
+    for module in floats:
         if module != "lm_head":
             dynamic[f"-:^{re.escape(module)}$"] = {}
     return {
         "quant_method": "gptq",
-        **_fields(common),
+        **common._asdict(),
         "checkpoint_format": "gptq_v2",
         "lm_head": "lm_head.weight" in layers,
         "pack_dtype": "int32",
         **({"dynamic": dynamic} if dynamic else {}),
     }
-
-
-def _fields(layer: GptqConfig) -> dict[str, Any]:
-    bits, group, sym, desc_act = layer
-    return {"bits": bits, "group_size": group, "sym": sym, "desc_act": desc_act}
 
 
 # AWQ checkpoints in the version `gemm`, of AutoAWQ and other libraries: 4 bits.
@@ -391,10 +385,9 @@ def encode_awq(path: str, leaf: QTensor) -> Encoded:
         f"{module}.scales": (np.dtype(np.float16), (count, rows)),
     }
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+    def make(q: QTensor) -> list[np.ndarray]:
         codes, points, _ = integers_of(path, q, name)
-        arrays = (_words(codes.T), _words(points.T), exact_halves(path, q, name).T)
-        return dict(zip(tensors, arrays, strict=True))
+        return [_words(codes.T), _words(points.T), exact_halves(path, q, name).T]
 
     return Encoded(tensors, make, AwqConfig(leaf.groups.sizes[1], columns, zeros))
 
@@ -412,7 +405,6 @@ def awq_config(layers: Mapping[str, AwqConfig], floats: Sequence[str]) -> dict[s
             expected = f"groups of {group}, as in other layers"
             fix = "quantize all layers with equal groups, or write GPTQ or compressed-tensors."
             refuse_leaf(path, f"groups of {layer.group}", "AWQ", expected=expected, fix=fix)
-    names = [name.removesuffix(".weight") for name in floats]
     check_names_in_float(layers, floats, "AWQ", inside=True)
     return {
         "quant_method": "awq",
@@ -420,7 +412,7 @@ def awq_config(layers: Mapping[str, AwqConfig], floats: Sequence[str]) -> dict[s
         "group_size": group,
         "zero_point": any(layer.zero_point for layer in layers.values()),
         "version": "gemm",
-        "modules_to_not_convert": names or None,
+        "modules_to_not_convert": list(floats) or None,
     }
 
 

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..numerics.blocks import Block, mxfp4, mxfp8_e4m3, nvfp4
-from ..numerics.lookup import E8M0, format_of
-from ..numerics.qtype import Integer
-from ..statistics.granularity import Groups
-from ..tensor.qtensor import QTensor
+from ... import QTensor
+from ...calibrators import Groups
+from ...numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
+from ..numerics.lookup import E8M0
 from .codec import (
     FLOATS,
     CodedLeaf,
+    Config,
     Encoded,
     abstract,
     codes_of,
@@ -44,7 +44,6 @@ from .codec import (
     to_stream,
     weight,
 )
-from .config import Config
 from .safetensors import Source
 
 MLX_MARKS = (".scales", ".biases")
@@ -166,27 +165,21 @@ def _affine(path: str, module: str, leaf: QTensor, form: Integer) -> Encoded:
         f"{module}.biases": (kind, entries),
     }
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+    def make(q: QTensor) -> list[np.ndarray]:
         codes = codes_of(q).astype(np.int16) + (2 ** (bits - 1) if form.signed else 0)
         scale = for_rows(scale_of(q), q).astype(np.float64)
-        arrays = {
-            f"{module}.weight": to_stream(codes.astype(np.uint8), bits).view("<u4"),
-            f"{module}.scales": scale.astype(kind),
-            f"{module}.biases": minimums_of(path, q, scale, kind, "MLX"),
-        }
-        return arrays
+        words = to_stream(codes.astype(np.uint8), bits).view("<u4")
+        return [words, scale.astype(kind), minimums_of(path, q, scale, kind, "MLX")]
 
     return Encoded(tensors, make, LayerConfig(size, bits, "affine"))
 
 
 def _kind_of(leaf: QTensor) -> np.dtype:
     """Returns the dtype of scales and biases: that of the scale, if it can hold both."""
-    kind, exact = np.dtype(leaf.scale.dtype), leaf.zero_point is None
-    if isinstance(leaf.scale, QTensor) or isinstance(leaf.offset, QTensor):
-        return np.dtype(np.float32)
-    if leaf.offset is not None and leaf.offset.dtype != kind:
-        return np.dtype(np.float32)
-    return kind if exact else np.dtype(np.float32)
+    kind, offset = np.dtype(leaf.scale.dtype), leaf.offset
+    is_quantized = isinstance(leaf.scale, QTensor) or isinstance(offset, QTensor)
+    fits = leaf.zero_point is None and (offset is None or offset.dtype == kind)
+    return kind if fits and not is_quantized else np.dtype(np.float32)
 
 
 def _floats(path: str, module: str, leaf: QTensor, layer: LayerConfig) -> Encoded:
@@ -197,7 +190,7 @@ def _floats(path: str, module: str, leaf: QTensor, layer: LayerConfig) -> Encode
         f"{module}.scales": (_U8, (*leaf.shape[:-1], columns // layer.group_size)),
     }
 
-    def make(q: QTensor) -> Mapping[str, np.ndarray]:
+    def make(q: QTensor) -> list[np.ndarray]:
         scale: Any = q.scale
         if isinstance(scale, QTensor):
             if np.asarray(scale.scale).item() != 1:
@@ -206,8 +199,7 @@ def _floats(path: str, module: str, leaf: QTensor, layer: LayerConfig) -> Encode
                 refuse_leaf(path, q, "MLX", expected=expected, fix=fix)
             scale = scale.values
         codes = codes_of(q) if layer.bits == 8 else to_stream(codes_of(q), layer.bits)
-        words = np.ascontiguousarray(codes).view("<u4")
-        return dict(zip(tensors, (words, np.asarray(scale).view(_U8)), strict=True))
+        return [np.ascontiguousarray(codes).view("<u4"), np.asarray(scale).view(_U8)]
 
     return Encoded(tensors, make, layer)
 
@@ -218,5 +210,4 @@ def mlx_config(layers: Mapping[str, LayerConfig], floats: Sequence[str]) -> dict
     overrides = {
         path.removesuffix(".weight"): x._asdict() for path, x in layers.items() if x != common
     }
-    plain = {name.removesuffix(".weight"): False for name in floats}
-    return {**common._asdict(), **overrides, **plain}
+    return {**common._asdict(), **overrides, **dict.fromkeys(floats, False)}

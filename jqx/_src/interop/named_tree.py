@@ -16,9 +16,9 @@ import numpy as np
 from jax import dtypes
 from jax.sharding import Sharding
 
+from ... import QTensor
 from ..checks import called, check_instance, check_integer, shown
 from ..errors import fail, some
-from ..tensor.qtensor import QTensor
 from ..tensor.shardings import put
 from ..transforms.trace import is_quantized
 from .archive import Archive, as_jax

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ... import QTensor
+from ...calibrators import Groups
 from ..checks import called, check_instance, shown
 from ..errors import fail
-from ..statistics.granularity import Groups
-from ..tensor.qtensor import QTensor
 from .codec import CodedLeaf, pack, weight
-from .safetensors import Entry, stored_dtype
+from .safetensors import Entry, Source, stored_dtype
 from .tree import StoredArray
 
 _MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
@@ -30,48 +30,33 @@ def is_orbax(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in _MARKS)
 
 
-class OrbaxSource:
+class OrbaxSource(Source):
     """An open checkpoint of a tree of arrays.
 
     Attributes:
-      path: path of the folder.
-      tree: the containers of the tree; each leaf is the name of an array, its keys joined with "/".
-      entries: dtype, shape and size in memory of each array.
-      metadata: empty.
-      config: none.
-      describes_tree, asked: see `Source`.
+      tree: the tree of `StoredArray`s; the name of each is its keys, joined with "/".
 
     Raises:
       ImportError: if Orbax is not installed.
       ValueError: if it is not a checkpoint that Orbax reads, or has leaves that are not arrays.
     """
 
-    describes_tree, asked = False, False
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.config: Mapping[str, Any] | None = None
-        self.metadata: dict[str, Any] = {}
-        self.entries: dict[str, Entry] = {}
+    def _open(self) -> None:
         self._dtypes: dict[str, np.dtype] = {}
         self._keys: dict[str, tuple[Any, ...]] = {}
         self._orbax = _orbax()
         self._reader = self._orbax.PyTreeCheckpointer()
+        self._opened.callback(self._reader.close)
         try:
-            self._known = self._reader.metadata(os.path.abspath(path)).item_metadata.tree
+            self._known = self._reader.metadata(os.path.abspath(self.path)).item_metadata.tree
         except Exception as error:  # any error of Orbax and its storage
             self._refuse(error)
         self.tree = self._named(self._known, ())
 
-    def __exit__(self, *_: object) -> None:
-        self._reader.close()
-
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of an array."""
         return self._dtypes[name]
 
     def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray:
-        """Returns an array; Orbax maps none."""
         spec = jax.ShapeDtypeStruct(self.entries[name].shape, dtype)
         item, args = self._alone(self._known, self._keys[name], spec)
         restore_args = self._orbax.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
@@ -86,7 +71,7 @@ class OrbaxSource:
         return array
 
     def _named(self, node: Any, keys: tuple[Any, ...]) -> Any:
-        """Returns a tree of names, after recording its arrays."""
+        """Returns a tree of stored arrays, after recording their shapes and keys."""
         if isinstance(node, Mapping):
             return {key: self._named(item, (*keys, key)) for key, item in node.items()}
         if isinstance(node, (list, tuple)):
@@ -101,7 +86,7 @@ class OrbaxSource:
         self._dtypes[name], self._keys[name] = kind, keys
         size = math.prod(shape) * kind.itemsize
         self.entries[name] = Entry(kind.name, tuple(shape), 0, size)
-        return name
+        return StoredArray(name, kind)
 
     def _alone(self, node: Any, keys: Sequence[Any], spec: Any) -> tuple[Any, Any]:
         """Returns a tree that requests one array, so that nothing else is restored."""
@@ -270,9 +255,9 @@ def from_gemma(params: Any) -> Any:
 def read_tree(source: OrbaxSource, asked: np.dtype | None) -> tuple[str, Any]:
     """Returns the format of an Orbax checkpoint, and its tree with a reader for each leaf."""
 
-    def leaf(path: tuple[str, ...], kernel: str, scale: str) -> CodedLeaf:
-        shapes = [source.entries[name].shape for name in (kernel, scale)]
-        kinds = [source.dtype(name) for name in (kernel, scale)]
+    def leaf(path: tuple[str, ...], kernel: StoredArray, scale: StoredArray) -> CodedLeaf:
+        shapes = [source.entries[x.path].shape for x in (kernel, scale)]
+        kinds = [x.dtype for x in (kernel, scale)]
         groups = _groups(path, *map(jax.ShapeDtypeStruct, shapes, kinds))
         template = weight(groups, kinds[0], np.dtype(np.float32), asked or kinds[1])
 
@@ -282,26 +267,14 @@ def read_tree(source: OrbaxSource, asked: np.dtype | None) -> tuple[str, Any]:
                 values = pack(codes.astype(np.int8).view(np.uint8) & np.uint8(15), 4)
             return [values, np.float32(1) / scales.astype(np.float32)]
 
-        tensors = tuple(zip((kernel, scale), kinds, strict=True))
+        tensors = tuple((x.path, x.dtype) for x in (kernel, scale))
         return CodedLeaf("/".join(path), tensors, template, decode)
 
-    def stored(node: Any) -> Any:
-        if isinstance(node, Mapping):
-            return {key: stored(item) for key, item in node.items()}
-        if isinstance(node, list):
-            return [stored(item) for item in node]
-        return StoredArray(node, source.dtype(node)) if isinstance(node, str) else node
-
-    tree, count = _replaced(source.tree, leaf, source.dtype, lambda x: isinstance(x, str))
-    return "gemma" if count else "orbax", stored(tree)
+    tree, count = _replaced(source.tree, leaf)
+    return "gemma" if count else "orbax", tree
 
 
-def _replaced(
-    params: Any,
-    make: Callable[[tuple[str, ...], Any, Any], Any],
-    dtype_of: Callable[[Any], Any] = lambda x: x.dtype,
-    is_array: Callable[[Any], bool] = lambda x: hasattr(x, "dtype"),
-) -> tuple[Any, int]:
+def _replaced(params: Any, make: Callable[[tuple[str, ...], Any, Any], Any]) -> tuple[Any, int]:
     """Returns a tree with the result of `make` for each `kernel` and `scale`, and their number."""
     count = 0
 
@@ -313,13 +286,13 @@ def _replaced(
         for key, item in node.items():
             address = (*path, str(key))
             coded = isinstance(item, Mapping) and "kernel" in item and "scale" in item
-            coded = coded and all(map(is_array, (item["kernel"], item["scale"])))
+            coded = coded and all(hasattr(item[part], "dtype") for part in ("kernel", "scale"))
             name = key
             if coded and str(key).startswith(_PREFIX):
                 name = _WEIGHT if key == _ONLY else str(key).removeprefix(_PREFIX)
             if name in children:
                 raise _not_gemma(address, "two weights of one name", "drop one of them.")
-            if coded and dtype_of(item["kernel"]) in _KINDS:
+            if coded and item["kernel"].dtype in _KINDS:
                 if len(item) != 2:
                     raise _not_gemma(address, shown([*item]), "keep only kernel and scale.")
                 children[name] = make((*path, str(name)), item["kernel"], item["scale"])

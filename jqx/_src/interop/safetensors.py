@@ -9,13 +9,14 @@ complex128 is F64 with a last axis of 2: the real and the imaginary part.
 Format: https://huggingface.co/docs/safetensors (Hugging Face, 2022).
 """
 
+import contextlib
 import json
 import math
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -145,7 +146,7 @@ def from_stored(name: str, raw: np.ndarray, stored: np.dtype, dtype: np.dtype) -
     return read
 
 
-def read_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
+def read_header(path: str, text: bytes) -> tuple[dict[str, Any], dict[str, Entry]]:
     """Returns the metadata of a header, and its tensors in the order of their bytes.
 
     Raises:
@@ -328,45 +329,62 @@ def _aligned(size: int) -> np.ndarray:
     return raw[-raw.ctypes.data % _ALIGNED :][:size]
 
 
-# An open safetensors file, whose tensors are read one by one or mapped into memory.
+# Open files and folders, whose tensors are read one by one or mapped into memory.
 
 
-class Reader:
-    """An open file: its tensors by name, and its metadata. A context manager.
+class Source:
+    """Tensors by name. A context manager; what it opens is closed at the end, or if it fails.
 
     Attributes:
-      entries: dtype, shape and offset of each tensor.
+      path: path of the file or folder.
       metadata: metadata of the file.
-      config: `None`; a file has no config of a model.
-      describes_tree, asked: see `Source`.
+      entries: dtype, shape and offset of each tensor.
+      config: config of the model; `None` if there is none.
+      describes_tree: whether its metadata may describe a tree of jqx.
+      asked: whether the caller passed the config, and thus knows what the tensors are.
 
     Raises:
-      OSError: if the file cannot be opened or is not a regular file.
-      ValueError: if it is not a safetensors file, or is truncated.
+      OSError: if a file cannot be opened or is not a regular file.
+      ValueError: if it is not in its format, or is truncated.
     """
 
-    metadata: dict[str, Any]
-    entries: dict[str, Entry]
-    describes_tree, asked = True, False
+    describes_tree, asked = False, False
 
-    def __init__(self, path: Path) -> None:
-        self._bytes = Bytes(path)
-        self.path = self._bytes.path
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.entries: dict[str, Entry] = {}
         self.config: Mapping[str, Any] | None = None
-        try:
+        with contextlib.ExitStack() as self._opened:
             self._open()
-        except BaseException:
-            self.__exit__()
-            raise
+            self._opened = self._opened.pop_all()
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bytes.__exit__()
+        self._opened.close()
+
+    def _open(self) -> None:
+        """Finds the tensors, without reading them."""
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of a tensor in the file."""
+        """Returns the dtype of a tensor in its file."""
+        raise NotImplementedError
+
+    def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray:
+        """Returns a copy of a tensor, or the tensor mapped into memory, where it is read when it is
+        used and dropped when it is freed.
+        """
+        raise NotImplementedError
+
+
+class Reader(Source):
+    """An open safetensors file."""
+
+    describes_tree = True
+
+    def dtype(self, name: str) -> np.dtype:
         stored = self.entries[name].dtype
         if stored not in DTYPES:
             problem = f"the tensor {name!r} has a dtype that jqx does not read: {stored}."
@@ -375,9 +393,7 @@ class Reader:
         return DTYPES[stored]
 
     def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray:
-        """Returns a tensor in the dtype in the description of the tree: a copy, or mapped into
-        memory, where it is read when it is used and dropped when it is freed.
-        """
+        # `dtype` is that in the description of the tree; the file may store another one.
         entry = self.entries[name]
         load = self._bytes.view if mapped else self._bytes.read
         raw = load(name, self._first + entry.start, entry.stop - entry.start)
@@ -385,13 +401,14 @@ class Reader:
 
     def _open(self) -> None:
         """Reads the header, and checks that the file has the length in the header."""
+        self._bytes = self._opened.enter_context(Bytes(self.path))
         size = self._bytes.size
         length = int.from_bytes(self._bytes.head(8), "little")
         if size < 8 or length > HEADER_LIMIT or 8 + length > size:
             raise malformed(self.path, f"a header of {length} bytes in a file of {size} bytes")
         self._first = 8 + length
-        metadata, self.entries = read_header(self.path, self._bytes.head(8 + length)[8:])
-        self.metadata = {**metadata}
+        text = self._bytes.head(8 + length)[8:]
+        self.metadata, self.entries = read_header(self.path, text)
         stop = max((entry.stop for entry in self.entries.values()), default=0)
         if not size - self._first >= stop:
             problem = f"{self.path!r} is truncated: {size - self._first} of {stop} bytes."
@@ -399,27 +416,6 @@ class Reader:
         unused = size - self._first - stop
         if unused:
             raise malformed(self.path, f"{unused} bytes that do not belong to a tensor")
-
-
-class Source(Protocol):
-    """Tensors by name, which are read one by one. See `Reader`.
-
-    Attributes:
-      describes_tree: whether its metadata may describe a tree of jqx.
-      asked: whether the caller passed the config, and thus knows what the tensors are.
-    """
-
-    asked: bool
-
-    describes_tree: bool
-    path: str
-    metadata: dict[str, Any]
-    entries: dict[str, Entry]
-    config: Mapping[str, Any] | None
-
-    def dtype(self, name: str) -> np.dtype: ...
-    def read(self, name: str, dtype: np.dtype, *, mapped: bool = False) -> np.ndarray: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 def check_dtype(source: Source, name: str, dtype: np.dtype) -> None:

@@ -6,32 +6,32 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import BufferedRandom
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 
+from ... import QTensor, Quantized
 from ..checks import called, shown
 from ..errors import fail, nesting, some
 from ..files import Path, Replacement, as_path, lock, naming_file, new_part, remove_left
-from ..ptq.quantized import Quantized
 from ..tensor.layout import check_codes
-from ..tensor.qtensor import QTensor
 from ..tensor.segments import Lazy, abstract, read
 from ..tensor.serialize import NONE, VERSION, Values, check_values
 from ..transforms.calibrate import advancing, bytes_of
-from .archive import QUANTIZED
+from .archive import INDEX, QUANTIZED
 from .codec import Tensors
 from .safetensors import KEY, placed, stored_dtype, to_stored, write_header
-from .source import INDEX
 from .tree import contents_of, describe, tensors_of
 
 
@@ -124,10 +124,8 @@ def save_tree(
             problem = f"the array {name!r} has no values, only a shape."
             fix = "pass arrays; jqx.interop.save_leaves takes shapes, and arrays one by one."
             raise fail("save", problem, fix=fix, error=TypeError)
-    if resume:
-        _write_resumed(path, node, named, metadata, progress)
-    else:
-        _write(path, node, named, (read(leaf) for _, leaf in named), metadata, progress)
+    open_writer = resumed if resume else written
+    _write(open_writer, path, node, named, (leaf for _, leaf in named), metadata, progress)
 
 
 def save_leaves(
@@ -173,7 +171,7 @@ def save_leaves(
         fix = "pass for example metadata={'format': 'pt'}."
         raise fail("interop.save_leaves", problem, fix=fix, error=TypeError)
     node, named = _described(tree, values)
-    _write(path, node, named, leaves, metadata or {}, progress)
+    _write(written, path, node, named, leaves, metadata or {}, progress)
 
 
 def _described(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
@@ -182,6 +180,7 @@ def _described(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
 
 
 def _write(
+    open_writer: Callable[..., contextlib.AbstractContextManager[Writer]],
     path: Path,
     node: Any,
     named: list[tuple[str, Any]],
@@ -189,66 +188,40 @@ def _write(
     metadata: Mapping[str, str],
     progress: bool,
 ) -> None:
-    bar = _bar([leaf for _, leaf in named], progress)
-    with bar as advance, Writer(path, *_announced(node, named, metadata)) as out:
-        for (leaf_path, kind), leaf in zip(named, leaves, strict=True):
-            _write_leaf(out, leaf_path, abstract(kind), leaf)
-            advance()
-
-
-def _write_resumed(
-    path: Path,
-    node: Any,
-    named: list[tuple[str, Any]],
-    metadata: Mapping[str, str],
-    progress: bool,
-) -> None:
-    bar = _bar([leaf for _, leaf in named], progress)
-    with bar as advance, ResumedWriter(path, *_announced(node, named, metadata)) as out:
-        for leaf_path, leaf in named:
+    """Writes the leaves of a tree, with a bar of their bytes. A leaf that an interrupted write has
+    already written is not read again.
+    """
+    specs = [(leaf_path, abstract(leaf)) for leaf_path, leaf in named]
+    sizes = [bytes_of(spec) for _, spec in specs]
+    tensors = {
+        name: (np.dtype(array.dtype), array.shape)
+        for leaf_path, spec in specs
+        for name, array in tensors_of(leaf_path, spec)
+    }
+    with nesting("save"):
+        text = json.dumps({"version": VERSION, "tree": node}, separators=(",", ":"))
+    bar = advancing("save", "B", sum(sizes), progress, unit_scale=True, delay=1)
+    with bar as advance, open_writer(path, tensors, {**metadata, KEY: text}) as out:
+        for (leaf_path, spec), size, leaf in zip(specs, sizes, leaves, strict=True):
             source = leaf.source if isinstance(leaf, Lazy) else ""
             if not out.has(leaf_path, source):
                 array = read(leaf)
                 out.begin(leaf_path)
-                _write_leaf(out, leaf_path, abstract(leaf), array)
+                _write_leaf(out, leaf_path, spec, array)
                 out.done(leaf_path, source)
-            advance()
+            advance(size)
 
 
-def _announced(
-    node: Any, named: list[tuple[str, Any]], metadata: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the tensors of a file, and its metadata."""
-    tensors = {
-        name: (np.dtype(array.dtype), array.shape)
-        for leaf_path, leaf in named
-        for name, array in tensors_of(leaf_path, abstract(leaf))
-    }
-    with nesting("save"):
-        text = json.dumps({"version": VERSION, "tree": node}, separators=(",", ":"))
-    return tensors, {**metadata, KEY: text}
-
-
-def _write_leaf(out: Writer, path: str, kind: Any, leaf: Any) -> None:
-    if jax.tree.structure(kind) != jax.tree.structure(leaf):
-        structure, announced = (str(jax.tree.structure(x)) for x in (leaf, kind))
+def _write_leaf(out: Writer, path: str, spec: Any, leaf: Any) -> None:
+    """Writes the tensors of a leaf, after checking that it has the announced structure."""
+    if jax.tree.structure(spec) != jax.tree.structure(leaf):
+        structure, announced = (str(jax.tree.structure(x)) for x in (leaf, spec))
         raise _not_announced(f"the leaf {path!r}", structure, announced)
     array_leaf = jax.tree.map(np.asarray, leaf)
     if isinstance(array_leaf, QTensor):
         check_codes("save", array_leaf, path)
     for name, array in tensors_of(path, array_leaf):
         out.write(name, array)
-
-
-@contextlib.contextmanager
-def _bar(leaves: Sequence[Any], progress: bool) -> Iterator[Callable[[], None]]:
-    """Shows how many bytes of leaves are written, and the remaining time; yields a function to call
-    for the next leaf.
-    """
-    sizes = [bytes_of(abstract(leaf)) for leaf in leaves]
-    remaining = iter(sizes)
-    with advancing("save", "B", sum(sizes), progress, unit_scale=True, delay=1) as advance:
-        yield lambda: advance(next(remaining))
 
 
 def _not_announced(subject: str, detail: str, announced: str) -> Exception:
@@ -261,73 +234,77 @@ def _not_announced(subject: str, detail: str, announced: str) -> Exception:
 
 
 class Writer:
-    """A file that is written tensor by tensor, in any order. A context manager.
+    """Writes the tensors of an open file, in any order.
 
-    It is put in place once every tensor is written. If an error occurs before that, nothing
-    changes.
+    Attributes:
+      head: the start of the file.
+      missing: the tensors that are not written yet.
+    """
+
+    def __init__(self, file: Replacement, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+        self._file, self._tensors = file, tensors
+        self._entries = placed((name, *item) for name, item in tensors.items())
+        self.head = write_header(self._entries, metadata)
+        self.missing = dict.fromkeys(self._entries)
+
+    def write(self, name: str, x: np.ndarray) -> None:
+        """Writes a tensor, with the dtype and shape that were announced."""
+        dtype, shape = self._tensors[name]
+        if x.dtype.name != dtype.name or x.shape != tuple(shape):
+            kind, announced = f"{x.dtype.name}{list(x.shape)}", f"{dtype.name}{list(shape)}"
+            raise _not_announced(f"the tensor {name!r}", kind, announced)
+        numbers = np.ascontiguousarray(to_stored(x)).reshape(-1).view(np.uint8)
+        self._file.write(len(self.head) + self._entries[name].start, numbers.data)
+        self.missing.pop(name, None)
+
+    def has(self, leaf: str, source: str) -> bool:
+        """Returns whether a leaf made from the same source is already written."""
+        return False
+
+    def begin(self, leaf: str) -> None:
+        """Records that a leaf is being written; its previous data is lost."""
+
+    def done(self, leaf: str, source: str) -> None:
+        """Records that all tensors of a leaf are written."""
+
+
+@contextlib.contextmanager
+def written(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[Writer]:
+    """Yields the writer of a file, which is put in place once every tensor is written. If an error
+    occurs before that, nothing changes.
 
     Args:
       path: path of the file.
       tensors: dtype and shape of each tensor, by name.
       metadata: metadata of the file.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
-        metadata: Mapping[str, str],
-    ) -> None:
-        self._file = Replacement("save", path)
-        self._tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
-        self._entries = placed((name, *item) for name, item in self._tensors.items())
-        self._head = write_header(self._entries, metadata)
-        self._missing = dict.fromkeys(self._entries)
-
-    def __enter__(self) -> Writer:
-        self._file.__enter__()
-        try:
-            self._file.write(0, self._head)
-        except BaseException as error:
-            self._file.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def write(self, name: str, x: np.ndarray) -> None:
-        """Writes a tensor, with the dtype and shape that were announced."""
-        dtype, shape = self._tensors[name]
-        if x.dtype.name != dtype.name or x.shape != shape:
-            kind, announced = f"{x.dtype.name}{list(x.shape)}", f"{dtype.name}{list(shape)}"
-            raise _not_announced(f"the tensor {name!r}", kind, announced)
-        numbers = np.ascontiguousarray(to_stored(x)).reshape(-1).view(np.uint8)
-        self._file.write(len(self._head) + self._entries[name].start, numbers.data)
-        self._missing.pop(name, None)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                if self._missing:
-                    names = some(map(repr, self._missing))
-                    problem = f"tensors were not written: {names}."
-                    raise fail("save", problem, fix="write each of them.")
-                self._file.commit()
-        finally:
-            self._file.__exit__(kind, error, where)
+    with Replacement("save", path) as file:
+        out = Writer(file, tensors, metadata)
+        file.write(0, out.head)
+        yield out
+        if out.missing:
+            problem = f"tensors were not written: {some(map(repr, out.missing))}."
+            raise fail("save", problem, fix="write each of them.")
+        file.commit()
 
 
 # Writes a folder of safetensors files with an index, completely or not at all.
 
 
-class FolderWriter:
-    """A folder that is written tensor by tensor, in any order. A context manager.
+@contextlib.contextmanager
+def written_folder(
+    path: Path,
+    tensors: Tensors,
+    files: Mapping[str, bytes],
+    *,
+    limit: int,
+    metadata: Mapping[str, str],
+    overwrite: bool,
+) -> Iterator[Callable[[str, np.ndarray], None]]:
+    """Yields a function that writes a tensor of a folder, by name, in any order.
 
-    It is made under a temporary name and put in place when everything is written. If an error
-    occurs before that, nothing changes. What a killed process has left is removed by the next
+    The folder is made under a temporary name and put in place when everything is written. If an
+    error occurs before that, nothing changes. What a killed process has left is removed by the next
     writer of the same folder, as in `Replacement`. An old folder is replaced in one step if the
     system can exchange two names (Linux); otherwise the old folder is moved aside first.
 
@@ -339,104 +316,75 @@ class FolderWriter:
       metadata: metadata of each file of tensors.
       overwrite: whether to replace an old folder, or an empty one.
     """
+    target = pathlib.Path(os.path.realpath(as_path("interop.write", path)))
+    _check_target(target, overwrite)
+    shards, part = _shards(tensors, limit), new_part(target)
+    expected = "a place where folders can be made"
+    naming = functools.partial(
+        naming_file, "interop.write", str(target), "cannot be written", expected
+    )
+    with naming():
+        remove_left(target)
+        locked = _new_folder(part)
+    try:
+        with contextlib.ExitStack() as opened:  # raises at the end unless each file is complete
+            writers: dict[str, Writer] = {}
+            for file, names in shards.items():
+                tensors_of_file = {name: tensors[name] for name in names}
+                out = opened.enter_context(written(part / file, tensors_of_file, metadata))
+                writers |= dict.fromkeys(names, out)
+            yield lambda name, x: writers[name].write(name, x)
+        for name, data in {**files, **_index(tensors, shards)}.items():
+            with open(part / name, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        _sync(part)
+        _check_target(target, overwrite)
+        with naming():
+            _put_in_place(part, target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if locked is not None:
+            os.close(locked)
 
-    def __init__(
-        self,
-        path: Path,
-        tensors: Tensors,
-        files: Mapping[str, bytes],
-        *,
-        limit: int,
-        metadata: Mapping[str, str],
-        overwrite: bool,
-    ) -> None:
-        self._target = pathlib.Path(os.path.realpath(as_path("interop.write", path)))
-        self._files, self._overwrite = files, overwrite
-        self._check_target()
-        self._part = new_part(self._target)
-        self._shards = _shards(tensors, limit)
-        self._file_of = {name: file for file, names in self._shards.items() for name in names}
-        self._tensors, self._metadata = tensors, metadata
-        self._open = contextlib.ExitStack()
-        self._writers: dict[str, Writer] = {}
 
-    def __enter__(self) -> FolderWriter:
-        with self._written():
-            remove_left(self._target)
-            self._locked = _new_folder(self._part)
-        try:
-            for file, names in self._shards.items():
-                tensors = {name: self._tensors[name] for name in names}
-                writer = Writer(self._part / file, tensors, self._metadata)
-                self._writers[file] = self._open.enter_context(writer)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
+def _check_target(target: pathlib.Path, overwrite: bool) -> None:
+    """Checks that a folder can be made, or may be replaced."""
+    path, fix, error = str(target), "choose another name.", FileExistsError
+    is_there = os.path.lexists(target)
+    is_folder = is_there and target.is_dir()
+    problem = f"{path!r} is a file, not a folder." if is_there and not is_folder else ""
+    if is_folder and not overwrite and any(target.iterdir()):
+        problem = f"the folder {path!r} exists already, and is not empty."
+        fix = "choose another name, or pass overwrite=True, which replaces all its contents."
+    if not target.parent.is_dir():
+        problem = f"there is no folder {str(target.parent)!r} to write in."
+        fix, error = "make it first, for example with os.makedirs.", FileNotFoundError
+    if problem:
+        raise fail("interop.write", problem, fix=fix, error=error)
 
-    def write(self, name: str, x: np.ndarray) -> None:
-        """Writes a tensor, with the dtype and shape that were announced."""
-        self._writers[self._file_of[name]].write(name, x)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        try:
-            self._open.__exit__(kind, error, where)  # raises unless each file is complete
-            if kind is None:
-                for name, data in {**self._files, **self._index()}.items():
-                    with open(self._part / name, "xb") as file:
-                        file.write(data)
-                        file.flush()
-                        os.fsync(file.fileno())
-                _sync(self._part)
-                self._commit()
-        finally:
-            shutil.rmtree(self._part, ignore_errors=True)
-            if self._locked is not None:
-                os.close(self._locked)
+def _put_in_place(part: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a folder the name of the target; an old folder then has the temporary name."""
+    if not target.exists():
+        os.rename(part, target)
+    elif not _exchange(part, target):
+        aside = target.with_name(f"{part.name}.old")
+        os.rename(target, aside)
+        os.rename(part, target)
+        shutil.rmtree(aside, ignore_errors=True)
 
-    def _commit(self) -> None:
-        """Puts the folder at `path`; an old folder then has the temporary name."""
-        self._check_target()
-        with self._written():
-            if not self._target.exists():
-                os.rename(self._part, self._target)
-            elif not _exchange(self._part, self._target):
-                aside = self._target.with_name(f"{self._part.name}.old")
-                os.rename(self._target, aside)
-                os.rename(self._part, self._target)
-                shutil.rmtree(aside, ignore_errors=True)
-        _sync(self._target.parent)
 
-    def _written(self) -> contextlib.AbstractContextManager[None]:
-        expected = "a place where folders can be made"
-        return naming_file("interop.write", str(self._target), "cannot be written", expected)
-
-    def _check_target(self) -> None:
-        path, fix, error = str(self._target), "choose another name.", FileExistsError
-        is_there = os.path.lexists(self._target)
-        is_folder = is_there and self._target.is_dir()
-        problem = f"{path!r} is a file, not a folder." if is_there and not is_folder else ""
-        if is_folder and not self._overwrite and any(self._target.iterdir()):
-            problem = f"the folder {path!r} exists already, and is not empty."
-            fix = "choose another name, or pass overwrite=True, which replaces all its contents."
-        if not self._target.parent.is_dir():
-            problem = f"there is no folder {str(self._target.parent)!r} to write in."
-            fix, error = "make it first, for example with os.makedirs.", FileNotFoundError
-        if problem:
-            raise fail("interop.write", problem, fix=fix, error=error)
-
-    def _index(self) -> dict[str, bytes]:
-        """Returns the index, or nothing if there is only one file."""
-        if len(self._shards) < 2:
-            return {}
-        total = sum(_size(*self._tensors[name]) for name in self._file_of)
-        index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
-        return {INDEX: json.dumps(index, indent=1).encode()}
+def _index(tensors: Tensors, shards: Mapping[str, list[str]]) -> dict[str, bytes]:
+    """Returns the index of a folder, or nothing if there is only one file."""
+    if len(shards) < 2:
+        return {}
+    total = sum(_size(*kind) for kind in tensors.values())
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return {INDEX: json.dumps(index, indent=1).encode()}
 
 
 def _new_folder(path: pathlib.Path) -> int | None:
@@ -556,58 +504,31 @@ class _KeptFile(Replacement):
 
 
 class ResumedWriter(Writer):
-    """A safetensors file that is written leaf by leaf, and whose write continues after an
-    interruption. A context manager.
-
-    Data goes to a temporary file in the folder of the target, each tensor at its final offset. A
-    journal next to it has a line `[leaf, source]` for each leaf that is complete, with what it was
-    made from, and `[leaf, null]` for each that was started. The last line of a leaf counts.
-
-    Args:
-      path: path of the file.
-      tensors: dtype and shape of each tensor, by name.
-      metadata: metadata of the file.
+    """A writer with a journal of leaves next to the file. It has a line `[leaf, source]` for each
+    leaf that is complete, with what it was made from, and `[leaf, null]` for each that was started.
+    The last line of a leaf counts.
     """
 
     _file: _KeptFile
 
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
-        metadata: Mapping[str, str],
-    ) -> None:
-        super().__init__(path, tensors, metadata)
-        self._file = _KeptFile(path)
+    def open_journal(self, journal: BufferedRandom) -> None:
+        """Reads the journal of an interrupted write, to which more lines are added."""
+        self._journal = journal
         self._sources: dict[str, str | None] = {}
-
-    def __enter__(self) -> ResumedWriter:
-        self._file.__enter__()
-        try:
-            if not self._file.begins_with(self._head):
-                self._file.begin(self._head)
-            self._journal = open(self._file.journal, "a+b")
-            self._journal.seek(0)
-            for line in self._journal.read().split(b"\n"):
-                with contextlib.suppress(ValueError, TypeError):  # a line that was cut short
-                    leaf, source = json.loads(line)
-                    self._sources[leaf] = source
-            self._journal.write(b"\n")  # ends such a line
-        except BaseException as error:
-            self._file.__exit__(type(error), error, None)
-            raise
-        return self
+        journal.seek(0)
+        for line in journal.read().split(b"\n"):
+            with contextlib.suppress(ValueError, TypeError):  # a line that was cut short
+                leaf, source = json.loads(line)
+                self._sources[leaf] = source
+        journal.write(b"\n")  # ends such a line
 
     def has(self, leaf: str, source: str) -> bool:
-        """Returns whether a leaf made from the same source is already written."""
         return bool(source) and self._sources.get(leaf) == source
 
     def begin(self, leaf: str) -> None:
-        """Records that a leaf is being written; its previous data is lost."""
         self._record(leaf, None)
 
     def done(self, leaf: str, source: str) -> None:
-        """Records that all tensors of a leaf are written."""
         self._file.sync()
         self._record(leaf, source)
 
@@ -615,16 +536,19 @@ class ResumedWriter(Writer):
         self._journal.write(json.dumps([leaf, source]).encode() + b"\n")
         self._journal.flush()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._journal.close()
-        try:
-            if kind is None:
-                self._file.commit()
-                self._file.journal.unlink(missing_ok=True)
-        finally:
-            self._file.__exit__(kind, error, where)
+
+@contextlib.contextmanager
+def resumed(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[Writer]:
+    """Yields the writer of a file like `written`, which continues an interrupted write of the same
+    tensors: its data stays in a temporary file in the folder of the target, each tensor at its
+    final offset.
+    """
+    with _KeptFile(path) as file:
+        out = ResumedWriter(file, tensors, metadata)
+        if not file.begins_with(out.head):
+            file.begin(out.head)
+        with open(file.journal, "a+b") as journal:
+            out.open_journal(journal)
+            yield out
+        file.commit()
+        file.journal.unlink(missing_ok=True)

@@ -17,22 +17,22 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NoReturn, Union
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 
+from ... import ChannelMap, LowRank, Plan, QTensor, Quantized, Segments, Unbound
+from ...calibrators import Affine
+from ...numerics import format_of
 from .. import compat
 from ..checks import added, as_dtype, check_instance, shown, unwritten
 from ..diagnostics.report import Report
 from ..errors import fail, nesting
-from ..numerics.lookup import format_of
-from ..ptq.quantized import Basis, Quantized, Unbound, leaves_by_path
-from ..statistics.calibrators import Affine
-from ..tensor.qtensor import QTensor
-from ..tensor.segments import Lazy, Segments, abstract, of_kinds, unchecked_segments
+from ..ptq.quantized import Basis, leaves_by_path
+from ..tensor.segments import Lazy, abstract, of_kinds, unchecked_segments
 from ..tensor.serialize import (
     VERSION,
     Values,
@@ -42,10 +42,9 @@ from ..tensor.serialize import (
     record_from_json,
     to_json,
 )
-from ..transforms.channel_map import ChannelMap, LowRank, Maps
+from ..transforms.channel_map import Maps
 from ..transforms.map_channels import as_maps
 from ..transforms.paths import Split, by_argument, split_leaf
-from ..transforms.plan import Plan
 from ..transforms.quantize_params import check_scales_of_weights, named_leaves
 from ..transforms.trace import is_quantized
 from .safetensors import METADATA, stored_dtype
@@ -53,8 +52,8 @@ from .safetensors import METADATA, stored_dtype
 Read = Callable[[str, np.dtype], Any]
 """Makes an array from the name of a tensor and its dtype."""
 
-_MORE = ("offset", "order")
-"""Parts that few QTensors have; they are left out if they are `None`."""
+_PARTS = ("values", "scale", "zero_point", "offset", "order")
+"""The arrays of a QTensor. Few have the last two, which are left out if they are `None`."""
 
 _EMPTY = "tree"
 """The path of a leaf that is the whole tree."""
@@ -79,19 +78,14 @@ class StoredQTensor:
 
     path: str
     fields: dict[str, Any]
-    values: StoredArray
-    scale: Union[StoredArray, "StoredQTensor"]
-    zero_point: StoredArray | None
-    more: dict[str, Union[StoredArray, "StoredQTensor"]] = dataclasses.field(default_factory=dict)
+    parts: dict[str, "Stored"]
     consumed: ClassVar[tuple[str, ...]] = ()
 
     def make(self, read: Read) -> QTensor:
         """Returns the QTensor of arrays from `read`."""
-        zero_point = None if self.zero_point is None else self.zero_point.make(read)
-        parts = self.values.make(read), self.scale.make(read), zero_point
-        optional = {name: part.make(read) for name, part in self.more.items()}
+        parts: dict[str, Any] = {name: part.make(read) for name, part in self.parts.items()}
         try:
-            return QTensor(*parts, **optional, **self.fields)
+            return QTensor(**parts, **self.fields)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}\n  at:       {self.path!r}") from None
@@ -118,9 +112,9 @@ def tensors_of(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(leaf, QTensor):
         yield path, leaf
         return
-    for field in ("values", "scale", "zero_point", *_MORE):
-        if getattr(leaf, field) is not None:
-            yield from tensors_of(f"{path}.{field}", getattr(leaf, field))
+    for name in _PARTS:
+        if getattr(leaf, name) is not None:
+            yield from tensors_of(f"{path}.{name}", getattr(leaf, name))
 
 
 def describe(tree: Any, values: Values) -> tuple[Any, list[tuple[str, Any]]]:
@@ -168,15 +162,13 @@ def _leaf_to_json(path: str, x: Any, values: Values) -> Any:
     if not isinstance(x, QTensor):
         return {"array": path, "dtype": np.dtype(x.dtype).name}
     fields = fields_to_json("save", x, values)
-    parts = {
-        name: part if part is None else _leaf_to_json(f"{path}.{name}", part, values)
-        for name in ("values", "scale", "zero_point")
-        for part in [getattr(x, name)]
+    parts = {name: getattr(x, name) for name in _PARTS}
+    nodes = {
+        name: None if part is None else _leaf_to_json(f"{path}.{name}", part, values)
+        for name, part in parts.items()
+        if part is not None or name in _PARTS[:3]
     }
-    for name in _MORE:
-        if getattr(x, name) is not None:
-            parts[name] = _leaf_to_json(f"{path}.{name}", getattr(x, name), values)
-    return {"qtensor": path, "fields": fields, **parts}
+    return {"qtensor": path, "fields": fields, **nodes}
 
 
 def _check_leaf(x: Any, keys: tuple[str, ...]) -> None:
@@ -236,18 +228,19 @@ def _leaf_from_json(node: Any, values: Values) -> Stored:
     if keys == {"array", "dtype"} and isinstance(node["array"], str):
         dtype = as_dtype("load", "dtype", node["dtype"])
         return StoredArray(node["array"], dtype) if stored_dtype(dtype) else _refuse(node)
-    if keys - {*_MORE} != {"qtensor", "fields", "values", "scale", "zero_point"}:
+    if keys - {*_PARTS[3:]} != {"qtensor", "fields", *_PARTS[:3]}:
         _refuse(node)
     path = node["qtensor"] if isinstance(node["qtensor"], str) else _refuse(node)
     fields = fields_from_json("load", node["fields"], values, path)
-    codes, scale = (_leaf_from_json(node[name], values) for name in ("values", "scale"))
-    zero_point = node["zero_point"]
-    zero_point = None if zero_point is None else _leaf_from_json(zero_point, values)
-    optional = {name: _leaf_from_json(node[name], values) for name in _MORE if name in node}
-    if any(isinstance(part, StoredQTensor) for part in (codes, zero_point, optional.get("order"))):
+    parts = {
+        name: _leaf_from_json(node[name], values)
+        for name in _PARTS
+        if name in node and not (name == "zero_point" and node[name] is None)
+    }
+    arrays = (parts.get(name) for name in ("values", "zero_point", "order"))
+    if StoredQTensor in map(type, arrays):
         _refuse(node)
-    assert isinstance(codes, StoredArray) and not isinstance(zero_point, StoredQTensor)
-    return StoredQTensor(path, fields, codes, scale, zero_point, optional)
+    return StoredQTensor(path, fields, parts)
 
 
 def _is_pair(x: Any) -> bool:

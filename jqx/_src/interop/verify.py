@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import Policy, QSpec, QTensor, Rule, make_plan, per_block
 from ..checks import called, check_instance, check_pattern, shown
 from ..diagnostics.compare import Comparison, compare
 from ..diagnostics.report import scheme_of, sqnr
 from ..errors import fail
-from ..policy import Policy, Rule
-from ..statistics.granularity import per_block
 from ..table import Table, Tabular, decibels
-from ..tensor.qtensor import QTensor
-from ..tensor.spec import QSpec
 from ..transforms.calibrate import with_bar
-from ..transforms.make_plan import make_plan
 from ..transforms.trace import is_quantized
 from .archive import Archive, load
 from .named_tree import Rules, tree
@@ -133,11 +130,8 @@ def verify(
     return Verification(rows, sites, tuple(problems))
 
 
-class _Leaves(NamedTuple):
-    """Leaves by key, each with its path and a function that reads it."""
-
-    paths: Mapping[str, str]
-    read: Callable[[str], Any]
+_Leaves = Mapping[str, tuple[str, Callable[[], Any]]]
+"""Leaves by key, each with its path and a function that reads it."""
 
 
 def _opened(source: Any, names: Rules | None, opened: contextlib.ExitStack) -> _Leaves:
@@ -145,31 +139,30 @@ def _opened(source: Any, names: Rules | None, opened: contextlib.ExitStack) -> _
     if isinstance(source, (str, os.PathLike)):
         source = opened.enter_context(Archive(source))
     if isinstance(source, Archive) and names is None:
-        return _leaves(source.paths, source.read)
-    if names is not None:
-        archive: Any = source
-        check_instance("interop.verify", "file", archive, Archive, fix="pass a path, with names.")
-        source = tree(archive, names)
-    leaves = dict(_by_path(source))
-    if not leaves or not all(hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves.values()):
-        problem = f"there is nothing to compare: {type(source).__name__}."
-        fix = "pass a path, an open Archive, or a tree of arrays and QTensors."
-        raise fail("interop.verify", problem, fix=fix, error=TypeError)
-    return _leaves([*leaves], leaves.__getitem__)
+        leaves = [(path, functools.partial(source.read, path)) for path in source.paths]
+    else:
+        if names is not None:
+            archive: Any = source
+            fix = "pass a path, with names."
+            check_instance("interop.verify", "file", archive, Archive, fix=fix)
+            source = tree(archive, names)
+        pairs = _by_path(source)
+        if not pairs or not all(hasattr(x, "dtype") and hasattr(x, "shape") for _, x in pairs):
+            problem = f"there is nothing to compare: {type(source).__name__}."
+            fix = "pass a path, an open Archive, or a tree of arrays and QTensors."
+            raise fail("interop.verify", problem, fix=fix, error=TypeError)
+        leaves = [(path, lambda x=x: x) for path, x in pairs]
+    by_key = {_key(path): (path, read) for path, read in leaves}
+    for path, _ in leaves:
+        if by_key[_key(path)][0] != path:
+            problem = f"two tensors have the same name: {path!r} and {by_key[_key(path)][0]!r}."
+            raise fail("interop.verify", problem, fix="rename one of them.")
+    return by_key
 
 
 def _by_path(tree: Any) -> list[tuple[str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
     return [(jax.tree_util.keystr(keys, simple=True, separator="/"), x) for keys, x in leaves]
-
-
-def _leaves(paths: Sequence[str], read: Callable[[str], Any]) -> _Leaves:
-    keys = {_key(path): path for path in paths}
-    twice = next((path for path in paths if keys[_key(path)] != path), None)
-    if twice is not None:
-        problem = f"two tensors have the same name: {twice!r} and {keys[_key(twice)]!r}."
-        raise fail("interop.verify", problem, fix="rename one of them.")
-    return _Leaves(keys, read)
 
 
 def _key(path: str) -> str:
@@ -179,24 +172,23 @@ def _key(path: str) -> str:
 def _rows(
     checked: _Leaves, reference: _Leaves, min_sqnr: float, ignore: Sequence[str], progress: bool
 ) -> Iterator[TensorCheck]:
-    union = dict.fromkeys((*checked.paths, *reference.paths))
+    union = dict.fromkeys((*checked, *reference))
     for pattern in ignore:
         check_pattern("interop.verify", "ignore", pattern)
-        paths = (leaves.paths.get(key, "") for leaves in (checked, reference) for key in union)
+        paths = (path for leaves in (checked, reference) for path, _ in leaves.values())
         if not any(re.fullmatch(pattern, path) for path in paths):
             problem = f"the pattern {shown(pattern)} of `ignore` matches no whole path."
             raise fail("interop.verify", problem, fix="drop it, or look at the paths of the file.")
     for key in with_bar("verify", "tensor", union, progress):
-        path = checked.paths.get(key) or reference.paths[key]
+        path, read = checked.get(key) or reference[key]
         if any(re.fullmatch(pattern, path) for pattern in ignore):
             continue
-        if key not in checked.paths:
+        if key not in checked:
             yield TensorCheck(path, "-", math.nan, math.nan, ("missing in the file",))
-        elif key in reference.paths:
-            real = reference.read(reference.paths[key])
-            yield _compared(path, checked.read(path), real, min_sqnr)
+        elif key in reference:
+            yield _compared(path, read(), reference[key][1](), min_sqnr)
         else:
-            x = checked.read(path)
+            x = read()
             is_scale = not is_quantized(x) and _SCALES.fullmatch(path)
             problems = _wrong_scales(x) if is_scale else ["not in the float model"]
             yield TensorCheck(path, _kind(x), math.nan, math.nan, tuple(problems))

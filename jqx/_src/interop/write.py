@@ -1,32 +1,52 @@
-"""`write`: writes a tree of arrays and QTensors as a folder that other libraries load."""
+"""`write`: writes a tree of arrays and QTensors as a folder that other libraries load, or as a GGUF
+file.
+"""
+
+from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
+import struct
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import called, check_integer, shown
+from ... import QSpec, QTensor
+from ...numerics import Integer, format_of, mxfp4
+from ..checks import called, check_instance, check_integer, shown
 from ..errors import fail, some
-from ..files import Path, as_path
-from ..tensor.qtensor import QTensor
-from ..tensor.spec import QSpec, as_spec
+from ..files import Path, Replacement, as_path
+from ..numerics.lookup import E8M0
+from ..tensor.spec import as_spec
 from ..transforms.calibrate import with_bar
 from .archive import Archive
 from .bitsandbytes import bitsandbytes_config, encode_bitsandbytes
-from .codec import Encoded, as_numpy, refuse_leaf
+from .codec import (
+    Encoded,
+    as_numpy,
+    codes_of,
+    exact_halves,
+    for_rows,
+    minimums_of,
+    read_config,
+    read_json,
+    refuse_leaf,
+    scale_of,
+    without_quantization,
+)
 from .compressed_tensors import compressed_config, encode_compressed
-from .config import read_config, read_json, without_quantization
 from .fp8 import encode_fp8, fp8_config
-from .gguf_write import write_gguf
+from .gguf import FORMATS, MAGIC, MOST_AXES, NUMBER_OF, NUMBERS
 from .gptq import awq_config, encode_awq, encode_gptq, gptq_config
 from .mlx import encode_mlx, mlx_config
 from .named_tree import Leaf, leaves_of
 from .safetensors import METADATA, stored_dtype
-from .save import FolderWriter
+from .save import written_folder
 
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
@@ -46,7 +66,7 @@ class Target(NamedTuple):
     Attributes:
       encode: returns the encoded form of a QTensor, given its path.
       config: returns the quantization config, given `layer` of each encoded QTensor by path and the
-        names of weights in float.
+        names of modules with weights in float.
       key: its key in the config.
       activations: whether both take, as the last argument, how activations are quantized.
       metadata: metadata of each file.
@@ -171,23 +191,24 @@ dtype=float32, 2,560 bytes)
     arguments = _activations(format, target, spec, leaves)
     encoded = {
         name: target.encode(name, leaf.spec, *arguments)
-        for name, leaf in leaves.items()
         if isinstance(leaf.spec, QTensor)
+        else _encode_array(name, leaf.spec)
+        for name, leaf in leaves.items()
     }
-    if target.key and not encoded:
+    layers = {name: item.layer for name, item in encoded.items() if item.layer is not None}
+    if target.key and not layers:
         problem = f"none of {len(leaves)} arrays is quantized, for {format}."
         fix = "quantize them first, with jqx.ptq or jqx.quantize_params."
         raise fail("interop.write", problem, fix=fix)
     floats = [
-        name
+        name.removesuffix(".weight")
         for name, leaf in leaves.items()
-        if name not in encoded and name.endswith(".weight") and len(leaf.spec.shape) > 1
+        if name not in layers and name.endswith(".weight") and len(leaf.spec.shape) > 1
     ]
-    layers = {name: item.layer for name, item in encoded.items()}
     model = _config(config, tree)
     if target.key:
         model[target.key] = target.config(layers, floats, *arguments)
-    tensors = _tensors(leaves, encoded)
+    tensors = _tensors(encoded)
     try:
         text = json.dumps(model, indent=2).encode()
     except (TypeError, ValueError) as error:
@@ -195,14 +216,13 @@ dtype=float32, 2,560 bytes)
         fix = "convert other values, such as NumPy's numbers with float(x)."
         raise fail("interop.write", problem, fix=fix, error=TypeError) from None
     files = {**_tokenizer(tokenizer), "config.json": text}
-    with FolderWriter(
+    with written_folder(
         path, tensors, files, limit=limit, metadata=target.metadata, overwrite=overwrite
-    ) as out:
+    ) as write_tensor:
         for name in with_bar("write", "tensor", leaves, progress):
-            leaf = as_numpy(name, leaves[name].read(), format)
-            arrays = encoded[name].make(leaf) if name in encoded else {name: leaf}
-            for tensor, array in arrays.items():
-                out.write(tensor, np.asarray(array))
+            item, leaf = encoded[name], as_numpy(name, leaves[name].read(), format)
+            for tensor, array in zip(item.tensors, item.make(leaf), strict=True):
+                write_tensor(tensor, np.asarray(array))
 
 
 def _check_unused(value: Any, name: str, format: str) -> None:
@@ -243,32 +263,28 @@ def _activations(
     return (spec,)
 
 
-def _tensors(
-    leaves: Mapping[str, Leaf], encoded: Mapping[str, Encoded]
-) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+def _tensors(encoded: Mapping[str, Encoded]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     """Returns dtype and shape of the tensors to write, by name."""
     tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-    for name, leaf in leaves.items():
-        plain = {name: (_stored(name, leaf.spec), tuple(leaf.spec.shape))}
-        for each, kind in (encoded[name].tensors if name in encoded else plain).items():
-            if each in tensors:
-                problem = f"the tensor {each!r} exists twice: as a leaf, and as part of {name!r}."
+    for name, item in encoded.items():
+        for tensor, kind in item.tensors.items():
+            if tensor in tensors:
+                problem = f"the tensor {tensor!r} exists twice: as a leaf, and as part of {name!r}."
                 fix = "leave out what belongs to a quantized weight: its scales and zero points."
                 raise fail("interop.write", problem, fix=fix)
-            tensors[each] = kind
+            tensors[tensor] = kind
     return tensors
 
 
-def _stored(name: str, spec: Any) -> np.dtype:
-    """Returns the dtype of an array, after checking that files of other libraries support it."""
-    if isinstance(spec, QTensor):
-        return np.dtype(spec.dtype)
-    if not (stored_dtype(spec.dtype) == spec.dtype and name != METADATA):
+def _encode_array(name: str, spec: Any) -> Encoded:
+    """Returns an array as it is, after checking that files of other libraries support its dtype."""
+    dtype = np.dtype(spec.dtype)
+    if not (stored_dtype(dtype) == dtype and name != METADATA):
         problem = f"the array {name!r} does not fit safetensors files of other libraries."
-        detail = f"{np.dtype(spec.dtype).name}; the name {METADATA!r} is taken"
+        detail = f"{dtype.name}; the name {METADATA!r} is taken"
         fix = "convert it, for example with x.astype(jnp.int8); jqx.save keeps every dtype."
         raise fail("interop.write", problem, given=detail, fix=fix)
-    return np.dtype(spec.dtype)
+    return Encoded({name: (dtype, tuple(spec.shape))}, lambda x: [x], None)
 
 
 def _config(config: Any, tree: Any) -> dict[str, Any]:
@@ -302,3 +318,218 @@ def _tokenizer(tokenizer: Any) -> dict[str, bytes]:
         fix = "pass the folder of the float model, or tokenizer=None."
         raise fail("interop.write", problem, fix=fix, error=FileNotFoundError)
     return {name: path.read_bytes() for name, path in files.items()}
+
+
+# Writes GGUF files tensor by tensor; a file is written completely or not at all.
+
+_TYPES = {np.dtype(dtype).name: kind for kind, dtype in NUMBERS.items()}
+"""Metadata types that are numbers, by dtype."""
+
+_STRING, _ARRAY = 8, 9
+
+_ARCHITECTURE, _ALIGNMENT = "general.architecture", "general.alignment"
+
+
+def write_gguf(
+    path: Path,
+    leaves: Mapping[str, Leaf],
+    metadata: Mapping[str, Any] | None,
+    *,
+    overwrite: bool,
+    progress: bool,
+) -> None:
+    """Writes a file; see `jqx.interop.write`.
+
+    Raises:
+      OSError: if the file exists already or cannot be written.
+      TypeError: if metadata has a type that the format does not support.
+      ValueError: if the format cannot hold a tensor.
+    """
+    fix = "pass metadata={'general.architecture': 'llama', ...}, such as read_gguf(...).metadata."
+    check_instance("interop.write", "metadata", metadata, Mapping, fix=fix)
+    assert metadata is not None
+    architecture = metadata.get(_ARCHITECTURE)
+    if not (isinstance(architecture, str) and architecture):
+        problem = f"`metadata` does not say which model a GGUF file has: {_ARCHITECTURE} is "
+        problem += f"{shown(architecture)}."
+        raise fail("interop.write", problem, fix=fix)
+    stored = metadata.get(_ALIGNMENT, 32)
+    is_integer = isinstance(stored, (int, np.integer)) and not isinstance(stored, bool)
+    if not (is_integer and 8 <= stored <= 2**16 and stored & (stored - 1) == 0):
+        problem = f"{_ALIGNMENT!r} is {shown(stored)}, not a power of two from 8 to 65536."
+        raise fail("interop.write", problem, fix="leave it out: tensors are aligned to 32 bytes.")
+    alignment = int(stored)
+    target = as_path("interop.write", path)
+    if not overwrite and os.path.lexists(target):
+        problem = f"{target!r} exists already."
+        fix = "choose another name, or pass overwrite=True."
+        raise fail("interop.write", problem, fix=fix, error=FileExistsError)
+    entries = {name: encode(name, leaf.spec) for name, leaf in leaves.items()}
+    offsets, stop = {}, 0
+    for name, entry in entries.items():
+        offsets[name] = stop
+        stop += -(-entry.size // alignment) * alignment
+    head = _header(metadata, entries, offsets)
+    data_start = -(-len(head) // alignment) * alignment
+    with Replacement("interop.write", target) as file:
+        file.write(0, head.ljust(data_start, b"\0"))
+        for name in with_bar("write", "tensor", leaves, progress):
+            entry, leaf = entries[name], leaves[name].read()
+            array = entry.make(as_numpy(name, leaf, "GGUF"))
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            assert raw.size == entry.size, f"{name}: {raw.size} bytes are not {entry.size}"
+            file.write(data_start + offsets[name], raw.data)
+            file.write(data_start + offsets[name] + raw.size, bytes(-raw.size % alignment))
+        file.commit()
+
+
+def _header(
+    metadata: Mapping[str, Any], entries: Mapping[str, GgufEntry], offsets: Mapping[str, int]
+) -> bytes:
+    parts = [MAGIC, struct.pack("<IQQ", 3, len(entries), len(metadata))]
+    for key, value in metadata.items():
+        check_instance("interop.write", "metadata", key, str, fix="use strings as keys.")
+        kind, raw = _value(key, value)
+        parts += [_text(key), struct.pack("<I", kind), raw]
+    for name, entry in entries.items():
+        sizes = entry.shape[::-1]
+        parts += [_text(name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
+        parts.append(struct.pack("<IQ", entry.kind, offsets[name]))
+    return b"".join(parts)
+
+
+def _text(text: str) -> bytes:
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"a name or a string of `metadata` is not text: {text!r}, {error}."
+        fix = "correct it: UTF-8 cannot encode lone surrogates."
+        raise fail("interop.write", problem, fix=fix) from None
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(key: str, value: Any) -> tuple[int, bytes]:
+    """Returns the type and the bytes of a metadata value."""
+    if isinstance(value, str):
+        return _STRING, _text(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        texts = b"".join(map(_text, value))
+        return _ARRAY, struct.pack("<IQ", _STRING, len(value)) + texts
+    array = value if isinstance(value, (np.ndarray, np.generic)) else _as_numbers(value)
+    fits = array is not None and array.ndim < 2 and array.dtype.name in _TYPES
+    if not fits:
+        problem = f"{shown(key)} of `metadata` has no type in GGUF files: {type(value).__name__}."
+        fix = "convert it to strings, numbers or booleans, or to lists or 1-d arrays of them."
+        raise fail("interop.write", problem, fix=fix, error=TypeError)
+    assert array is not None
+    kind, raw = _TYPES[array.dtype.name], array.astype(array.dtype.newbyteorder("<")).tobytes()
+    return (kind, raw) if array.ndim == 0 else (_ARRAY, struct.pack("<IQ", kind, array.size) + raw)
+
+
+def _as_numbers(value: Any) -> np.ndarray | None:
+    """Returns Python numbers in the smallest dtype that files of llama.cpp use for them."""
+    is_list = isinstance(value, (list, tuple))
+    items = list(value) if is_list else [value]
+    if all(isinstance(item, bool) for item in items):
+        return np.array(value)
+    if all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in items):
+        if any(isinstance(item, float) for item in items):
+            largest = np.finfo(np.float32).max
+            wide = any(largest < abs(item) < math.inf for item in items)
+            return np.array(value, np.float64 if wide else np.float32)
+        low, high = min(items), max(items)
+        order = (np.uint32, np.int32, np.uint64, np.int64)
+        for dtype in (np.int32, *order) if is_list else order:
+            if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+                return np.array(value, dtype)
+    return None
+
+
+# Encodes a leaf for a GGUF file: the type of its tensor, and the bytes of its blocks.
+
+
+_NAME = "GGUF"
+_MOST_OF_NAME = 63
+_HALF = np.dtype(np.float16)
+
+
+class GgufEntry(NamedTuple):
+    """A tensor to be written.
+
+    Attributes:
+      kind: number of its type.
+      shape: shape of its weights.
+      make: computes its numbers or blocks from the leaf as NumPy arrays.
+    """
+
+    kind: int
+    shape: tuple[int, ...]
+    make: Callable[[Any], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        form = FORMATS[self.kind]
+        return math.prod(self.shape) // form.size * form.fields.itemsize
+
+
+def encode(path: str, leaf: Any) -> GgufEntry:
+    """Returns the encoded form of a leaf.
+
+    Raises:
+      ValueError: if the format cannot hold it; the message names the tensor.
+    """
+    if len(path.encode()) > _MOST_OF_NAME or len(leaf.shape) > MOST_AXES:
+        expected = f"names of at most {_MOST_OF_NAME} bytes, and at most {MOST_AXES} axes"
+        fix = "name it as llama.cpp does, such as blk.0.attn_q.weight; merge or split its axes."
+        refuse_leaf(path, leaf, _NAME, expected=expected, fix=fix)
+    name, make = _coded(path, leaf) if isinstance(leaf, QTensor) else _encode_floats(path, leaf)
+    return GgufEntry(NUMBER_OF[name], tuple(leaf.shape), make)
+
+
+def _encode_floats(path: str, leaf: Any) -> tuple[str, Callable[[Any], np.ndarray]]:
+    kinds = {form.fields: form.name for form in FORMATS.values() if form.form is None}
+    dtype = np.dtype(leaf.dtype)
+    if dtype not in kinds:
+        fix = f"convert it to one of {', '.join(kinds.values())}, for example to float32."
+        refuse_leaf(path, leaf, _NAME, fix=fix)
+    return kinds[dtype], lambda x: np.ascontiguousarray(x)
+
+
+def _coded(path: str, leaf: QTensor) -> tuple[str, Callable[[QTensor], np.ndarray]]:
+    """Returns the type of a QTensor, and the function that computes its blocks."""
+    form, size = format_of(leaf.qtype), leaf.groups.sizes[-1] if leaf.ndim else 0
+    fits_blocks = size and size % 32 == 0 and leaf.shape[-1] % size == 0 and leaf.order is None
+    plain, name = leaf.zero_point is None and leaf.offset is None, ""
+    if form == mxfp4 and plain and leaf.scale.dtype == E8M0:
+        name = "MXFP4"
+    elif isinstance(form, Integer) and form.bits == 8 and form.signed and plain:
+        name = "Q8_0"
+    elif isinstance(form, Integer) and form.bits == 4:
+        name = "Q4_0" if form.signed and plain else "Q4_1"
+    if not (name and fits_blocks):
+        formats = "int4, 4 bits with a minimum, int8 or mxfp4"
+        expected = f"{formats}; whole groups of 32 or more; in order"
+        fix = "quantize it like that, leave it in float, or write compressed-tensors."
+        refuse_leaf(path, leaf, _NAME, expected=expected, fix=fix)
+    return name, partial(_blocks, path, name)
+
+
+def _blocks(path: str, name: str, q: QTensor) -> np.ndarray:
+    """Returns the blocks of a QTensor. The first half of 32 codes of 4 bits is in the low bits."""
+    form, blocks_per_group = format_of(q.qtype), q.groups.sizes[-1] // 32
+    raw = np.empty((*q.shape[:-1], q.shape[-1] // 32), FORMATS[NUMBER_OF[name]].fields)
+    if name == "MXFP4":
+        scale = for_rows(np.asarray(q.scale).view(np.uint8), q)
+    else:
+        scale = exact_halves(path, q, _NAME)
+    raw["scale"] = np.repeat(scale, blocks_per_group, -1)
+    if name == "Q4_1":
+        scale = for_rows(scale_of(q), q).astype(np.float64)
+        raw["minimum"] = np.repeat(minimums_of(path, q, scale, _HALF, _NAME), blocks_per_group, -1)
+    codes = codes_of(q)
+    if form.bits == 4 and codes.dtype == np.int8:
+        codes = (codes + np.int8(8)).view(np.uint8)
+    codes = codes.reshape(*raw.shape, 32)
+    raw["codes"] = codes if form.bits == 8 else codes[..., :16] | codes[..., 16:] << np.uint8(4)
+    return raw

@@ -15,15 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ... import QSpec, QTensor, RoundMode, per_group
+from ...gradients import ste, stochastic_round
+from ...numerics import Block, format_of
 from ..algorithms.hadamard import factors_of, hadamard, is_order, signs_of
-from ..gradients.estimators import ste, stochastic_round
-from ..numerics.blocks import Block
-from ..numerics.exact import RoundMode
-from ..numerics.lookup import format_of
-from ..statistics.granularity import PerGroup, per_group
+from ..statistics.granularity import PerGroup
 from ..tensor.grid import fit, rounded_to
-from ..tensor.qtensor import QTensor
-from ..tensor.spec import QSpec
 
 Move = Callable[[jax.Array], jax.Array]
 """Sends one leaf of messages, [sent, ...], and returns what is received, [received, ...]."""
