@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+from jax.sharding import Mesh, PartitionSpec
 
 from ..checks import called
 from ..errors import fail
-from ..transforms.partitioned import floats_of, of_params
+from ..tensor.shardings import shardings_of
+from ..transforms.partitioned import LeafSharding, as_sharding_of_leaf, is_sharding, mesh_sizes
+from ..transforms.paths import as_arguments, by_argument, parameter_of, path_of
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import quantize_params
 
@@ -57,10 +60,52 @@ def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | N
     """
     name = "parallel.shardings"
     if isinstance(plan, Plan):
-        params = quantize_params(floats_of(name, plan, tree), plan, target=target)
+        params = quantize_params(_floats_of(name, plan, tree), plan, target=target)
     elif target is None:
         params = plan
     else:
         problem = f"`target` is not used, since quantized parameters keep their layout: {target!r}."
         raise fail(name, problem, fix="leave out target=, or pass the plan.")
-    return of_params(name, tree, params, mesh)
+    return _of_params(name, tree, params, mesh)
+
+
+def _of_leaf(function: str, sharding: LeafSharding, leaf: Any, path: str) -> Any:
+    """Returns a leaf with a sharding in place of each of its arrays; `None` stays.
+
+    Raises:
+      ValueError: if a PartitionSpec is given and the mesh is not known; or see `shardings_of`.
+    """
+    if sharding is None:
+        return None
+    sizes = mesh_sizes(function, sharding, path) if isinstance(sharding, PartitionSpec) else None
+    return shardings_of(function, leaf, sharding, sizes, path)
+
+
+def _floats_of(function: str, plan: Plan, tree: Any) -> Any:
+    """Returns the parameters that a plan was made for, as shapes and dtypes, in the form of a tree
+    of shardings. Leaves that are not its parameters stay as they are.
+    """
+    tree_of_params = by_argument(plan.params, tree)
+    lines = map(parameter_of, plan.parameters.lines or ())
+    float_shardings = {
+        path: jax.ShapeDtypeStruct(shape, dtype)
+        for path, dtype, shape in lines
+        if not dtype.startswith("key<")  # random keys are no weights
+    }
+    named = plan.parameters.named(function, tree_of_params, is_sharding)
+    leaves = [float_shardings.get(name or "", leaf) for name, leaf in named]
+    floats = jax.tree.unflatten(jax.tree.structure(tree_of_params, is_leaf=is_sharding), leaves)
+    return as_arguments(plan.params, floats)
+
+
+def _of_params(function: str, tree: Any, params: Any, mesh: Mesh | None) -> Any:
+    """Returns parameters with a sharding in place of each array. Leaves that are not arrays, and
+    those without a sharding, are taken from `tree`.
+    """
+
+    def at(keys: Any, sharding: Any, leaf: Any) -> Any:
+        path = path_of(keys)
+        resolved = as_sharding_of_leaf(function, sharding, mesh, path)
+        return _of_leaf(function, resolved, leaf, path) if hasattr(leaf, "shape") else resolved
+
+    return jax.tree_util.tree_map_with_path(at, tree, params, is_leaf=is_sharding)
