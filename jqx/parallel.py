@@ -7,4 +7,4 @@ from ._src.parallel.collectives import all_reduce as all_reduce
 from ._src.parallel.collectives import all_to_all as all_to_all
 from ._src.parallel.collectives import ppermute as ppermute
 from ._src.parallel.collectives import reduce_scatter as reduce_scatter
-from ._src.parallel.collectives import shardings as shardings
+from ._src.parallel.shardings import shardings as shardings

@@ -15,7 +15,7 @@ from ...numerics import Block, Integer, format_of
 from ..compat import Eqn
 from ..contractions.problem import ACCUMULATOR
 from ..ops.affine import affine_dequantize, affine_quantize
-from ..transforms.find import contraction_of
+from ..transforms.rules import CONTRACTIONS
 from ..transforms.views import Address
 from .intervals import ANY, Interval, contract, least, limits, most, of_value, wide
 
@@ -125,7 +125,7 @@ def _accumulator(site: Site, eqn: Eqn, operands: Sequence[_Operand]) -> Accumula
     ends = [None if s.codes is None else (s.codes.low, s.codes.high) for s in (lhs, rhs)]
     if len(operands) == 1:
         return Accumulator(site.path, site.op, ends[0], None, 0, None, "lookup", site.label)
-    axes = (axes.contracted for axes in contraction_of(eqn).axes(eqn))
+    axes = (axes.contracted for axes in CONTRACTIONS[eqn.primitive.name].axes(eqn))
     sizes = [_size(lhs, rhs, i, j, eqn) for i, j in zip(*axes, strict=True)]
     products = math.prod(sizes)
     row = Accumulator(site.path, site.op, ends[0], ends[1], products, None, "float", site.label)

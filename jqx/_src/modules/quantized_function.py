@@ -117,7 +117,12 @@ class QuantizedFunction:
                 where = f"floats for {some(map(self._full_path, floats))}, in {Mode.CONVERT}"
                 fix = f"call {self.converts} first, and use its result; or use Mode.SIMULATE."
                 raise fail(self.caller, "weights are not converted.", given=where, fix=fix)
-            params = _dequantize_others(params, plan)
+            planned = _paths(plan)  # other weights are codes that another method uses
+            params = tree_map_with_path(
+                lambda path, x: x if _name(path) in planned else dequantize_params(x),
+                params,
+                is_leaf=is_whole,
+            )
             transform = convert(self.function, plan, scales)
         else:
             params, transform = dequantize_params(params), self.function
@@ -371,16 +376,6 @@ def _paths(plan: Plan) -> set[str]:
     """Returns the paths of the parameters that a plan quantizes, in whole or in part."""
     paths = {weight.path for weight in plan.weights}
     return paths | {*map(plan.whole_of, paths)}
-
-
-def _dequantize_others(params: Any, plan: Plan) -> Any:
-    """Dequantizes weights that this plan does not use as codes, but another method does."""
-    paths = _paths(plan)
-    return tree_map_with_path(
-        lambda path, x: x if _name(path) in paths else dequantize_params(x),
-        params,
-        is_leaf=is_whole,
-    )
 
 
 def _name(path: Any) -> str:

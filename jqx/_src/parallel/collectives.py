@@ -1,5 +1,4 @@
-"""Collectives that send codes in place of floats, for use inside `jax.shard_map`; and the shardings
-of quantized parameters.
+"""Collectives that send codes in place of floats, for use inside `jax.shard_map`.
 
 Each device may keep its own rounding error, and add it to what it sends next. The sum of many steps
 is then as exact as one step: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014;
@@ -16,10 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from ... import Plan, QSpec, quantize_params
+from ... import QSpec
 from ...calibrators import absmax
 from ...numerics import Block, format_of
 from .. import compat
@@ -27,7 +25,6 @@ from ..checks import as_array, as_real, called, check_dtype, check_flags, check_
 from ..errors import fail
 from ..statistics.granularity import PerGroup, PerTensor
 from ..tensor.spec import needed_spec
-from ..transforms.partitioned import floats_of, of_params
 from .wire import SUMS, Wire, cut, join, matrix_sizes, to_all, to_all_in_ring, to_each
 
 AxisName = Any
@@ -661,61 +658,3 @@ def _wire(function: str, argument: str, spec: Any, hadamard: bool, stochastic: b
     if problem:
         raise fail(function, problem, given=f"`{argument}`: {spec}", fix=fix)
     return Wire(spec, hadamard)
-
-
-# Shardings of the parameters of a model, for the QTensors that a plan makes of them.
-
-
-@called("parallel.shardings", "pass for example jqx.parallel.shardings(specs, plan, mesh=mesh).")
-def shardings(tree: Any, plan: Any, *, mesh: Mesh | None = None, target: str | None = None) -> Any:
-    """Returns the shardings of quantized parameters, from the shardings of a model's floats.
-
-    In place of each quantized weight stands a QTensor of shardings. A scale or zero point is
-    partitioned like its values. Along an axis whose elements share it, it is whole on every device.
-    If rows and weights are on the same devices (FSDP), compilers gather weights with scales in
-    blocks as floats, unless `convert` gathers codes and scales: pass it `gather_axes` and the
-    `shardings` of the floats. `jax.jit(in_shardings=)`, `jax.device_put` and, for PartitionSpecs,
-    `jax.shard_map(in_specs=)` accept the result.
-
-    Args:
-      tree: the parameters that the plan was made for, with a `jax.sharding.NamedSharding` or a
-        `jax.sharding.PartitionSpec` in place of each array; `None` if it is not specified. For
-        Flax's logical axes, `flax.linen.logical_to_mesh_sharding` and
-        `flax.nnx.get_named_sharding` make it. A tuple if several arguments hold weights.
-      plan: from `make_plan`; or the quantized parameters themselves, abstract ones too, in any
-        layout.
-      mesh: turns PartitionSpecs into NamedShardings. With `None` PartitionSpecs are kept, and the
-        number of parts is that of the surrounding mesh, see `jax.set_mesh`.
-      target: the platform whose weight layout is used, as in `quantize_params`; only with a plan.
-
-    Returns:
-      The tree with QTensors, and Segments, of shardings.
-
-    Raises:
-      TypeError: a leaf is not a sharding.
-      ValueError: elements that share a scale, or the codes of a byte, would be on two devices; an
-        axis cannot be divided evenly; the mesh is unknown; the tree does not fit the plan; or
-        `target` is given with quantized parameters.
-
-    Gradient: none.
-
-    Example:
-      >>> import jax, jqx, jax.numpy as jnp
-      >>> from jax.sharding import PartitionSpec as P
-      >>> f = lambda p, x: x @ p["w"] + p["b"]
-      >>> params = {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}
-      >>> plan = jqx.make_plan(f, jqx.presets.w8a16())(params, jnp.ones((1, 4)))
-      >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> found = jqx.parallel.shardings({"w": P("model"), "b": P()}, plan, mesh=mesh)
-      >>> found["w"].values.spec, found["w"].scale.spec
-      (P('model',), P(None, None))
-    """
-    name = "parallel.shardings"
-    if isinstance(plan, Plan):
-        params = quantize_params(floats_of(name, plan, tree), plan, target=target)
-    elif target is None:
-        params = plan
-    else:
-        problem = f"`target` is not used, since quantized parameters keep their layout: {target!r}."
-        raise fail(name, problem, fix="leave out target=, or pass the plan.")
-    return of_params(name, tree, params, mesh)

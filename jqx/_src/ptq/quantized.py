@@ -17,6 +17,7 @@ from typing import (
     ParamSpec,
     Protocol,
     TypeVar,
+    cast,
 )
 
 import jax
@@ -32,18 +33,18 @@ from ..statistics.calibrators import Affine
 from ..tensor.segments import abstract as abstract_leaf
 from ..tensor.targets import TARGETS
 from ..transforms.algorithm import Chosen, Unstacked
-from ..transforms.arguments import check_operations
+from ..transforms.arguments import check_operations, fitted_plan
 from ..transforms.calibrate import arguments_of
 from ..transforms.channel_map import ChannelMap, LowRank, Map, Maps
 from ..transforms.convert import convert
-from ..transforms.hoist import Hoisted, hoisted_as
+from ..transforms.find import contractions
+from ..transforms.hoist import Hoisted
 from ..transforms.hoist import hoist as hoist_values
-from ..transforms.make_plan import plan_of_function
 from ..transforms.map_channels import as_maps, map_channels, with_maps
-from ..transforms.paths import Names, by_argument, insert_params
+from ..transforms.paths import Names, by_argument, insert_params, positions_of
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import dequantize_params, lay_out_weights, named_leaves
-from ..transforms.trace import is_array, is_quantized
+from ..transforms.trace import is_array, is_quantized, trace_call
 
 if TYPE_CHECKING:
     from ... import algorithms, diagnostics
@@ -295,7 +296,8 @@ class Unbound:
                 "contractions comes after it: jqx.load(path).bind(f).bind(step)."
             )
             args = insert_params(plan.params, params, self.inputs)
-            plan, call = plan_of_function("bind", f, plan, args, fix)
+            call = trace_call("bind", f, plan.parameters, args, {}, lazy=True)
+            plan = fitted_plan("bind", plan, call, contractions(call), fix)
             check_operations("bind", plan.operations, call.jaxpr, strict=check is not None)
         elif check is not None:
             check_operations("bind", "", None, strict=True)
@@ -548,7 +550,11 @@ def hoisted_like(
     if parents is None:
         problem = "the function was split by `hoist`, and the parameters before it are not known."
         raise fail("bind", problem, fix=f"{_LIKE}; or bind the g of jqx.hoist(f).")
-    return hoisted_as(f, plan.hoisted, parents, inputs)
+    if inputs is None:
+        return Hoisted(f, plan.hoisted, parents)
+    what, argnums, names = plan.hoisted
+    split = hoist_values(f, cast(Any, what), params=argnums, names=dict(names) or None)
+    return split(*insert_params(positions_of(argnums), parents, inputs))[0]
 
 
 def target_of(function: str, target: Target) -> str | Literal[False]:

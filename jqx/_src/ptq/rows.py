@@ -553,7 +553,9 @@ def _with_varied_rows(
     if size is None or not (is_left or mask[:, -1].all()) or changes.max() > 1:
         return batches, ""
     count = -(-min(max(len(mask), _MIN_VARIED), _MAX_VARIED) // shape[0]) * shape[0]
-    rng, ends = np.random.default_rng(0), _common_ends(tokens, mask)
+    plain_rows = [row[valid] for row, valid in zip(tokens, mask, strict=True) if valid.any()]
+    ends = len({row[0] for row in plain_rows}) == 1, len({row[-1] for row in plain_rows}) == 1
+    rng = np.random.default_rng(0)
     blank = [0] * len(rows)
     blank[token_index] = tokens[~mask][0]
     sources = rng.integers(0, len(mask), 2 * count)
@@ -585,12 +587,6 @@ def _vocabulary(plan: Plan, shape: tuple[int, ...], largest: int) -> int | None:
         if tuple(indices)[:-1] == shape and isinstance(table[0], int) and table[0] > largest
     ]
     return min(sizes, default=None)
-
-
-def _common_ends(tokens: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
-    """Returns whether all rows have the same first token, and the same last token."""
-    rows = [row[valid] for row, valid in zip(tokens, mask, strict=True) if valid.any()]
-    return len({row[0] for row in rows}) == 1, len({row[-1] for row in rows}) == 1
 
 
 def _shorten(

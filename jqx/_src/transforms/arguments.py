@@ -24,7 +24,7 @@ from ..compat import is_concrete
 from ..errors import fail, message, warn
 from ..policy import Policy, preset_of
 from ..statistics.calibrators import Affine
-from .find import Found, contractions_with_reads
+from .find import Found, contractions
 from .paths import AGAIN, addresses_of, check_ranks, check_same, without_addresses
 from .plan import Plan
 from .rules import CONTRACTIONS
@@ -117,18 +117,17 @@ def check_batches(function: str, batches: Any) -> None:
 
 def check_batch(function: str, batch: Any, index: int) -> None:
     """Checks that the leaves of a batch are arrays or numbers."""
-    bad = [leaf for leaf in jax.tree.leaves(batch) if not _is_value(leaf)]
+    kinds = (np.ndarray, np.generic, jax.Array, bool, int, float, complex)
+    bad = [
+        leaf
+        for leaf in jax.tree.leaves(batch)
+        if not (isinstance(leaf, kinds) or hasattr(leaf, "__jax_array__"))
+        or (isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "OUSM")
+    ]
     if bad:
         problem = f"batch {index} holds an object of type {type(bad[0]).__name__}, not an array."
         fix = "convert it with jnp.asarray; bind the others: functools.partial(f, train=False)."
         raise fail(function, problem, fix=fix, error=TypeError)
-
-
-def _is_value(leaf: Any) -> bool:
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OUSM"
-    kinds = (jax.Array, bool, int, float, complex)
-    return isinstance(leaf, kinds) or hasattr(leaf, "__jax_array__")
 
 
 def check_concrete(function: str, *trees: Any) -> None:
@@ -420,7 +419,7 @@ def fitted_plan(
     signature = signature_of(call, items)
     if plan.signature in (signature, signature_of(call, items, axes=False)):
         return plan
-    old_items = contractions_with_reads(call)
+    old_items = contractions(call, count_reads=True)
     older = signature_of(call, old_items), signature_of(call, old_items, axes=False)
     if plan.signature in older and len(old_items) == len(items):
         return _renumbered(plan, [item.address for item in old_items], items, signature)

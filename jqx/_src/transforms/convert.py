@@ -302,8 +302,7 @@ def simulate(
         call = trace_call("simulate", f, params, args, kwargs)
         fitted = as_plan("simulate", plan, call, params)
         scales = fitted.scales_of("simulate", affines)
-        _check_key_is_used(fitted, key)
-        _check_estimators(fitted, backward)
+        _check_gradients(fitted, backward, key)
         rules = _FakeQuantize(fitted, scales, key, backward)
         leaves = [
             rules.weight(leaf, fitted.weight_at(path))
@@ -332,29 +331,22 @@ def _as_stored(codes: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(codes, cpu=on_cpu, default=jax.lax.optimization_barrier)
 
 
-def _specs_of(plan: Plan) -> list[QSpec]:
+def _check_gradients(plan: Plan, backward: DTypeLike | None, key: jax.Array | None) -> None:
+    """Checks that the estimators of a plan take the options of `simulate`."""
     specs = [weight.spec for weight in plan.weights]
     for site in plan.sites:
-        specs += [operand.spec for operand in site.operands if operand.role == "activation"]
-        specs.append(site.output)
-    return [spec for spec in specs if spec is not None]
-
-
-def _check_estimators(plan: Plan, backward: DTypeLike | None) -> None:
-    gradients = (spec.gradient for spec in _specs_of(plan))
+        specs += [x for x in (*(o.spec for o in site.operands if o.path is None), site.output) if x]
+    gradients = [spec.gradient for spec in specs]
+    if key is not None and not any(map(draws, gradients)):
+        problem = "`key` has no effect: no gradient estimator of the plan draws random numbers."
+        fix = "drop key, or use an estimator such as jqx.gradients.stochastic."
+        raise fail("simulate", problem, fix=fix)
     surrogate = next((x for x in gradients if isinstance(x, Surrogate)), None)
     if backward is not None and surrogate is not None:
         problem = "`backward` runs the forward pass on integers, which this estimator does not use."
         details = f"backward == {backward}, and the estimator {surrogate}"
         fix = "choose another gradient= for that spec, or backward=None."
         raise fail("simulate", problem, given=details, fix=fix)
-
-
-def _check_key_is_used(plan: Plan, key: jax.Array | None) -> None:
-    if key is not None and not any(draws(spec.gradient) for spec in _specs_of(plan)):
-        problem = "`key` has no effect: no gradient estimator of the plan draws random numbers."
-        fix = "drop key, or use an estimator such as jqx.gradients.stochastic."
-        raise fail("simulate", problem, fix=fix)
 
 
 # A contraction on integers, with the gradient of the dequantized contraction.

@@ -88,11 +88,6 @@ class Found:
         return next((origin for origin in reversed(self.origins) if origin is not None), None)
 
 
-def contraction_of(eqn: Eqn) -> Contraction:
-    """Returns the rules for reading and evaluating the primitive of a contraction."""
-    return CONTRACTIONS[eqn.primitive.name]
-
-
 def find(jaxpr: Any, origins: Sequence[Origin | None]) -> tuple[list[Found], list[Origin | None]]:
     """Returns the contractions of a jaxpr and the origins of its results."""
     search = _Search([])
@@ -142,17 +137,11 @@ class _Search(Followed[Origin]):
         return _Search(self.items, self.reason or reason)
 
 
-def contractions(call: Any) -> list[Found]:
-    """Returns the contractions of a `Call`, in order."""
-    return _contractions(call, call.jaxpr)
-
-
-def contractions_with_reads(call: Any) -> list[Found]:
-    """Returns the same contractions with the addresses of older plans, in which reads count too."""
-    return _contractions(call, without_reads(call.jaxpr))
-
-
-def _contractions(call: Any, jaxpr: Any) -> list[Found]:
+def contractions(call: Any, *, count_reads: bool = False) -> list[Found]:
+    """Returns the contractions of a `Call`, in order. With `count_reads` they have the addresses of
+    older plans, in which reads count too.
+    """
+    jaxpr = _without_reads(call.jaxpr) if count_reads else call.jaxpr
     floats = {path for path, dtype in dtypes_of(call).items() if is_real(dtype)}
     items, _ = find(jaxpr, origins_of(call.leaves, call.paths))
     return [_without_integers(item, floats) for item in items]
@@ -204,15 +193,15 @@ def with_reads(jaxpr: Any, origins: Origins) -> Any:
     return _marked(jaxpr, origins, holding)[0] if _holds_lookup(jaxpr, holding) else jaxpr
 
 
-def without_reads(jaxpr: Any) -> Any:
+def _without_reads(jaxpr: Any) -> Any:
     """Returns an open jaxpr in which no gather is marked, as plans of jqx 0.1 count."""
-    return _with_eqns(jaxpr, [_unmarked(eqn) for eqn in jaxpr.eqns])
-
-
-def _unmarked(eqn: Eqn) -> Eqn:
-    if isinstance(eqn.params, Read):
-        return eqn.replace(params=dict(eqn.params))
-    return compat.with_bodies(eqn, without_reads)
+    eqns = [
+        eqn.replace(params=dict(eqn.params))
+        if isinstance(eqn.params, Read)
+        else compat.with_bodies(eqn, _without_reads)
+        for eqn in jaxpr.eqns
+    ]
+    return _with_eqns(jaxpr, eqns)
 
 
 def _holds_lookup(jaxpr: Any, memo: dict[int, bool]) -> bool:

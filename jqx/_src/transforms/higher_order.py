@@ -179,21 +179,16 @@ def _apply_cond(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list
         partial(take, i, branch) for i, branch in enumerate(eqn.params["branches"])
     ]
     if runner.is_counting or any(map(is_coded, branch_operands)):
-        forms = [
-            jax.eval_shape(branch, runner.site_inputs, *branch_operands)[0] for branch in branches
-        ]
-        outputs = zip(*forms, strict=True)
-        common = [runner.common(results) for results in outputs]
-        branches = [partial(_as_common, branch, common, runner) for branch in branches]
+        args = runner.site_inputs, *branch_operands
+        forms = [jax.eval_shape(branch, *args)[0] for branch in branches]
+        common = list(map(runner.common, zip(*forms, strict=True)))
+
+        def as_common(branch: Callable[..., Any], *args: Any) -> tuple[list[Any], Records]:
+            results, records = branch(*args)
+            return list(map(runner.like, results, common)), records
+
+        branches = [partial(as_common, branch) for branch in branches]
     return lax.switch(index, branches, runner.site_inputs, *branch_operands)
-
-
-def _as_common(
-    branch: Callable[..., Any], common: Sequence[Any], runner: Runner, *args: Any
-) -> tuple[list[Any], Records]:
-    """Evaluates a branch and converts its results to the common formats of all branches."""
-    results, records = branch(*args)
-    return [runner.like(x, form) for x, form in zip(results, common, strict=True)], records
 
 
 # `while`: weights among its constants, or carried unchanged, are shared by its steps. Other
@@ -318,11 +313,16 @@ def _apply_jit(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
 # differentiated, the body is evaluated as if there were no rule.
 
 
-def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
+def _apply_custom(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
     run = as_function(runner, eqn.params["call_jaxpr"])
-    if not runner.differentiable or any(isinstance(x, QTensor) for x in operands):
-        return run(runner.site_inputs, *operands)
-    operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
+    if runner.differentiable and not any(isinstance(x, QTensor) for x in operands):
+        operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
+        run = (_with_jvp if eqn.primitive.name == "custom_jvp_call" else _with_vjp)(eqn, run)
+    return run(runner.site_inputs, *operands)
+
+
+def _with_jvp(eqn: Eqn, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with the forward derivative of an equation."""
     function = jax.custom_jvp(run)
 
     def rule(primals: Any, tangents: Any) -> Any:
@@ -335,14 +335,11 @@ def _apply_jvp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
         return (results, records), (changes, jax.tree.map(_no_tangent, records))
 
     function.defjvp(rule, symbolic_zeros=True)
-    return function(runner.site_inputs, *operands)
+    return function
 
 
-def _apply_vjp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
-    run = as_function(runner, eqn.params["call_jaxpr"])
-    if not runner.differentiable or any(isinstance(x, QTensor) for x in operands):
-        return run(runner.site_inputs, *operands)
-    operands = [runner.dense(x) if isinstance(x, Trainable) else x for x in operands]
+def _with_vjp(eqn: Eqn, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with the backward derivative of an equation."""
     function = jax.custom_vjp(run)
 
     def forward(site_inputs: Any, *primals: Any) -> Any:
@@ -354,10 +351,10 @@ def _apply_vjp(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[
 
     def backward(pull: Any, cotangents: Any) -> Any:
         (gradients,) = pull([compat.cotangent(x) for x in cotangents[0]])
-        return (None, *(gradients.get(i) for i in range(len(operands))))
+        return (None, *(gradients.get(i) for i in range(len(eqn.invars))))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
-    return function(runner.site_inputs, *operands)
+    return function
 
 
 def _function_of(eqn: Eqn, args: Sequence[Any]) -> Callable[[dict[int, Any]], list[Any]]:
@@ -413,8 +410,7 @@ def _apply_shard_map(
 FORMS: dict[str, Callable[[Eqn, Sequence[Any], Runner], tuple[list[Any], Records]]] = {
     **dict.fromkeys(("jit", "pjit"), _apply_jit),
     **dict.fromkeys(REMAT, _apply_remat),
-    "custom_jvp_call": _apply_jvp,
-    "custom_vjp_call": _apply_vjp,
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _apply_custom),
     "scan": _apply_scan,
     "while": _apply_while,
     "cond": _apply_cond,

@@ -341,23 +341,14 @@ class Hoisted:
         weights = Weights(self.hoisting.params, self.hoisting.names)
         call = trace_call("hoist", self.f, weights, full, kwargs)
         parts = _Parts.of(call, self.hoisting.params, cast(What, self.hoisting.what))
-        if self.program is not None and _sizes(parts) != self.sizes:
-            parts.check_program(self.program)
+        is_other = self.program is not None and _sizes(parts) != self.sizes
+        if is_other and str(parts.program[0]) != self.program:
+            problem = "a value that was split off depends on the sizes of the other arguments: "
+            problem += f"{some(list(parts.shapes))}."
+            fix = "call hoist(f)(params, *args) with arguments of these sizes."
+            raise fail("hoist", problem, fix=fix)
         leaves = [x for x, path in zip(call.leaves, parts.paths, strict=True) if path is None]
         return jax.tree.unflatten(call.out_tree, parts.run(args[argnum], leaves))
-
-
-def hoisted_as(
-    f: Callable[..., Any], hoisting: Hoisting, parents: tuple[Any, ...], inputs: Any = None
-) -> Hoisted:
-    """Splits a function as another one was split, with parameters of the same shapes."""
-    if inputs is None:
-        return Hoisted(f, hoisting, parents)
-    argnums = hoisting.params
-    names = dict(hoisting.names)
-    split = hoist(f, cast(What, hoisting.what), params=argnums, names=names or None)
-    g, _ = split(*insert_params(positions_of(argnums), parents, inputs))
-    return cast(Hoisted, g)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,7 +386,7 @@ class _Parts:
             leaf_at = dict(zip(leaf_indices, leaves, strict=True))
             args = [leaf_at.get(i) for i in range(len(self.paths))]
             _, arrays = self.splitter.computed(self.call.jaxpr, self.call.consts, args)
-            return [arrays[name] for name in self._shapes]
+            return [arrays[name] for name in self.shapes]
 
         jaxpr, consts = compat.trace(run, *(stand_in(self.call.leaves[i]) for i in leaf_indices))
         return live(jaxpr), consts, leaf_indices
@@ -408,19 +399,19 @@ class _Parts:
             return self.splitter.rest(self.call.jaxpr, self.call.consts, args, arrays)
 
         args = [stand_in(leaf) for leaf in self.call.leaves]
-        jaxpr, consts = compat.trace(run, self._shapes, args)
+        jaxpr, consts = compat.trace(run, self.shapes, args)
         return live(jaxpr), consts
 
     @functools.cached_property
     def _read(self) -> dict[str, Any]:
         """The leaves of the parameters that the rest of the function reads, by path."""
-        jaxpr, count = self._rest[0], len(self._shapes)
+        jaxpr, count = self._rest[0], len(self.shapes)
         read = read_by(jaxpr)
         triples = zip(self.paths, self.call.leaves, jaxpr.invars[count:], strict=True)
         return {path: leaf for path, leaf, var in triples if path is not None and id(var) in read}
 
     @functools.cached_property
-    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of the values that are split off, by path, in the order of their paths."""
         values, names = self.splitter.values, self.splitter.names
         shapes = {}
@@ -440,7 +431,7 @@ class _Parts:
             values = jax.eval_shape(run, leaves)
         else:
             values = run(list(map(jnp.asarray, leaves)))
-        return _nested({**self._read, **dict(zip(self._shapes, values, strict=True))})
+        return _nested({**self._read, **dict(zip(self.shapes, values, strict=True))})
 
     @property
     def others(self) -> dict[str, None]:
@@ -453,26 +444,18 @@ class _Parts:
         }
         return dict.fromkeys(path for path in self._read if path in paths)
 
-    def check_program(self, program: str) -> None:
-        """Raises if what computes the values is not as it was in another call."""
-        if str(self.program[0]) != program:
-            problem = "a value that was split off depends on the sizes of the other arguments: "
-            problem += f"{some(list(self._shapes))}."
-            fix = "call hoist(f)(params, *args) with arguments of these sizes."
-            raise fail("hoist", problem, fix=fix)
-
     def run(self, tree: Any, own_leaves: Sequence[Any]) -> list[Any]:
         """Evaluates the rest of the function on computed values and the other leaves."""
         arrays = {path_of(keys): leaf for keys, leaf in flatten(tree)}
         self._check(arrays)
         rest_of = iter(own_leaves)
         leaves = [next(rest_of) if path is None else arrays.get(path) for path in self.paths]
-        return evaluate(*self._rest, [*(arrays[name] for name in self._shapes), *leaves])
+        return evaluate(*self._rest, [*(arrays[name] for name in self.shapes), *leaves])
 
     def _check(self, arrays: Mapping[str, Any]) -> None:
         """Raises if computed values are not those that the rest of the function takes."""
-        needed = {**self._read, **self._shapes}
-        groups = {_group(path) for path in self._shapes}
+        needed = {**self._read, **self.shapes}
+        groups = {_group(path) for path in self.shapes}
         others = [
             path
             for path in arrays

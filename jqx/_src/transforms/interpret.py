@@ -4,7 +4,6 @@ Nothing is patched and no state is kept: the records of sites are returned as a 
 results.
 """
 
-import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,7 +78,7 @@ SiteInputs = tuple[dict[str, Affine], jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules(abc.ABC):
+class Rules:
     """What a transform does at the sites of a plan, and where a weight reaches other operations.
 
     Attributes:
@@ -104,9 +103,9 @@ class Rules(abc.ABC):
     differentiable: ClassVar[bool] = True
     """Whether custom derivative rules of the user are kept."""
 
-    @abc.abstractmethod
     def at_site(self, site: Site, eqn: Eqn, operands: Sequence[Any]) -> tuple[jax.Array, Records]:
-        """Evaluates a planned contraction."""
+        """Evaluates a planned contraction; by default in float."""
+        return compat.bind(eqn, [real_of(value_of(x)) for x in operands])[0], {}
 
     def scope(self, address: Address, /) -> AbstractContextManager[Any]:
         """Returns the name scope in which the contraction at an address is evaluated."""
@@ -346,18 +345,9 @@ def _follows(q: QTensor, origin: Origin) -> bool:
     return q.layout is None or q.layout.follows(moved, cut)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Following(Rules):
-    """Evaluates in float, and tracks how much rows count."""
-
-    def at_site(self, site: Site, eqn: Any, operands: Sequence[Any]) -> Any:
-        """Not called: the evaluated equations are not sites of the plan."""
-        raise NotImplementedError
-
-
 def followed(plan: Plan, eqn: Any, operands: list[Any], leaves_out: bool = False) -> list[Any]:
     """Evaluates an equation in float and returns results with counts, if those of operands are
     known. With `leaves_out` elements that are not finite do not count.
     """
-    rules = _Following(plan, is_counting=True, leaves_out=leaves_out, cleans=leaves_out)
+    rules = Rules(plan, is_counting=True, leaves_out=leaves_out, cleans=leaves_out)
     return evaluate_counted(eqn, operands, rules)[0]

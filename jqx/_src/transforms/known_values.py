@@ -299,13 +299,10 @@ class KnownValues:
         value = self._value(address, atom)
         if value is None and not compat.is_literal(atom) and (address, atom) in self._views:
             return Origin.of_leaf("", len(atom.aval.shape))
-        if value is None or not value.parents or self._is_factor(value, atom):
+        is_factor = value is not None and self.is_leaf(value) and len(atom.aval.shape) == 0
+        if value is None or not value.parents or is_factor:  # weights may be scaled by a factor
             return None
         return Origin.of_leaf(str(value.number), len(atom.aval.shape))
-
-    def _is_factor(self, value: Value, atom: Any) -> bool:
-        """Whether a value is a parameter that is a single number; weights may be scaled by it."""
-        return self.is_leaf(value) and len(atom.aval.shape) == 0
 
     def _is_split_off(self, value: Value, aval: Any, as_weight: bool) -> bool:
         sizes = zip(value.fixed, aval.shape, strict=True)

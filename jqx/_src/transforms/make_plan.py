@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import export
 
 from ..checks import called, is_real
+from ..contractions.dimensions import OperandAxes
 from ..contractions.problem import can_leave_sum
 from ..errors import fail, message, some, warn
 from ..policy import Policy, Rule, check_policy
@@ -168,7 +169,14 @@ def choose(
     and `unsupported` those that cannot be quantized as planned, each with the reason.
     """
     rules = selecting(items, policy, parts)
-    choices = [_choices(item, policy, rules, parts) for item in items]
+
+    def matching_rule(item: Found, path: str) -> MatchingRule:
+        if path in parts:
+            return rule_for(policy, parts[path], item.op, rules)
+        has_weight = any(origin is not None for origin in item.origins)
+        return policy.first(path, item.op, has_weight=has_weight)
+
+    choices = [{path: matching_rule(item, path) for path in item.paths} for item in items]
     used = {choice[0] for choice_of_path in choices for choice in choice_of_path.values() if choice}
     uses = _uses(items, choices)
     first_use = {
@@ -205,20 +213,6 @@ class Use(NamedTuple):
     op: str
     spec: QSpec | None
     reason: str = ""
-
-
-def _choices(
-    item: Found, policy: Policy, selecting: Mapping[int, Rule], parts: Mapping[str, Part]
-) -> dict[str, MatchingRule]:
-    """Returns the rule for each path of a contraction."""
-    has_weight = any(origin is not None for origin in item.origins)
-
-    def of(path: str) -> MatchingRule:
-        if path in parts:
-            return rule_for(policy, parts[path], item.op, selecting)
-        return policy.first(path, item.op, has_weight=has_weight)
-
-    return {path: of(path) for path in item.paths}
 
 
 def _uses(
@@ -350,53 +344,47 @@ def resolve_weights(
 ) -> tuple[Weight, ...]:
     """Resolves the spec of every weight in its own axes; sites that share a weight must agree."""
     specs: dict[str, tuple[QSpec | None, int]] = {}
-    kept_axes: dict[str, list[frozenset[int]]] = {}
-    stacked: dict[str, list[frozenset[int]]] = {}
-    merged: dict[str, set[frozenset[int]]] = {}
-    summed: dict[str, set[frozenset[int]]] = {}
-    moved: dict[str, set[int]] = defaultdict(set)
-    cut: dict[str, set[int]] = defaultdict(set)
-    counts: Counter[str] = Counter()
+    uses: dict[str, list[tuple[str, Origin, OperandAxes]]] = defaultdict(list)
     for site, item in sites:
         for operand, origin, axes in zip(
             site.operands, item.origins, item.family.axes(item.eqn), strict=True
         ):
-            if origin is None:
-                continue
-            counts.update({part.path for part in origin.parts})
-            for part in origin.parts:
-                path, rank = part.path, len(shapes_of[part.path])
-                spec, index = specs.setdefault(path, (operand.spec, site.rule))
+            for part in origin.parts if origin else ():
+                spec, index = specs.setdefault(part.path, (operand.spec, site.rule))
                 if spec != operand.spec:
-                    problem = f"two rules give the weight {path!r} different specs."
+                    problem = f"two rules give the weight {part.path!r} different specs."
                     details = f"rule {index}: {spec}; rule {site.rule}: {operand.spec}"
                     fix = "let one rule match all its uses."
                     raise fail(function, problem, given=details, fix=fix)
-                moved[path].update(axis - rank for axis, _ in part.moved)
-                cut[path].update(axis - rank for axis, _ in part.cut)
-                merged.setdefault(path, set()).update(part.merged)
-                kept_axes.setdefault(path, []).append(part.kept(axes.kept, rank))
-                stacked.setdefault(path, []).append(_stacked(part, axes.kept, axes.batch, rank))
-                summed_axes = frozenset().union(*(part.dims[dim] for dim in axes.contracted))
-                summed.setdefault(path, set()).update([summed_axes] if axes.contracted else [])
+                uses[part.path].append((operand.key, part, axes))
     weights = []
     for path, (spec, index) in specs.items():
         if spec is None:
             continue
-        axes = close_over_merges(frozenset.intersection(*kept_axes[path]), merged[path])
-        stack = frozenset.intersection(*stacked[path])
+        rank, views = len(shapes_of[path]), [(part, axes) for _, part, axes in uses[path]]
+        kept_axes = [part.kept(axes.kept, rank) for part, axes in views]
+        stacked = [_stacked(part, axes.kept, axes.batch, rank) for part, axes in views]
+        merged = {group for part, _ in views for group in part.merged}
+        axes_of_site = close_over_merges(frozenset.intersection(*kept_axes), merged)
         where = f"weight {path!r}, rule {index}"
         try:
-            resolved = spec.resolve(len(shapes_of[path]), sorted(axes), sorted(stack))
+            stack = sorted(frozenset.intersection(*stacked))
+            resolved = spec.resolve(rank, sorted(axes_of_site), stack)
         except ValueError as error:
             raise ValueError(f"{error} Here it is {_GRANULARITY}, at {where}.") from None
-        differ = len(set(kept_axes[path])) > 1
-        for site_axes in kept_axes[path]:
+        differ = len(set(kept_axes)) > 1
+        for site_axes in kept_axes:
             _check_kept(function, resolved, shapes_of[path], site_axes, where, tied=differ)
-        is_last = summed[path] == {frozenset({len(shapes_of[path]) - 1})}
-        contracted = -1 if is_last else None
-        views = tuple(sorted(moved[path])), tuple(sorted(cut[path]))
-        weights.append(Weight(path, resolved, f"{path}:weight", counts[path], contracted, *views))
+        summed = {
+            frozenset().union(*(part.dims[dim] for dim in axes.contracted))
+            for part, axes in views
+            if axes.contracted
+        }
+        contracted = -1 if summed == {frozenset({rank - 1})} else None
+        moved = tuple(sorted({axis - rank for part, _ in views for axis, _ in part.moved}))
+        cut = tuple(sorted({axis - rank for part, _ in views for axis, _ in part.cut}))
+        count = len({key for key, _, _ in uses[path]})
+        weights.append(Weight(path, resolved, f"{path}:weight", count, contracted, moved, cut))
     return tuple(weights)
 
 
@@ -462,16 +450,6 @@ def _check_kept(
 
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
-
-
-def plan_of_function(
-    function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any], fix: str
-) -> tuple[Plan, Call]:
-    """Returns a plan with the addresses of a function, and the function traced at such arguments.
-    Raises if it is not the one that the plan is for.
-    """
-    call = trace_call(function, f, plan.parameters, args, {}, lazy=True)
-    return fitted_plan(function, plan, call, contractions(call), fix), call
 
 
 def plan_call(

@@ -17,7 +17,7 @@ from ..contractions.problem import Pending, settled
 from ..errors import fail
 from ..tensor.segments import alone
 from ..tensor.shardings import names_of, partition_specs, sharding_of, shardings_of
-from .paths import as_arguments, by_argument, parameter_of, path_of
+from .paths import by_argument
 from .plan import Operand, Plan, Site
 from .rules import CONTRACTIONS
 from .trace import is_quantized
@@ -51,23 +51,11 @@ def as_sharding(function: str, sharding: Any, path: str) -> Sharding | None:
     resolved = as_sharding_of_leaf(function, sharding, None, path)
     if not isinstance(resolved, PartitionSpec):
         return resolved
-    _mesh_sizes(function, resolved, path)
+    mesh_sizes(function, resolved, path)
     return NamedSharding(jax.sharding.get_mesh(), resolved)
 
 
-def of_leaf(function: str, sharding: LeafSharding, leaf: Any, path: str) -> Any:
-    """Returns a leaf with a sharding in place of each of its arrays; `None` stays.
-
-    Raises:
-      ValueError: if a PartitionSpec is given and the mesh is not known; or see `shardings_of`.
-    """
-    if sharding is None:
-        return None
-    sizes = _mesh_sizes(function, sharding, path) if isinstance(sharding, PartitionSpec) else None
-    return shardings_of(function, leaf, sharding, sizes, path)
-
-
-def _mesh_sizes(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:
+def mesh_sizes(function: str, spec: PartitionSpec, path: str) -> dict[str, int]:
     """Returns the sizes of the axes of the current mesh; raises if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -75,36 +63,6 @@ def _mesh_sizes(function: str, spec: PartitionSpec, path: str) -> dict[str, int]
         fix = "pass NamedShardings, or call it in `with jax.set_mesh(mesh):`."
         raise fail(function, problem, fix=fix)
     return dict(mesh.shape)
-
-
-def floats_of(function: str, plan: Plan, tree: Any) -> Any:
-    """Returns the parameters that a plan was made for, as shapes and dtypes, in the form of a tree
-    of shardings. Leaves that are not its parameters stay as they are.
-    """
-    tree_of_params = by_argument(plan.params, tree)
-    lines = map(parameter_of, plan.parameters.lines or ())
-    float_shardings = {
-        path: jax.ShapeDtypeStruct(shape, dtype)
-        for path, dtype, shape in lines
-        if not dtype.startswith("key<")  # random keys are no weights
-    }
-    named = plan.parameters.named(function, tree_of_params, is_sharding)
-    leaves = [float_shardings.get(name or "", leaf) for name, leaf in named]
-    floats = jax.tree.unflatten(jax.tree.structure(tree_of_params, is_leaf=is_sharding), leaves)
-    return as_arguments(plan.params, floats)
-
-
-def of_params(function: str, tree: Any, params: Any, mesh: Mesh | None) -> Any:
-    """Returns parameters with a sharding in place of each array. Leaves that are not arrays, and
-    those without a sharding, are taken from `tree`.
-    """
-
-    def at(keys: Any, sharding: Any, leaf: Any) -> Any:
-        path = path_of(keys)
-        resolved = as_sharding_of_leaf(function, sharding, mesh, path)
-        return of_leaf(function, resolved, leaf, path) if hasattr(leaf, "shape") else resolved
-
-    return jax.tree_util.tree_map_with_path(at, tree, params, is_leaf=is_sharding)
 
 
 @dataclasses.dataclass(frozen=True)

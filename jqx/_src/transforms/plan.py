@@ -301,7 +301,7 @@ class Plan(Tabular):
     hoisted: Hoisting | None = added(None)  # noqa: RUF009
     operations: str = added("", compare=False, repr=False)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> Weights:
         """The arguments that hold weights, and the names of the weights."""
         lines = tuple(line for line in self.signature if is_parameter_line(line))
@@ -570,7 +570,8 @@ def _rows(plan: Any) -> list[tuple[str, ...]]:
             f" -> {site.output}" if site.output else ""
         )
         weight, shapes = _specs(site, "weight", plan), _shapes(site.shapes)
-        rows.append((site.label, site.op, shapes, weight, activation, _rule(site)))
+        note = "" if site.codes is None else f"; takes the codes of its {site.codes}"
+        rows.append((site.label, site.op, shapes, weight, activation, f"{site.rule}{note}"))
     for i, skip in enumerate(plan.skipped):
         path = plan.label_of_skipped(i)
         rows.append((path, skip.op, _shapes(skip.shapes), "-", "-", skip.reason))
@@ -588,13 +589,6 @@ def _cut(text: str, width: int) -> str:
         return text
     end = (width - 1) // 2
     return f"{text[: width - 1 - end]}…{text[-end:]}"
-
-
-def _rule(site: Any) -> str:
-    """Returns the rule of a site, and a note if its weight has other codes than the rule gives."""
-    if site.codes is None:
-        return str(site.rule)
-    return f"{site.rule}; takes the codes of its {site.codes}"
 
 
 def _footer(plan: Any) -> str:

@@ -131,7 +131,10 @@ def quantize_params(
         leaves = tree.flatten_up_to(by_argument(plan.params, codes))
         leaves = list(map(put_leaf, leaves, leaf_shardings, [name for name, _ in named]))
         return as_arguments(plan.params, jax.tree.unflatten(tree, leaves))
-    planned = [_weights_of(plan, name) for name, _ in named]
+    planned: list[list[Weight | None]] = []  # part by part; empty if it is not quantized
+    for name, _ in named:
+        weights = [plan.weight_at(path) for path in part_paths(name, plan.split_of(name))]
+        planned.append(weights if any(weights) else [])
     for weights, (name, leaf) in zip(planned, named, strict=True):
         if weights and is_whole(abstract(leaf)):
             problem = f"the weight {name!r} is quantized already."
@@ -211,12 +214,6 @@ def _leaf_shardings(
         raise fail("quantize_params", problem, fix=fix) from error
     pairs = zip(named, flat, strict=True)
     return [as_sharding("quantize_params", sharding, name or "") for (name, _), sharding in pairs]
-
-
-def _weights_of(plan: Plan, name: str | None) -> list[Weight | None]:
-    """Returns the planned weights of a parameter, part by part; empty if it is not quantized."""
-    weights = [plan.weight_at(path) for path in part_paths(name, plan.split_of(name))]
-    return weights if any(weights) else []
 
 
 def named_leaves(function: str, params: Any, plan: Plan) -> list[tuple[str | None, Any]]:

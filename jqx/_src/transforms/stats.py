@@ -180,21 +180,6 @@ class Entry:
     part: ObservedOperand
     weight: RowWeight | None = None
 
-    @classmethod
-    def of(
-        cls,
-        key: str,
-        site: Site,
-        observer: Observer,
-        part: ObservedOperand,
-        weight: RowWeight | None,
-    ) -> "Entry":
-        """Returns an entry of an observer; `weight` is for observers without one of their own."""
-        weight = weight if observer.weight is None else observer.weight
-        if isinstance(observer, Weighted):
-            observer = observer(weight=weight)
-        return cls(key, site, observer, part, weight)
-
     @compat.intermediates()
     def empty(self) -> Any:
         """Returns the statistics of no values, in one step of the loops."""
@@ -280,6 +265,13 @@ def entries_of(
       checked_observers: the observers, in addition to the calibrators of the plan.
       weight: how much rows count, for those without a weight of their own.
     """
+
+    def entry_of(key: str, site: Site, observer: Observer, part: ObservedOperand) -> Entry:
+        row_weight = weight if observer.weight is None else observer.weight
+        if isinstance(observer, Weighted):
+            observer = observer(weight=row_weight)
+        return Entry(key, site, observer, part, row_weight)
+
     items = {item.address: item for item in site_items if item.address}
     entries: list[Entry] = []
     place_entries: list[Entry] = []
@@ -290,11 +282,11 @@ def entries_of(
         for part in observed_parts(site, items[site.address]):
             if part.key in specs:
                 calibrated = Calibrated(specs[part.key].calibrator)
-                entries.append(Entry.of(part.key, site, calibrated, part, weight))
+                entries.append(entry_of(part.key, site, calibrated, part))
             for observer in observers:
                 if not observer.looks_at(part.observed):
                     continue
-                entry = Entry.of(f"{part.key}@{observer}", site, observer, part, weight)
+                entry = entry_of(f"{part.key}@{observer}", site, observer, part)
                 looks.add((observer, site.path))
                 if isinstance(observer, Places):
                     place_entries.append(entry)

@@ -164,7 +164,9 @@ def trace_call(
     flat, tree = flatten(arguments), jax.tree.structure(arguments, is_leaf=is_whole)
     leaves = [leaf for _, leaf in flat if is_array(leaf)]
     keys = [
-        _weight_keys(keys, params, positions) if is_parameter(leaf) else None
+        keys[2 if isinstance(params, int) else 1 :]
+        if is_parameter(leaf) and keys[0].idx == 0 and keys[1].idx in positions
+        else None
         for keys, leaf in flat
         if is_array(leaf)
     ]
@@ -175,15 +177,18 @@ def trace_call(
         raise fail(function, problem, fix=fix)
     if not lazy:
         check_read(function, zip(paths, leaves, strict=True))
-    _check_parameters(function, weights, args, leaves, paths)
+    named = zip(paths, leaves, strict=True)
+    lines = tuple(parameter_line(path, leaf) for path, leaf in named if path is not None)
+    if weights.lines is not None and lines != weights.lines:
+        fix = _fix_of_parameters(function, weights, args, leaves)
+        check_same(function, lines, weights.lines, fix)
     for leaf, path in zip(leaves, paths, strict=True):
         for part in filter(is_quantized, jax.tree.leaves(leaf, is_leaf=is_quantized)):
             check_dtypes(function, part, f" of {path!r}" if path else "")
     stand_ins = [stand_in(leaf) if is_array(leaf) else _Same(leaf) for _, leaf in flat]
 
     def trace() -> Traced:
-        paths_of_keys = f.f if isinstance(f, TracedOnce) else f
-        with evaluating(function, paths_of_keys, args, kwargs):
+        with evaluating(function, f.f if isinstance(f, TracedOnce) else f, args, kwargs):
             traced = _trace(f, tree, stand_ins)
             return traced._replace(jaxpr=with_reads(traced.jaxpr, origins_of(leaves, paths)))
 
@@ -194,8 +199,6 @@ def trace_call(
         traced = trace()
     paths_of_keys = [None if key is None else path_of(key) for key in keys]
     keys_of_arrays = [keys for keys, leaf in flat if is_array(leaf)]
-    named = zip(paths, leaves, strict=True)
-    lines = tuple(parameter_line(path, leaf) for path, leaf in named if path is not None)
     names = renamed(paths_of_keys, paths)
     call = Call(*traced[:2], leaves, paths, names, traced.out_tree, keys_of_arrays, lines)
     return unstack(function, call, weights.splits)
@@ -259,22 +262,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _check_parameters(
-    function: str,
-    weights: Weights,
-    args: Sequence[Any],
-    leaves: Sequence[Any],
-    paths: Sequence[str | None],
-) -> None:
-    """Raises if parameters are not those of the plan; names the argument that has them."""
-    named = zip(paths, leaves, strict=True)
-    lines = [parameter_line(path, leaf) for path, leaf in named if path is not None]
-    if weights.lines is None or lines == [*weights.lines]:
-        return
-    fix = _fix_of_parameters(function, weights, args, leaves)
-    check_same(function, lines, weights.lines, fix)
-
-
 def _fix_of_parameters(
     function: str, weights: Weights, args: Sequence[Any], leaves: Sequence[Any]
 ) -> str:
@@ -294,16 +281,6 @@ def _fix_of_parameters(
         return AGAIN
     fix = f"argument {argnums[0]} holds the parameters: pass them too, as in "
     return f"{fix}quantized.function(quantized.params, x); quantized(x) has them already."
-
-
-def _weight_keys(
-    keys: tuple[Any, ...], params: Params, positions: tuple[int, ...]
-) -> tuple[Any, ...] | None:
-    """Returns the keys inside the parameters of a leaf of `(args, kwargs)`."""
-    in_args = keys[0].idx == 0
-    if not in_args or keys[1].idx not in positions:
-        return None
-    return keys[2:] if isinstance(params, int) else keys[1:]
 
 
 # `unstack`: a traced function as a function of parts of its parameters. Each part of a weight that
@@ -352,11 +329,12 @@ def unstack(function: str, call: Any, splits: Splits) -> Any:
             whole[var] = leaf
     as_given = {*call.jaxpr.invars} - {*whole}
     returned, out_tree = dict[int, Any](), None
+    results_of = partial(_results_of_parts, function)
 
     def run(*flat: Any) -> list[Any]:
         nonlocal out_tree
         results, count = [], 0
-        stacks = _evaluated_parts(function, call.jaxpr, call.consts, jax.tree.unflatten(tree, flat))
+        stacks = evaluate(call.jaxpr, call.consts, jax.tree.unflatten(tree, flat), results_of)
         for atom, x in zip(call.jaxpr.outvars, stacks, strict=True):
             var = None if compat.is_literal(atom) else atom
             results.append(x if var in as_given else joined_parts(x))
@@ -406,12 +384,6 @@ _UNSPLIT = {
     "custom_vjp_call": "jax.custom_vjp",
 }
 """Forms that a weight cannot enter in parts."""
-
-
-def _evaluated_parts(
-    function: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
-) -> list[Any]:
-    return evaluate(jaxpr, consts, args, partial(_results_of_parts, function))
 
 
 def _results_of_parts(function: str, index: int, eqn: Eqn, operands: list[Any]) -> list[Any]:
@@ -529,7 +501,7 @@ class _PartsRunner(Runner):
         self, jaxpr: Any, args: Sequence[Any], part: Any = (), site_inputs: Any = None
     ) -> tuple[list[Any], Records]:
         body, consts = compat.open_jaxpr(jaxpr)
-        results = _evaluated_parts(self.function, body, consts, args)
+        results = evaluate(body, consts, args, partial(_results_of_parts, self.function))
         loop = self.eqn.primitive.name in ("scan", "while")
         return [joined_parts(x) if loop else x for x in results], {}
 
@@ -551,16 +523,13 @@ class _PartsRunner(Runner):
 
 def live(jaxpr: Any) -> Any:
     """Returns an open jaxpr without dead code, with the same operands and results; the same object
-    if there is no dead code.
+    if nothing may be dead.
     """
     if not _may_hold_dead(jaxpr, {}):
         return jaxpr
     alive = compat.without_dead(jaxpr)
-    size = _size(alive)
-    if size.loops:
-        alive = compat.without_dead(_with_live_loops(alive, {}))
-        size = _size(alive)
-    return jaxpr if size == _size(jaxpr) else alive
+    with_loops = _with_live_loops(alive, {})
+    return alive if with_loops is alive else compat.without_dead(with_loops)
 
 
 def _may_hold_dead(jaxpr: Any, memo: dict[int, bool]) -> bool:
@@ -586,24 +555,8 @@ def read_by(jaxpr: Any) -> set[int]:
     return {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
 
 
-class _Size(NamedTuple):
-    """The number of equations, including those inside others, and of `while` loops among them."""
-
-    eqns: int
-    loops: int
-
-
-def _size(jaxpr: Any, memo: dict[int, _Size] | None = None) -> _Size:
-    memo = {} if memo is None else memo
-    if id(jaxpr) not in memo:
-        parts = [_size(body, memo) for eqn in jaxpr.eqns for body in compat.sub_jaxprs(eqn)]
-        parts += [_Size(1, eqn.primitive.name == "while") for eqn in jaxpr.eqns]
-        memo[id(jaxpr)] = _Size(sum(p.eqns for p in parts), sum(p.loops for p in parts))
-    return memo[id(jaxpr)]
-
-
 def _with_live_loops(jaxpr: Any, memo: dict[int, Any]) -> Any:
-    """Returns an open jaxpr without dead code in its `while` loops; the same object if none."""
+    """Returns an open jaxpr without dead code in its `while` loops; the same one without loops."""
     if id(jaxpr) not in memo:
         read = read_by(jaxpr)
         eqns = [_with_live_bodies(eqn, read, memo) for eqn in jaxpr.eqns]
@@ -613,19 +566,13 @@ def _with_live_loops(jaxpr: Any, memo: dict[int, Any]) -> Any:
 
 
 def _with_live_bodies(eqn: Eqn, read: set[int], memo: dict[int, Any]) -> Eqn:
+    """Returns an equation with live code in the `while` loops inside it, or that it is itself."""
     eqn = compat.with_bodies(eqn, lambda body: _with_live_loops(body, memo))
     if eqn.primitive.name != "while":
         return eqn
-    old = eqn.params["body_jaxpr"]
-    new = _live_body(eqn, read, old)
-    return eqn if new is old else eqn.replace(params={**eqn.params, "body_jaxpr": new})
-
-
-def _live_body(eqn: Eqn, read: set[int], closed: Any) -> Any:
-    """Returns the body of a `while` without dead code."""
+    closed, consts = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
     body, _ = compat.open_jaxpr(closed)
     condition, _ = compat.open_jaxpr(eqn.params["cond_jaxpr"])
-    consts = eqn.params["body_nconsts"]
     asked = compat.needed(condition)
     used = [id(result) in read for result in eqn.outvars]
     grown = [a or b for a, b in zip(used, asked[eqn.params["cond_nconsts"] :], strict=True)]
@@ -635,5 +582,5 @@ def _live_body(eqn: Eqn, read: set[int], closed: Any) -> Any:
         grown = [a or b for a, b in zip(used, needed[consts:], strict=True)]
     carried = zip(used, body.outvars, body.invars[consts:], strict=True)
     handed_on = body.replace(outvars=[new if live else old for live, new, old in carried])
-    new = compat.without_dead(handed_on)
-    return closed if _size(new) == _size(body) else compat.with_body(closed, new)
+    new_body = compat.with_body(closed, compat.without_dead(handed_on))
+    return eqn.replace(params={**eqn.params, "body_jaxpr": new_body})

@@ -130,11 +130,11 @@ def is_marked(eqn: Eqn) -> bool:
 
 def holds_contraction(eqn: Eqn) -> bool:
     """Whether the jaxprs inside an equation hold a contraction at any depth that is not hidden."""
-    return compat.name_of_jit(eqn) != HIDDEN and any(
-        is_lookup_or_product(inner) or holds_contraction(inner)
-        for jaxpr in compat.sub_jaxprs(eqn)
-        for inner in jaxpr.eqns
-    )
+    jaxprs = compat.sub_jaxprs(eqn)
+    if not jaxprs or compat.name_of_jit(eqn) == HIDDEN:
+        return False
+    inside = [inner for jaxpr in jaxprs for inner in jaxpr.eqns]
+    return any(is_lookup_or_product(inner) or holds_contraction(inner) for inner in inside)
 
 
 class Addressed(NamedTuple):
