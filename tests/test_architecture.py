@@ -206,7 +206,7 @@ def test_one_walk_gives_equations_their_addresses():
     """
     assert callers("is_marked") == ["transforms/walk.py"]
     assert {*callers("addressed")} == {
-        "algorithms/bias_correction.py",
+        "algorithms/corrections.py",
         "algorithms/stages.py",
         "transforms/interpret.py",
         "transforms/walk.py",
