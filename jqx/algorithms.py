@@ -2,6 +2,10 @@
 
 import typing as _typing
 
+from ._src.algorithms.activation_aware import AwqReport as AwqReport
+from ._src.algorithms.activation_aware import ScaledTogether as ScaledTogether
+from ._src.algorithms.activation_aware import awq as awq
+from ._src.algorithms.activation_aware import smooth_quant as smooth_quant
 from ._src.algorithms.channels import Pair as Pair
 from ._src.algorithms.corrections import BiasReport as BiasReport
 from ._src.algorithms.corrections import Compensation as Compensation
@@ -23,13 +27,9 @@ from ._src.algorithms.rotate import RotationReport as RotationReport
 from ._src.algorithms.rotate import rotate as rotate
 from ._src.algorithms.rounding import adaround as adaround
 from ._src.algorithms.rounding import auto_round as auto_round
-from ._src.algorithms.scaling import AwqReport as AwqReport
 from ._src.algorithms.scaling import Pairs as Pairs
-from ._src.algorithms.scaling import ScaledTogether as ScaledTogether
-from ._src.algorithms.scaling import awq as awq
 from ._src.algorithms.scaling import equalize as equalize
 from ._src.algorithms.scaling import find_pairs as find_pairs
-from ._src.algorithms.scaling import smooth_quant as smooth_quant
 from ._src.algorithms.store import Memory as Memory
 from ._src.late import unknown as _unknown
 from ._src.transforms.algorithm import Chosen as Chosen

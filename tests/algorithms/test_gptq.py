@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx._src.algorithms.gptq import round_columns
+from jqx._src.algorithms.gptq import solve
 from jqx._src.algorithms.matrices import Drift, Matrix, carried_over, damped, factor, order_of
 from jqx.algorithms import gptq
 from jqx.calibrators import Affine
@@ -514,7 +514,7 @@ def oracle(w, upper, carried, rounded):
 
 def run_columns(w, upper, carried=None, affine=None, group=None, spec=INT4, **options):
     arrays = [None if x is None else on_device(x, np.float32) for x in (w, upper, carried)]
-    return round_columns(*arrays, affine, group, spec=spec, size=BLOCK, **options)
+    return solve(*arrays, affine, group, spec=spec, size=BLOCK, **options)
 
 
 def test_a_loss_is_that_of_the_product_with_quantized_inputs_against_the_float_one():

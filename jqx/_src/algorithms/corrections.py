@@ -51,8 +51,9 @@ from ..transforms.stats import (
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import HOLDING, Enclosing, addressed, contractions_in
-from .channels import Array, Folds, Visit
+from .channels import Folds, Visit
 from .interface import Few, algorithm
+from .labels import Array
 from .scaling import find_pairs
 from .stages import body_of
 
@@ -62,6 +63,26 @@ from .stages import body_of
 _EORA = "algorithms.eora"
 _LEAST = 1e-10
 """Eigenvalues below this part of the largest count as directions without inputs."""
+
+
+def solve(E: Array, H: Array, rank: int) -> tuple[Array, Array, Array]:
+    """Returns matrices `a` [*batch, channels, rank] and `b` [*batch, rank, rows] that approximate
+    the error of a weight in the space where inputs are white, and the squared error before and
+    after: algorithm 1 of EoRA.
+
+    Args:
+      E: the error, [*batch, rows, channels].
+      H: the sum of `x x'` over the inputs `x`, [*batch, channels, channels].
+      rank: rank of the product.
+    """
+    values, Q = np.linalg.eigh(np.asarray(H, np.float64))
+    values = np.where(values > _LEAST * values[..., -1:], values, 0)
+    root = np.sqrt(values)[..., None, :]
+    inverse = np.divide(1, root, out=np.zeros_like(root), where=root > 0)
+    a, b, s = narrow((E @ Q) * root, rank)
+    remainder = s[..., a.shape[-1] :]
+    a = Q @ (a * np.swapaxes(inverse, -1, -2))
+    return a, b, np.array([np.sum(s**2), np.sum(remainder**2)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +187,7 @@ class eora:
                 np.asarray(leaves[visit.leaf_index]).ravel()[visit.elements].astype(np.float64)
                 for leaves in (exact, real)
             )
-            a, b, error = self._solved(w - rounded, np.asarray(gram.products)[visit.steps])
+            a, b, error = solve(w - rounded, np.asarray(gram.products)[visit.steps], self.rank)
             rows = max(float(np.max(np.asarray(gram.rows))), 1.0)
             errors[name] = errors.get(name, np.zeros(2)) + error / rows
             parts.setdefault(folds.site(visit).output_key, []).append((visit, a, b))
@@ -179,19 +200,6 @@ class eora:
             for x in sites
         )
         return Chosen(codes, report, maps, basis_of(folds, [*parts.values()]))
-
-    def _solved(self, error: Array, products: Array) -> tuple[Array, Array, Array]:
-        """Returns matrices [*batch, channels, rank] and [*batch, rank, rows] that approximate the
-        error of a weight, [*batch, rows, channels], and the squared error before and after.
-        """
-        values, vectors = np.linalg.eigh(np.asarray(products, np.float64))
-        values = np.where(values > _LEAST * values[..., -1:], values, 0)
-        root = np.sqrt(values)[..., None, :]
-        inverse = np.divide(1, root, out=np.zeros_like(root), where=root > 0)
-        a, b, s = narrow((error @ vectors) * root, self.rank)
-        remainder = s[..., a.shape[-1] :]
-        a = vectors @ (a * np.swapaxes(inverse, -1, -2))
-        return a, b, np.array([np.sum(s**2), np.sum(remainder**2)])
 
 
 def narrow(x: Array, rank: int) -> tuple[Array, Array, Array]:

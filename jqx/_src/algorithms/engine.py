@@ -188,11 +188,6 @@ Inputs = list[list[Any]]
 and sizes of groups.
 """
 
-Solve = Callable[[Site, Steps, list[Inputs]], None]
-"""Chooses the weight of a site in one step from its inputs in each stream, and writes it to the
-parameters of the first stream.
-"""
-
 Pairs = list[tuple[Stage, Batch]]
 """A stage for each batch: of one function, traced for batches of any size."""
 
@@ -202,12 +197,11 @@ class Walk:
 
     Attributes:
       plan: the plan.
-      solve: called at each site.
       reached: the indices of the batches that the current site is reached by.
     """
 
-    def __init__(self, plan: Plan, solve: Solve):
-        self.plan, self.solve, self.reached = plan, solve, list[int]()
+    def __init__(self, plan: Plan):
+        self.plan, self.reached = plan, list[int]()
         self._kinds = {
             "run": self._run,
             "site": self._site,
@@ -215,6 +209,12 @@ class Walk:
             "scan": self._scan,
             "branch": self._branch,
         }
+
+    def solve(self, site: Site, steps: Steps, streams: list[Inputs]) -> None:
+        """Chooses the weight of a site in one step from its inputs in each stream, and writes it to
+        the parameters of the first stream.
+        """
+        raise NotImplementedError
 
     def go(self, batches: Sequence[Batch], steps: Steps = ()) -> None:
         """Runs all stages of a scope."""
@@ -531,7 +531,7 @@ class _Watch(Walk):
         bar: Any,
         ignores: bool,
     ):
-        super().__init__(plan, lambda *_: None)
+        super().__init__(plan)
         self._ignores = ignores
         self._entries, self._scans, self._bar = entries, scans, bar
         self._seen: dict[str, dict[Steps, Any]] = {key: {} for key in entries.recorded}

@@ -3,7 +3,7 @@ errors of earlier ones."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -22,12 +22,12 @@ from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen
 from ..transforms.calibrate import calibrate_batches
-from ..transforms.plan import Plan, Weight
+from ..transforms.plan import Plan
 from ..transforms.stats import OnNonfinite
 from .engine import calls_of
-from .grids import Grids, Group, calibrated
+from .grids import Grids, Group
 from .interface import AlgorithmReport, MatrixReport, algorithm, check_options
-from .layers import Checkpoint, chosen, layer_by_layer, made_of
+from .layers import Checkpoint, LayerByLayer, chosen
 from .matrices import (
     Factor,
     Matrix,
@@ -38,7 +38,6 @@ from .matrices import (
     damped,
     factor,
     matrices_of,
-    observers_of,
     order_of,
     settled,
     shrunk,
@@ -47,7 +46,9 @@ from .matrices import (
 )
 from .store import Where
 
-# The columns of matrices, rounded one by one: later columns make up for errors of earlier ones.
+# Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+# Transformers", arXiv:2210.17323; corrections of columns for float inputs: Li et al., "GPTAQ:
+# Efficient Finetuning-Free Quantization for Asymmetric Calibration", arXiv:2504.02692.
 
 
 Array = np.ndarray
@@ -75,10 +76,10 @@ class Columns(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("spec", "size"))
-def round_columns(
-    w: jax.Array,
-    upper: jax.Array,
-    carried: jax.Array | None,
+def solve(
+    W: jax.Array,
+    U: jax.Array,
+    P: jax.Array | None,
     affine: Affine | None,
     group: jax.Array | None,
     *,
@@ -86,17 +87,17 @@ def round_columns(
     size: int = BLOCK,
     targets: jax.Array | None = None,
 ) -> Columns:
-    """Rounds the columns of a matrix in order.
+    """Algorithm 1 of the paper: rounds the columns of a matrix in order.
 
-    For a column `x`, rounded to `y`, all later columns lose `(x - y) / upper[i, i] * upper[i]` and
-    gain `x * carried[i]`. Within a block of `size` columns this is done column by column; columns
-    after the block are corrected by one product. The compile time does not depend on their number.
+    For a column `w` of `W`, rounded to `q`, all later columns lose `(w - q) / U[i, i] * U[i]` and
+    gain `w * P[i]`. Within a block of `size` columns this is done column by column; columns after
+    the block are corrected by one product. The compile time does not depend on their number.
 
     Args:
-      w: float32 [columns, rows]; the number of columns is a multiple of `size`.
-      upper: float32 [columns, columns], upper triangular: `upper.T @ upper` is the inverse of the
-        Hessian.
-      carried: strictly upper triangular, or `None`.
+      W: float32 [columns, rows], the transpose of the paper's; the number of columns is a multiple
+        of `size`.
+      U: float32 [columns, columns], upper triangular: `U.T @ U` is the inverse of the Hessian.
+      P: [columns, columns], strictly upper triangular, as in GPTAQ; or `None`.
       affine: scales and zero points, [groups, rows]. `None` computes them when the loop reaches a
         group, from columns that are corrected already; a group is then a block.
       group: for each column, the index of its group in `affine`.
@@ -105,54 +106,50 @@ def round_columns(
       size: number of columns of a block.
       targets: values that the columns are rounded to instead, if they are known.
     """
-    count, _ = w.shape
+    count, _ = W.shape
 
     def block(start: jax.Array, state: Columns) -> Columns:
-        _, left, scales, zero_points = state
-        rows = lax.dynamic_slice_in_dim(left, start, size)
-        corner = lax.dynamic_slice(upper, (start, start), (size, size))
-        gain = None if carried is None else lax.dynamic_slice(carried, (start, start), (size, size))
+        Q, W, scales, zero_points = state
+        W_block = lax.dynamic_slice_in_dim(W, start, size)
+        U_block = lax.dynamic_slice(U, (start, start), (size, size))
+        P_block = None if P is None else lax.dynamic_slice(P, (start, start), (size, size))
         if affine is None:
-            fitted = spec.calibrator.fit(rows, spec)
-            group_index = start // size
-            scales = lax.dynamic_update_slice_in_dim(scales, fitted.scale, group_index, 0)
+            fitted = spec.calibrator.fit(W_block, spec)
+            put = partial(lax.dynamic_update_slice_in_dim, start_index=start // size, axis=0)
+            scales = put(scales, fitted.scale)
             if zero_points is not None and fitted.zero_point is not None:
-                zero_points = lax.dynamic_update_slice_in_dim(
-                    zero_points, fitted.zero_point, group_index, 0
-                )
+                zero_points = put(zero_points, fitted.zero_point)
 
         def column(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            rows, rounded, errors = carry
-            x = rows[i]
-            group_index = start // size if group is None else group[start + i]
-            zero_point = None if zero_points is None else zero_points[group_index]
-            y = (
-                rounded_to(x, scales[group_index], zero_point, spec)
-                if targets is None
-                else targets[start + i]
-            )
-            error = (x - y) / corner[i, i]
-            ahead = jnp.arange(size) > i
-            change = corner[i][:, None] * error[None]
-            if gain is not None:
-                change -= gain[i][:, None] * x[None]
-            rows = jnp.where(ahead[:, None], rows - change, rows)
-            return rows, rounded.at[i].set(y), errors.at[i].set(error)
+            W_block, Q_block, E = carry
+            w, g = W_block[i], start // size if group is None else group[start + i]
+            zero_point = None if zero_points is None else zero_points[g]
+            if targets is None:
+                q = rounded_to(w, scales[g], zero_point, spec)
+            else:
+                q = targets[start + i]
+            error = (w - q) / U_block[i, i]
+            change = U_block[i][:, None] * error[None]
+            if P_block is not None:
+                change -= P_block[i][:, None] * w[None]
+            is_later = (jnp.arange(size) > i)[:, None]
+            W_block = jnp.where(is_later, W_block - change, W_block)
+            return W_block, Q_block.at[i].set(q), E.at[i].set(error)
 
-        empty = jnp.zeros_like(rows)
-        corrected_rows, rounded, errors = lax.fori_loop(0, size, column, (rows, empty, empty))
+        empty = jnp.zeros_like(W_block)
+        W_block, Q_block, E = lax.fori_loop(0, size, column, (W_block, empty, empty))
         if count > size:
             is_later = (jnp.arange(count) >= start + size)[None]
-            slab = jnp.where(is_later, lax.dynamic_slice_in_dim(upper, start, size), 0)
-            left = left - _product(slab, errors)
-            if carried is not None:
-                slab = jnp.where(is_later, lax.dynamic_slice_in_dim(carried, start, size), 0)
-                left = left + _product(slab, corrected_rows)
-        left = lax.dynamic_update_slice_in_dim(left, corrected_rows, start, 0)
-        rounded = lax.dynamic_update_slice_in_dim(state.rounded, rounded, start, 0)
-        return Columns(rounded, left, scales, zero_points)
+            U_later = jnp.where(is_later, lax.dynamic_slice_in_dim(U, start, size), 0)
+            W = W - _product(U_later, E)
+            if P is not None:
+                P_later = jnp.where(is_later, lax.dynamic_slice_in_dim(P, start, size), 0)
+                W = W + _product(P_later, W_block)
+        W = lax.dynamic_update_slice_in_dim(W, W_block, start, 0)
+        Q = lax.dynamic_update_slice_in_dim(Q, Q_block, start, 0)
+        return Columns(Q, W, scales, zero_points)
 
-    start = Columns(jnp.zeros_like(w), w, *_scales(w, affine, spec, size))
+    start = Columns(jnp.zeros_like(W), W, *_scales(W, affine, spec, size))
     return lax.fori_loop(0, count // size, lambda i, state: block(i * size, state), start)
 
 
@@ -318,18 +315,6 @@ def _swept(
 
 
 # Matrices of one shape that are rounded together: one loop over their columns, on the device.
-
-
-_MOST = 2**28
-"""Maximum number of bytes that the loop over the columns of several matrices reads."""
-
-
-def parted(matrices: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
-    """Splits matrices of one shape into parts that fit into memory, of at least one matrix each."""
-    rows, columns = matrices[0].element_ids.shape
-    count = max(_MOST // (4 * columns * (columns + rows)), 1)
-    for start in range(0, len(matrices), count):
-        yield matrices[start : start + count]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -532,7 +517,7 @@ def _round_each(
     """Rounds the columns of each matrix; all share `group`."""
 
     def one(w: Any, upper: Any, carried: Any, affine: Any) -> Columns:
-        return round_columns(w, upper, carried, affine, group, spec=spec, size=size)  # type: ignore[arg-type]
+        return solve(w, upper, carried, affine, group, spec=spec, size=size)  # type: ignore[arg-type]
 
     return jax.vmap(one)(w, upper, carried, affine)
 
@@ -566,11 +551,6 @@ def _errors_of_scales(
 # errors of earlier ones.
 
 
-# Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-# Transformers", arXiv:2210.17323; corrections of columns for float inputs: Li et al., "GPTAQ:
-# Efficient Finetuning-Free Quantization for Asymmetric Calibration", arXiv:2504.02692.
-
-
 _STRENGTH = {"none": 0.0, "qep": 0.5, "gptaq": 0.25}
 _LEAST_INPUTS = dataclasses.replace(number(), convert=lambda count: count)  # printed as given
 _FACTOR = number(0, 2, above=True)
@@ -583,7 +563,7 @@ _FACTORS = Rule(
 
 @algorithm("gptq", "pass options by name, such as jqx.algorithms.gptq(order='activation').")
 @dataclasses.dataclass(frozen=True)
-class gptq:
+class gptq(LayerByLayer):
     """Chooses the codes of weights by GPTQ: an algorithm of `jqx.ptq` and `jqx.quantize_params`.
 
     For every matrix that a site multiplies by, it minimizes the squared error of the product over
@@ -719,11 +699,6 @@ class gptq:
                 raise fail(name, problem, given=detail, fix="leave one of them out.")
 
     @property
-    def observers(self) -> Mapping[str, Any]:
-        """What `calibrate_batches` must record for one pass."""
-        return observers_of(self.weight, self.unsupported)
-
-    @property
     def lazy(self) -> bool:
         """Whether parameters may be lazy, and are read when their site is reached."""
         return self.sequential
@@ -765,47 +740,18 @@ class gptq:
         on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns parameters with codes chosen from batches: layer by layer, or in one pass."""
-        solver, folder = dataclasses.replace(self, offload=False, checkpoint=None), self.checkpoint
+        options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
         if self.sequential:
-            return layer_by_layer(
-                solver,
-                f,
-                plan,
-                params,
-                batches,
-                with_float=self.propagation != "none",
-                offload=self.offload,
-                checkpoint=folder,
-                progress=progress,
-                on_nonfinite=on_nonfinite,
-            )
+            return super().run(f, plan, params, batches, **options)
         checkpoint = None
-        if folder is not None:
+        if self.checkpoint is not None:
             batches = list(batches)
-            calls = calls_of(f, plan, params, batches, self.weight)
-            checkpoint = Checkpoint(self.function, folder, made_of(plan, solver, calls))
-        stats, observers = {}, self.observers
+            digests = self.made_of(plan, calls_of(f, plan, params, batches, self.weight))
+            checkpoint = Checkpoint(self.function, self.checkpoint, digests)
+        stats, options["observers"] = {}, self.observers
         if any(x.path is None for site in plan.sites for x in site.operands):
-            stats = calibrate_batches(
-                f,
-                plan,
-                params,
-                batches,
-                observers=observers,
-                progress=progress,
-                on_nonfinite=on_nonfinite,
-            )
-        return solver._one_pass(plan, params, stats, checkpoint)
-
-    def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns a spec with the calibrator that computes scales."""
-        return calibrated(spec, self.calibrator)
-
-    def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
-        """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
-        spec = self.spec_of(weight.spec)
-        parts = parted(matrices)
-        return [x for part in parts for x in self._solve(part, grids, weight.path, spec)]
+            stats = calibrate_batches(f, plan, params, batches, **options)
+        return self._one_pass(plan, params, stats, checkpoint)
 
     def _solve(
         self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import fail
 from ..transforms.channel_map import ChannelMap
-from .channels import Array
+from .labels import Array
 
 _MOST = 64
 """Larger rotations are Kronecker products of two smaller ones."""

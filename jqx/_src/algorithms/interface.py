@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -271,8 +271,26 @@ _HEAD = (
 )
 
 
+Entry = TypeVar("Entry")
+
+
+class Entries(Sequence[Entry]):
+    """A report that is the sequence of its entries."""
+
+    entries: tuple[Entry, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.entries[index]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+
 @dataclasses.dataclass(frozen=True)
-class AlgorithmReport(Tabular, Sequence[MatrixReport]):
+class AlgorithmReport(Tabular, Entries[MatrixReport]):
     """The entries of all matrices, in the order in which they were quantized.
 
     It prints as a table. Matrices that are multiplied by at once share one line, with the largest
@@ -286,15 +304,6 @@ class AlgorithmReport(Tabular, Sequence[MatrixReport]):
 
     entries: tuple[MatrixReport, ...]
     memory: Memory | None = None
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.entries[index]
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[MatrixReport]:
-        return iter(self.entries)
 
     @property
     def calibration(self) -> tuple[str, ...]:
@@ -388,7 +397,7 @@ class BlockReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlocksReport(Printed, Sequence[BlockReport]):
+class BlocksReport(Printed, Entries[BlockReport]):
     """The entries of all blocks, in the order in which they were learned. Prints as a table.
 
     Attributes:
@@ -398,12 +407,6 @@ class BlocksReport(Printed, Sequence[BlockReport]):
 
     entries: tuple[BlockReport, ...]
     nearest: tuple[tuple[str, str], ...] = ()
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.entries[index]
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
     def __str__(self) -> str:
         lines = [f"{'loss before':>11} {'after':>10} {'best step':>9} {'seconds':>8}  block"]

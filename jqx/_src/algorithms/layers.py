@@ -14,7 +14,7 @@ import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from ..checks import shown
 from ..errors import fail
 from ..files import Path, Replacement, as_path
 from ..gradients.estimators import ste
+from ..statistics.calibrators import Calibrator
 from ..statistics.statistics import (
     HessianStats,
     ObservedSite,
@@ -33,7 +34,7 @@ from ..statistics.statistics import (
     hessian,
     without_nonfinite,
 )
-from ..tensor.segments import Lazy, has_lazy
+from ..tensor.segments import Lazy
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen
 from ..transforms.calibrate import calibrate_batches, progress_bar, tell
@@ -44,10 +45,21 @@ from ..transforms.row_counts import count_operand, is_counted, value_of
 from ..transforms.stats import OnNonfinite, check_finite, check_mode, observed_parts, warn_left_out
 from ..transforms.trace import Call, TracedOnce, is_array
 from .engine import Inputs, Leaves, Stream, Traced, Walk, calibrate_stages
-from .grids import Elements, Grids, Group, sites_once
+from .grids import Grids, Group, calibrated, sites_once
 from .interface import UNREACHED, AlgorithmReport, MatrixReport, left_rounded, name_of, reached
-from .matrices import Drift, Matrix, Unsupported, by_shape, counted, matrices_of, stacked, unknown
-from .stages import Steps
+from .matrices import (
+    Drift,
+    Matrix,
+    Unsupported,
+    by_shape,
+    counted,
+    matrices_of,
+    observers_of,
+    parted,
+    stacked,
+    unknown,
+)
+from .stages import Scope, Steps
 from .store import (
     InFiles,
     InMemory,
@@ -274,39 +286,9 @@ class Checkpoint:
         return os.path.join(self.folder, f"{self._count:06}.npz")
 
 
-class Solver(Protocol):
-    """Chooses the codes of matrices. Its `repr` shows all options that codes depend on.
-
-    Attributes:
-      weight: weights of the rows of inputs, a function of the values of a batch; or `None`.
-      observers: what is recorded for sites whose weights are chosen before all others.
-      unsupported: what to do with weights whose inputs cannot be observed.
-      function: name of the function, for errors.
-    """
-
-    function: ClassVar[str]
-
-    @property
-    def weight(self) -> Callable[..., Any] | None: ...
-
-    @property
-    def observers(self) -> Mapping[str, Any]: ...
-
-    @property
-    def unsupported(self) -> Unsupported: ...
-
-    def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns the spec with the calibrator that computes scales."""
-        ...
-
-    def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
-        """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
-        ...
-
-
 def chosen(
     checkpoint: Checkpoint | None,
-    solver: Solver,
+    solver: "LayerByLayer",
     matrices: Callable[[], Sequence[Matrix]],
     element_ids: Array,
     grids: Grids,
@@ -329,7 +311,7 @@ def _labels(grids: Grids, element_ids: Array) -> Array:
     return np.flatnonzero(np.bincount(grids.label(element_ids).ravel()))
 
 
-def made_of(plan: Plan, solver: Solver, calls: Sequence[Call]) -> dict[str, str]:
+def made_of(plan: Plan, solver: Any, calls: Sequence[Call]) -> dict[str, str]:
     """Returns digests of everything that the codes of a run depend on, by name, except the version
     of JAX and the devices.
 
@@ -372,119 +354,244 @@ def digest(tree: Any) -> str:
     return sha.hexdigest()
 
 
+# The run over the sites.
+
+
 _COUNTED = 3
 """Bytes of a 2-byte value and its float32 row weight, relative to the value alone; at most."""
 
 
-def layer_by_layer(
-    solver: Solver,
-    f: Callable[..., Any],
-    plan: Plan,
-    params: Any,
-    batches: Iterable[Any],
-    *,
-    with_float: bool = False,
-    offload: Where = False,
-    checkpoint: Path | None = None,
-    progress: bool = False,
-    on_nonfinite: OnNonfinite = "error",
-) -> Chosen:
-    """Returns the parameters with codes that a solver chooses site by site.
+class LayerByLayer:
+    """An algorithm that chooses the codes of the matrices of a plan, site by site. Its `repr` shows
+    all options that codes depend on.
 
-    A weight that several sites share, or that a loop uses in all of its steps, is processed first,
-    with the sum over its uses of float inputs.
-
-    Args:
-      solver: chooses the codes of matrices.
-      f: the function.
-      plan: the plan.
-      params: its parameters, in float.
-      batches: as in `calibrate_batches`; all are held.
-      with_float: whether to run the float function too, so that the drift of inputs is known.
+    Attributes:
+      function: name of the function, for errors.
+      calibrator: computes the scales; `None` takes that of each spec.
+      propagation: how a weight makes up for the error of its inputs; `"none"` if it does not.
+      unsupported: what to do with weights whose inputs cannot be observed.
+      weight: weights of the rows of inputs, a function of the values of a batch; or `None`.
       offload: whether values of batches are kept on the host, or on disk, between stages.
       checkpoint: the folder of the results so far.
-      progress: whether to show a progress bar.
-      on_nonfinite: as in `calibrate_batches`.
     """
-    batch_list, f = list(batches), TracedOnce(f)
-    ignores = check_mode(solver.function, on_nonfinite)
-    traced = Traced.of(f, plan, params, batch_list, solver.weight, lazy=True, ignores=ignores)
-    plan, first_call = traced.plan, traced.calls[0]
-    groups, elements = traced.groups, traced.elements
-    stored, digests = None, None
-    is_lazy = has_lazy(list(traced.originals.values()))
-    if checkpoint is not None or is_lazy:
-        digests = made_of(plan, solver, traced.calls)
-    if checkpoint is not None:
-        for path, leaf_index in traced.leaf_indices.items():
-            leaf = traced.originals[leaf_index]
-            if isinstance(leaf, Lazy) and not leaf.source:
-                problem = f"the checkpoint cannot identify the leaf {path!r}, {shown(leaf)}."
-                fix = "give it a `source` that identifies its values, as archive.lazy does, or "
-                fix += "leave `checkpoint` out."
-                raise fail(solver.function, problem, fix=fix)
-        stored = Checkpoint(solver.function, checkpoint, digests or {})
-    items = {item.address: item for item in contractions(first_call) if item.address}
-    parts = {
-        site.address: {x.observed.role: x for x in observed_parts(site, items[site.address])}
-        for site in plan.sites
-    }
 
-    def is_known(site: Site) -> bool:
-        """Whether the sums of inputs of a site are known; if not, reports it or raises."""
-        activation = parts[site.address].get("activation")
-        is_refused = solver.unsupported == "error"
+    function: ClassVar[str]
+    calibrator: Calibrator | None
+    propagation: Any
+    unsupported: Unsupported
+    weight: Callable[..., Any] | None
+    offload: Where
+    checkpoint: Path | None
+
+    @property
+    def observers(self) -> Mapping[str, Any]:
+        """What is recorded for sites whose weights are chosen before all others."""
+        return observers_of(self.weight, self.unsupported)
+
+    def spec_of(self, spec: QSpec) -> QSpec:
+        """Returns a spec with the calibrator that computes scales."""
+        return calibrated(spec, self.calibrator)
+
+    def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
+        """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
+        spec = self.spec_of(weight.spec)
+        return [x for part in parted(matrices) for x in self._solve(part, grids, weight.path, spec)]
+
+    def _solve(
+        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
+    ) -> list[MatrixReport]:
+        """Rounds matrices that fit into memory together."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        f: Callable[..., Any],
+        plan: Plan,
+        params: Any,
+        batches: Iterable[Any],
+        *,
+        progress: bool = True,
+        on_nonfinite: OnNonfinite = "error",
+    ) -> Chosen:
+        """Returns the parameters with codes that are chosen site by site, and a report.
+
+        A weight that several sites share, or that a loop uses in all of its steps, is processed
+        first, with the sum over its uses of float inputs.
+        """
+        traced_once = TracedOnce(f)
+        run = _Run(self, traced_once, plan, params, list(batches), on_nonfinite)
+        return run.chosen(traced_once, params, progress)
+
+    def made_of(self, plan: Plan, calls: Sequence[Call]) -> dict[str, str]:
+        """Returns digests of everything that the codes of a run depend on."""
+        options: Any = {"offload": False, "checkpoint": None}
+        return made_of(plan, dataclasses.replace(self, **options), calls)  # type: ignore[type-var]
+
+
+class _Run(Walk):
+    """A run over the sites. Weights with chosen codes are on their grids, all others in float.
+
+    Attributes:
+      entries: the entries of the report.
+    """
+
+    def __init__(
+        self,
+        solver: LayerByLayer,
+        f: TracedOnce,
+        plan: Plan,
+        params: Any,
+        batches: list[Any],
+        on_nonfinite: OnNonfinite,
+    ):
+        ignores = check_mode(solver.function, on_nonfinite)
+        traced = Traced.of(f, plan, params, batches, solver.weight, lazy=True, ignores=ignores)
+        super().__init__(traced.plan)
+        self._solver, self._traced, self._batches = solver, traced, batches
+        self._on_nonfinite, self.entries = on_nonfinite, list[MatrixReport]()
+        self._inputs = Sums(solver.function, ignores, solver.weight is None)
+        call, lazy = traced.calls[0], [path for path in traced.leaf_indices if self._is_lazy(path)]
+        self._unread, self._checkpoint, self._bar = set(lazy), None, None
+        digests = None
+        if solver.checkpoint is not None or lazy:
+            digests = solver.made_of(self.plan, traced.calls)
+        if solver.checkpoint is not None:
+            for path in lazy:
+                leaf = traced.originals[traced.leaf_indices[path]]
+                if not leaf.source:
+                    problem = f"the checkpoint cannot identify the leaf {path!r}, {shown(leaf)}."
+                    fix = "give it a `source` that identifies its values, as archive.lazy does, or "
+                    fix += "leave `checkpoint` out."
+                    raise fail(solver.function, problem, fix=fix)
+            self._checkpoint = Checkpoint(solver.function, solver.checkpoint, digests or {})
+        items = {item.address: item for item in contractions(call) if item.address}
+        self._parts = {
+            site.address: {x.observed.role: x for x in observed_parts(site, items[site.address])}
+            for site in self.plan.sites
+        }
+        once = sites_once(self.plan, traced.groups, call.jaxpr, traced.elements)
+        sites = (self.plan.site_at(address) for address in sorted(once))
+        self._once = {x.address: x for x in sites if x is not None and self._is_known(x)}
+        self._shelf, self._current = self._stores(digests if lazy else None)
+
+    def _is_lazy(self, path: str) -> bool:
+        """Whether a leaf is read when it is needed."""
+        return isinstance(self._traced.originals[self._traced.leaf_indices[path]], Lazy)
+
+    def _is_known(self, site: Site) -> bool:
+        """Whether the sums of inputs of a site are known; an error may be raised later if not."""
+        activation = self._parts[site.address].get("activation")
+        is_refused = self._solver.unsupported == "error"
         return activation is not None and (is_refused or has_rows(activation.observed))
 
-    once = sites_once(plan, groups, first_call.jaxpr, elements)
-    once = {address for address in once if is_known(plan.site_at(address))}  # pyright: ignore
-    scopes = traced.scopes(lambda site: site.address in once, returns=False)
-    shared_sites = [
-        site
-        for site in plan.sites
-        if site.address not in once and any(plan.weight_at(x.path) for x in site.operands)
-    ]
-    shared_sums = (
-        bytes_of_sums(parts[site.address]["activation"])
-        * math.prod(loop.length for loop in site.loops)
-        for site in shared_sites
-        if is_known(site)
-    )
-    memory = Memory(
-        weights=bytes_of_weights(plan, first_call.leaves, first_call.paths, solver.spec_of)
-        + sum(x.nbytes for x in elements.values()),
-        statistics=max(
-            *(bytes_of_sums(parts[address]["activation"], with_float) for address in once),
-            sum(shared_sums),
-            0,
-        ),
-        activations=bytes_of_activations(scopes, 1 + with_float)
-        * (1 if solver.weight is None else _COUNTED),
-        offload=offload,
-    )
-    count = sum(math.prod(x.shape[:-2]) for x in elements.values())
-    bar = progress_bar("quantize", "matrix", total=count) if progress else None
-    tell(bar, f"quantize: {memory}")
+    def _stores(self, digests: Mapping[str, str] | None) -> tuple[Shelf, Leaves]:
+        """Returns the store of grids, and the parameters as they are at each stage. `digests` are
+        those of lazy parameters.
+        """
+        traced, current = self._traced, dict(self._traced.originals)
+        if digests is None:
+            return InMemory(traced.grids(self._solver.spec_of)), Leaves(current)
+        leaves = {path: traced.originals[i] for path, i in traced.leaf_indices.items()}
+        is_known = all(not isinstance(x, Lazy) or x.source for x in leaves.values())
+        source = json.dumps(digests) if is_known else ""
+        folder = None if self._checkpoint is None else self._checkpoint.folder
+        shelf = InFiles(folder, traced.groups, leaves, self._solver.spec_of, source)
+        for group in traced.groups:
+            current.update({traced.leaf_indices[path]: shelf.current(path) for path in group.sizes})
+        return shelf, Leaves(current)
 
-    shelf, current = _shelf(solver, traced, stored, digests if is_lazy else None)
-    weights = _Weights(solver, traced, shelf, current, stored, bar)
-    options = is_known, is_lazy, progress, on_nonfinite
-    shared = _shared(solver, f, plan, groups, params, batch_list, shared_sites, *options)
-    for matrices, group in shared:
-        if matrices:
-            weights.choose(lambda same=matrices: same, stacked(matrices), group)
-        else:
-            shape = traced.originals[traced.leaf_indices[next(iter(group.sizes))]].shape
-            weights.entries.append(unknown(plan, group, shape))
-    inputs = Sums(solver.function, ignores, solver.weight is None)
+    def chosen(self, f: Any, params: Any, progress: bool) -> Chosen:
+        """Returns the parameters with codes, and a report."""
+        solver, traced = self._solver, self._traced
+        scopes = traced.scopes(lambda site: site.address in self._once, returns=False)
+        shared_sites = [
+            site
+            for site in self.plan.sites
+            if site.address not in self._once
+            and any(self.plan.weight_at(x.path) for x in site.operands)
+        ]
+        memory = self._memory(scopes, shared_sites)
+        count = sum(math.prod(x.shape[:-2]) for x in traced.elements.values())
+        self._bar = progress_bar("quantize", "matrix", total=count) if progress else None
+        tell(self._bar, f"quantize: {memory}")
+        if shared_sites:
+            self._choose_shared(f, params, shared_sites, progress)
+        leaves, offload = (self._current, Leaves(dict(traced.originals))), Offload(solver.offload)
+        streams = [Stream(x, offload) for x in leaves[: 1 + self._has_float]]
+        self.go(traced.frames(scopes, streams))
+        for site in self._once.values():
+            self._leave(site)
+        self._inputs.warn()
+        if self._bar is not None:
+            self._bar.close()
+        codes = self._shelf.quantized()
+        weights = self.plan.map_weights(lambda weight, _: codes[weight.path], params)
+        return Chosen(weights, AlgorithmReport(tuple(self.entries), memory))
 
-    def at_site(site: Site, steps: Steps, streams: list[Inputs]) -> None:
-        side, where = (parts[site.address][role] for role in ("activation", "weight"))
-        where = elements[where.key][steps]
+    @property
+    def _has_float(self) -> bool:
+        """Whether the float function runs too, so that the drift of inputs is known."""
+        return self._solver.propagation != "none"
+
+    def _memory(self, scopes: Sequence[Scope], shared_sites: Sequence[Site]) -> Memory:
+        """Returns the memory that the run needs."""
+        solver, traced, call = self._solver, self._traced, self._traced.calls[0]
+        shared_sums = (
+            bytes_of_sums(self._parts[site.address]["activation"])
+            * math.prod(loop.length for loop in site.loops)
+            for site in shared_sites
+            if self._is_known(site)
+        )
+        once = (self._parts[address]["activation"] for address in self._once)
+        activations = bytes_of_activations(scopes, 1 + self._has_float)
+        return Memory(
+            weights=bytes_of_weights(self.plan, call.leaves, call.paths, solver.spec_of)
+            + sum(x.nbytes for x in traced.elements.values()),
+            statistics=max(*(bytes_of_sums(x, self._has_float) for x in once), sum(shared_sums), 0),
+            activations=activations * (1 if solver.weight is None else _COUNTED),
+            offload=solver.offload,
+        )
+
+    def _choose_shared(
+        self, f: Any, params: Any, shared_sites: Sequence[Site], progress: bool
+    ) -> None:
+        """Chooses the codes of weights whose sites do not run once, by the sums over their uses. A
+        weight whose sums are not known is rounded to nearest.
+        """
+        solver, plan, traced = self._solver, self.plan, self._traced
+        known_sites, observers = filter(self._is_known, shared_sites), solver.observers[".*"]
+        patterns = {re.escape(site.path): observers for site in known_sites}
+        stats, options = {}, {"observers": patterns, "progress": progress}
+        options["on_nonfinite"] = self._on_nonfinite
+        if patterns and self._unread:
+            options["weight"] = solver.weight
+            stats = calibrate_stages(f, plan, params, self._batches, **options)
+        elif patterns:
+            stats = calibrate_batches(f, plan, params, self._batches, **options)
+        single_sites = {x.name for x in plan.sites} - {x.name for x in shared_sites}
+        used = {path for site in shared_sites for path in plan.weights_in(site)}
+        for group in traced.groups:
+            if used.isdisjoint(group.sizes):
+                continue
+            try:
+                matrices = matrices_of(solver.function, plan, group, stats)
+            except NotImplementedError:
+                if solver.unsupported == "error":
+                    raise
+                shape = traced.originals[traced.leaf_indices[next(iter(group.sizes))]].shape
+                self.entries.append(unknown(plan, group, shape))
+                continue
+            for same in by_shape(x for x in matrices if not single_sites.issuperset(x.sites)):
+                self._choose(lambda same=same: same, stacked(same), group)
+
+    def solve(self, site: Site, steps: Steps, streams: list[Inputs]) -> None:
+        """Chooses the codes of a site in one step."""
+        side, where = (self._parts[site.address][role] for role in ("activation", "weight"))
+        where = self._traced.elements[where.key][steps]
 
         def matrices() -> list[Matrix]:
-            where_at = name_of([side.key], steps)
-            total, drift, rows = inputs.sums(streams, side.observed, where_at, walk.reached)
+            name = name_of([side.key], steps)
+            total, drift, rows = self._inputs.sums(streams, side.observed, name, self.reached)
             inputs_of, rows_of, fourths = (np.broadcast_to(x, where.shape[:-2]) for x in rows)
             return [
                 Matrix(
@@ -501,71 +608,10 @@ def layer_by_layer(
                 for index in np.ndindex(where.shape[:-2])
             ]
 
-        group = traced.group_of(plan.weights_in(site)[0])
-        weights.choose(matrices, where.reshape(-1, *where.shape[-2:]), group)
+        group = self._traced.group_of(self.plan.weights_in(site)[0])
+        self._choose(matrices, where.reshape(-1, *where.shape[-2:]), group)
 
-    leaf_sets = current, Leaves(dict(traced.originals))
-    keeper = Offload(offload)
-    streams = [Stream(x, keeper) for x in leaf_sets[: 1 + with_float]]
-    walk = Walk(plan, at_site)
-    walk.go(traced.frames(scopes, streams))
-    for address in sorted(once):
-        weights.leave(plan.site_at(address), elements)  # pyright: ignore
-    inputs.warn()
-    report = AlgorithmReport(tuple(weights.entries), memory)
-    if bar is not None:
-        bar.close()
-    codes = shelf.quantized()
-    return Chosen(plan.map_weights(lambda weight, _: codes[weight.path], params), report)
-
-
-def _shelf(
-    solver: Solver,
-    traced: Traced,
-    checkpoint: Checkpoint | None,
-    digests: Mapping[str, str] | None,
-) -> tuple[Shelf, Leaves]:
-    """Returns the store of grids, and the parameters as they are at each stage. `digests` are
-    those of lazy parameters.
-    """
-    leaves = {
-        path: traced.originals[leaf_index] for path, leaf_index in traced.leaf_indices.items()
-    }
-    if digests is None:
-        return InMemory(traced.grids(solver.spec_of)), Leaves(dict(traced.originals))
-    is_known = all(not isinstance(x, Lazy) or x.source for x in leaves.values())
-    source = json.dumps(digests) if is_known else ""
-    folder = None if checkpoint is None else checkpoint.folder
-    shelf = InFiles(folder, traced.groups, leaves, solver.spec_of, source)
-    current = dict(traced.originals)
-    for group in traced.groups:
-        current.update({traced.leaf_indices[path]: shelf.current(path) for path in group.sizes})
-    return shelf, Leaves(current)
-
-
-class _Weights:
-    """The weights during a run: those with chosen codes on their grids, all others in float.
-
-    Attributes:
-      entries: the entries of the report.
-    """
-
-    def __init__(
-        self,
-        solver: Solver,
-        traced: Traced,
-        shelf: Shelf,
-        current: Leaves,
-        checkpoint: Checkpoint | None,
-        bar: Any,
-    ):
-        self._solver, self._checkpoint, self._bar = solver, checkpoint, bar
-        self._places, self._shelf, self._current = traced.leaf_indices, shelf, current
-        self.entries: list[MatrixReport] = []
-        lazy = [x for x, i in self._places.items() if isinstance(traced.originals[i], Lazy)]
-        self._unread = set(lazy)
-
-    def choose(self, matrices: Callable[[], Sequence[Matrix]], where: Array, group: Group) -> None:
+    def _choose(self, matrices: Callable[[], Sequence[Matrix]], where: Array, group: Group) -> None:
         """Chooses the codes of matrices of one shape, and writes their values to the parameters.
 
         Args:
@@ -573,7 +619,7 @@ class _Weights:
           where: the numbers of their elements, [matrices, rows, columns].
           group: the weights that they belong to.
         """
-        leaf_indices = {path: self._places[path] for path in group.sizes}
+        leaf_indices = {path: self._traced.leaf_indices[path] for path in group.sizes}
         leaves = self._current.some([*leaf_indices.values()])
         for path, i in leaf_indices.items():
             if path in self._unread:  # lazy weights are checked when they are read
@@ -593,60 +639,16 @@ class _Weights:
         if self._bar is not None:
             self._bar.update(len(where))
 
-    def leave(self, site: Site, elements: Mapping[str, Elements]) -> None:
+    def _leave(self, site: Site) -> None:
         """Reports the matrices of a site that no batch reached: they are rounded to nearest."""
         reported = {(entry.sites, entry.step, entry.at) for entry in self.entries}
         for operand in site.operands:
-            if operand.key not in elements:
+            if operand.key not in self._traced.elements:
                 continue
-            *stack, rows, columns = elements[operand.key].shape
+            *stack, rows, columns = self._traced.elements[operand.key].shape
             for index in np.ndindex(*stack):
                 matrix = (site.name,), index[: len(site.loops)], index[len(site.loops) :]
                 if matrix not in reported:
                     self.entries.append(
                         left_rounded(*matrix, site.path, (rows, columns), UNREACHED)
                     )
-
-
-def _shared(
-    solver: Solver,
-    f: Any,
-    plan: Plan,
-    groups: Sequence[Group],
-    params: Any,
-    batches: list[Any],
-    shared_sites: list[Site],
-    is_known: Callable[[Site], bool],
-    is_lazy: bool,
-    progress: bool,
-    on_nonfinite: OnNonfinite,
-) -> Iterable[tuple[list[Matrix], Group]]:
-    """Yields the matrices of sites that do not run once, with the sums over their uses; none for a
-    weight whose sums are not known.
-    """
-    if not shared_sites:
-        return
-    patterns = {
-        re.escape(site.path): solver.observers[".*"] for site in shared_sites if is_known(site)
-    }
-    stats, observed = {}, {"observers": patterns, "progress": progress}
-    observed["on_nonfinite"] = on_nonfinite
-    if patterns and is_lazy:
-        observed["weight"] = solver.weight
-        stats = calibrate_stages(f, plan, params, batches, **observed)
-    elif patterns:
-        stats = calibrate_batches(f, plan, params, batches, **observed)
-    single_sites = {site.name for site in plan.sites} - {site.name for site in shared_sites}
-    used = {path for site in shared_sites for path in plan.weights_in(site)}
-    for group in groups:
-        if used.isdisjoint(group.sizes):
-            continue
-        try:
-            matrices = matrices_of(solver.function, plan, group, stats)
-        except NotImplementedError:
-            if solver.unsupported == "error":
-                raise
-            yield [], group
-            continue
-        for same in by_shape(x for x in matrices if not single_sites.issuperset(x.sites)):
-            yield same, group

@@ -5,7 +5,7 @@ import functools
 import importlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -384,6 +384,18 @@ def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:
 def stacked(matrices: Sequence[Matrix]) -> Array:
     """Returns the element numbers of matrices of one shape, [matrices, rows, columns]."""
     return np.stack([matrix.element_ids for matrix in matrices])
+
+
+_LOOP_BYTES = 2**28
+"""Maximum number of bytes that the loop over the columns of several matrices reads."""
+
+
+def parted(matrices: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
+    """Splits matrices of one shape into parts that fit into memory, of at least one matrix each."""
+    rows, columns = matrices[0].element_ids.shape
+    count = max(_LOOP_BYTES // (4 * columns * (columns + rows)), 1)
+    for start in range(0, len(matrices), count):
+        yield matrices[start : start + count]
 
 
 def by_shape(matrices: Iterable[Matrix]) -> list[list[Matrix]]:

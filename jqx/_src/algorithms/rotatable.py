@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,8 @@ from ..transforms.plan import Operand, Site
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.stats import observed_parts
 from ..transforms.views import SHARDINGS, Address
-from .channels import (
+from .grids import Elements, Every
+from .labels import (
     FIXED,
     FREE,
     VIEWED,
@@ -44,7 +45,6 @@ from .channels import (
     viewed,
     with_line,
 )
-from .grids import Elements, Every
 from .stages import Steps
 
 # Blocks of channels that one orthogonal matrix can rotate. Labels number channels; those of a
@@ -109,7 +109,7 @@ class Blocks:
     reasons: dict[int, str]
 
 
-class BlockConstraints(Constraints):
+class Rotations(Constraints):
     """All labels of a function, and the constraints on their blocks."""
 
     value: ClassVar[type[Labelled]] = Rotatable
@@ -150,7 +150,7 @@ class BlockConstraints(Constraints):
             self._cuts.append((np.unique(labels), reason))
 
     def solved(self) -> Blocks:
-        """Returns the largest blocks that satisfy all constraints."""
+        """Returns the largest blocks that satisfy all rotations."""
         none = np.empty(0, np.int32)
         pairs = [np.concatenate([none, *x]) for x in zip(*self._pairs, (none, none), strict=True)]
         joined = components(self._count, pairs[0], pairs[1])
@@ -220,10 +220,10 @@ def _refine(cut: Array, joined: Array, pairs: Sequence[Array]) -> bool:
 # primitive without a rule stops rotations of its operands.
 
 
-Rule = Callable[[BlockConstraints, Eqn, Sequence[Rotatable], Sequence[Any]], Sequence[Rotatable]]
+Rule = Callable[[Rotations, Eqn, Sequence[Rotatable], Sequence[Any]], Sequence[Rotatable]]
 
 
-def scaled(f: BlockConstraints, x: Rotatable, varies: Axes, reason: str) -> None:
+def scaled(f: Rotations, x: Rotatable, varies: Axes, reason: str) -> None:
     """Cuts the blocks of a value at factors that vary along some axes."""
     axes = [axis for axis in sorted(varies) if x.labels.shape[axis] > 1]
     if axes:
@@ -232,9 +232,7 @@ def scaled(f: BlockConstraints, x: Rotatable, varies: Axes, reason: str) -> None
         f.cut_sets(x.labels.transpose(*axes, *other_axes).reshape(count, -1), reason)
 
 
-def _together(
-    f: BlockConstraints, x: Rotatable, axes: Sequence[int], reason: str
-) -> Rotatable | None:
+def _together(f: Rotations, x: Rotatable, axes: Sequence[int], reason: str) -> Rotatable | None:
     """Returns a value of size 1 along axes that are summed over, such as experts: all elements
     along them get the same rotation. `None` if they are channels of one block.
     """
@@ -251,18 +249,14 @@ def _together(
     return dataclasses.replace(x, labels=labels)
 
 
-def _kept(
-    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
-) -> Sequence[Rotatable]:
+def _kept(f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any) -> Sequence[Rotatable]:
     """Operations that apply the same linear function to each element."""
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return f.stop_at(eqn, values)
     return values
 
 
-def _alike(
-    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
-) -> Sequence[Rotatable]:
+def _alike(f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any) -> Sequence[Rotatable]:
     """Sums and choices: all operands have the same rotation."""
     shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
     reason = with_line(eqn, f"{name} with a value that cannot be rotated,")
@@ -284,9 +278,7 @@ def _ranked(x: Rotatable, rank: int) -> Rotatable:
     return x if len(x.shape) == rank else Rotatable(x.labels.reshape((1,) * rank), (1,) * rank)
 
 
-def _times(
-    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
-) -> Sequence[Rotatable]:
+def _times(f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any) -> Sequence[Rotatable]:
     """Products with factors that do not vary along the channels, and squares."""
     shape = eqn.outvars[0].aval.shape
     a, b = (_ranked(x, len(shape)) for x in values)
@@ -301,7 +293,7 @@ def _times(
 
 
 def _squared(
-    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
+    f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
 ) -> Sequence[Rotatable]:
     (x,) = values
     if eqn.params.get("y", 2) != 2 or not x.is_bare:
@@ -310,7 +302,7 @@ def _squared(
 
 
 def _summed(
-    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
+    f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
 ) -> Sequence[Rotatable]:
     """Sums: of squares over whole blocks, of other values over elements with one rotation."""
     (x,), axes, shape = values, eqn.params["axes"], eqn.outvars[0].aval.shape
@@ -327,9 +319,7 @@ def _summed(
     return [Rotatable.fixed(shape)]
 
 
-def _along(
-    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
-) -> Sequence[Rotatable]:
+def _along(f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any) -> Sequence[Rotatable]:
     """Running sums over elements with one rotation."""
     even = values[0].even([eqn.params["axis"]])
     if even is None or not even.is_bare:
@@ -338,7 +328,7 @@ def _along(
 
 
 def _viewed(
-    f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
+    f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
 ) -> Sequence[Rotatable]:
     """Operations that move elements move their labels."""
     name, start = eqn.primitive.name, starts_at(eqn, values)
@@ -350,7 +340,7 @@ def _viewed(
     return viewed(f, eqn, values[:start], inputs, f"{name} of channels", written)
 
 
-def gathered(f: BlockConstraints, eqn: Eqn, x: Rotatable, indices: Any) -> Rotatable:
+def gathered(f: Rotations, eqn: Eqn, x: Rotatable, indices: Any) -> Rotatable:
     """A lookup in a value."""
     shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
     even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
@@ -362,7 +352,7 @@ def gathered(f: BlockConstraints, eqn: Eqn, x: Rotatable, indices: Any) -> Rotat
     return Rotatable.of(moved(eqn, [even.whole(), zeros])[0], shape)
 
 
-def product(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable]) -> Rotatable:
+def product(f: Rotations, eqn: Eqn, values: Sequence[Rotatable]) -> Rotatable:
     """A product of values: of attention weights and values, or of two with the same rotation."""
     axes, shape = CONTRACTIONS["dot_general"].axes(eqn), eqn.outvars[0].aval.shape
     if not all(x.is_bare for x in values):
@@ -382,7 +372,7 @@ def product(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable]) -> Rotat
     return Rotatable.of(of_product(even.labels, operand_axes, argnum, len(shape)), shape)
 
 
-def _inner(f: BlockConstraints, eqn: Eqn, values: Sequence[Rotatable], axes: Any) -> Rotatable:
+def _inner(f: Rotations, eqn: Eqn, values: Sequence[Rotatable], axes: Any) -> Rotatable:
     """Inner products, which do not change if both vectors are rotated by one matrix."""
     rows = []
     for x, operand_axes in zip(values, axes, strict=True):
@@ -526,24 +516,28 @@ class Read:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
-    """A parameter whose rows are looked up.
+class Lookup:
+    """A lookup of rows of a parameter.
 
     Attributes:
-      leaf_index: the index of the leaf.
+      address: the address of the lookup.
+      steps: the numbers of the steps of scans around it.
+      leaf_index: the index of the leaf of the parameter.
       elements: the numbers of its elements, [rows, columns].
-      labels: labels of its columns.
+      labels: labels of its columns, and of the result.
     """
 
+    address: Address
+    steps: Steps
     leaf_index: int
     elements: Elements
     labels: Array
 
 
-def different(tables: Iterable[Table]) -> list[Table]:
-    """Returns one table of each set of tables that are the same view of one leaf."""
-    distinct: list[Table] = []
-    for x in tables:
+def different(lookups: Iterable[Lookup]) -> list[Lookup]:
+    """Returns one lookup of each set of lookups in the same view of one leaf."""
+    distinct: list[Lookup] = []
+    for x in lookups:
         if not any(
             x.leaf_index == y.leaf_index and x.elements.equals(y.elements) for y in distinct
         ):
@@ -551,50 +545,17 @@ def different(tables: Iterable[Table]) -> list[Table]:
     return distinct
 
 
-@dataclasses.dataclass(frozen=True)
-class Lookup:
-    """A lookup of rows of a parameter.
-
-    Attributes:
-      address: the address of the lookup.
-      steps: the numbers of the steps of scans around it.
-      table: the parameter.
-      result_labels: labels of the result.
-    """
-
-    address: Address
-    steps: Steps
-    table: Table
-    result_labels: Array
-
-    @property
-    def leaf_index(self) -> int:
-        """The index of the leaf of the parameter."""
-        return self.table.leaf_index
-
-    @property
-    def labels(self) -> Array:
-        """Labels of what is rotated if the table cannot take a rotation."""
-        return self.result_labels
-
-
-class SummedChannels(NamedTuple):
-    """Channels that a site sums over: labels, their order, and labels of gains, as in `Read`."""
-
-    inputs: Array
-    order: Array | None
-    gains: Array | None
-
-
 def channels_at(
-    constraints: BlockConstraints, x: Rotatable, observed_site: ObservedSite, name: str
-) -> SummedChannels:
-    """Returns the channels that a site sums over."""
+    rotations: Rotations, x: Rotatable, observed_site: ObservedSite, name: str
+) -> tuple[Array, Array | None, Array | None]:
+    """Returns the channels that a site sums over: labels, their order, and labels of gains, as in
+    `Read`.
+    """
     row_axes, gains = axes_of_rows(x, observed_site), x.gains
-    labels = constraints.join_along(x.labels, row_axes, f"rows that {name} multiplies differ")
-    for axis in row_axes if gains is not None else ():
-        if gains.shape[axis] > 1:
-            constraints.stop(labels, f"the gains of rows that {name} multiplies differ")
+    labels = rotations.join_along(x.labels, row_axes, f"rows that {name} multiplies differ")
+    for axis in row_axes:
+        if gains is not None and gains.shape[axis] > 1:
+            rotations.stop(labels, f"the gains of rows that {name} multiplies differ")
             gains = gains[(slice(None),) * axis + (slice(1),)]
     if observed_site.patches is not None:
         channel_axis = observed_site.patches.axes.lhs_spec[1]
@@ -606,14 +567,14 @@ def channels_at(
         order = numbers.transpose(np.argsort(observed_site.contracted)).reshape(-1)
         observed_site = dataclasses.replace(observed_site, contracted=tuple(axes))
     inputs = channels_of(labels, x.shape, observed_site)
-    constraints.cut_runs(inputs, f"the channels that {name} sums over")
-    return SummedChannels(
-        inputs, order, None if gains is None else channels_of(gains, x.shape, observed_site)
-    )
+    rotations.cut_runs(inputs, f"the channels that {name} sums over")
+    if gains is not None:
+        gains = channels_of(gains, x.shape, observed_site)
+    return inputs, order, gains
 
 
 def read_of_table(
-    constraints: BlockConstraints, item: Any, x: Rotatable, leaf: Parameter, steps: Steps
+    rotations: Rotations, item: Any, x: Rotatable, leaf: Parameter, steps: Steps
 ) -> Read | None:
     """Returns the product of a value and a parameter, such as a table that is also the head; `None`
     if the parameter is not a plain matrix.
@@ -635,7 +596,7 @@ def read_of_table(
     observed_site = ObservedSite(
         item.path, item.op, "lhs", "activation", True, axes.contracted, axes.kept, axes.batch, None
     )
-    inputs, order, gains = channels_at(constraints, x, observed_site, item.path)
+    inputs, order, gains = channels_at(rotations, x, observed_site, item.path)
     numbers = np.broadcast_to(leaf.elements, leaf.shape)
     numbers = numbers.transpose(*weight_axes.kept, *weight_axes.contracted)
     element_ids = Elements.of(numbers.reshape(-1, inputs.shape[-1]))
@@ -660,8 +621,8 @@ class Streams(ChannelDomain):
     """
 
     def __init__(self, traced: Every):
-        self.labels: BlockConstraints
-        super().__init__(traced, BlockConstraints())
+        self.labels: Rotations
+        super().__init__(traced, Rotations())
         self.starts: dict[int, int] = {}
         self.reads: list[Read] = []
         self.lookups: list[Lookup] = []
@@ -678,7 +639,7 @@ class Streams(ChannelDomain):
         for leaf_index in self.partly_used():
             self.unseen.setdefault(leaf_index, "a part of it is not used here")
         uses: dict[int, Array] = {}
-        for table in different(x.table for x in self.lookups):
+        for table in different(self.lookups):
             counts = uses.setdefault(
                 table.leaf_index, np.zeros(self.sizes[table.leaf_index], np.int32)
             )
@@ -901,8 +862,8 @@ class Streams(ChannelDomain):
             if table_ids is not None:
                 labels = self.labels.new(source.shape[1])
                 self.use(source.leaf_index, table_ids)
-                table = Table(source.leaf_index, Elements.of(table_ids), labels)
-                self.lookups.append(Lookup(address, steps, table, labels))
+                where = source.leaf_index, Elements.of(table_ids)
+                self.lookups.append(Lookup(address, steps, *where, labels))
                 return Rotatable.of(looked_up(eqn, labels), eqn.outvars[0].aval.shape)
         return gathered(self.labels, eqn, self.labelled(source, with_line(eqn)), indices)
 

@@ -19,11 +19,12 @@ from ..transforms.channel_map import ChannelMap
 from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import OnNonfinite, observed_parts
-from .channels import FIXED, Array, Named
+from .channels import Named
 from .grids import Every, every_site
 from .hadamard import Orthogonal, factors_of, largest_block
 from .interface import algorithm
-from .rotatable import Blocks, Lookup, Read, Streams, Table, different
+from .labels import FIXED, Array
+from .rotatable import Blocks, Lookup, Read, Streams, different
 
 # Chooses which blocks of channels are rotated in the weights, and what is done at run time if a
 # weight cannot take a rotation.
@@ -60,10 +61,10 @@ class Offline:
         return [x for x in self.streams.reads if id(x) not in edges and x.element_ids is not None]
 
     @property
-    def tables(self) -> list[Table]:
-        """The tables that take rotations."""
+    def tables(self) -> list[Lookup]:
+        """The tables that take rotations, each by one of its lookups."""
         edges = set(map(id, self.edges))
-        return different(x.table for x in self.streams.lookups if id(x) not in edges)
+        return different(x for x in self.streams.lookups if id(x) not in edges)
 
     def sizes(self, labels: Array) -> Array:
         """Returns for each channel the size of its block, 0 if it is not rotated."""
@@ -82,7 +83,7 @@ class Offline:
         """Whether the weight of a contraction has another use, so that it cannot be rotated, or
         only together with that use.
         """
-        looked_up = {x.table.leaf_index for x in self.streams.lookups}
+        looked_up = {x.leaf_index for x in self.streams.lookups}
         if read.leaf_index in self.tied and self.is_whole(read.inputs):
             return False
         return read.leaf_index in self.streams.elsewhere or read.leaf_index in looked_up
@@ -163,8 +164,8 @@ def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
     """Returns the contractions and lookups whose weight cannot take a rotation, and the tables that
     take one rotation for all their uses.
     """
-    constraints, elsewhere = streams.labels, streams.unseen | streams.elsewhere
-    tables = {x.table.leaf_index: x for x in streams.lookups}
+    rotations, elsewhere = streams.labels, streams.unseen | streams.elsewhere
+    tables = {x.leaf_index: x for x in streams.lookups}
     tied = set[int]()
     for leaf_index, lookup in tables.items():
         reads = [x for x in streams.reads if x.leaf_index == leaf_index]
@@ -174,28 +175,26 @@ def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
     for read in streams.reads:
         loops = streams.items[read.site.address].loops
         if read.gains is not None and len(loops) != len(read.steps):
-            constraints.stop(read.inputs, "a gain before a weight that a scan does not step over")
+            rotations.stop(read.inputs, "a gain before a weight that a scan does not step over")
         fails = read.element_ids is None or read.leaf_index in elsewhere
         fails = fails or not (read.is_site or read.leaf_index in tables)
         if read.leaf_index in tables and read.leaf_index in tied and not fails:
-            constraints.join(
-                tables[read.leaf_index].result_labels, read.inputs, "a table with another use"
-            )
+            rotations.join(tables[read.leaf_index].labels, read.inputs, "a table with another use")
         elif fails or read.leaf_index in tables:
             edges.append(read)
             if read.order is not None:
-                constraints.stop(
+                rotations.stop(
                     read.inputs, "a weight that cannot be rotated, summed in another order"
                 )
-            constraints.stop(read.outputs, "its weight has another use, or is not a plain matrix")
+            rotations.stop(read.outputs, "its weight has another use, or is not a plain matrix")
     for lookup in streams.lookups:
-        leaf_index = lookup.table.leaf_index
+        leaf_index = lookup.leaf_index
         shared = any(x.leaf_index == leaf_index for x in streams.reads) and leaf_index not in tied
-        first_labels = tables[leaf_index].result_labels
+        first_labels = tables[leaf_index].labels
         if leaf_index in elsewhere or shared:
             edges.append(lookup)
-        elif lookup.result_labels is not first_labels:
-            constraints.join(first_labels, lookup.result_labels, "a table with another use")
+        elif lookup.labels is not first_labels:
+            rotations.join(first_labels, lookup.labels, "a table with another use")
     return edges, frozenset(tied - set(elsewhere))
 
 
@@ -204,7 +203,7 @@ def _is_alike(read: Read, lookup: Lookup) -> bool:
     if read.element_ids is None or read.gains is not None or read.inputs.ndim > 1:
         return False
     elements = read.elements
-    return elements.ndim == 2 and np.array_equal(elements, lookup.table.elements[()])
+    return elements.ndim == 2 and np.array_equal(elements, lookup.elements[()])
 
 
 def _uneven(edges: Sequence[Edge], blocks: Blocks, rotated: Array) -> Iterator[Array]:

@@ -2,9 +2,9 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ from ..statistics.granularity import Groups
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import Chosen, Inapplicable
 from ..transforms.calibrate import look_at_batches, progress_bar
-from ..transforms.plan import Plan, Site, Weight
+from ..transforms.plan import Plan, Site
 from ..transforms.row_counts import counts_of, is_counted, value_of
 from ..transforms.stats import OnNonfinite, check_mode
 from ..transforms.trace import TracedOnce
 from ..transforms.views import Address
 from .engine import Leaves, Pairs, Stream, Traced, Walk
-from .gptq import Stack, parted
+from .gptq import Stack
 from .grids import Grids, Part, apart, bodies_of, calibrated
 from .interface import (
     NOT_REACHED,
@@ -40,8 +40,8 @@ from .interface import (
     check_options,
     name_of,
 )
-from .layers import layer_by_layer
-from .matrices import Matrix, Unsupported, observers_of, settled
+from .layers import LayerByLayer
+from .matrices import Matrix, Unsupported, settled
 from .stages import Replaced, Scope, Stage, Steps, labels_of
 from .store import InMemory, Offload, Where, on_device
 
@@ -66,9 +66,110 @@ _MOMENTS, _EPSILON = (0.9, 0.999), 1e-8
 """Parameters of Adam."""
 
 
+def _up(v: jax.Array) -> jax.Array:
+    """Returns the position of numbers between their neighbours, 0 (lower) to 1 (upper)."""
+    return jnp.clip(jax.nn.sigmoid(v) * (1 + 2 * _STRETCH) - _STRETCH, 0, 1)
+
+
+@partial(jax.jit, static_argnames=("spec", "steps", "rate", "pull"))
+def solve(
+    W: jax.Array,
+    H: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    *,
+    spec: QSpec,
+    steps: int,
+    rate: float,
+    pull: float,
+) -> jax.Array:
+    """Returns matrices on the grids of their elements, [matrices, rows, columns]. Each element is
+    `(floor(W / s) + h(V)) s`, with a position `h(V)` from 0 to 1 that Adam learns.
+
+    Args:
+      W: the matrices, float32 [matrices, rows, columns].
+      H: the sum of `x x'` over the inputs `x` of each, float32 [matrices, columns, columns].
+      scale: the scale `s` of each element.
+      zero_point: likewise, or `None`.
+      spec: the format.
+      steps: number of steps.
+      rate: learning rate.
+      pull: weight of the regularizer next to the loss.
+    """
+    form = format_of(spec.qtype)
+    zero = jnp.float32(0) if zero_point is None else zero_point.astype(np.float32)
+    exact = jnp.where(scale != 0, W / jnp.where(scale != 0, scale, 1), 0) + zero
+    exact = jnp.clip(exact, form.low, form.high)
+    down, up = (form.round(exact, mode) for mode in (RoundMode.DOWN, RoundMode.UP))
+    gap = up - down
+    part = jnp.where(gap > 0, (exact - down) / jnp.where(gap > 0, gap, 1), 0.5)
+    inner = (part + _STRETCH) / (1 + 2 * _STRETCH)
+    start = jnp.log(inner) - jnp.log1p(-inner)
+
+    def values(part: jax.Array) -> jax.Array:
+        return (down + gap * part - zero) * scale
+
+    def lost(part: jax.Array) -> jax.Array:
+        error = W - values(part)
+        return jnp.sum(jnp.einsum("nrk,nkj->nrj", error, H) * error, -1, keepdims=True)
+
+    rounding_loss = lost((part >= 0.5).astype(np.float32))
+    unit = jnp.where(rounding_loss > 0, 1 / jnp.where(rounding_loss > 0, rounding_loss, 1), 0)
+
+    def loss(V: jax.Array, k: jax.Array) -> jax.Array:
+        done = k / steps
+        along = jnp.maximum(done - _FREE, 0) / (1 - _FREE)
+        beta = _BETA[0] + (_BETA[1] - _BETA[0]) * along
+        h = _up(V)
+        undecided = jnp.mean(1 - jnp.abs(2 * h - 1) ** beta, -1, keepdims=True)
+        return jnp.sum(unit * lost(h) + jnp.where(done < _FREE, 0, pull) * undecided)
+
+    def step(k: jax.Array, state: Any) -> Any:
+        V, mean, square = state
+        slope = jax.grad(loss)(V, k.astype(np.float32))
+        (a, b), count = _MOMENTS, k.astype(np.float32) + 1
+        mean, square = a * mean + (1 - a) * slope, b * square + (1 - b) * slope**2
+        moved = (mean / (1 - a**count)) / (jnp.sqrt(square / (1 - b**count)) + _EPSILON)
+        return V - rate * moved, mean, square
+
+    none = jnp.zeros_like(start)
+    V, _, _ = jax.lax.fori_loop(0, steps, step, (start, none, none))
+    h = (_up(V) >= 0.5).astype(np.float32)
+    nearest = (part >= 0.5).astype(np.float32)
+    h = jnp.where(lost(h) <= lost(nearest), h, nearest)
+    return values(_descended(h, gap * scale, W - values(h), H))
+
+
+def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Array) -> jax.Array:
+    """Flips choices of neighbours, in each row the best one at a time, until no single flip would
+    reduce the loss.
+    """
+    diagonal = jnp.diagonal(products, axis1=1, axis2=2)[:, None]
+
+    def change(state: Any) -> Any:
+        h, slope, i, _ = state
+        move = gap * (1 - 2 * h)
+        gain = move * (2 * slope - move * diagonal)
+        column = jnp.argmax(gain, -1, keepdims=True)
+        # A gain below the rounding error of the sums does not count.
+        gained = jnp.take_along_axis(gain, column, -1) > 1e-6 * jnp.sum(
+            gap**2 * diagonal, -1, keepdims=True
+        )
+        is_flipped = (jnp.arange(h.shape[-1])[None, None] == column) & gained
+        moved = jnp.sum(jnp.where(is_flipped, move, 0), -1, keepdims=True)
+        rows = jnp.take_along_axis(products, column, 1)
+        return jnp.where(is_flipped, 1 - h, h), slope - moved * rows, i + 1, jnp.any(gained)
+
+    def is_improving(state: Any) -> jax.Array:
+        return state[3] & (state[2] < 4 * h.shape[-1])
+
+    slope = jnp.einsum("nrk,nkj->nrj", error, products)
+    return jax.lax.while_loop(is_improving, change, (h, slope, 0, jnp.bool_(True)))[0]
+
+
 @algorithm("adaround", "pass options by name: adaround(steps=500).")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class adaround:
+class adaround(LayerByLayer):
     """Learns for each weight whether to round it up or down: an algorithm of `jqx.ptq`, made for
     convolutions.
 
@@ -138,51 +239,11 @@ class adaround:
             unsupported=choice("error", "round"),
         )
 
-    @property
-    def observers(self) -> Mapping[str, Any]:
-        """What is recorded for sites whose weights are chosen before all others."""
-        return observers_of(self.weight, self.unsupported)
-
-    def run(
-        self,
-        f: Callable[..., Any],
-        plan: Plan,
-        params: Any,
-        batches: Iterable[Any],
-        *,
-        progress: bool = True,
-        on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
-        """Returns the parameters with learned codes, and a report."""
-        return layer_by_layer(
-            dataclasses.replace(self, offload=False, checkpoint=None),
-            f,
-            plan,
-            params,
-            batches,
-            with_float=self.propagation != "none",
-            offload=self.offload,
-            checkpoint=self.checkpoint,
-            progress=progress,
-            on_nonfinite=on_nonfinite,
-        )
-
-    def spec_of(self, spec: QSpec) -> QSpec:
-        """Returns a spec with the calibrator that computes scales."""
-        return calibrated(spec, self.calibrator)
-
-    def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
-        """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
-        entries: list[MatrixReport] = []
-        for part in parted(matrices):
-            entries += self._solve(part, grids, weight)
-        return entries
-
     def _solve(
-        self, matrices: Sequence[Matrix], grids: Grids, weight: Weight
+        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
     ) -> list[MatrixReport]:
         start = time.perf_counter()
-        stack = Stack.of(matrices, grids, self.spec_of(weight.spec), "given")
+        stack = Stack.of(matrices, grids, spec, "given")
         for matrix in matrices:
             if bad := int(np.sum(~np.isfinite(matrix.hessian))):
                 problem = f"the inputs of {matrix.name} are not finite."
@@ -191,125 +252,32 @@ class adaround:
                 raise fail("algorithms.adaround", problem, given=detail, fix=fix)
         goal = np.stack(
             [
-                self._goal(w, matrix, grids.limits(label))
+                w
+                if matrix.drift is None
+                else matrix.corrected(w, grids.limits(label), self.strength, _DAMPING)
                 for w, matrix, label in zip(stack.w, matrices, stack.label, strict=True)
             ]
         )
         products = np.stack([x.hessian for x in matrices]).astype(np.float32)
         learned = np.asarray(
-            _learned(
+            solve(
                 goal.astype(np.float32),
                 products,
                 *grids.at(stack.label),
                 spec=stack.spec,
-                options=(self.steps, self.learning_rate, self.pull),
+                steps=self.steps,
+                rate=self.learning_rate,
+                pull=self.pull,
             )
         )
         reasons, nearest = [x.why_few() for x in matrices], stack.nearest()
         learned = np.where(np.array(reasons)[:, None, None] == "", learned, nearest)
         damping = [None if reason else 0.0 for reason in reasons]
         rounded, entries = settled(
-            matrices, weight.path, stack.w, nearest, learned, damping, start, reasons
+            matrices, path, stack.w, nearest, learned, damping, start, reasons
         )
         grids.write(stack.element_ids, rounded)
         return entries
-
-    def _goal(self, w: Array, matrix: Matrix, limits: tuple[Array, Array]) -> Array:
-        """Returns the target that the rounded matrix approximates."""
-        if matrix.drift is None:
-            return w
-        return matrix.corrected(w, limits, self.strength, _DAMPING)
-
-
-def _up(v: jax.Array) -> jax.Array:
-    """Returns the position of numbers between their neighbours, 0 (lower) to 1 (upper)."""
-    return jnp.clip(jax.nn.sigmoid(v) * (1 + 2 * _STRETCH) - _STRETCH, 0, 1)
-
-
-@partial(jax.jit, static_argnames=("spec", "options"))
-def _learned(
-    w: jax.Array,
-    products: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
-    *,
-    spec: QSpec,
-    options: tuple[int, float, float],
-) -> jax.Array:
-    """Returns matrices [matrices, rows, columns] on the grids of their elements."""
-    steps, rate, pull = options
-    form = format_of(spec.qtype)
-    zero = jnp.float32(0) if zero_point is None else zero_point.astype(np.float32)
-    exact = jnp.where(scale != 0, w / jnp.where(scale != 0, scale, 1), 0) + zero
-    exact = jnp.clip(exact, form.low, form.high)
-    down, up = (form.round(exact, mode) for mode in (RoundMode.DOWN, RoundMode.UP))
-    gap = up - down
-    part = jnp.where(gap > 0, (exact - down) / jnp.where(gap > 0, gap, 1), 0.5)
-    inner = (part + _STRETCH) / (1 + 2 * _STRETCH)
-    start = jnp.log(inner) - jnp.log1p(-inner)
-
-    def values(part: jax.Array) -> jax.Array:
-        return (down + gap * part - zero) * scale
-
-    def lost(part: jax.Array) -> jax.Array:
-        error = w - values(part)
-        return jnp.sum(jnp.einsum("nrk,nkj->nrj", error, products) * error, -1, keepdims=True)
-
-    rounding_loss = lost((part >= 0.5).astype(np.float32))
-    unit = jnp.where(rounding_loss > 0, 1 / jnp.where(rounding_loss > 0, rounding_loss, 1), 0)
-
-    def loss(v: jax.Array, k: jax.Array) -> jax.Array:
-        done = k / steps
-        along = jnp.maximum(done - _FREE, 0) / (1 - _FREE)
-        beta = _BETA[0] + (_BETA[1] - _BETA[0]) * along
-        h = _up(v)
-        undecided = jnp.mean(1 - jnp.abs(2 * h - 1) ** beta, -1, keepdims=True)
-        return jnp.sum(unit * lost(h) + jnp.where(done < _FREE, 0, pull) * undecided)
-
-    def step(k: jax.Array, state: Any) -> Any:
-        v, mean, square = state
-        slope = jax.grad(loss)(v, k.astype(np.float32))
-        (a, b), count = _MOMENTS, k.astype(np.float32) + 1
-        mean, square = a * mean + (1 - a) * slope, b * square + (1 - b) * slope**2
-        moved = (mean / (1 - a**count)) / (jnp.sqrt(square / (1 - b**count)) + _EPSILON)
-        return v - rate * moved, mean, square
-
-    none = jnp.zeros_like(start)
-    v, _, _ = jax.lax.fori_loop(0, steps, step, (start, none, none))
-    h = (_up(v) >= 0.5).astype(np.float32)
-    nearest = (part >= 0.5).astype(np.float32)
-    h = jnp.where(lost(h) <= lost(nearest), h, nearest)
-    return values(_descended(h, gap * scale, w - values(h), products))
-
-
-def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Array) -> jax.Array:
-    """Flips choices of neighbours, in each row the best one at a time, until no single flip would
-    reduce the loss.
-    """
-    diagonal = jnp.diagonal(products, axis1=1, axis2=2)[:, None]
-
-    def change(state: Any) -> Any:
-        h, slope, i, _ = state
-        move = gap * (1 - 2 * h)
-        gain = move * (2 * slope - move * diagonal)
-        column = jnp.argmax(gain, -1, keepdims=True)
-        # A gain below the rounding error of the sums does not count.
-        gained = jnp.take_along_axis(gain, column, -1) > 1e-6 * jnp.sum(
-            gap**2 * diagonal, -1, keepdims=True
-        )
-        is_flipped = (jnp.arange(h.shape[-1])[None, None] == column) & gained
-        moved = jnp.sum(jnp.where(is_flipped, move, 0), -1, keepdims=True)
-        rows = jnp.take_along_axis(products, column, 1)
-        return jnp.where(is_flipped, 1 - h, h), slope - moved * rows, i + 1, jnp.any(gained)
-
-    def is_improving(state: Any) -> jax.Array:
-        return state[3] & (state[2] < 4 * h.shape[-1])
-
-    slope = jnp.einsum("nrk,nkj->nrj", error, products)
-    return jax.lax.while_loop(is_improving, change, (h, slope, 0, jnp.bool_(True)))[0]
-
-
-# AutoRound: learns the rounding and the ranges of weights by signed gradient descent.
 
 
 # Parts of weights whose rounding is learned, and their grids.
@@ -334,20 +302,6 @@ class TileValues(NamedTuple):
     fixed: tuple[jax.Array, jax.Array] | None = None
 
 
-class InSteps(NamedTuple):
-    """Numbers of a tile in units of their scales, in groups: see `Groups.split`.
-
-    Attributes:
-      x: the numbers.
-      zero: the zero points, which broadcast to the numbers.
-      scale: the scales, likewise.
-    """
-
-    x: jax.Array
-    zero: jax.Array
-    scale: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Rounding:
     """How a tile is rounded.
@@ -369,15 +323,6 @@ class Rounding:
     def form(self) -> QType:
         """The format of its codes."""
         return format_of(self.spec.qtype)
-
-    def in_steps(self, x: jax.Array, affine: Affine) -> InSteps:
-        """Returns numbers in units of their scales. Numbers with scale 0 are 0."""
-        scale = self.groups.split_scale(affine.scale)
-        zero = jnp.zeros_like(scale)
-        if affine.zero_point is not None:
-            zero = self.groups.split_scale(affine.zero_point)
-        exact = jnp.where(scale != 0, self.groups.split(x) / jnp.where(scale != 0, scale, 1), 0)
-        return InSteps(exact, zero, scale)
 
     def clipped(self, x: jax.Array, zero: jax.Array) -> jax.Array:
         """Clips numbers, in units of their scales, to the range of the format."""
@@ -506,12 +451,17 @@ def rounded(rounding: Rounding, values: TileValues, shifts: Shifts) -> tuple[jax
     """Returns the rounded numbers of a tile, with the gradient of the identity for rounding, and
     their scales and zero points.
     """
-    affine = _affine(rounding, values, shifts)
-    exact = rounding.in_steps(values.x, affine)
-    moved = rounding.groups.split(shifts.shift) * rounding.step(exact.x, exact.zero)
-    moved = rounding.clipped(exact.x + moved, exact.zero)
-    quantized = rounding.on_grid(moved, exact.zero)
-    return rounding.groups.join(straight_through(quantized, moved) * exact.scale), affine
+    affine, groups = _affine(rounding, values, shifts), rounding.groups
+    scale = groups.split_scale(affine.scale)
+    zero = jnp.zeros_like(scale)
+    if affine.zero_point is not None:
+        zero = groups.split_scale(affine.zero_point)
+    # Numbers in units of their scales, in groups. Numbers with scale 0 are 0.
+    exact = jnp.where(scale != 0, groups.split(values.x) / jnp.where(scale != 0, scale, 1), 0)
+    moved = groups.split(shifts.shift) * rounding.step(exact, zero)
+    moved = rounding.clipped(exact + moved, zero)
+    quantized = rounding.on_grid(moved, zero)
+    return groups.join(straight_through(quantized, moved) * scale), affine
 
 
 def moved(
@@ -554,74 +504,8 @@ def _affine(rounding: Rounding, values: TileValues, shifts: Shifts) -> Affine:
     return Affine(scale, straight_through(rounded_offset, offset))
 
 
-# Steps over batches in turn; the state with the least loss is kept.
-
-
-T = TypeVar("T")
-
 _CHECKS = 8
 """How often the loss is measured after the start."""
-
-
-class Descent(NamedTuple):
-    """The result of a descent.
-
-    Attributes:
-      state: the state with the least loss.
-      initial: the loss at the start, the mean over some batches.
-      final: the loss of `state`, likewise.
-      best: after how many steps it was found; 0 is the start.
-    """
-
-    state: Any
-    initial: float
-    final: float
-    best: int
-
-
-def descended(
-    start: T,
-    steps: int,
-    batches: int,
-    seed: int,
-    *,
-    loss: Callable[[T, int], Any],
-    moved: Callable[[T, int, float], T],
-    refuse: Callable[[float, int], Exception],
-    done: Callable[[], Any] = lambda: None,
-) -> Descent:
-    """Takes some steps, each on one batch; each pass uses all batches.
-
-    Args:
-      start: the initial state.
-      steps: number of steps.
-      batches: number of batches.
-      seed: seed of the order of the batches.
-      loss: returns the loss on the batch of an index.
-      moved: returns the state after a step on the batch of an index; its length decays from 1 to 0
-        linearly.
-      refuse: returns the error to raise if the loss at the start, on so many batches, is not
-        finite.
-      done: is called after each step.
-    """
-    rng = np.random.default_rng(seed)
-    # So many batches that measuring the loss takes at most half as long as the steps.
-    checked = rng.permutation(batches)[: max(steps // (2 * _CHECKS), 1)].tolist()
-
-    def mean(state: T) -> float:
-        return float(np.mean([loss(state, i) for i in checked]))
-
-    initial = lowest = mean(start)
-    if not np.isfinite(initial):
-        raise refuse(initial, len(checked))
-    state, best_state, best, order = start, start, 0, []
-    for k in range(1, steps + 1):
-        order = order or rng.permutation(batches).tolist()
-        state = moved(state, order.pop(), 1 - (k - 1) / steps)
-        if k % max(steps // _CHECKS, 1) == 0 and (current := mean(state)) < lowest:
-            lowest, best_state, best = current, state, k
-        done()
-    return Descent(best_state, initial, lowest, best)
 
 
 # The distance of the results of a block from those in float.
@@ -649,56 +533,6 @@ def distance(results: Sequence[Any], targets: Sequence[Any]) -> jax.Array:
 
 
 _FUNCTION = "algorithms.auto_round"
-
-
-def learned(
-    options: "auto_round",
-    f: Callable[..., Any],
-    plan: Plan,
-    params: Any,
-    batches: Iterable[Any],
-    *,
-    progress: bool = False,
-    on_nonfinite: OnNonfinite = "error",
-) -> Chosen:
-    """Returns the parameters with codes that are learned block by block.
-
-    Args:
-      options: the options of learning.
-      f: the function.
-      plan: the plan.
-      params: its parameters, in float.
-      batches: as in `calibrate_batches`; all are held.
-      progress: whether to show a progress bar.
-      on_nonfinite: as in `calibrate_batches`.
-    """
-    batch_list, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
-    f = TracedOnce(f)
-    few_rows = Few(look_at_batches(_FUNCTION, f, plan, params, batch_list, on_nonfinite))
-    traced = Traced.of(f, plan, params, batch_list, options.weight, ignores=ignores)
-    plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)
-    sites = [site for site in plan.sites if site.address in bodies]
-    labels = labels_of(sites, bodies, options.blocks)
-    is_met = any(label != address for address, label in labels.items())
-    if options.blocks is not None and not is_met:
-        problem = f"`blocks` matches nothing: {options.blocks!r}."
-        detail = f"paths such as {[x.path for x in sites[:3]]}"
-        fix = "pass a pattern that matches in paths of weights; the plan prints all of them."
-        raise fail(_FUNCTION, problem, given=detail, fix=fix)
-    learned_sites = apart(plan, traced.groups, traced.elements, labels) & {*labels}
-    walk = _Learning(options, traced, learned_sites, few_rows)
-    scopes = traced.scopes(lambda site: site.address in learned_sites, labels)
-    leaves = walk.current, dict(traced.originals)
-    offload = Offload(options.offload)
-    streams = [Stream(Leaves(x), offload) for x in leaves]
-    walk.bar = progress_bar("auto_round", "block") if progress else None
-    walk.go(traced.frames(scopes, streams))
-    if walk.bar is not None:
-        walk.bar.close()
-    report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
-    codes = InMemory(walk.grids).quantized()
-    weights = plan.map_weights(lambda weight, _: codes[weight.path], params)
-    return Chosen(weights, report, few=few_rows.why)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -742,7 +576,7 @@ class _Learning(Walk):
     def __init__(
         self, options: "auto_round", traced: Traced, learned_sites: set[Address], few_rows: Few
     ):
-        super().__init__(traced.plan, self._alone)
+        super().__init__(traced.plan)
         self._few_rows = few_rows
         self._kinds["block"] = self._block
         self._options, self._traced, self._learned_sites = options, traced, learned_sites
@@ -778,10 +612,6 @@ class _Learning(Walk):
                 yield site.name, NOT_REACHED
         yield from self._few_rows.why.items()
 
-    def _alone(self, *_: Any) -> None:
-        """Does nothing: all sites belong to blocks."""
-        raise AssertionError
-
     def _block(self, pairs: Pairs, steps: Steps) -> None:
         start, sites = time.perf_counter(), self._sites(pairs[0][0])
         block = self._prepared(pairs, steps, self._tiles(sites, steps))
@@ -803,27 +633,29 @@ class _Learning(Walk):
         """Returns the loss of rounding to nearest, the least loss, after how many steps it was
         found, and what was learned then.
         """
-        options = self._options
-        rate = options.learning_rate or 1 / options.steps
-        losses: dict[int, Any] = {}
+        options, count = self._options, len(block.stages)
+        rate, rng = options.learning_rate or 1 / options.steps, np.random.default_rng(options.seed)
+        # So many batches that measuring the loss takes at most half as long as the steps.
+        checked = rng.permutation(count)[: max(options.steps // (2 * _CHECKS), 1)].tolist()
 
-        def step(shifts: list[Shifts], i: int, length: float) -> list[Shifts]:
+        def mean(shifts: list[Shifts]) -> float:
+            return float(np.mean([self._call("lost", block, i, shifts) for i in checked]))
+
+        shifts = [nearest(tile.rounding, tile.values, options.ranges) for tile in block.tiles]
+        initial = lowest = mean(shifts)
+        if not np.isfinite(initial):
+            raise self._not_finite(block, initial, None)
+        best_shifts, best, order, losses = shifts, 0, [], {}
+        for k in range(1, options.steps + 1):
+            order = order or rng.permutation(count).tolist()
+            i, length = order.pop(), 1 - (k - 1) / options.steps
             shifts, losses[i] = self._call("step", block, i, shifts, rate * length)
-            return shifts
-
-        descent = descended(
-            [nearest(tile.rounding, tile.values, options.ranges) for tile in block.tiles],
-            options.steps,
-            len(block.stages),
-            options.seed,
-            loss=lambda descent, i: self._call("lost", block, i, descent),
-            moved=step,
-            refuse=lambda loss, _: self._not_finite(block, loss, None),
-        )
+            if k % max(options.steps // _CHECKS, 1) == 0 and (current := mean(shifts)) < lowest:
+                lowest, best_shifts, best = current, shifts, k
         for i, loss in losses.items():
             if not np.isfinite(loss):
                 raise self._not_finite(block, float(loss), block.batches[i])
-        return (descent.initial, descent.final, descent.best), descent.state
+        return (initial, lowest, best), best_shifts
 
     def _sites(self, stage: Stage) -> list[Site]:
         return [
@@ -1020,4 +852,30 @@ class auto_round:
         on_nonfinite: OnNonfinite = "error",
     ) -> Chosen:
         """Returns the parameters with learned codes, and a report."""
-        return learned(self, f, plan, params, batches, progress=progress, on_nonfinite=on_nonfinite)
+        batch_list, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
+        f = TracedOnce(f)
+        few_rows = Few(look_at_batches(_FUNCTION, f, plan, params, batch_list, on_nonfinite))
+        traced = Traced.of(f, plan, params, batch_list, self.weight, ignores=ignores)
+        plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)
+        sites = [site for site in plan.sites if site.address in bodies]
+        labels = labels_of(sites, bodies, self.blocks)
+        is_met = any(label != address for address, label in labels.items())
+        if self.blocks is not None and not is_met:
+            problem = f"`blocks` matches nothing: {self.blocks!r}."
+            detail = f"paths such as {[x.path for x in sites[:3]]}"
+            fix = "pass a pattern that matches in paths of weights; the plan prints all of them."
+            raise fail(_FUNCTION, problem, given=detail, fix=fix)
+        learned_sites = apart(plan, traced.groups, traced.elements, labels) & {*labels}
+        walk = _Learning(self, traced, learned_sites, few_rows)
+        scopes = traced.scopes(lambda site: site.address in learned_sites, labels)
+        leaves = walk.current, dict(traced.originals)
+        offload = Offload(self.offload)
+        streams = [Stream(Leaves(x), offload) for x in leaves]
+        walk.bar = progress_bar("auto_round", "block") if progress else None
+        walk.go(traced.frames(scopes, streams))
+        if walk.bar is not None:
+            walk.bar.close()
+        report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
+        codes = InMemory(walk.grids).quantized()
+        weights = plan.map_weights(lambda weight, _: codes[weight.path], params)
+        return Chosen(weights, report, few=few_rows.why)
