@@ -96,6 +96,8 @@ def test_integers_and_slices_take_the_scales_of_their_blocks():
         indices = [i for i in (0, b - 1, b, n - 1, -1, -b, -b - 1, -n) if -n <= i < n]
         assert_laws(made(name)[0], [along_axis(axis, i) for i in indices], name)
         assert_laws(made(name)[0], slices_of(name), name)
+    views = [lambda x: x[1:, ..., None], lambda x: x[..., None, 1:, :], lambda x: x[None, 1:]]
+    assert_laws(made("int8 of 100 in blocks of 32")[0], views)
 
 
 @pytest.mark.parametrize(

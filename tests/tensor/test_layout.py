@@ -346,6 +346,7 @@ def test_parts_of_swapped_axes_are_taken_in_the_order_of_the_values():
         lambda q: jqx.QTensor.concatenate([q, q[:, :, :2]], -1),
         lambda q: jqx.QTensor.concatenate([q, q], 1),
         lambda q: jqx.dynamic_slice(q, (0, 0, jnp.int32(2)), (1, 4, 3)),
+        lambda q: q[None, ..., 1:],
     ]
     packed_along_rows = [views[1], views[2], views[4]]
     q = random_tensor(np.random.default_rng(0), "int4", BOX)
