@@ -117,6 +117,13 @@ LONG = (
 """Files that take minutes: a file is run by one process."""
 
 
+@pytest.fixture
+def as_users_write():
+    """The promotion that JAX has where nobody asks for another: examples are written for it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def pytest_addoption(parser):
     """Adds how often the slow test of changed checkpoints changes those of each format, whether all
     cases of tests marked `many` are there, and which share of the tests runs.

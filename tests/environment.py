@@ -1,10 +1,32 @@
 """The environment of processes that tests start: one cache of programs, and how they compile."""
 
 import functools
+import importlib.util
 import os
+import pathlib
+import sys
 from typing import Any
 
 import jax
+
+ROOT = pathlib.Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def benchmarks(*names: str) -> list[Any]:
+    """Modules of the benchmarks, which import each other by name."""
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.insert(0, str(BENCHMARKS))
+    return [importlib.import_module(name) for name in names]
+
+
+def example(name: str) -> Any:
+    """An example, as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_example", ROOT / f"examples/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 OLDER: dict[str, Any] = {
     "xla_cpu_use_fusion_emitters": False,

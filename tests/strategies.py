@@ -22,8 +22,6 @@ SHAPE = (2, 3, 4)
 NEAREST = [mode for mode in RoundMode if mode.name.startswith("NEAREST")]
 
 qtypes = st.sampled_from(INTEGERS)
-round_modes = st.sampled_from(list(RoundMode))
-nearest_modes = st.sampled_from(NEAREST)
 axes_of_shape = st.sets(st.sampled_from(range(len(SHAPE)))).map(lambda s: tuple(sorted(s)))
 permutations = st.permutations(range(len(SHAPE))).map(tuple)
 

@@ -1,8 +1,6 @@
 """The classifier of the examples: how it reads a file of torch, and folds normalizations."""
 
 import collections
-import importlib.util
-import pathlib
 import pickle
 import sys
 import types
@@ -10,16 +8,13 @@ import types
 import numpy as np
 import pytest
 
-EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "efficientnet.py"
+from .environment import example
 
 
 @pytest.fixture(scope="module")
 def efficientnet():
     """The example, as a module."""
-    spec = importlib.util.spec_from_file_location("efficientnet", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("efficientnet")
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """The GPU benchmark: what can be known of it without a GPU, and that every row compiles for one."""
 
-import importlib
 import importlib.util
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -14,11 +12,10 @@ import pytest
 
 import jqx
 
-BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-benchmark, formulations, programs, table = map(
-    importlib.import_module,
-    ("gpu_contractions", "_gpu_formulations", "_gpu_program", "_gpu_rows"),
+from .environment import BENCHMARKS, benchmarks
+
+benchmark, formulations, programs, table = benchmarks(
+    "gpu_contractions", "_gpu_formulations", "_gpu_program", "_gpu_rows"
 )
 
 U_BF16, U_F32 = 2.0**-8, 2.0**-24  # unit roundoffs

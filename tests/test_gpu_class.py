@@ -1,13 +1,10 @@
 """Reading optimized HLO: which kernels there are, and what the GPU benchmark calls them."""
 
-import importlib
-import pathlib
-import sys
-
 from jqx._src.diagnostics.hlo import Program
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-classes = importlib.import_module("_gpu_class")
+from .environment import benchmarks
+
+(classes,) = benchmarks("_gpu_class")
 
 TRITON = """
 %gemm (p0: bf16[16,64], p1: s4[32,64]) -> f32[16,32] {

@@ -1,9 +1,6 @@
 """The GPU benchmark of a decoder: what can be known of it without a GPU."""
 
 import dataclasses
-import importlib
-import pathlib
-import sys
 from functools import partial
 
 import jax
@@ -13,21 +10,16 @@ import pytest
 
 import jqx
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-benchmark, model, reading, rows = map(
-    importlib.import_module,
-    ("gpu_decoder", "_gpu_decoder_model", "_gpu_decoder_reading", "_gpu_decoder_rows"),
+from .environment import benchmarks
+
+benchmark, model, reading, rows = benchmarks(
+    "gpu_decoder", "_gpu_decoder_model", "_gpu_decoder_reading", "_gpu_decoder_rows"
 )
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
 TINY = model.Config(layers=1, width=64, hidden=64, heads=4, kv_heads=2, tokens=32)
 SETTING = rows.Setting(TINY, "cpu")
 PROMPT = rows.Job("prefill", 1, 16)
-
-
-@pytest.fixture(autouse=True)
-def as_users_write():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def distance(x, y):

@@ -1,9 +1,5 @@
 """The benchmark of kernels for TPUs: what it counts, against what is counted by hand."""
 
-import importlib
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +7,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-benchmark, counting, schemes = map(
-    importlib.import_module, ("bench_lowering", "_lowering_kernel", "_lowering_schemes")
-)
+from .environment import benchmarks
+
+benchmark, counting, schemes = benchmarks("bench_lowering", "_lowering_kernel", "_lowering_schemes")
 V5E, V6E, TPU7X = counting.UNITS.values()
 
 

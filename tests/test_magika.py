@@ -10,29 +10,20 @@ import pathlib
 import struct
 import zipfile
 
-import jax
 import numpy as np
 import pytest
 
-EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "magika.py"
+from .environment import example
+
+pytestmark = pytest.mark.usefixtures("as_users_write")
 TOKENS, WIDTH, BLOCK, POSITIONS, KERNEL, CHANNELS, LABELS = 9, 4, 2, 8, 3, 6, 5
 CONFIG = {"beg_size": 4, "end_size": 3, "block_size": 6, "padding_token": 256}
-
-
-@pytest.fixture(autouse=True)
-def defaults():
-    """The promotion that JAX has where nobody asks for another: examples are written for it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(scope="module")
 def magika():
     """The example, as a module."""
-    spec = importlib.util.spec_from_file_location("magika_example", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("magika")
 
 
 # Protocol buffers, written by hand.

@@ -1,13 +1,10 @@
 """The benchmark of many devices: what it counts and what it computes, by hand."""
 
-import importlib
-import pathlib
-import sys
-
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-benchmark, model = map(importlib.import_module, ("bench_parallel", "_parallel_model"))
+from .environment import benchmarks
+
+benchmark, model = benchmarks("bench_parallel", "_parallel_model")
 POD, CUBE, SMALL = (
     next(network for network in model.NETWORKS if network.name.endswith(name))
     for name in (", 16x16", "16x16x16", "2x4")

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import itertools
-import pathlib
 import subprocess
 import sys
 
@@ -16,12 +15,13 @@ from flax import nnx
 import jqx
 from jqx.interop import Name
 
+from .environment import ROOT, example
 from .interop.files import file_of, q4_1, stored
 
 OTHERS = ("torch", "transformers", "compressed_tensors", "accelerate")
 """Packages that load what is written, with `interop/checkpoints/read_with_transformers.py`."""
 
-EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "smollm2.py"
+pytestmark = pytest.mark.usefixtures("as_users_write")
 LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, TOKENS, THETA, EPS = 3, 64, 4, 2, 96, 50, 1e4, 1e-5
 HEAD = WIDTH // HEADS
 LINEAR = {
@@ -42,20 +42,10 @@ NAMES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def defaults():
-    """The promotion that JAX has where nobody asks for another: examples are written for it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def smollm2():
     """The example, as a module."""
-    spec = importlib.util.spec_from_file_location("smollm2", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +335,7 @@ class TestPretrained:
             again = packed_logits(model, params, tokens, smollm2.empty_cache(config, 128, 2))
             np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-4)
         if all(map(importlib.util.find_spec, OTHERS)):
-            program = EXAMPLE.parent.parent / "tests/interop/checkpoints/read_with_transformers.py"
+            program = ROOT / "tests/interop/checkpoints/read_with_transformers.py"
             found = [tmp_path / "compressed-tensors", tmp_path / "logits.npz"]
             subprocess.run([sys.executable, program, *found], check=True)
 

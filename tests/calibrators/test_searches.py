@@ -43,6 +43,7 @@ from ..oracles.calibrators import (
     quantized,
     range_of,
 )
+from ..oracles.formats import nearest_number
 
 SPEC = jqx.QSpec(jnp.int8, calibrator=percentile)
 
@@ -558,15 +559,6 @@ def test_scales_that_are_powers_of_two_stay_so():
 # Rules for 4-bit floats in blocks.
 
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-GRID = np.concatenate([-E2M1[:0:-1], E2M1])
-
-
-def rounded(x, scale):
-    """To the nearest number of the format; ties do not matter for the error."""
-    return GRID[np.abs((x / scale)[..., None] - GRID).argmin(-1)] * scale
-
-
 @pytest.mark.parametrize(("qtype", "high"), [(mxfp4, 6), (mxfp8_e4m3, 448)], ids=str)
 def test_ceil_is_the_least_power_of_two_that_clips_nothing(qtype, high):
     """For magnitudes beside every power of two and beside each of them times the largest number."""
@@ -593,7 +585,8 @@ def test_four_over_six_takes_what_loses_less():
     spec = jqx.QSpec(nvfp4, jqx.per_block({0: 1, 1: 16}), calibrator=four_over_six)
     scale = np.float64(spec.calibrator.fit(on_device(x), spec).scale)
     largest = np.abs(np.float64(x)).max(1, keepdims=True)
-    six, four = (((x - rounded(x, largest / n)) ** 2).sum(1) for n in (6, 4))
+    scales = (largest / n for n in (6, 4))
+    six, four = (((x - nearest_number(x / s, "float4_e2m1fn") * s) ** 2).sum(1) for s in scales)
     apart = np.abs(six - four) > 1e-6 * six
     expected = np.where(four < six, largest[:, 0] / 4, largest[:, 0] / 6)
     assert apart.sum() > 60 and 10 < np.sum((four < six)[apart]) < 60

@@ -387,23 +387,6 @@ def test_the_gradient_of_a_scale_adds_up_over_parts_if_elements_are_given():
     np.testing.assert_allclose(halves["vmap"], 2 * counted, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options, error, words",
-    [
-        ({"elements": 1.5}, TypeError, "`elements` has the wrong type"),
-        ({"elements": 0}, ValueError, "`elements` is out of range"),
-        (
-            {"elements": 8, "gradient_scale": False},
-            ValueError,
-            "has no effect with gradient_scale=False",
-        ),
-    ],
-)
-def test_elements_that_have_no_meaning_are_refused(options, error, words):
-    with pytest.raises(error, match=words):
-        gradients.LearnedStep(**options)
-
-
 def test_plans_store_the_number_of_elements():
     spec = jqx.QSpec(jnp.int8, gradient=gradients.LearnedStep(elements=128))
     f = lambda w, x: x @ w  # noqa: E731

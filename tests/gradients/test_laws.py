@@ -46,6 +46,15 @@ def key_for(gradient):
     return KEY if isinstance(gradient, Surrogate) and gradient.needs_key else None
 
 
+def pull(gradient, x, low, high, levels):
+    """Returns what a surrogate gives, or `None`, and the gradients of a sum by x and the limits."""
+    if not isinstance(gradient, Surrogate):
+        return None, gradient.bwd(x, low, high, levels, np.ones_like(x))
+    key = key_for(gradient)
+    y, vjp = jax.vjp(lambda *operands: gradient.surrogate(*operands, levels, key), x, low, high)
+    return y, vjp(np.ones_like(x))
+
+
 def affine(gradient):
     """Returns y and the gradients by x and scale."""
 
@@ -135,14 +144,8 @@ def test_a_degenerate_range_has_finite_results(gradient):
     low = np.float32([[0.3]])
     with np.errstate(all="raise"):
         for at in (low, 0 * low, -low):
-            if isinstance(gradient, Surrogate):
-                y, vjp = jax.vjp(
-                    lambda *a: gradient.surrogate(*a, 16, key_for(gradient)), x, at, at
-                )
-                np.testing.assert_array_equal(y, np.full_like(x, at))
-                got = vjp(np.ones_like(x))
-            else:
-                got = gradient.bwd(x, at, at, 16, np.ones_like(x))
+            y, got = pull(gradient, x, at, at, 16)
+            assert y is None or np.array_equal(y, np.full_like(x, at))
             assert all(np.all(np.isfinite(g)) for g in got)
     (dx, ds), y = affine(gradient)(x, np.zeros(1, np.float32), np.ones_like(x), key_for(gradient))
     assert np.all(np.isfinite(dx)) and np.all(np.isfinite(ds)) and np.all(np.isfinite(y))
@@ -153,10 +156,7 @@ def test_a_nan_gets_no_gradient_and_gives_the_others_theirs(gradient):
     x, low, high = np.float32([[np.nan, 0.3, -9, 9]]), np.float32([[-1]]), np.float32([[1.5]])
 
     def gradients(x):
-        if isinstance(gradient, Surrogate):
-            f = lambda *a: gradient.surrogate(*a, 16, key_for(gradient))  # noqa: E731
-            return jax.vjp(f, x, low, high)[1](np.ones_like(x))
-        dx, dlow, dhigh = gradient.bwd(x, low, high, 16, np.ones_like(x))
+        dx, dlow, dhigh = pull(gradient, x, low, high, 16)[1]
         return dx, dlow.sum(), dhigh.sum()
 
     dx, dlow, dhigh = gradients(x)
@@ -170,12 +170,8 @@ def test_a_nan_gets_no_gradient_and_gives_the_others_theirs(gradient):
 @every
 def test_infinities_are_clipped(gradient):
     x, low, high = np.float32([[-np.inf, np.inf]]), np.float32([[-1]]), np.float32([[1.5]])
-    if isinstance(gradient, Surrogate):
-        y, vjp = jax.vjp(lambda *a: gradient.surrogate(*a, 6, key_for(gradient)), x, low, high)
-        np.testing.assert_array_equal(y, [[-1, 1.5]])
-        got = vjp(np.ones_like(x))
-    else:
-        got = gradient.bwd(x, low, high, 6, np.ones_like(x))
+    y, got = pull(gradient, x, low, high, 6)
+    assert y is None or np.array_equal(y, [[-1, 1.5]])
     assert all(np.all(np.isfinite(g)) for g in got)
     np.testing.assert_array_equal(got[0], np.full_like(x, gradient == ste_unclipped))
 

@@ -484,9 +484,12 @@ def test_estimators_are_values():
 
 def test_options_that_have_no_meaning_are_refused():
     x, slope = np.zeros((2, 2), np.float32), ("gradients.parq", "inverse_slope")
-    rounding = "gradients.stochastic_round"
+    rounding, elements = "gradients.stochastic_round", ("LearnedStep", "`elements`")
     for call, operands, error, *words in (
         (lambda: LearnedStep(gradient_scale=0.1), (), TypeError, "LearnedStep", "gradient_scale"),
+        (lambda: LearnedStep(elements=1.5), (), TypeError, *elements, "has the wrong type"),
+        (lambda: LearnedStep(elements=0), (), ValueError, *elements, "is out of range"),
+        (lambda: LearnedStep(False, elements=8), (), ValueError, *elements, "has no effect"),
         (lambda: parq(-0.1), (), ValueError, *slope),
         (lambda: parq(1.5), (), ValueError, *slope),
         (lambda: parq(float("nan")), (), ValueError, *slope),

@@ -127,55 +127,16 @@ def test_an_embedding_attends_with_the_codes_of_its_lookup():
     assert jnp.abs(out - plain.apply(variables, query, method="attend")).max() < 0.05
 
 
-def test_attention_decodes_with_a_cache_as_flax_does():
-    options = {"num_heads": 2, "decode": True}
-    plain = nn.MultiHeadDotProductAttention(**options)
-    x = rows(2, 5, 8)
-    variables = plain.init(jax.random.key(0), x)
-    layers = {
-        mode: jqx.linen.MultiHeadDotProductAttention(**options, policy=POLICY, mode=mode)
-        for mode in (Mode.FLOAT, Mode.SIMULATE)
-    }
-    whole = jqx.linen.quantize(plain, POLICY)
-    cache = {name: variables["cache"] for name in ("plain", "float", "simulate", "whole")}
-    for step in range(5):
-        one, outs = x[:, step : step + 1], {}
-        for name, module in {
-            "plain": plain,
-            "float": layers[Mode.FLOAT],
-            "simulate": layers[Mode.SIMULATE],
-            "whole": whole,
-        }.items():
-            known = {"params": variables["params"], "cache": cache[name]}
-            outs[name], new = module.apply(known, one, mutable=["cache"])
-            cache[name] = new["cache"]
-        assert (outs["plain"] == outs["float"]).all()
-        assert (outs["simulate"] == outs["whole"]).all()
-        assert 0 < jnp.abs(outs["plain"] - outs["simulate"]).max() < 0.05
-    assert int(cache["simulate"]["cache_index"]) == 5
-
-
 def test_a_mask_and_dropout_reach_attention():
     options = {"num_heads": 2, "dropout_rate": 0.5}
     plain = nn.MultiHeadDotProductAttention(**options)
     layer = jqx.linen.MultiHeadDotProductAttention(**options, policy=POLICY, mode=Mode.FLOAT)
     x = rows(2, 5, 8)
     variables = plain.init(jax.random.key(0), x, deterministic=True)
-    call = functools.partial(
-        layer.apply,
-        variables,
-        x,
-        mask=MASK,
-        deterministic=False,
-        rngs={"dropout": jax.random.key(3)},
-    )
-    expected = plain.apply(
-        variables, x, mask=MASK, deterministic=False, rngs={"dropout": jax.random.key(3)}
-    )
-    assert (call() == expected).all()
-    simulated = layer.clone(mode=Mode.SIMULATE).apply(
-        variables, x, mask=MASK, deterministic=False, rngs={"dropout": jax.random.key(3)}
-    )
+    given = {"mask": MASK, "deterministic": False, "rngs": {"dropout": jax.random.key(3)}}
+    expected = plain.apply(variables, x, **given)
+    assert (layer.apply(variables, x, **given) == expected).all()
+    simulated = layer.clone(mode=Mode.SIMULATE).apply(variables, x, **given)
     assert 0 < jnp.abs(simulated - expected).max() < 0.05
 
 

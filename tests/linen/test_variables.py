@@ -13,7 +13,6 @@ from flax import linen as nn
 
 import jqx
 import jqx.linen
-from jqx._src.modules.quantized_function import flatten
 from jqx.linen import Mode
 
 from ..arrays import normal
@@ -31,14 +30,6 @@ ROUNDING = 2 * (18 + 100 + 8) * 2.0**-24
 def calibrated(policy=W8A8, way="whole"):
     module = WAYS[way](policy, Mode.CALIBRATE)
     return {**variables(), **module.apply(variables(), images(), mutable=["quant_stats"])[1]}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_fixed_scales_are_those_of_statistics(way):
-    module, known = WAYS[way](W8A8, Mode.SIMULATE), calibrated(way=way)
-    fixed = jqx.linen.fix_scales(module, known, images(2))
-    assert set(fixed) == {"params", "quant_scales"}
-    assert (module.apply(fixed, images(3)) == module.apply(known, images(3))).all()
 
 
 def test_without_statistics_scales_are_fixed_at_the_values_of_the_call():
@@ -147,45 +138,6 @@ def test_a_quantized_module_is_a_value():
     assert dataclasses.asdict(one.clone(name=None))["mode"] is Mode.SIMULATE
 
 
-def test_every_public_method_is_quantized():
-    class Coder(nn.Module):
-        def setup(self):
-            self.inner = nn.Dense(4)
-            self.outer = nn.Dense(6)
-
-        def encode(self, x):
-            return self.inner(x)
-
-        def decode(self, x, *, scale=1.0):
-            return self.outer(x) * scale
-
-        def __call__(self, x):
-            return self.decode(self.encode(x))
-
-    x = normal(0, 2, 6)
-    coder, policy = Coder(), POLICIES["w8a8_dynamic"]
-    known = coder.init(jax.random.key(1), x)
-    module = jqx.linen.quantize(coder, policy, mode=Mode.CONVERT)
-    converted = jqx.linen.convert(module, known, x)
-    y = module.apply(converted, x, method="encode")
-    assert (y != coder.apply(known, x, method="encode")).any()
-    z = module.apply(converted, y, scale=2.0, method=Coder.decode.__name__)
-    assert (z == 2.0 * module.apply(converted, y, method="decode")).all()
-    assert (module.apply(converted, x) * 2.0 == z).all()
-    plan = jqx.linen.make_plan(module, known, x, method="encode")
-    assert [site.path for site in plan.sites] == ["inner/kernel"]
-
-
-def test_scales_of_statistics_by_key():
-    """Entries stand beside the weight: the keys of the transforms, as nested dicts."""
-    keys = set(flatten(calibrated()["quant_stats"]))
-    assert keys == {
-        "conv/kernel:conv_general_dilated:lhs",
-        "hidden/kernel:dot_general:lhs",
-        "out/kernel:dot_general:lhs",
-    }
-
-
 def test_convert_lays_weights_out_for_a_target():
     policy, x = jqx.presets.w4a16(block=4), jnp.ones((2, 8))
     module = jqx.linen.Dense(6, policy=policy, mode=Mode.CONVERT)
@@ -202,42 +154,37 @@ def test_convert_lays_weights_out_for_a_target():
         jqx.linen.convert(module, known, x, target="cuda")
 
 
-def test_scales_of_another_method_are_not_enough():
-    class Two(nn.Module):
-        def setup(self):
-            self.first, self.second = nn.Dense(50), nn.Dense(3)
+class Two(nn.Module):
+    """Two layers, and a method that evaluates the first."""
 
-        def __call__(self, x):
-            return self.first(x)
+    def setup(self):
+        self.first, self.second = nn.Dense(50), nn.Dense(3)
 
-        def other(self, x):
-            return self.second(self.first(x))
+    def __call__(self, x):
+        return self.second(self.first(x))
 
-    x = images().reshape(4, -1)
-    observe = jqx.linen.quantize(Two(), W8A8, mode=Mode.CALIBRATE)
-    known = Two().init(jax.random.key(0), x, method="other")
-    known |= observe.apply(known, x, mutable=["quant_stats"])[1]
-    for scales in ("calibrated", "dynamic"):
-        module = observe.clone(mode=Mode.SIMULATE, scales=scales)
-        with pytest.raises(ValueError, match=r"(?s)have no scale.*: second/kernel:dot_general:lhs"):
-            module.apply(known, x, method="other")
+    def half(self, x):
+        return self.first(x)
 
 
-def test_scales_of_methods_are_fixed_one_after_another():
-    class Two(nn.Module):
-        def setup(self):
-            self.first, self.second = nn.Dense(50), nn.Dense(3)
-
-        def __call__(self, x):
-            return self.second(self.first(x))
-
-        def half(self, x):
-            return self.first(x)
-
+def of_two(**options):
+    """Rows, variables with the statistics of a method, and a module that observes."""
     x = images().reshape(4, -1)
     observe = jqx.linen.quantize(Two(), W8A8, mode=Mode.CALIBRATE)
     known = Two().init(jax.random.key(0), x)
-    known |= observe.apply(known, x, mutable=["quant_stats"])[1]
+    return x, known | observe.apply(known, x, mutable=["quant_stats"], **options)[1], observe
+
+
+def test_scales_of_another_method_are_not_enough():
+    x, known, observe = of_two(method="half")
+    for scales in ("calibrated", "dynamic"):
+        module = observe.clone(mode=Mode.SIMULATE, scales=scales)
+        with pytest.raises(ValueError, match=r"(?s)have no scale.*: second/kernel:dot_general:lhs"):
+            module.apply(known, x)
+
+
+def test_scales_of_methods_are_fixed_one_after_another():
+    x, known, observe = of_two()
     module, integers = observe.clone(mode=Mode.SIMULATE), observe.clone(mode=Mode.CONVERT)
     half = jqx.linen.fix_scales(module, known, x, method="half")
     assert set(half["quant_stats"]) == {"second"} and set(half["quant_scales"]) == {"first"}

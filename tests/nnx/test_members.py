@@ -246,6 +246,9 @@ def test_parts_are_quantized_by_the_rules_of_the_whole():
     assert (model.blocks[1](X) != plain.blocks[1](X)).any()
     assert (model.blocks[1].encode(X) == model.blocks[1].inner(X)).all()
     assert model.part(1) is model.blocks[1]
+    jqx.nnx.convert(model, X)
+    kinds = [type(block.inner.kernel) for block in model.blocks]
+    assert kinds == [nnx.Param, QParam]
     rows = jqx.QSpec(jnp.int8, jqx.per_channel(), dynamic=True)
     model = jqx.nnx.quantize(plain, jqx.Policy([jqx.Rule(activation=rows)]))
     assert (model.scores(X) != plain.scores(X)).any()

@@ -206,24 +206,6 @@ def test_attributes_that_a_method_sets_are_refused():
         model.counted(jnp.ones(8))
 
 
-def test_paths_of_rules_are_those_of_the_state():
-    class Deep(nnx.Module):
-        def __init__(self, rngs):
-            self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
-
-        def __call__(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    spec = jqx.QSpec(jnp.int8, jqx.per_channel())
-    policy = jqx.Policy([jqx.Rule("blocks/1/kernel", weight=spec)])
-    model = jqx.nnx.quantize(Deep(nnx.Rngs(0)), policy)
-    jqx.nnx.convert(model, jnp.ones((1, 8)))
-    assert isinstance(model.blocks[0].kernel, nnx.Param)
-    assert isinstance(model.blocks[1].kernel, QParam)
-
-
 def test_estimators_that_draw_take_a_stream():
     policy = jqx.presets.w8a16(weight={"gradient": jqx.gradients.stochastic})
     layer = jqx.nnx.Linear(8, 8, policy=policy, rngs=nnx.Rngs(params=0, quant=1))

@@ -137,12 +137,6 @@ def test_every_code_decodes_as_in_ml_dtypes(transform):
     assert_same_numbers(transform(QTYPE.decode)(on_device(bits)), expected)
 
 
-def test_every_number_is_its_own_code_in_every_mode():
-    numbers = on_device(POWERS[1:], jnp.float32)
-    for mode in RoundMode:
-        np.testing.assert_array_equal(QTYPE.encode_bits(numbers, mode), np.arange(1, 255))
-
-
 @pytest.mark.parametrize("mode", RoundMode)
 def test_every_power_midpoint_and_neighbour_is_rounded_as_the_mode_says(mode):
     """Op by op, under jit and vmap, and where x64 is on."""
@@ -171,17 +165,6 @@ def test_float64_is_rounded_once(mode):
 def code_of(numbers):
     exponent = np.frexp(np.where(np.isnan(numbers), 1, numbers))[1] - 1
     return np.where(np.isnan(numbers), 255, exponent + 127).astype(np.uint8)
-
-
-def test_nearest_even_is_the_cast_of_ml_dtypes_but_for_ties_zero_and_infinity():
-    y = powers(np.float32)
-    codes = np.asarray(QTYPE.encode_bits(on_device(y), RoundMode.NEAREST_TOWARD_EVEN))
-    cast = y.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
-    tie = np.frexp(y)[0] == 0.75
-    beyond = (y == 0) | (y >= np.float32(1.5 * 2.0**127))
-    same = ~(tie | beyond)
-    assert same.sum() > 1500
-    np.testing.assert_array_equal(codes[same], cast[same])
 
 
 def test_ml_dtypes_rounds_ties_upward_and_makes_nan_of_zero_and_of_what_is_too_large():

@@ -44,6 +44,10 @@ def eagerly(f):
     return f
 
 
+def of_a_constant(f):
+    return lambda x: jax.jit(lambda: f(on_device(x)))()
+
+
 def assert_all_forms_follow_the_table(evaluate, x, mode):
     int8, int32, floats = evaluate(functools.partial(all_forms, mode=mode))(x)
     wide = np.float64 if x.dtype == np.float64 else np.float32
@@ -58,19 +62,10 @@ def test_the_nine_modes_carry_the_attribute_strings_of_ngraph():
     assert all(mode.value == f"ROUND_{mode.name}" for mode in RoundMode)
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("evaluate", [eagerly, jax.jit])
+@pytest.mark.many("evaluate")
+@pytest.mark.parametrize("evaluate", [eagerly, jax.jit, of_a_constant])
 @pytest.mark.parametrize("mode", RoundMode)
 def test_every_float16_is_rounded_as_specified(mode, evaluate):
-    with np.errstate(invalid="ignore"):
-        assert_all_forms_follow_the_table(evaluate, EVERY_FLOAT16, mode)
-
-
-@pytest.mark.parametrize("mode", RoundMode)
-def test_every_float16_closed_over_as_a_constant_is_rounded_as_specified(mode):
-    def evaluate(f):
-        return lambda x: jax.jit(lambda: f(on_device(x)))()
-
     with np.errstate(invalid="ignore"):
         assert_all_forms_follow_the_table(evaluate, EVERY_FLOAT16, mode)
 
@@ -127,15 +122,6 @@ def test_float64_is_rounded_as_specified(mode):
 
 
 @pytest.mark.parametrize("mode", RoundMode)
-def test_nan_becomes_code_zero_and_infinities_saturate(mode):
-    x = np.array([np.nan, np.inf, -np.inf], np.float32)
-    int8, int32, floats = all_forms(x, mode)
-    assert as_int64(int8).tolist() == [0, 127, -128]
-    assert as_int64(int32).tolist() == [0, 2**31 - 1, -(2**31)]
-    np.testing.assert_array_equal(floats, x)
-
-
-@pytest.mark.parametrize("mode", RoundMode)
 def test_every_bfloat16_is_rounded_as_specified(mode):
     x = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16)
     wide = x.astype(np.float32)
@@ -153,12 +139,6 @@ def test_round_keeps_shape_and_dtype():
         result = jqx.round(jnp.full(shape, 1.5, dtype), RoundMode.UP)
         assert result.shape == shape and result.dtype == dtype
         assert np.all(np.asarray(result) == 2)
-
-
-def test_round_keeps_float64():
-    with jax.enable_x64(True):
-        x = np.array([0.49999999999999994, 2.0**52 + 1, -2.5])
-        assert_floats(jqx.round(x, RoundMode.NEAREST_UPWARD), [0, 2.0**52 + 1, -2], np.float64)
 
 
 def test_round_takes_python_numbers():

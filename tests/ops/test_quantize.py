@@ -16,6 +16,7 @@ from jqx import RoundMode
 from jqx._src.numerics.qtype import INTEGERS
 
 from ..arrays import on_device
+from ..oracles.formats import jitted
 from ..oracles.numerics import (
     as_float64,
     as_int64,
@@ -27,24 +28,11 @@ from ..oracles.numerics import (
     quantized,
 )
 from ..oracles.refusals import assert_refusals, refusal
-from ..strategies import (
-    NEAREST,
-    SHAPE,
-    Affine,
-    affines,
-    law,
-    permutations,
-)
+from ..strategies import NEAREST, SHAPE, Affine, affines, law, permutations
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SMALL = [qtype for qtype in INTEGERS if not qtype.endswith("32")]
 BYTES = [qtype for qtype in INTEGERS if qtype.endswith(("int2", "int4", "int8"))]
-
-
-@functools.cache
-def jitted(f, **options):
-    """A function of jqx with these options: one program for each shape, which is found again."""
-    return jax.jit(functools.partial(f, **options))
 
 
 def quantize(case: Affine, **options):
@@ -86,8 +74,9 @@ def test_quantize_gives_the_specified_code_in_every_format_and_mode(case_and_mod
 def test_quantize_saturates_to_the_whole_range_of_every_format(qtype):
     low, high = code_range(qtype)
     magnitudes = np.float32([0.5, 1, 2, 100, 2.0**15, 2.0**31, 2.0**32, 2.0**60, 3e38])
-    x = np.concatenate([magnitudes, -magnitudes])
-    zero_points = codes_of([low, low + 1, (low + high) // 2, high - 1, high], qtype)
+    odd = np.float32([2**24, 2**23 + 1])  # sums that float32 does not hold
+    x = np.concatenate([magnitudes, -magnitudes, odd, -odd])
+    zero_points = codes_of([low, low + 1, (low + high) // 3, high - 1, high], qtype)
     x, zero_points = (np.array(v) for v in np.broadcast_arrays(x[:, None], zero_points))
     codes = jitted(jqx.quantize, qtype=qtype, axes=1)(x, np.ones(5, np.float32), zero_points[0])
     assert_codes(codes, quantized(x, np.float32(1), zero_points, qtype), qtype)
@@ -180,9 +169,7 @@ def test_permuting_x_and_the_axes_permutes_the_codes(case, permutation):
     kept = tuple(p for p in permutation if p in case.axes)  # old axes in their new order
     order = [case.axes.index(p) for p in kept]
     codes = jitted(jqx.quantize, qtype=case.qtype, axes=axes)(
-        case.x.transpose(permutation),
-        case.scale.transpose(order),
-        case.zero_point.transpose(order),
+        case.x.transpose(permutation), case.scale.transpose(order), case.zero_point.transpose(order)
     )
     assert_codes(codes, specified(case).transpose(permutation), case.qtype)
 
@@ -271,16 +258,6 @@ def test_every_float_dtype_is_quantized_with_one_division(dtype):
             if mode == RoundMode.DOWN:
                 assert_codes(f(*operands), expected, "int8")
             assert_codes(jax.jit(f)(*operands), expected, "int8")
-
-
-@pytest.mark.parametrize("qtype", ["int32", "uint32"])
-def test_32_bit_codes_are_exact_where_float32_is_not(qtype):
-    low, high = code_range(qtype)
-    x = np.float32([16777216, 8388609, 2.0**31, 2.0**32, -(2.0**31), 3e38, -3e38])
-    zero_points = codes_of([low, low + 1, 0, 1, 12345679, high - 1, high], qtype)
-    x, z = (np.array(v) for v in np.broadcast_arrays(x[:, None], zero_points))
-    codes = jqx.quantize(x, np.ones(7, np.float32), zero_points, qtype=qtype, axes=1)
-    assert_codes(codes, quantized(x, np.float32(1), z, qtype), qtype)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1)])
@@ -376,13 +353,6 @@ def test_negative_scales_follow_the_formula(mode):
     assert_floats(back, (as_float64(codes) - 3) * -0.5, np.float32)
 
 
-def test_nan_is_code_zero_whatever_the_zero_point_and_so_not_real_zero():
-    codes = jqx.quantize(np.float32([NAN, 0]), 1.0, 5, qtype=jnp.int8)
-    assert codes.tolist() == [0, 5]
-    y = jqx.quantize_dequantize(np.float32([NAN, 0]), 1.0, 5, qtype=jnp.int8)
-    assert y.tolist() == [-5, 0]
-
-
 @pytest.mark.many
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("qtype", BYTES)
@@ -426,12 +396,6 @@ def test_dequantize_rounds_a_wide_difference_once_and_then_the_product(qtype, dt
     assert_floats(f(codes_of(q, qtype), scale, codes_of(z, qtype)), expected, dtype)
 
 
-def test_a_float16_difference_beyond_65519_is_infinite_before_the_product():
-    q = np.int32([65519, 65520, -65520, 65504])
-    y = jqx.dequantize(q, np.float16(2.0**-10))
-    assert_floats(y, np.array([65504 / 1024, INF, -INF, 65504 / 1024]), np.float16)
-
-
 def test_dequantize_follows_ieee_for_infinite_and_nan_scales():
     q = np.int8([-1, 0, 1])[:, None] * np.ones(3, np.int8)
     y = jqx.dequantize(q, np.float32([INF, -INF, NAN]), axes=1)
@@ -441,18 +405,6 @@ def test_dequantize_follows_ieee_for_infinite_and_nan_scales():
 def test_dequantize_overflows_to_infinity_and_does_not_saturate():
     y = jqx.dequantize(np.int8([127, -128]), np.float32(1e38))
     np.testing.assert_array_equal(y, [INF, -INF])
-
-
-def test_a_sum_with_a_dequantized_value_is_no_fused_multiply_add():
-    q = np.arange(-128, 128, dtype=np.int8)[:, None] * np.ones(400, np.int8)
-    bias = np.random.default_rng(6).normal(size=q.shape).astype(np.float32)
-    scale = np.float32(0.1234)
-    expected = q.astype(np.float32) * scale + bias
-    y = jax.jit(lambda q, s, bias: jqx.dequantize(q, s) + bias)(q, scale, bias)
-    assert_floats(y, expected, np.float32)
-    y = jax.jit(lambda q, s, bias: jqx.dequantize(q, s, np.int8(3)) - bias)(q, scale, bias)
-    difference = q.astype(np.float32) - np.float32(3)
-    assert_floats(y, difference * scale - bias, np.float32)
 
 
 def test_vmapped_dequantize_is_dequantize():
@@ -514,13 +466,11 @@ def i8(*shape):
 WRONG_TYPES_TO_QUANTIZE = [
     refusal(
         ("Output element type (float32) must be a quantized type", "int4", "uint32"),
-        F32,
-        f32(),
         qtype=jnp.float32,
     ),
-    refusal("Output element type (int64) must be a quantized type", F32, f32(), qtype="int64"),
-    refusal("Output element type (bool) must be a quantized type", F32, f32(), qtype=bool),
-    refusal(("`qtype` is not a dtype", "'int9'"), F32, f32(), qtype="int9"),
+    refusal("Output element type (int64) must be a quantized type", qtype="int64"),
+    refusal("Output element type (bool) must be a quantized type", qtype=bool),
+    refusal(("`qtype` is not a dtype", "'int9'"), qtype="int9"),
     refusal(
         "`scale` element type (float16) must match input element type (float32)",
         F32,
@@ -541,10 +491,7 @@ WRONG_TYPES_TO_QUANTIZE = [
     refusal(("`axes` must hold integers", "(1.0,)"), F32, f32(3), axes=(1.0,)),
     refusal(("`axes` must hold integers", "True"), F32, f32(3), axes=True),
     refusal(
-        ("`round_mode` is not a RoundMode", "'ROUND_UP'", "TOWARD_INFINITY"),
-        F32,
-        f32(),
-        round_mode="ROUND_UP",
+        ("`round_mode` is not a RoundMode", "'ROUND_UP'", "TOWARD_INFINITY"), round_mode="ROUND_UP"
     ),
 ]
 WRONG_VALUES_TO_QUANTIZE = [
@@ -600,28 +547,23 @@ WRONG_VALUES_TO_QUANTIZE = [
         axes=(1, 0),
     ),
     refusal(
-        ("`zero_point` is not a code of int8", "zero_point == 128", "[-128, 127]"),
-        F32,
-        f32(),
-        zero_point=128,
+        ("`zero_point` is not a code of int8", "zero_point == 128", "[-128, 127]"), zero_point=128
     ),
-    refusal(
-        ("`zero_point` is not a code of uint4", "[0, 15]"), F32, f32(), qtype="uint4", zero_point=-1
-    ),
-    refusal(("`zero_point` is not a code of int8", "3.0"), F32, f32(), zero_point=3.0),
+    refusal(("`zero_point` is not a code of uint4", "[0, 15]"), qtype="uint4", zero_point=-1),
+    refusal(("`zero_point` is not a code of int8", "3.0"), zero_point=3.0),
 ]
 
 
 @pytest.mark.parametrize("function", ["quantize", "quantize_dequantize"])
 def test_quantize_refuses_with_the_facts(function):
-    assert_refusals(function, TypeError, WRONG_TYPES_TO_QUANTIZE, qtype=jnp.int8)
-    assert_refusals(function, ValueError, WRONG_VALUES_TO_QUANTIZE, qtype=jnp.int8)
+    assert_refusals(function, TypeError, WRONG_TYPES_TO_QUANTIZE, F32, f32(), qtype=jnp.int8)
+    assert_refusals(function, ValueError, WRONG_VALUES_TO_QUANTIZE, F32, f32(), qtype=jnp.int8)
 
 
 WRONG_TYPES_TO_DEQUANTIZE = [
-    refusal("element type (int32) must be a floating point number", I8, f32(), dtype=jnp.int32),
+    refusal("element type (int32) must be a floating point number", dtype=jnp.int32),
     refusal("`scale` element type (int8) must be a floating point number", I8, i8()),
-    refusal("`dtype` is not a dtype", I8, f32(), dtype="f7"),
+    refusal("`dtype` is not a dtype", dtype="f7"),
     refusal("Input element type (float32) must be a quantized type", F32, f32()),
     refusal("Input element type (bool) must be a quantized type", np.ones(3, bool), f32()),
     refusal(
@@ -632,8 +574,6 @@ WRONG_TYPES_TO_DEQUANTIZE = [
     ),
     refusal(
         "`scale` element type (float32) must match output element type (bfloat16)",
-        I8,
-        f32(),
         dtype=jnp.bfloat16,
     ),
 ]
@@ -646,13 +586,13 @@ WRONG_VALUES_TO_DEQUANTIZE = [
     refusal(
         "shape (1,) must match input shape (2, 3) at the quantization axes (1,)", I8, f32(1), axes=1
     ),
-    refusal(("`zero_point` is not a code of int8", "-129"), I8, f32(), zero_point=-129),
+    refusal(("`zero_point` is not a code of int8", "-129"), zero_point=-129),
 ]
 
 
 def test_dequantize_refuses_with_the_facts():
-    assert_refusals("dequantize", TypeError, WRONG_TYPES_TO_DEQUANTIZE)
-    assert_refusals("dequantize", ValueError, WRONG_VALUES_TO_DEQUANTIZE)
+    assert_refusals("dequantize", TypeError, WRONG_TYPES_TO_DEQUANTIZE, I8, f32())
+    assert_refusals("dequantize", ValueError, WRONG_VALUES_TO_DEQUANTIZE, I8, f32())
 
 
 def test_the_first_fault_in_the_order_of_the_specification_is_named():

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
 import jqx
 from jqx._src.numerics.lookup import name_of_qtype
 
-from .numerics import code_range
+from .formats import largest, nearest_number
+from .numerics import code_range, saturated
 
 positive_floats = st.floats(2.0**-20, 2.0**20, width=32)
 ordinary_floats = st.one_of(positive_floats, positive_floats.map(lambda v: -v), st.just(0.0))
@@ -44,19 +44,24 @@ def magnitude(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
 def affine(
     low: np.ndarray, high: np.ndarray, qtype: Any, symmetric: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The scale, float32, and the zero point, int64 or `None`, that cover `[low, high]` and 0."""
+    """The scale, in the dtype of the range, and the zero point, int64 or `None`, that cover
+    `[low, high]` and 0. Floats of 16 bits are computed in float32.
+    """
+    dtype = low.dtype
+    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32).type
+    low, high = low.astype(wide), high.astype(wide)
     q_low, q_high = code_range(qtype)
     with np.errstate(all="ignore"):
         if symmetric:
-            scale = np.maximum(np.abs(low), np.abs(high)) / np.float32(q_high)
-            return np.where(scale == 0, np.float32(1), scale), None
-        low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
-        scale = (high - low) / np.float32(q_high - q_low)
-        scale = np.where(scale == 0, np.float32(1), scale)
-        offset = np.rint(np.float32(q_low) - low / scale)
-        zero = np.clip(np.where(np.isnan(offset), 0, offset), q_low, q_high)
-    assert scale.dtype == offset.dtype == np.float32
-    return scale, zero.astype(np.int64)
+            scale = np.maximum(np.abs(low), np.abs(high)) / wide(q_high)
+        else:
+            low, high = np.minimum(low, wide(0)), np.maximum(high, wide(0))
+            scale = (high - low) / wide(q_high - q_low)
+        scale = np.asarray(scale.astype(dtype))
+        scale = np.where(scale == 0, dtype.type(1), scale)
+        if symmetric:
+            return scale, None
+        return scale, saturated(np.rint(wide(q_low) - low / scale.astype(wide)), 0, qtype)
 
 
 SHAPE = (7, 6)
@@ -83,21 +88,13 @@ def dequantized(x: np.ndarray, low: Any, high: Any, qtype: Any, symmetric: bool)
     """What quantizing to the grid of a range gives back, in float64; scales as in `affine`."""
     name = name_of_qtype(qtype)
     if name == "nf4" or name.startswith("float8"):
-        largest = np.maximum(np.abs(low), np.abs(high)).astype(np.float32)
-        top = {"nf4": 1, "float8_e4m3fn": 448}[name]
-        scale = np.float64(largest / np.float32(top)) if largest > 0 else 1.0
-        return np.float64(_numbers(name, x / np.float32(scale))) * scale
+        most = np.maximum(np.abs(low), np.abs(high)).astype(np.float32)
+        scale = np.float64(most / np.float32(largest(name))) if most > 0 else 1.0
+        return nearest_number(x / np.float32(scale), name) * scale
     scale, zero = affine(np.float32(low), np.float32(high), qtype, symmetric)
     zero = 0 if zero is None else zero
     codes = np.clip(np.rint(x / scale) + zero, *code_range(qtype))
     return (codes - zero).astype(np.float64) * np.float64(scale)
-
-
-def _numbers(name: str, y: np.ndarray) -> np.ndarray:
-    if name == "nf4":
-        table = np.float32(jqx.numerics.nf4.entries)
-        return table[np.argmin(np.abs(y[..., None] - table), axis=-1)]
-    return np.clip(y, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def range_of(affine: Any, qtype: Any) -> float:

@@ -56,13 +56,16 @@ def refusal(facts: str | tuple[str, ...], *operands: Any, **options: Any) -> tup
 
 
 def assert_refusals(
-    function: str, error: type[Exception], cases: Sequence[tuple[Any, ...]], **defaults: Any
+    function: str,
+    error: type[Exception],
+    cases: Sequence[tuple[Any, ...]],
+    *operands: Any,
+    **defaults: Any,
 ) -> None:
     """Asserts that a function, which is named as in `jqx.`, refuses each case as `assert_refused`
-    says. Options that a case does not have are those of `defaults`.
+    says. Operands and options that a case does not have are those that are given.
     """
     f = operator.attrgetter(function)(jqx)
-    for operands, options, facts in cases:
-        assert_refused(
-            functools.partial(f, **(defaults | options)), operands, error, function, *facts
-        )
+    for own, options, facts in cases:
+        f_of_operands = functools.partial(f, **(defaults | options))
+        assert_refused(f_of_operands, own or operands, error, function, *facts)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +59,27 @@ def random_tensor(
     if zero_point_axes is not None:
         zero_point = random_codes(rng, qtype, kept(shape, zero_point_axes))
     return tensor(random_codes(rng, qtype, shape), qtype, scale, zero_point, **fields)
+
+
+GRANULARITIES = [(), (0, 3), (1, 2), (0, 1, 2, 3)]
+
+
+def tensors_of(
+    shape: Sequence[int], axes: Sequence[Sequence[int]] = GRANULARITIES, coarser: int = 1
+) -> Iterator[jqx.QTensor]:
+    """One of each granularity, with zero points as the scales, on fewer of its axes, or absent."""
+    for seed, axes_of_scale in enumerate(axes):
+        rng = np.random.default_rng(seed)
+        for zero_point_axes in (None, axes_of_scale, axes_of_scale[:coarser]):
+            yield random_tensor(rng, "uint8", shape, axes_of_scale, zero_point_axes)
+
+
+def spread(scale: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Repeats each entry over its block, the last of which may be smaller."""
+    for axis, n in enumerate(shape):
+        size = max(1, -(-n // scale.shape[axis]))
+        scale = np.take(scale, np.arange(n) // size, axis)
+    return scale
 
 
 def differences(q: jqx.QTensor) -> np.ndarray:

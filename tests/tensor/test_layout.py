@@ -26,7 +26,6 @@ from .tensors import (
     assert_equal,
     made,
     on_host,
-    quantized_case,
     random_tensor,
     spec,
     spread_out,
@@ -347,6 +346,7 @@ def test_parts_of_swapped_axes_are_taken_in_the_order_of_the_values():
         lambda q: jqx.QTensor.concatenate([q, q[:, :, :2]], -1),
         lambda q: jqx.QTensor.concatenate([q, q], 1),
         lambda q: jqx.dynamic_slice(q, (0, 0, jnp.int32(2)), (1, 4, 3)),
+        lambda q: q[None, ..., 1:],
     ]
     packed_along_rows = [views[1], views[2], views[4]]
     q = random_tensor(np.random.default_rng(0), "int4", BOX)
@@ -502,21 +502,3 @@ def test_a_layout_that_does_not_fit_is_refused():
             leaves = np.zeros(shape, jnp.dtype(dtype)), np.ones((1,) * len(shape), np.float32)
             make = functools.partial(jqx.QTensor, qtype=qtype, layout=layout)
             assert_refused(make, leaves, error, "QTensor", *facts)
-
-
-def test_blocks_of_integers_below_a_byte_are_also_stored_as_int8():
-    qtype = numerics.Block(jnp.int4, 4, "blockint4")
-    q = jqx.QTensor.quantize(spread_out((3, 8)), spec(qtype, jqx.per_block({0: 1, 1: 4})))
-    for layout in (AS_INT8, BOTH):
-        laid = laid_out(q, layout)
-        assert laid.values.dtype == jnp.int8
-        assert_floats(laid.dequantize(), np.asarray(q.dequantize()), np.float32)
-        assert_equal(laid.unpack(), q)
-
-
-def test_stacked_weights_keep_their_layout_and_scan():
-    tensors = [laid_out(quantized_case("int4 with a tail", seed)[0], BOTH) for seed in range(3)]
-    stacked = jqx.QTensor.stack(tensors)
-    assert stacked.layout == BOTH
-    _, actual = jax.lax.scan(lambda c, q: (c, q.dequantize()), 0, stacked)
-    assert_floats(actual, np.stack([np.asarray(q.dequantize()) for q in tensors]), np.float32)

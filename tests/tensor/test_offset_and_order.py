@@ -13,6 +13,7 @@ import jqx
 from jqx import QTensor
 
 from ..arrays import on_device
+from .tensors import spread
 
 
 def matrix(shape=(6, 8), block=4, *, offset=True, order=True, seed=0):
@@ -66,14 +67,6 @@ def double_quantized(rows=6, columns=128):
     )
     codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
     return QTensor(jnp.asarray(codes), scale, qtype=jqx.numerics.nf4)
-
-
-def spread(x, shape):
-    """Repeats each entry over its block."""
-    for axis, n in enumerate(shape):
-        m = x.shape[axis]
-        x = np.take(x, np.arange(n) // -(-n // m), axis)
-    return x
 
 
 def real(q):

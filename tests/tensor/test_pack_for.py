@@ -144,6 +144,7 @@ def test_integers_of_other_dtypes_are_stored_as_int8_only_on_cpu(qtype):
     assert laid.values.dtype == jnp.int8
     assert laid.layout.int8 and laid.values.size == q.values.size
     assert_equal(laid.unpack(), q)
+    assert_floats(laid.dequantize(), np.asarray(q.dequantize()), np.float32)
     for target in ("gpu", "tpu"):
         assert (q.pack(0) if form.bits < 8 else q).pack_for(target).values.dtype == form.storage
 

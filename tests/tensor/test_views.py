@@ -44,59 +44,22 @@ from .tensors import (
     quantized_case,
     random_tensor,
     spec,
+    spread,
     spread_out,
     tensor,
+    tensors_of,
 )
 
 batches = settings(max_examples=5, deadline=None)
 """Five cases are one compiled program."""
-SHAPE = (4, 3, 1, 5)
-AXES = [(), (0, 3), (1, 2), (0, 1, 2, 3)]
-
-
-def tensors_of(shape, axes=AXES, coarser=1):
-    """One of each granularity, with zero points as the scales, on fewer of its axes, or absent."""
-    for seed, axes_of_scale in enumerate(axes):
-        rng = np.random.default_rng(seed)
-        for zero_point_axes in (None, axes_of_scale, axes_of_scale[:coarser]):
-            yield random_tensor(rng, "uint8", shape, axes_of_scale, zero_point_axes)
-
-
-def assert_commutes(view, tensors):
-    """As `assert_commute`, of one view."""
-    tensors = list(tensors)
-    assert_commute(tensors, [[view]] * len(tensors))
-
-
-def test_transposing_turns_the_scale():
-    views = [operator.methodcaller("transpose", order) for order in turns(3)]
-    for q in tensors_of((2, 3, 4), [(), (1,), (0, 2)]):
-        assert_laws(q, views, repr(q))
 
 
 def test_T_reverses_the_axes():
     shapes = [(), (3,), (2, 3), (2, 1, 4)]
-    of_shapes = [tensors_of(shape, [(), tuple(range(len(shape)))]) for shape in shapes]
-    assert_commutes(lambda x: x.T, itertools.chain(*of_shapes))
-    of_shapes = [tensors_of(shape, [(0,)]) for shape in shapes]
-    assert_commutes(lambda x: x.T.T, itertools.chain(*of_shapes))
-
-
-def test_transpose_takes_its_axes_as_arrays_do():
-    q = random_tensor(np.random.default_rng(0), "int8", (2, 3, 4), (0, 1))
-    forms = [(1, 0, 2), ((1, 0, 2),), ([1, 0, 2],), (-2, -3, -1), (np.int64(1), np.int64(0), 2)]
-    for axes in forms:
-        turned = q.transpose(*axes)
-        assert (turned.shape, turned.scale.shape) == ((3, 2, 4), (3, 2, 1))
-    for axes in [(), (None,)]:
-        assert q.transpose(*axes).scale.shape == (1, 3, 2)
-
-
-def test_axes_that_are_no_permutation_are_refused():
-    q = random_tensor(np.random.default_rng(0), "int8", (2, 3, 4))
-    for axes in [(0,), (0, 0, 1), (0, 1, 3)]:
-        with pytest.raises((TypeError, ValueError)):
-            q.transpose(axes)
+    tensors = [
+        q for shape in shapes for q in tensors_of(shape, [(), (0,), tuple(range(len(shape)))])
+    ]
+    assert_commute(tensors, [[lambda x: x.T, lambda x: x.T.T]] * len(tensors))
 
 
 RESHAPES = [
@@ -176,13 +139,6 @@ def divisors(n):
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def spread(scale, shape):
-    """A scale with an entry for each element, `scale.shape` dividing `shape`."""
-    for axis, (n, m) in enumerate(zip(shape, scale.shape, strict=True)):
-        scale = np.repeat(scale, n // m, axis)
-    return scale
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(factorizations(24)), st.sampled_from(factorizations(24)), st.data())
 def test_a_reshape_keeps_blocks_where_it_can(shape, new, data):
@@ -239,13 +195,20 @@ def test_any_reshape_that_is_allowed_commutes_with_dequantizing(cases):
     assert_commute([q for q, _ in cases], [[view] for _, view in cases])
 
 
-def test_reshape_takes_its_shape_as_arrays_do():
+def test_transpose_and_reshape_take_axes_and_shapes_as_arrays_do():
+    q = random_tensor(np.random.default_rng(0), "int8", (2, 3, 4), (0, 1))
+    forms = [(1, 0, 2), ((1, 0, 2),), ([1, 0, 2],), (-2, -3, -1), (np.int64(1), np.int64(0), 2)]
+    cases = [(q.transpose, axes, (3, 2, 4), (3, 2, 1)) for axes in forms]
+    cases += [(q.transpose, axes, (4, 3, 2), (1, 3, 2)) for axes in ((), (None,))]
     q = random_tensor(np.random.default_rng(0), "int8", (6, 4), (0,))
-    for shape in [(2, 3, 4), ((2, 3, 4),), ([2, 3, 4],), (2, -1, 4), ((-1, 3, 4),)]:
-        reshaped = q.reshape(*shape)
-        assert (reshaped.shape, reshaped.scale.shape) == ((2, 3, 4), (2, 3, 1))
-    with pytest.raises(TypeError):
-        q.reshape(5, 5)
+    forms = [(2, 3, 4), ((2, 3, 4),), ([2, 3, 4],), (2, -1, 4), ((-1, 3, 4),)]
+    cases += [(q.reshape, shape, (2, 3, 4), (2, 3, 1)) for shape in forms]
+    for method, args, shape, scale in cases:
+        view = method(*args)
+        assert (view.shape, view.scale.shape) == (shape, scale)
+    for method, args in [(q.reshape, (5, 5)), *((q.transpose, a) for a in ((0,), (0, 0), (0, 3)))]:
+        with pytest.raises((TypeError, ValueError)):
+            method(*args)
 
 
 @settings(max_examples=100, deadline=None)
