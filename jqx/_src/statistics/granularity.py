@@ -68,11 +68,11 @@ class Groups:
         array; `blocks` has (length, count, size) for axes with a tail.
         """
         block_sizes = {(length, count): size for length, count, size in blocks}
-        sizes = tuple(
+        sizes = [
             block_sizes.get((n, m), n if m == 1 else 1 if m == n else n // m)
             for n, m in zip(shape, scale, strict=True)
-        )
-        return cls(tuple(shape), sizes)
+        ]
+        return cls(tuple(shape), tuple(sizes))
 
     @property
     def scale_shape(self) -> tuple[int, ...]:

@@ -71,18 +71,18 @@ def rebuilt(cls: type, static: Any, leaves: Any) -> Any:
 
 def flatten(q: Any) -> tuple[tuple, tuple]:
     """Returns the leaves of a QTensor, and its static fields."""
-    names = _names(q)
-    return tuple(getattr(q, name) for name in names), tuple(getattr(q, n) for n in _STATIC)
+    leaves = (q.values, q.scale, q.zero_point)
+    if q.offset is not None or q.order is not None:
+        leaves += (q.offset, q.order)
+    return leaves, (q.qtype, q.dtype, q.blocks, q.layout)
 
 
-def _names(q: Any) -> tuple[str, ...]:
-    return _LEAVES if q.offset is None and q.order is None else (*_LEAVES, *_MORE)
+_KEYS = tuple(map(jax.tree_util.GetAttrKey, (*_LEAVES, *_MORE)))
 
 
 def _flatten_with_keys(q: Any) -> tuple[tuple, tuple]:
     leaves, static = flatten(q)
-    keys = tuple(jax.tree_util.GetAttrKey(name) for name in _names(q))
-    return tuple(zip(keys, leaves, strict=True)), static
+    return tuple(zip(_KEYS, leaves, strict=False)), static
 
 
 # What a QTensor does not do, because codes are no numbers to calculate with: each is an error that
