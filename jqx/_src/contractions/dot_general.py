@@ -259,7 +259,7 @@ def dot_general(
       Array([[3., 3.]], dtype=float32)
     """
     left, right = as_operand(lhs), as_operand(rhs)
-    floats = not isinstance(left, (QTensor, Pending)) and not isinstance(right, (QTensor, Pending))
+    floats = not any([isinstance(x, (QTensor, Pending)) for x in (left, right)])
     if floats and not isinstance(output, Requantization):
         y = lax.dot_general(
             left,

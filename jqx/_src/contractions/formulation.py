@@ -369,10 +369,9 @@ def _by_platform(choice: Choice, how: Any, is_linear: bool = False) -> Callable[
         return run
 
     default = function_of(choice.default)
-    own = choice.own
-    if not own:
+    if len({*choice}) == 1:
         return default
-    per_platform = {platform: function_of(form) for platform, form in own.items()}
+    per_platform = {platform: function_of(form) for platform, form in choice.own.items()}
     return lambda *arrays: lax.platform_dependent(*arrays, default=default, **per_platform)
 
 

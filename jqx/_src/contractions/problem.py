@@ -211,12 +211,14 @@ def _normal(lc: Axes, rc: Axes, lb: Axes, rb: Axes, lhs_rank: int, rhs_rank: int
     """Returns dimensions whose axes count from the first; one object for all equal ones."""
 
     def normal(axes: Axes, rank: int) -> Axes:
+        numbers = []
         for axis in axes:
             if axis not in range(-rank, rank):
                 problem = f"axis {axis} of `dimension_numbers` is out of range for rank {rank}."
                 fix = "name axes that the operands have."
                 raise fail("dot_general", problem, fix=fix, error=TypeError)
-        return tuple([int(axis) % rank for axis in axes])
+            numbers.append(int(axis) % rank)
+        return tuple(numbers)
 
     lefts, rights = normal(lc, lhs_rank), normal(rc, rhs_rank)
     return Dimensions(lhs_rank, rhs_rank, lefts, rights, normal(lb, lhs_rank), normal(rb, rhs_rank))
