@@ -17,6 +17,7 @@ from ._src.caches.decode_attention import decode_attention as decode_attention
 from ._src.caches.kv_cache import KVCache as KVCache
 from ._src.contractions.cache import dynamic_slice as dynamic_slice
 from ._src.contractions.cache import dynamic_update_slice as dynamic_update_slice
+from ._src.contractions.cache import take as take
 from ._src.contractions.conv_general_dilated import conv_general_dilated as conv_general_dilated
 from ._src.contractions.dot_general import dot_general as dot_general
 from ._src.contractions.dot_general import matmul as matmul
@@ -24,7 +25,6 @@ from ._src.contractions.einsum import einsum as einsum
 from ._src.contractions.formulation import formulations as formulations
 from ._src.contractions.formulation import kernels_in_exports as kernels_in_exports
 from ._src.contractions.ragged_dot import ragged_dot as ragged_dot
-from ._src.contractions.take import take as take
 from ._src.late import late as _late
 from ._src.numerics.exact import RoundMode as RoundMode
 from ._src.ops.affine import affine_from_range as affine_from_range

@@ -4,9 +4,9 @@ other ways to compute a contraction.
 
 import typing as _typing
 
-from ._src.contractions.dimensions import OperandAxes as OperandAxes
 from ._src.contractions.formulation import Formulation as Formulation
 from ._src.contractions.formulation import using as using
+from ._src.contractions.problem import OperandAxes as OperandAxes
 from ._src.late import unknown as _unknown
 from ._src.transforms.plan import Operand as Operand
 from ._src.transforms.plan import Site as Site

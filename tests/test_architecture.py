@@ -222,7 +222,7 @@ def test_the_planner_alone_tells_platforms_apart():
     """
     found = [name for name in callers("platform_dependent") if name.startswith("contractions/")]
     assert found == [
-        "contractions/conv.py",
+        "contractions/conv_general_dilated.py",
         "contractions/dot_general.py",
         "contractions/formulation.py",
     ]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jqx
-from jqx._src.contractions.conv import window_of
+from jqx._src.contractions.conv_general_dilated import window_of
 
 from ..oracles.contractions import UNIT, as_elsewhere, gamma
 from ..oracles.numerics import as_float64, assert_floats

@@ -20,7 +20,7 @@ from jax import lax
 
 import jqx
 from jqx import numerics
-from jqx._src.contractions.dimensions import Dimensions
+from jqx._src.contractions.problem import Dimensions
 
 from ..arrays import on_device
 from ..oracles.contractions import (

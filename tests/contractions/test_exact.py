@@ -27,11 +27,10 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import numerics
-from jqx._src.contractions.dimensions import Dimensions
 from jqx._src.contractions.exact import TALL, integer, planes, rows_product
 from jqx._src.contractions.plain import DIGITS as FLOAT_DIGITS
 from jqx._src.contractions.plain import TINY, TOP, join, split
-from jqx._src.contractions.problem import HowTo
+from jqx._src.contractions.problem import Dimensions, HowTo
 
 from ..arrays import on_device
 from ..oracles.contractions import MATRICES, UNIT, Layout, contraction, dots, dtypes, gamma

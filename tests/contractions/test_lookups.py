@@ -14,7 +14,7 @@ from jax import lax
 
 import jqx
 from jqx import numerics
-from jqx._src.contractions.take import take
+from jqx._src.contractions.cache import take
 
 from ..arrays import on_device
 from ..oracles.numerics import as_float64, assert_floats

@@ -11,14 +11,20 @@ import pytest
 
 import jqx
 from jqx import numerics
-from jqx._src.contractions import planner, problem
+from jqx._src.contractions import problem
 from jqx._src.contractions.conv_general_dilated import CONVOLUTIONS
 from jqx._src.contractions.conv_general_dilated import SUMS as CONVOLVED_SUMS
-from jqx._src.contractions.dimensions import Dimensions
-from jqx._src.contractions.dot_general import QUANTIZED
+from jqx._src.contractions.dot_general import PRODUCTS, QUANTIZED, REQUANTIZED, SUMS, plan
 from jqx._src.contractions.formulation import FORMULATIONS
-from jqx._src.contractions.planner import PRODUCTS, REQUANTIZED, SUMS, plan
-from jqx._src.contractions.problem import FEW_ROWS, SHARE, SMALL, HowTo, Product, find_block
+from jqx._src.contractions.problem import (
+    FEW_ROWS,
+    SHARE,
+    SMALL,
+    Dimensions,
+    HowTo,
+    Product,
+    find_block,
+)
 from jqx._src.contractions.ragged_dot import GROUPS
 from jqx._src.contractions.ragged_dot import QUANTIZED as QUANTIZED_ROWS
 
@@ -342,7 +348,7 @@ def test_what_is_chosen_elsewhere_computes_the_same(name, qtype, options, dtype)
     w = weight(qtype, layout, **options)
     x = on_device(small_integers(np.random.default_rng(0), layout.lhs), dtype)
     how = case_of(x, w).how
-    y = jax.jit(getattr(planner, name).compute, static_argnums=2)(x, w, how)
+    y = jax.jit(FORMULATIONS[name].compute, static_argnums=2)(x, w, how)
     expected = real_values(x) @ real_values(w)
     bound = gamma(K + 12) * contraction(magnitudes(x), magnitudes(w), MATRICES)
     assert y.dtype == jnp.float32 and np.all(np.abs(as_float64(y) - expected) <= bound)
@@ -388,7 +394,7 @@ def test_the_row_that_is_added_stands_beside_batch_axes_too():
     how = case_of(x, w, numbers).how
     row, alone = (
         jax.jit(form.compute, static_argnums=2)(x, w, how)
-        for form in (planner.convert_row, planner.convert)
+        for form in (FORMULATIONS["convert_row"], FORMULATIONS["convert"])
     )
     assert row.shape == (3, 1, N)
     expected = np.einsum("bmk,bkn->bmn", real_values(x), real_values(w))

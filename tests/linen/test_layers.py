@@ -1,7 +1,5 @@
 """Every layer beside Flax's own: the same fields, parameters and results."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest

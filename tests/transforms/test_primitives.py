@@ -13,7 +13,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 import jqx
-from jqx._src.contractions.dimensions import OperandAxes
+from jqx._src.contractions.problem import OperandAxes
 from jqx._src.transforms.rules import Contraction, primitive_rules
 from jqx._src.transforms.views import View
 

@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 
 from .. import compat
 from ..compat import Eqn
-from ..contractions.dimensions import OperandAxes
+from ..contractions.problem import OperandAxes
 from ..statistics.statistics import ObservedSite
 from ..transforms.find import Found, contractions
 from ..transforms.plan import Plan, Site

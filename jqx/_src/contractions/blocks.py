@@ -21,8 +21,7 @@ from ..numerics.lookup import format_of
 from ..tensor.layout import Layout, Packing
 from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
-from .dimensions import Dimensions
-from .problem import Block, block_size, find_block
+from .problem import Block, Dimensions, block_size, find_block
 
 # A large operand in slices, one after another, so that no temporary is as large as the operand.
 
@@ -80,52 +79,38 @@ def in_slices(
     # If the axis is partitioned over devices, the compiler would send all slices to each of them.
     if cut is None or compat.is_on_a_mesh(lhs, rhs.values):
         return compute(lhs, rhs)
-    n = rhs.shape[cut.axis]
-    left = _slices_of_array(lhs, dimensions.partner(cut.axis), cut, n)
-    right = _slices_of_tensor(rhs, cut)
-    # Checkpointed, so that the backward pass does not store the slices.
-    slice_at = jax.checkpoint(lambda i: compute(left.part(i), right.part(i)))
-    tail = compute(left.tail(), right.tail()) if cut.full < n else None
+    n, partner = rhs.shape[cut.axis], dimensions.partner(cut.axis)
+    rhs = with_own_second_scales(rhs, cut.axis)
+    lefts = None if partner is None else _in_parts(lhs, partner, cut, n)
+    rights = jax.tree.map(lambda leaf: _in_parts_of(leaf, cut, rhs), rhs)
+
+    @jax.checkpoint  # so that the backward pass does not store the slices
+    def slice_at(i: Any) -> jax.Array:
+        left = lhs if lefts is None else item_at(lefts, i)
+        return compute(left, _laid_out(jax.tree.map(lambda x: item_at(x, i), rights), cut, rhs))
+
+    tail = None
+    if cut.full < n:
+        left = lhs if partner is None else lax.slice_in_dim(lhs, cut.full, n, axis=partner)
+        tail = compute(left, rhs[(slice(None),) * cut.axis + (slice(cut.full, None),)])
     if cut.axis in dimensions.rhs_contracting:
-        return _summed(slice_at, cut, tail)
-    return _joined(slice_at, cut, tail, dimensions.output_axis(cut.axis))
+        first = slice_at(0) if tail is None else tail + slice_at(0)
+        return _summed(slice_at, cut.number, first)
+    return joined(slice_at, cut, dimensions.output_axis(cut.axis), tail)
 
 
-class _Slices(NamedTuple):
-    """An operand in slices: the part with a number, and the tail after the full slices."""
-
-    part: Callable[[Any], Any]
-    tail: Callable[[], Any]
-
-
-def _slices_of_array(x: jax.Array, axis: int | None, cut: Cut, n: int) -> _Slices:
-    """Cuts an array along the partner, of size `n`, of the axis that is cut, if it has one."""
-    if axis is None:
-        return _Slices(lambda i: x, lambda: x)
-    parts = _in_parts(x, axis, cut, n)
-    return _Slices(lambda i: item_at(parts, i), lambda: lax.slice_in_dim(x, cut.full, n, axis=axis))
+def _summed(slice_at: Slice, count: int, first: jax.Array) -> jax.Array:
+    """Returns the sum of the first result and those of all other slices."""
+    steps = jnp.arange(1, count)
+    return lax.scan(lambda total, i: (total + slice_at(i), None), first, steps)[0]
 
 
-def _slices_of_tensor(q: QTensor, cut: Cut) -> _Slices:
-    q = with_own_second_scales(q, cut.axis)
-    parts = jax.tree.map(lambda leaf: _in_parts_of(leaf, cut, q), q)
-    return _Slices(
-        lambda i: _laid_out(jax.tree.map(lambda leaf: item_at(leaf, i), parts), cut, q),
-        lambda: q[(slice(None),) * cut.axis + (slice(cut.full, None),)],
-    )
-
-
-def _summed(slice_at: Slice, cut: Cut, tail: jax.Array | None) -> jax.Array:
-    """Returns the sum of the results of all slices and of the rest."""
-    start = slice_at(0) if tail is None else tail + slice_at(0)
-    steps = jnp.arange(1, cut.number)
-    return lax.scan(lambda total, i: (total + slice_at(i), None), start, steps)[0]
-
-
-def _joined(slice_at: Slice, cut: Cut, tail: jax.Array | None, axis: int) -> jax.Array:
+def joined(slice_at: Slice, cut: Cut, axis: int, tail: jax.Array | None) -> jax.Array:
     """Returns the results of all slices and of the rest, joined along an axis."""
     _, parts = lax.scan(lambda carry, i: (carry, slice_at(i)), None, jnp.arange(cut.number))
-    y = in_order(parts, cut, axis)
+    shape = parts.shape[1:]
+    parts = parts.reshape(cut.number, *shape[:axis], cut.runs, cut.size, *shape[axis + 1 :])
+    y = jnp.moveaxis(parts, 0, axis + 1).reshape(*shape[:axis], cut.full, *shape[axis + 1 :])
     return y if tail is None else jnp.concatenate([y, tail], axis=axis)
 
 
@@ -136,13 +121,6 @@ def with_own_second_scales(q: QTensor, axis: int) -> QTensor:
     if not isinstance(q.scale, QTensor) or not q.scale.groups.is_blocked(axis):
         return q
     return dataclasses.replace(q, scale=refine(q.scale, axis))
-
-
-def in_order(parts: jax.Array, cut: Cut, axis: int) -> jax.Array:
-    """Joins the results of slices, stacked, along the axis `axis` of a result."""
-    shape = parts.shape[1:]
-    parts = parts.reshape(cut.number, *shape[:axis], cut.runs, cut.size, *shape[axis + 1 :])
-    return jnp.moveaxis(parts, 0, axis + 1).reshape(*shape[:axis], cut.full, *shape[axis + 1 :])
 
 
 def slice_of(q: QTensor, cut: Cut, i: Any) -> QTensor:
@@ -270,6 +248,9 @@ def _laid_out(part: QTensor, cut: Cut, q: QTensor) -> QTensor:
     return dataclasses.replace(part, layout=Layout(packing))
 
 
+Compute = Callable[[Any, Any, Dimensions], jax.Array]
+"""The contraction of two operands without blocks."""
+
 AT_ONCE = 2**22
 """Elements of the results of blocks that are in memory before they are summed."""
 
@@ -283,11 +264,7 @@ def with_own_scales(x: Any, axes: Iterable[int]) -> Any:
 
 
 def sum_of_blocks(
-    lhs: Any,
-    rhs: Any,
-    dimensions: Dimensions,
-    compute: Callable[[Any, Any, Dimensions], jax.Array],
-    block: Block | None,
+    lhs: Any, rhs: Any, dimensions: Dimensions, compute: Compute, block: Block | None
 ) -> jax.Array:
     """Contracts operands with `compute`, which is called on operands without blocks. `block` is the
     first contracted axis with blocks.
@@ -303,11 +280,7 @@ def sum_of_blocks(
 
 
 def _sum_of_part(
-    lhs: Any,
-    rhs: Any,
-    dimensions: Dimensions,
-    block: Block,
-    compute: Callable[[Any, Any, Dimensions], jax.Array],
+    lhs: Any, rhs: Any, dimensions: Dimensions, block: Block, compute: Compute
 ) -> jax.Array:
     """Contracts operands whose first batch axis counts blocks, and sums over it."""
 
@@ -328,19 +301,11 @@ def _sum_of_part(
             slice_along(lhs, block.lhs, i * run, run), slice_along(rhs, block.rhs, i * run, run)
         )
 
-    def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-        return total + run_at(i), None
-
-    total, _ = lax.scan(add, run_at(0), jnp.arange(1, count // run))
-    return total
+    return _summed(run_at, count // run, run_at(0))
 
 
 def sum_in_turn(
-    lhs: Any,
-    rhs: Any,
-    dimensions: Dimensions,
-    compute: Callable[[Any, Any, Dimensions], jax.Array],
-    block: Block | None,
+    lhs: Any, rhs: Any, dimensions: Dimensions, compute: Compute, block: Block | None
 ) -> jax.Array:
     """Returns the result of `sum_of_blocks`, but contracts one block after another."""
     if block is None:
@@ -351,10 +316,7 @@ def sum_in_turn(
             items = item_along(lhs, block.lhs, i), item_along(rhs, block.rhs, i)
             return sum_in_turn(*items, dimensions, compute, find_block(*items, dimensions))
 
-        def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-            return total + block_at(i), None
-
-        return lax.scan(add, block_at(0), jnp.arange(1, lhs.shape[block.lhs]))[0]
+        return _summed(block_at, lhs.shape[block.lhs], block_at(0))
 
     parts = [in_turn(lhs, rhs) for lhs, rhs, _ in _split_block(lhs, rhs, block)]
     return functools.reduce(jnp.add, parts)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,163 @@ import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .. import package_cpu
 from ..checks import as_dtype, as_real, called, check_real, is_at_least
 from ..errors import fail
+from ..kernels.products_cpu import requantized_product_cpu
 from ..numerics.exact import common_dtype
+from ..numerics.lookup import format_of
 from ..tensor.layout import check_dtypes
 from ..tensor.qtensor import QTensor
-from ..tensor.targets import kernel_of
-from .dimensions import Dimensions, in_order, of_offset
-from .formulation import PLATFORMS, Planner, formulation, formulation_of_kernels
-from .kernels import as_activation, multiplies_codes, products
-from .kernels_cpu import package_quantizing
-from .planner import REQUANTIZED, Requantized, plan
-from .problem import HowTo, Pending, Product, can_leave_sum
-from .requantize import Asked, Output, Requantization, as_asked, as_result, check_requantized
+from .exact import INTEGERS, SUMS_OF_INTEGERS, check_splittable
+from .formulation import (
+    CPU,
+    PLATFORMS,
+    Choice,
+    Family,
+    Planner,
+    formulation,
+    formulation_of_kernels,
+)
+from .kernels import KERNELS, as_activation, multiplies_codes, products
+from .kernels_cpu import (
+    PACKAGE,
+    as_output,
+    by_kernel,
+    codes_of,
+    constant,
+    package_quantizing,
+    package_sums,
+    plain_sums,
+)
+from .plain import FLOAT8, FLOATS
+from .problem import (
+    Dimensions,
+    HowTo,
+    Pending,
+    Product,
+    can_leave_sum,
+    in_order,
+    is_bare,
+    of_offset,
+)
+from .requantize import (
+    Asked,
+    FixedPointRounding,
+    Output,
+    Requantization,
+    as_asked,
+    as_result,
+    check_requantized,
+    lined_up,
+    requantized,
+)
+
+PRODUCTS = Planner(
+    "dot_general",
+    Family(lambda case: package_cpu.is_installed(), PACKAGE),
+    Family(lambda case: case.rhs.layout is not None, KERNELS),
+    Family(lambda case: case.are_integers, INTEGERS),
+    Family(lambda case: case.are_float8, FLOAT8),
+    Family(lambda case: case.is_beside_floats, FLOATS),
+)
+SUMS = Planner("dot_general:int32", package_sums, *SUMS_OF_INTEGERS)
+
+
+def plan(case: Product) -> Choice | None:
+    """Returns how to contract a right QTensor with an array or another QTensor; `None` for two
+    QTensors of which one must be dequantized first.
+    """
+    if case.are_integers and not case.are_bytes:
+        check_splittable("dot_general", case.lhs, case.rhs)
+    return PRODUCTS.choose(case)
+
+
+# Products whose int32 sums are requantized by integer arithmetic, as in TFLite.
+
+
+class Requantized(NamedTuple):
+    """Two operands to contract and the requantization, as the planner sees them.
+
+    Attributes:
+      lhs: a QTensor of integers.
+      rhs: a QTensor of integers.
+      how: which axes are contracted.
+      output: the requantization of the sums.
+    """
+
+    lhs: QTensor
+    rhs: QTensor
+    how: HowTo
+    output: Requantization
+
+
+def _is_for_package(case: Requantized) -> bool:
+    choice = SUMS.choose(Product(case.lhs, case.rhs, case.how))
+    if choice is None or choice.cpu is not package_sums:
+        return False
+    dimensions = case.how.dimensions
+    shape = dimensions.result_shape(case.lhs.shape, case.rhs.shape)
+    arrays = [x for x in lined_up(case.output, shape) if x is not None]
+    of_columns = all(math.prod(x.shape[:-1]) == 1 for x in arrays)
+    return of_columns and format_of(case.output.qtype).storage in (jnp.int8, jnp.uint8)
+
+
+@formulation(
+    "codes times codes of 8 bits if jqx-cpu is installed, requantized for each column: its kernel "
+    "writes the codes of the result, not the sums",
+    CPU,
+    _is_for_package,
+    op="dot_general:requantized",
+    finds=True,
+)
+def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how: HowTo) -> Any:
+    def kernel(lhs: QTensor, output: Requantization, rhs: QTensor, *stack: jax.Array) -> jax.Array:
+        x, x_zero, w, w_zero, step = codes_of(lhs, rhs, how, *stack)
+        shape = how.dimensions.result_shape(lhs.shape, rhs.shape)
+        assert output.low is not None and output.high is not None  # every Requantization has them
+        multiplier, shift, _, zero, bias = lined_up(output, shape)
+
+        def of_columns(parameter: jax.Array | None) -> Any:  # as [B, N or 1]
+            if parameter is None:
+                return None
+            row = parameter.astype(jnp.int32).reshape(1, -1)
+            return jnp.broadcast_to(row, (len(x), row.size))
+
+        y = requantized_product_cpu(
+            x,
+            x_zero,
+            w,
+            w_zero,
+            *map(of_columns, (multiplier, shift, bias, zero)),
+            low=output.low,
+            high=output.high,
+            is_single=output.rounding is FixedPointRounding.SINGLE,
+            dtype=format_of(output.qtype).storage,
+            step=step,
+        )
+        return as_output(y, lhs, how)
+
+    def plain(lhs: QTensor, output: Requantization, rhs: QTensor) -> jax.Array:
+        return requantized(plain_sums(lhs, rhs, how), output)
+
+    return by_kernel(kernel, plain, *constant(lhs, output, rhs))
+
+
+@formulation(
+    "sums to be requantized: by integers, after the product",
+    PLATFORMS,
+    lambda case: True,
+    op="dot_general:requantized",
+    tells_parts=True,
+    finds=True,
+)
+def sums_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how: HowTo) -> Any:
+    return requantized(SUMS.compute(Product(lhs, rhs, how)), output)
+
+
+REQUANTIZED = Planner("dot_general:requantized", package_requantized, sums_requantized)
+
 
 Operand = ArrayLike | QTensor
 
@@ -115,7 +259,7 @@ def dot_general(
       Array([[3., 3.]], dtype=float32)
     """
     left, right = as_operand(lhs), as_operand(rhs)
-    floats = not any(isinstance(x, (QTensor, Pending)) for x in (left, right))
+    floats = not any([isinstance(x, (QTensor, Pending)) for x in (left, right)])
     if floats and not isinstance(output, Requantization):
         y = lax.dot_general(
             left,
@@ -130,7 +274,8 @@ def dot_general(
     check_operand("dot_general", "lhs", left, dimensions.lhs_contracting, hint)
     check_operand("dot_general", "rhs", right, dimensions.rhs_contracting, hint)
     dtype = result_dtype("dot_general", left, right, preferred_element_type)
-    shape_of_result(left, right, dimensions)  # raises if shapes do not fit
+    if not dimensions.fits(left.shape, right.shape):
+        shape_of_result(left, right, dimensions)  # raises
     if isinstance(output, Requantization):
         summed = dimensions.lhs_contracting, dimensions.rhs_contracting
         products = dimensions.contracted_size(left)
@@ -138,8 +283,8 @@ def dot_general(
         left, right, dimensions = as_stored(left, right, dimensions)
         case = Requantized(left, right, HowTo.of(left, right, dimensions), output)
         return as_result(REQUANTIZED.compute(case, left, right, output), output)
-    y = contract(left, right, dimensions, precision, dtype)
-    return as_asked("dot_general", y.astype(dtype), output)
+    y = contract(left, right, dimensions, precision, dtype).astype(dtype)
+    return y if output is None else as_asked("dot_general", y, output)
 
 
 def result_dtype(function: str, left: Any, right: Any, preferred: DTypeLike | None) -> jnp.dtype:
@@ -166,13 +311,22 @@ def contract(
     """Contracts two operands, at least one of them a QTensor. The result has the float dtype of the
     computation, or `dtype` if a kernel rounds to it.
     """
-    if is_empty(left) or is_empty(right):  # all sums, if any, are empty
+    if 0 in left.shape or 0 in right.shape:  # all sums, if any, are empty
         return jnp.zeros(shape_of_result(left, right, dimensions))
     if isinstance(left, Pending):
         return _contract_pending(left, right, dimensions, precision, dtype)
     if isinstance(right, Pending):
         y = _contract_pending(right, left, dimensions.swapped, precision, dtype)
         return dimensions.swap_output(y)
+    if is_bare(left) and is_bare(right):
+        return _contract_bare(left, right, dimensions, precision, dtype)
+    return _contract_shifted(left, right, dimensions, precision, dtype)
+
+
+def _contract_shifted(
+    left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
+) -> jax.Array:
+    """Contracts two operands of which one has an offset or a permuted axis."""
     left, right = in_order(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         # An offset of the smaller operand, the activation, is not worth separate sums.
@@ -221,7 +375,7 @@ def _computed(
 ) -> jax.Array | None:
     """Computes a product by its plan; `None` if an operand must be dequantized first."""
     how = HowTo.of(lhs, rhs, dimensions, precision)
-    if kernel_of(rhs) and dtype is not None:
+    if dtype is not None and rhs.layout is not None and rhs.layout.kernel:
         how = how._replace(dtype=jnp.dtype(dtype))
     case = Product(lhs, rhs, how)
     choice = plan(case)
@@ -280,6 +434,8 @@ def _is_smaller(left: Any, right: Any) -> bool:
 
 def as_stored(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any, Dimensions]:
     """Returns operands with their axes in memory order, and the dimensions for that order."""
+    if getattr(left, "layout", None) is None and getattr(right, "layout", None) is None:
+        return left, right, dimensions
     left, left_axes = _stored(left, dimensions.lhs_free)
     right, right_axes = _stored(right, dimensions.rhs_free)
     return left, right, dimensions.renamed(left_axes, right_axes)
@@ -305,11 +461,6 @@ def as_operand(x: Operand) -> Any:
         check_dtypes("QTensor", x)
         return x
     return jnp.asarray(x)
-
-
-def is_empty(x: Any) -> bool:
-    """Whether an operand is known to have no elements."""
-    return any(isinstance(n, int) and n == 0 for n in x.shape)
 
 
 def shape_of_result(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, ...]:

@@ -19,9 +19,8 @@ from ..numerics.exact import common_dtype
 from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
 from .blocks import item_along
-from .dimensions import check_bare
 from .dot_general import Operand, as_float_dtype, as_operand, dot_general
-from .problem import can_leave_sum
+from .problem import can_leave_sum, check_bare
 
 # The subscripts of an einsum: a label for each axis of each operand, and of the result.
 

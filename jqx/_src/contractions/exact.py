@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,8 @@ from ..numerics.lookup import format_of, name_of_qtype
 from ..tensor.layout import Layout, is_flipped, to_int8
 from ..tensor.qtensor import QTensor
 from .blocks import sum_in_turn, sum_of_blocks, with_scales
-from .dimensions import Dimensions
-from .formulation import CPU, PLATFORMS, formulation
-from .problem import HowTo, longest, needs_shape, needs_transpose
+from .formulation import CPU, ELSEWHERE, PLATFORMS, formulation
+from .problem import Dimensions, HowTo, Product, longest, needs_shape, needs_transpose
 
 # Integer codes as int8, the signed type that every backend multiplies fast.
 
@@ -29,6 +28,8 @@ def as_int8(q: QTensor) -> QTensor:
 
     Codes of uint8 are shifted by -128. Compute limits on sums from the format before this call.
     """
+    if q.layout is None and q.qtype == jnp.int8:
+        return q
     form, zero = format_of(q.qtype), q.zero_point
     if zero is not None:
         zero = to_int8(zero, form)
@@ -236,6 +237,17 @@ def _in_parts(rows: jax.Array, rhs: jax.Array) -> jax.Array:
 Multiply = Callable[..., Products]
 
 
+def _is_shaped(case: Product) -> bool:
+    """Whether XLA on CPU would not pass a large product to its int8 library as written."""
+    is_large_product = case.are_bytes and case.is_large and case.block is None
+    return is_large_product and (case.is_corrected or case.is_narrow)
+
+
+def _widens_in_a_row(case: Product) -> bool:
+    """Whether XLA on GPUs does not compile it: one row and 4-bit codes that the product widens."""
+    return case.are_bytes and case.widens and case.is_narrow
+
+
 @formulation(
     "integers: multiplied as int8 into int32, exactly; zero points and scales come after",
     PLATFORMS,
@@ -250,7 +262,7 @@ def integer(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     "(on other platforms for one row and codes of 4 bits) a row is added, which keeps the product "
     "on the int8 library and sums columns for zero points",
     CPU,
-    lambda case: _is_shaped(case),
+    _is_shaped,
 )
 def integer_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return _integer(lhs, rhs, how, shaped)
@@ -279,7 +291,7 @@ def accumulator(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 @formulation(
     "sums to be requantized, where `integer_shaped` is the form of the product",
     CPU,
-    lambda case: _is_shaped(case),
+    _is_shaped,
     op="dot_general:int32",
 )
 def accumulator_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
@@ -289,7 +301,7 @@ def accumulator_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 @formulation(
     "integers of more than 8 bits: split into int8 digits, whose products are exact",
     PLATFORMS,
-    lambda case: case.are_integers and not case.are_bytes,
+    lambda case: not case.are_bytes,
 )
 def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     limit = longest(lhs, rhs)
@@ -310,15 +322,26 @@ def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return sum_of_blocks(lhs, rhs, how.dimensions, compute, how.block)
 
 
+INTEGERS = (
+    integer_digits,
+    integer_blocks,
+    integer_shaped,
+    dataclasses.replace(integer_shaped, platforms=ELSEWHERE, applies=_widens_in_a_row),
+    integer,
+)
+"""Products of two operands of integers."""
+
+SUMS_OF_INTEGERS = (
+    accumulator_shaped,
+    dataclasses.replace(accumulator_shaped, platforms=ELSEWHERE, applies=_widens_in_a_row),
+    accumulator,
+)
+"""Their int32 sums, to be requantized."""
+
+
 def in_fitting_shapes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     """Multiplies without blocks in the shapes that are fast on CPU."""
     return _integer(lhs, rhs, how, fitting)
-
-
-def _is_shaped(case: Any) -> bool:
-    """Whether XLA on CPU would not pass a large product to its int8 library as written."""
-    is_large_product = case.are_bytes and case.is_large and case.block is None
-    return is_large_product and (case.is_corrected or case.is_narrow)
 
 
 def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:
@@ -330,7 +353,9 @@ def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Mul
 
     Intermediate terms may wrap around in int32; the total is right if it fits.
     """
-    a, b = _zero(lhs, dimensions.lhs_to_output), _zero(rhs, dimensions.rhs_to_output)
+    a, b = lhs.zero_point, rhs.zero_point
+    a = None if a is None else dimensions.lhs_to_output(a.astype(jnp.int32))
+    b = None if b is None else dimensions.rhs_to_output(b.astype(jnp.int32))
     total, left, right = multiply(
         lhs.values, rhs.values, dimensions, left=b is not None, right=a is not None
     )
@@ -376,12 +401,11 @@ def _float_of(lhs: QTensor, rhs: QTensor) -> jnp.dtype:
 
 def _runs(
     lhs: QTensor, rhs: QTensor, dimensions: Dimensions, limit: int
-) -> Iterator[tuple[QTensor, QTensor]]:
-    """Yields operands with at most `limit` products per sum, cut along contracted axes."""
+) -> list[tuple[QTensor, QTensor]]:
+    """Returns operands with at most `limit` products per sum, cut along contracted axes."""
     products = dimensions.contracted_size(lhs)
     if not is_at_least(products, limit + 1):
-        yield lhs, rhs
-        return
+        return [(lhs, rhs)]
     if export.is_symbolic_dim(products):
         raise fail(
             "dot_general",
@@ -394,12 +418,12 @@ def _runs(
     i, j = max(pairs, key=lambda pair: lhs.shape[pair[0]])
     n = lhs.shape[i]
     size = max(1, n * limit // products)
+    parts = []
     for start in range(0, n, size):
-        yield from _runs(_cut(lhs, i, start, size), _cut(rhs, j, start, size), dimensions, limit)
-
-
-def _cut(q: QTensor, axis: int, start: int, size: int) -> QTensor:
-    return q[(slice(None),) * axis + (slice(start, start + size),)]
+        cut = (slice(start, start + size),)
+        left, right = lhs[(slice(None),) * i + cut], rhs[(slice(None),) * j + cut]
+        parts += _runs(left, right, dimensions, limit)
+    return parts
 
 
 def digits_of(q: QTensor) -> list[QTensor]:
@@ -419,7 +443,3 @@ def digits_of(q: QTensor) -> list[QTensor]:
         dataclasses.replace(q, values=digit, zero_point=None, qtype=jnp.int8, layout=None)
         for digit in planes(differences)[:count]
     ]
-
-
-def _zero(q: QTensor, to_output: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
-    return None if q.zero_point is None else to_output(q.zero_point.astype(jnp.int32))

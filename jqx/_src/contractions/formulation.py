@@ -22,7 +22,7 @@ from ..compat_kernels import IN_EXPORTS
 from ..errors import fail
 from ..signatures import P
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import alone
+from ..tensor.segments import OneOf, alone
 
 # Derivatives of products that are computed in another way than they are differentiated.
 
@@ -240,26 +240,49 @@ def _check(mine: Any) -> None:
         raise fail("extend.using", problem, fix=fix)
 
 
+class Family(NamedTuple):
+    """Formulations with a common condition, in the order in which they are tried.
+
+    Attributes:
+      applies: the condition of all of them, which is asked once.
+      formulations: with what else each of them needs.
+    """
+
+    applies: Callable[[Any], bool]
+    formulations: tuple[Formulation, ...]
+
+
 class Planner:
     """The formulations of an operation, in the order in which they are tried."""
 
-    def __init__(self, op: str, *formulations: Formulation):
-        self.op, self.formulations = op, formulations
+    def __init__(self, op: str, *families: Family | Formulation):
+        self.op, self.families = op, families
         OPS.add(op)
+
+    @property
+    def formulations(self) -> tuple[Formulation, ...]:
+        """All formulations, in order."""
+        families = [[x] if isinstance(x, Formulation) else x.formulations for x in self.families]
+        return tuple(form for forms in families for form in forms)
 
     def choose(self, case: Any) -> "Choice | None":
         """Returns the first formulation that applies, for each platform; `None` if a platform has
         none.
         """
-        added = [form for form, *_ in _ADDED.value if form.op == self.op]
         left, by_platform = {*PLATFORMS}, {}
-        for form in (*added, *self.formulations):
-            platforms = left.intersection(form.platforms)
-            if platforms and form.applies(case):
-                by_platform.update(dict.fromkeys(platforms, form))
-                left -= platforms
-            if not left:
-                return Choice(**by_platform)
+        added = [form for form, *_ in _ADDED.value if form.op == self.op]
+        for family in (*added, *self.families):
+            if isinstance(family, Formulation):
+                forms: tuple[Formulation, ...] = (family,)
+            else:
+                forms = family.formulations if family.applies(case) else ()
+            for form in forms:
+                platforms = left.intersection(form.platforms)
+                if platforms and form.applies(case):
+                    by_platform.update(dict.fromkeys(platforms, form))
+                    left -= platforms
+                if not left:
+                    return Choice(**by_platform)
         return None
 
     def compute(self, case: Any, *operands: Any) -> Any:
@@ -305,9 +328,9 @@ _CHOICES: dict[str, Choice] = {}
 def _named(choice: Choice) -> Callable[..., Any]:
     def contract(how: Any, *arrays: Any) -> Any:
         compute = _by_platform(choice, how)
-        if any(form.needs_linear for form in choice):
+        if any([form.needs_linear for form in {*choice}]):
             compute = with_derivative(compute, _by_platform(choice, how, is_linear=True))
-        elif choice.own:
+        elif len({*choice}) > 1:
             # Outside of `platform_dependent`, which would store converted codes.
             compute = jax.checkpoint(compute)
         return compute(*arrays)
@@ -326,7 +349,7 @@ def _named(choice: Choice) -> Callable[..., Any]:
 
 def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a function of QTensors accept slices of stacks, as plain QTensors."""
-    return lambda *operands: compute(*map(alone, operands))
+    return lambda *operands: compute(*[alone(x) if isinstance(x, OneOf) else x for x in operands])
 
 
 def _by_platform(choice: Choice, how: Any, is_linear: bool = False) -> Callable[..., Any]:
@@ -345,10 +368,10 @@ def _by_platform(choice: Choice, how: Any, is_linear: bool = False) -> Callable[
 
         return run
 
-    per_platform = {platform: function_of(form) for platform, form in choice.own.items()}
     default = function_of(choice.default)
-    if not per_platform:
+    if len({*choice}) == 1:
         return default
+    per_platform = {platform: function_of(form) for platform, form in choice.own.items()}
     return lambda *arrays: lax.platform_dependent(*arrays, default=default, **per_platform)
 
 

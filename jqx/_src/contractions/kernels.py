@@ -21,9 +21,14 @@ from ..tensor.qtensor import QTensor
 from ..tensor.segments import found
 from ..tensor.targets import kernel_of, layout_for_kernel
 from .blocks import with_own_scales
-from .dimensions import Dimensions
 from .exact import as_int8, integer
-from .formulation import CPU, ELSEWHERE, formulation, formulation_of_kernels, of_slices
+from .formulation import (
+    CPU,
+    ELSEWHERE,
+    formulation,
+    formulation_of_kernels,
+    of_slices,
+)
 from .plain import convert, dequantize, is_exact_in, tiles
 from .problem import ACCUMULATOR, HowTo, Pending, largest
 
@@ -62,29 +67,43 @@ def is_laid_out_for(target: str, x: Any, q: QTensor, how: HowTo) -> bool:
     )
 
 
-def over_matrices(
-    run: Callable[..., jax.Array],
-    dimensions: Dimensions,
-    left: Sequence[jax.Array],
-    right: Sequence[jax.Array | None],
-    result_factor: jax.Array | None = None,
+def by_matrices(
+    kernel: Callable[..., jax.Array],
+    rows: Sequence[jax.Array],
+    q: QTensor,
+    how: HowTo,
+    dtype: Any,
+    **options: Any,
 ) -> jax.Array:
-    """Returns the contraction of operands by a function of matrices.
+    """Returns the contraction of rows and a weight by a kernel of matrices, which reads the codes
+    from the stack of the weight if it is a slice of a stack.
 
     Args:
-      run: `(*left, *right) -> [M, N]`, of matrices.
-      dimensions: of the contraction.
-      left: the left operand, and parameters of its rank, with its size or 1 along kept axes.
-      right: the right operand [..., K, N], and parameters of its rank.
-      result_factor: a factor of the results, of the rank of the right operand, or `None`.
+      kernel: `(*rows, codes, scale, zero) -> [M, N]`, of matrices.
+      rows: the left operand, and parameters of its rank, with its size or 1 along kept axes.
+      q: the weight [..., K, N].
+      how: the static arguments of the product.
+      dtype: the dtype of rows that the weight is multiplied by.
+      **options: of the kernel.
     """
-    x, q = left[0], right[0]
-    assert q is not None
+    dimensions, (codes, step) = how.dimensions, found(q)
+    is_in_stack = step is not None and q.ndim == 2
+    q = with_own_scales(q, (q.ndim - 1,))
+    scale, zero, result_factor = parameters_of(q, dtype)
+    options["dtype"] = jnp.float32 if how.dtype is None or result_factor is not None else how.dtype
+
+    def run(*operands: jax.Array | None) -> jax.Array:
+        if not is_in_stack:
+            return kernel(*operands, **options)
+        of_rows, parameters = operands[: len(rows)], operands[len(rows) + 1 :]
+        return kernel(*of_rows, codes, *parameters, step=step, **options)
+
+    x, left, right = rows[0], rows, (q.values, scale, zero)
     batch = tuple(q.shape[axis] for axis in dimensions.rhs_batch)
     free = tuple(x.shape[axis] for axis in dimensions.lhs_free)
     order = (*dimensions.lhs_batch, *dimensions.lhs_free, *dimensions.lhs_contracting)
 
-    def rows(leaf: jax.Array) -> jax.Array:
+    def as_rows(leaf: jax.Array) -> jax.Array:
         wide = jnp.transpose(leaf, order)
         wide = jnp.broadcast_to(wide, (*batch, *free, wide.shape[-1]))
         return wide.reshape(math.prod(batch), math.prod(free), wide.shape[-1])
@@ -96,7 +115,7 @@ def over_matrices(
         full = jnp.broadcast_to(leaf, (*batch, *leaf.shape[-2:]))
         return full.reshape(math.prod(batch), *leaf.shape[-2:])
 
-    operands = [*map(rows, left), *map(columns, right)]
+    operands = [*map(as_rows, left), *map(columns, right)]
     if batch:
         y = jax.vmap(run)(*operands)
     else:
@@ -105,20 +124,6 @@ def over_matrices(
     if factor is not None:
         y = y * factor
     return y.reshape(*batch, *free, q.shape[-1])
-
-
-def in_stack(kernel: Callable[..., jax.Array], q: QTensor, index: int) -> Callable[..., jax.Array]:
-    """Returns a kernel of matrices that reads the codes, its operand `index`, from the
-    stack of a weight, if the weight is a slice of a stack.
-    """
-    codes, step = found(q)
-    if step is None or q.ndim > 2:
-        return kernel
-
-    def run(*operands: jax.Array | None, **options: Any) -> jax.Array:
-        return kernel(*operands[:index], codes, *operands[index + 1 :], step=step, **options)
-
-    return run
 
 
 def precision_of(precision: Any) -> Any:
@@ -159,11 +164,6 @@ class Parameters(NamedTuple):
     scale: jax.Array
     zero: jax.Array | None
     factor: jax.Array | None
-
-
-def dtype_of(how: HowTo, parameters: Parameters) -> Any:
-    """Returns the dtype that a kernel writes: that of the result, if no factor follows."""
-    return how.dtype if how.dtype is not None and parameters.factor is None else jnp.float32
 
 
 def parameters_of(q: QTensor, dtype: Any) -> Parameters:
@@ -231,17 +231,9 @@ def is_looked_up(q: QTensor) -> bool:
 
 @formulation_of_kernels(DECODING, _multiplies_floats, linear=dequantize.linear)
 def kernel(target: str, x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    x, weights = rows_on(target, x), in_stack(weights_on(target), q, 1)
-    q = with_own_scales(q, (q.ndim - 1,))
-    parameters = parameters_of(q, x.dtype)
-    run = functools.partial(
-        weights,
-        table=table_of(q),
-        precision=precision_of(how.precision),
-        dtype=dtype_of(how, parameters),
-    )
-    weight = [q.values, parameters.scale, parameters.zero]
-    return over_matrices(run, how.dimensions, [x], weight, parameters.factor)
+    x = rows_on(target, x)
+    options = {"table": table_of(q), "precision": precision_of(how.precision)}
+    return by_matrices(weights_on(target), [x], q, how, x.dtype, **options)
 
 
 def as_activation(q: QTensor, weight: QTensor, wide: Any) -> jax.Array:
@@ -335,6 +327,10 @@ def float8_groups(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return convert.compute(_real(lhs, rhs), rhs, how)
 
 
+KERNELS = (*kernel, *kernel_of_codes, float8_groups_in_tiles, float8_groups)
+"""Products with a weight that is laid out for a kernel."""
+
+
 def _real(lhs: QTensor, rhs: QTensor) -> jax.Array:
     return lhs.astype(common_dtype(lhs.dtype, rhs.dtype)).dequantize()
 
@@ -391,12 +387,8 @@ def products(
     """
 
     def run(lhs: QTensor | Pending, q: QTensor) -> jax.Array:
-        kernel = in_stack(products_on(target), q, 2)
-        q = with_own_scales(q, (q.ndim - 1,))
-        parameters, rows = parameters_of(q, jnp.float32), Rows.of(target, lhs)
-        by_matrices = functools.partial(kernel, form=rows.form, dtype=dtype_of(how, parameters))
+        rows = Rows.of(target, lhs)
         left = [rows.x, rows.scale.astype(jnp.float32)]
-        weight = [q.values, parameters.scale, parameters.zero]
-        return over_matrices(by_matrices, how.dimensions, left, weight, parameters.factor)
+        return by_matrices(products_on(target), left, q, how, jnp.float32, form=rows.form)
 
     return derived_as(run, functools.partial(plain, how=how))(lhs, rhs)

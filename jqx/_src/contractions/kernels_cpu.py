@@ -23,12 +23,11 @@ from ..tensor.qtensor import QTensor
 from ..tensor.segments import alone, found
 from ..tensor.targets import is_decoded, kernel_of
 from .blocks import with_own_scales
-from .dimensions import Dimensions
 from .exact import accumulate, as_int8, fitting, in_fitting_shapes, integer_blocks, to_rows
 from .formulation import CPU, formulation
 from .kernels import derived_as, numbers_of_codes, precision_of
 from .plain import is_exact_in, tangent_tiles, tiles
-from .problem import HowTo, Pending, Product, is_byte, is_integer, longest
+from .problem import Dimensions, HowTo, Pending, Product, is_byte, is_integer, longest
 
 
 def is_in_rows(x: Any, q: QTensor, dimensions: Dimensions) -> bool:
@@ -420,3 +419,7 @@ def decoded(
         scale = q.real_scale()
     options = {"table": numbers_of_codes(format_of(q.qtype)), "step": step, "sizes": sizes}
     return as_output(decoded_product_cpu(rows, codes, in_groups(scale, q), **options), x, how)
+
+
+PACKAGE = (package_codes, package_batches, package_floats, package_groups, package_decoded)
+"""Products by kernels of jqx-cpu."""

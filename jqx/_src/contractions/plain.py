@@ -6,6 +6,7 @@ A product of a bfloat16 operand with an int8 operand would be computed in float3
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,16 +22,15 @@ from ..numerics.qtype import Integer
 from ..ops.affine import affine_dequantize
 from ..tensor.qtensor import QTensor
 from .blocks import in_slices, sum_of_blocks, with_own_scales, with_scales
-from .dimensions import Dimensions
 from .exact import as_int8, rows_product, to_rows
 from .formulation import CPU, ELSEWHERE, formulation
-from .problem import HowTo, needs_shape
+from .problem import Dimensions, HowTo, needs_shape
 
 
 @formulation(
     "a float operand: the codes are converted inside the product; scales come after",
     ELSEWHERE,
-    lambda case: case.is_beside_floats,
+    lambda case: True,
 )
 def convert(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     def compute(x: jax.Array, q: QTensor, dimensions: Dimensions) -> jax.Array:
@@ -44,8 +44,7 @@ def convert(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     "for a single row XLA would copy the weight to memory in float32",
     ELSEWHERE,
     lambda case: (
-        case.is_beside_floats
-        and case.is_large
+        case.is_large
         and case.block is not None
         and case.rows == 1
         and bool(case.dimensions.lhs_free)
@@ -62,7 +61,7 @@ def convert_row(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     "floats and a small operand on CPU, which does not multiply 16-bit floats in every layout: "
     "both are converted to float32, and codes are multiplied by the power of two of their scale",
     CPU,
-    lambda case: case.is_beside_floats and not case.is_large,
+    lambda case: not case.is_large,
 )
 def convert_wide(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     wide = common_dtype(x.dtype, q.dtype)
@@ -87,9 +86,7 @@ def _dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     "a float operand with many rows, and scales in blocks: the codes are scaled in float32 and "
     "rounded to the dtype of the operand, once for all rows",
     ELSEWHERE,
-    lambda case: (
-        case.is_beside_floats and case.is_large and case.block is not None and case.has_many_rows
-    ),
+    lambda case: case.is_large and case.block is not None and case.has_many_rows,
     linear=_dequantize,
     rounds=False,
 )
@@ -108,7 +105,7 @@ def dequantize(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 @formulation(
     "two operands of 8-bit floats: multiplied as they are; scales come after",
     ELSEWHERE,
-    lambda case: case.are_float8,
+    lambda case: True,
 )
 def float8(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     wide = common_dtype(lhs.dtype, rhs.dtype)
@@ -204,7 +201,7 @@ TILES = 8
 @formulation(
     "a float operand on CPU, which stores converted codes in memory: converted a tile at a time",
     CPU,
-    lambda case: case.is_beside_floats,
+    lambda case: True,
 )
 def tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     # Sums of products with float16 never overflow float32.
@@ -219,7 +216,7 @@ def tangent_tiles(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
 @formulation(
     "two operands of 8-bit floats on CPU: as bfloat16, which represents them, a tile at a time",
     CPU,
-    lambda case: case.are_float8,
+    lambda case: True,
 )
 def float8_tiles(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     unit_scale = jnp.ones((1,) * rhs.ndim, jnp.float32)
@@ -253,9 +250,7 @@ def _in_tiles(x: jax.Array, q: QTensor, how: HowTo, look: bool = False) -> jax.A
         if look and not by_rows:
             power, scale = split_power(scale)
             real = real * power.astype(x.dtype)
-        y = lax.dot_general(
-            x, real, dimensions.numbers, precision=how.precision, preferred_element_type=wide
-        )
+        y = _dot(x, real, dimensions, how.precision, wide)
         return y * dimensions.rhs_to_output(scale) if scale_after else y
 
     result = x.size // dimensions.contracted_size(x) * dimensions.columns(q)
@@ -317,18 +312,14 @@ COPIES = 8
     "few float rows and integers on CPU: the rows are split into three int8 digits, so that the "
     "codes are multiplied as they are, without a float copy",
     CPU,
-    lambda case: (
-        case.is_beside_floats and case.fits_digits and case.block is None and not case.has_many_rows
-    ),
+    lambda case: case.fits_digits and case.block is None and not case.has_many_rows,
     linear=tangent_tiles,
 )
 def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     dimensions = how.dimensions
     row_axis = len(dimensions.lhs_batch)
-    rows, step = split(to_rows(x.astype(jnp.float32), dimensions), row_axis)
-    power, remainder = _split_steps(step)
 
-    def compute(rows: jax.Array, tile: QTensor) -> jax.Array:
+    def compute(rows: jax.Array, power: jax.Array, tile: QTensor) -> jax.Array:
         tile = as_int8(tile)
         total, left, _ = rows_product(
             rows, tile.values, dimensions, left=tile.zero_point is not None
@@ -339,26 +330,21 @@ def digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
             tile.real_scale().astype(jnp.float32), dimensions
         )
 
-    q = with_own_scales(q, dimensions.rhs_kept)
-    sums = dimensions.columns(q) * rows.size // math.prod(rows.shape[row_axis + 1 :])
-    y = in_slices(rows, q, _of_rows(dimensions, rows.ndim), _slices(q, sums), compute)
-    return _as_output(y * _spread(remainder, y.ndim), x, dimensions)
+    return _by_digits(x, q, dimensions, dimensions.contracted_size(x), compute)
 
 
 @formulation(
     "few float rows and integers in blocks on CPU: as digits, with several blocks in one product "
     "whose rows are zero outside of their block",
     CPU,
-    lambda case: case.is_beside_floats and case.fits_digits and case.has_few_rows_for_blocks,
+    lambda case: case.fits_digits and case.has_few_rows_for_blocks,
     linear=tangent_tiles,
 )
 def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
-    dimensions, block = how.dimensions, how.block
+    block = how.block
     assert block is not None
-    rows, step = split(to_rows(x.astype(jnp.float32), dimensions), 0)
-    power, remainder = _split_steps(step)
 
-    def compute(rows: jax.Array, tile: QTensor) -> jax.Array:
+    def compute(rows: jax.Array, power: jax.Array, tile: QTensor) -> jax.Array:
         tile = as_int8(tile)
         columns, count = tile.shape[1:], tile.shape[0] // block.size
         blocks_per_run = _together(rows.shape[0], count)
@@ -376,10 +362,42 @@ def block_digits(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
         y = (unit_rows @ z.reshape(count, -1))[0].reshape(z.shape[1:])
         return y.reshape(-1, *columns)
 
+    return _by_digits(x, q, how.dimensions, block.size, compute)
+
+
+def _by_digits(
+    x: jax.Array,
+    q: QTensor,
+    dimensions: Dimensions,
+    summed: int,
+    compute: Callable[[jax.Array, jax.Array, QTensor], jax.Array],
+) -> jax.Array:
+    """Returns the product of an array and codes, by its digits and the codes in slices.
+
+    Args:
+      x: floats.
+      q: integers.
+      dimensions: of the product.
+      summed: how many products an int32 sum has.
+      compute: multiplies digits of rows, with the powers of two of their steps, by a slice.
+    """
+    row_axis = len(dimensions.lhs_batch)
+    rows, step = split(to_rows(x.astype(jnp.float32), dimensions), row_axis)
+    power, remainder = _split_steps(step)
     q = with_own_scales(q, dimensions.rhs_kept)
-    sums = dimensions.columns(q) * rows.size // block.size
-    y = in_slices(rows, q, _of_rows(dimensions, 2), _slices(q, sums), compute)
-    return _as_output(y * _spread(remainder, y.ndim), x, dimensions)
+    of_rows = Dimensions(
+        rows.ndim,
+        dimensions.rhs_rank,
+        tuple(range(row_axis + 1, rows.ndim)),
+        dimensions.rhs_contracting,
+        tuple(range(row_axis)),
+        dimensions.rhs_batch,
+    )
+    count = _slices(q, dimensions.columns(q) * rows.size // summed)
+    y = in_slices(rows, q, of_rows, count, lambda rows, tile: compute(rows, power, tile))
+    y = y * remainder.reshape(*remainder.shape, *(1,) * (y.ndim - remainder.ndim))
+    free = [x.shape[axis] for axis in dimensions.lhs_free]
+    return y.reshape(*y.shape[:row_axis], *free, *y.shape[row_axis + 1 :])
 
 
 def split(rows: jax.Array, row_axis: int) -> tuple[jax.Array, jax.Array]:
@@ -428,36 +446,12 @@ def join(total: jax.Array, row_axis: int, power: jax.Array) -> jax.Array:
     return (high * (65536.0 * power) + middle * (256.0 * power)) + low * power
 
 
-def _of_rows(dimensions: Dimensions, rank: int) -> Dimensions:
-    """Returns the dimensions of rows `(*batch, rows, *contracted)` and the right operand."""
-    row_axis = len(dimensions.lhs_batch)
-    return Dimensions(
-        rank,
-        dimensions.rhs_rank,
-        tuple(range(row_axis + 1, rank)),
-        dimensions.rhs_contracting,
-        tuple(range(row_axis)),
-        dimensions.rhs_batch,
-    )
-
-
 def _beside(parameter: jax.Array, dimensions: Dimensions) -> jax.Array:
     """Lines a parameter of the right operand up with `(*batch, rows, *columns)`."""
     order = (*dimensions.rhs_batch, *dimensions.rhs_free, *dimensions.rhs_contracting)
     row_axis = len(dimensions.rhs_batch)
     shape = [parameter.shape[axis] for axis in order[: row_axis + len(dimensions.rhs_free)]]
     return parameter.transpose(order).reshape(*shape[:row_axis], 1, *shape[row_axis:])
-
-
-def _spread(step: jax.Array, rank: int) -> jax.Array:
-    return step.reshape(*step.shape, *(1,) * (rank - step.ndim))
-
-
-def _as_output(y: jax.Array, x: jax.Array, dimensions: Dimensions) -> jax.Array:
-    """Splits the rows of `(*batch, rows, *columns)` into the free axes again."""
-    row_axis = len(dimensions.lhs_batch)
-    free = tuple(x.shape[axis] for axis in dimensions.lhs_free)
-    return y.reshape(*y.shape[:row_axis], *free, *y.shape[row_axis + 1 :])
 
 
 def _slices(q: QTensor, sums: int) -> int:
@@ -489,3 +483,10 @@ def _block_diagonal(rows: jax.Array, count: int, size: int, blocks: int) -> jax.
 def _flat(parameter: jax.Array, columns: tuple[int, ...]) -> jax.Array:
     """Brings a parameter with blocks along its first axis to `[blocks, columns]`."""
     return jnp.broadcast_to(parameter, (parameter.shape[0], *columns)).reshape(len(parameter), -1)
+
+
+FLOAT8 = (float8_tiles, float8)
+"""Products of two operands of 8-bit floats."""
+
+FLOATS = (convert_wide, digits, block_digits, tiles, dequantize, convert_row, convert)
+"""Products of floats and codes."""

@@ -1,4 +1,5 @@
-"""A product as jqx sees it: two operands, which axes are contracted, which scales are in blocks.
+"""A product as jqx sees it: two operands, which axes are contracted, which scales are in blocks. A
+convolution has an image, a kernel and a window.
 
     y[b, m, n] = sum_g s[b, m, g] t[b, g, n] sum_{k in g} (x[b, m, k] - z[b, m, g])
                                                           (w[b, k, n] - u[b, g, n])
@@ -14,17 +15,19 @@ an array, a QTensor, or an array that is still to be quantized (`Pending`).
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..checks import is_at_least
+from ..errors import fail
 from ..numerics.blocks import Block as BlockFormat
-from ..numerics.exact import RoundMode, bit_width, common_dtype
+from ..numerics.exact import RoundMode, common_dtype
 from ..numerics.lookup import format_of
 from ..numerics.minifloats import Minifloat
 from ..numerics.qtype import Integer
@@ -32,11 +35,289 @@ from ..numerics.runtimes import ngraph
 from ..statistics.calibrators import Affine
 from ..statistics.granularity import Groups
 from ..tensor.grid import fit
-from ..tensor.layout import is_flipped
+from ..tensor.layout import is_flipped, permuted_axis, taken
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..tensor.targets import kernel_of
-from .dimensions import Dimensions
+
+# The roles of the axes of an operand in a contraction.
+
+
+Axes = tuple[int, ...]
+
+
+class OperandAxes(NamedTuple):
+    """The axes of one operand.
+
+    Attributes:
+      contracted: the axes that are summed over.
+      kept: the axes of the result; each of their indices may have its own scale.
+      batch: those of the kept axes that are batch axes.
+    """
+
+    contracted: Axes
+    kept: Axes
+    batch: Axes = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimensions:
+    """Normalised dimension numbers of operands of known rank.
+
+    The axes of the result are: batch axes, free axes of the left operand, then of the right one.
+    """
+
+    lhs_rank: int
+    rhs_rank: int
+    lhs_contracting: tuple[int, ...]
+    rhs_contracting: tuple[int, ...]
+    lhs_batch: tuple[int, ...]
+    rhs_batch: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numbers: lax.DotDimensionNumbers, lhs_rank: int, rhs_rank: int) -> "Dimensions":
+        """Reads dimension numbers in the form that `lax.dot_general` takes."""
+        (lc, rc), (lb, rb) = numbers
+        return _normal((*lc,), (*rc,), (*lb,), (*rb,), lhs_rank, rhs_rank)
+
+    @functools.cached_property
+    def axes(self) -> tuple[OperandAxes, OperandAxes]:
+        """The roles of the axes of both operands."""
+        return (
+            OperandAxes(self.lhs_contracting, self.lhs_kept, self.lhs_batch),
+            OperandAxes(self.rhs_contracting, self.rhs_kept, self.rhs_batch),
+        )
+
+    @functools.cached_property
+    def numbers(self) -> lax.DotDimensionNumbers:
+        """The dimension numbers as `lax.dot_general` takes them."""
+        return (
+            (self.lhs_contracting, self.rhs_contracting),
+            (self.lhs_batch, self.rhs_batch),
+        )
+
+    @functools.cached_property
+    def lhs_kept(self) -> tuple[int, ...]:
+        """Axes of the left operand that the result has: batch axes and free ones."""
+        return tuple([i for i in range(self.lhs_rank) if i not in self.lhs_contracting])
+
+    @functools.cached_property
+    def rhs_kept(self) -> tuple[int, ...]:
+        """Axes of the right operand that the result has: batch axes and free ones."""
+        return tuple([i for i in range(self.rhs_rank) if i not in self.rhs_contracting])
+
+    @functools.cached_property
+    def lhs_free(self) -> tuple[int, ...]:
+        """Axes that only the left operand has."""
+        return tuple([i for i in self.lhs_kept if i not in self.lhs_batch])
+
+    @functools.cached_property
+    def rhs_free(self) -> tuple[int, ...]:
+        """Axes that only the right operand has."""
+        return tuple([i for i in self.rhs_kept if i not in self.rhs_batch])
+
+    @functools.cached_property
+    def swapped(self) -> "Dimensions":
+        """The dimensions of the operands in the other order."""
+        return Dimensions(
+            self.rhs_rank,
+            self.lhs_rank,
+            self.rhs_contracting,
+            self.lhs_contracting,
+            self.rhs_batch,
+            self.lhs_batch,
+        )
+
+    def renamed(self, lhs: Sequence[int], rhs: Sequence[int]) -> "Dimensions":
+        """The dimensions of operands whose axis `i` was moved to `lhs[i]`, `rhs[i]`."""
+
+        def moved(axes: tuple[int, ...], to: Sequence[int]) -> tuple[int, ...]:
+            return tuple([to[axis] for axis in axes])
+
+        return Dimensions(
+            self.lhs_rank,
+            self.rhs_rank,
+            moved(self.lhs_contracting, lhs),
+            moved(self.rhs_contracting, rhs),
+            moved(self.lhs_batch, lhs),
+            moved(self.rhs_batch, rhs),
+        )
+
+    def swap_output(self, y: jax.Array) -> jax.Array:
+        """Reorders the result of the `swapped` contraction: left axes before right axes."""
+        batch, left, right = len(self.lhs_batch), len(self.lhs_free), len(self.rhs_free)
+        if not (left and right):
+            return y
+        rights, lefts = range(batch, batch + right), range(batch + right, batch + right + left)
+        return jnp.transpose(y, (*range(batch), *lefts, *rights))
+
+    def output_axis(self, rhs_axis: int) -> int:
+        """Returns the place, in the result, of an axis that the right operand keeps."""
+        if rhs_axis in self.rhs_batch:
+            return self.rhs_batch.index(rhs_axis)
+        return len(self.lhs_batch) + len(self.lhs_free) + self.rhs_free.index(rhs_axis)
+
+    def partner(self, rhs_axis: int) -> int | None:
+        """Returns the axis of the left operand that a contracted or batch axis is paired with."""
+        lefts = (*self.lhs_contracting, *self.lhs_batch)
+        rights = (*self.rhs_contracting, *self.rhs_batch)
+        return dict(zip(rights, lefts, strict=True)).get(rhs_axis)
+
+    def fits(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> bool:
+        """Whether operands of two shapes can be contracted: no axis is named twice, and paired axes
+        have the same size.
+        """
+        lefts = (*self.lhs_contracting, *self.lhs_batch)
+        rights = (*self.rhs_contracting, *self.rhs_batch)
+        counts = len(self.lhs_batch) == len(self.rhs_batch) and len(lefts) == len(rights)
+        distinct = len({*lefts}) == len(lefts) and len({*rights}) == len(rights)
+        if not (counts and distinct):
+            return False
+        return [lhs[i] for i in lefts] == [rhs[j] for j in rights]
+
+    def result_shape(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the shape of the result of operands of two shapes."""
+        left = [lhs[axis] for axis in (*self.lhs_batch, *self.lhs_free)]
+        return (*left, *[rhs[axis] for axis in self.rhs_free])
+
+    def rows(self, lhs: Any) -> int:
+        """Returns how many elements the free axes of the left operand have."""
+        return math.prod([lhs.shape[axis] for axis in self.lhs_free])
+
+    def columns(self, rhs: Any) -> int:
+        """Returns how many elements the free axes of the right operand have."""
+        return math.prod([rhs.shape[axis] for axis in self.rhs_free])
+
+    def contracted_size(self, lhs: Any) -> int:
+        """Returns the number of products that are summed for each element of the result."""
+        return math.prod([lhs.shape[axis] for axis in self.lhs_contracting])
+
+    def lhs_to_output(self, x: jax.Array) -> jax.Array:
+        """Lines an array of the left rank, of size 1 along contracted axes, up with the result."""
+        order = (*self.lhs_batch, *self.lhs_free)
+        shape = [x.shape[axis] for axis in order] + [1] * len(self.rhs_free)
+        return jnp.transpose(x, (*order, *self.lhs_contracting)).reshape(shape)
+
+    def rhs_to_output(self, x: jax.Array) -> jax.Array:
+        """Lines an array of the right rank, of size 1 along contracted axes, up with the result."""
+        shape = [x.shape[axis] for axis in (*self.rhs_batch, *self.rhs_free)]
+        shape[len(self.rhs_batch) : len(self.rhs_batch)] = [1] * len(self.lhs_free)
+        order = (*self.rhs_batch, *self.rhs_free, *self.rhs_contracting)
+        return jnp.transpose(x, order).reshape(shape)
+
+
+@functools.cache
+def _normal(lc: Axes, rc: Axes, lb: Axes, rb: Axes, lhs_rank: int, rhs_rank: int) -> Dimensions:
+    """Returns dimensions whose axes count from the first; one object for all equal ones."""
+
+    def normal(axes: Axes, rank: int) -> Axes:
+        numbers = []
+        for axis in axes:
+            if axis not in range(-rank, rank):
+                problem = f"axis {axis} of `dimension_numbers` is out of range for rank {rank}."
+                fix = "name axes that the operands have."
+                raise fail("dot_general", problem, fix=fix, error=TypeError)
+            numbers.append(int(axis) % rank)
+        return tuple(numbers)
+
+    lefts, rights = normal(lc, lhs_rank), normal(rc, rhs_rank)
+    return Dimensions(lhs_rank, rhs_rank, lefts, rights, normal(lb, lhs_rank), normal(rb, rhs_rank))
+
+
+# Contractions of QTensors with offsets and permuted axes, without dequantizing a weight. Offsets
+# are moved out of the sum, and the other operand is permuted to the order of a permuted axis.
+#
+#     sum_k x[k] (c[k] s[g] + o[g])  =  sum_k x[k] c[k] s[g]  +  sum_g (sum_{k in g} x[k]) o[g]
+
+
+def in_order(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any]:
+    """Returns operands whose contracted axes have the same order, without an `order` field: the
+    other operand of a permuted axis is permuted in the same way.
+    """
+    ordered = []
+    for x, q, of_both in ((left, right, dimensions.swapped), (right, left, dimensions)):
+        if isinstance(q, QTensor) and q.order is not None:
+            x = _ordered_as(x, q, q.order, of_both)
+        ordered.append(x)
+    left, right = (
+        x if getattr(x, "order", None) is None else dataclasses.replace(x, order=None)
+        for x in ordered
+    )
+    return left, right
+
+
+def _ordered_as(x: Any, q: QTensor, order: jax.Array, dimensions: Dimensions) -> Any:
+    """Returns the right operand `x`, contracted with `q`, in its order."""
+    axis = permuted_axis(order)
+    if axis is None:
+        return x
+    axis %= q.ndim
+    pairs = dict(zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True))
+    batch = dict(zip(dimensions.lhs_batch, dimensions.rhs_batch, strict=True))
+    order_axes = {i for i, n in enumerate(order.shape) if n != 1 and i != axis}
+    plain = not isinstance(x, QTensor) or (x.order is None and not order_axes)
+    if not (axis in pairs and order_axes <= {*batch} and plain):
+        raise fail(
+            "dot_general",
+            f"axis {axis - q.ndim} of an operand is permuted, and cannot be contracted so.",
+            given=f"{q!r}, contracted axes {tuple(pairs)}, batch axes {tuple(batch)}",
+            fix="contract q.dequantize(), or the other axis.",
+        )
+    target = {i: pairs[i] if i == axis else batch[i] for i in (*order_axes, axis)}
+    stored, by_target = sorted(target), sorted(target, key=target.__getitem__)
+    indices = order.reshape([order.shape[i] for i in stored])
+    indices = indices.transpose([stored.index(i) for i in by_target])
+    shape = [1] * x.ndim
+    for i in target:
+        shape[target[i]] = order.shape[i]
+    indices = indices.reshape(shape)
+    if isinstance(x, QTensor):
+        return x.take(indices.reshape(-1), pairs[axis])
+    return taken(x, indices, pairs[axis])
+
+
+def of_offset(x: Any, q: QTensor, dimensions: Dimensions) -> jax.Array:
+    """Returns the term that the offset of a QTensor adds to its contraction with `x`, an array or
+    QTensor on the left: sums over groups, times the offset of each group.
+
+    It is computed in float32 on every platform: it is cheap compared to the codes, and often
+    cancels most of their sum.
+    """
+    offset = q.real_offset()
+    assert offset is not None
+    wide = common_dtype(x.dtype, offset.dtype)
+    x = x.astype(wide)
+    x, offset = x.dequantize() if isinstance(x, QTensor) else x, offset.astype(wide)
+    sizes = [1] * x.ndim
+    for mine, axis in zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True):
+        sizes[mine] = q.shape[axis] if offset.shape[axis] == 1 else q.groups.sizes[axis]
+    sums = Groups(x.shape, tuple(sizes)).reduce(jnp.sum, x, 0)
+    for axis in dimensions.rhs_kept:
+        n = q.shape[axis]
+        if offset.shape[axis] != n:
+            size = n if offset.shape[axis] == 1 else q.groups.sizes[axis]
+            offset = jnp.take(offset, np.arange(n, dtype=np.int32) // size, axis, mode="clip")
+    return lax.dot_general(
+        sums,
+        offset,
+        dimensions.numbers,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=wide,
+    )
+
+
+def is_bare(x: Any) -> bool:
+    """Whether an operand has neither an offset nor a permuted axis."""
+    return not isinstance(x, QTensor) or (x.offset is None and x.order is None)
+
+
+def check_bare(function: str, *operands: Any, context: str = "") -> None:
+    """Checks that operands have neither an offset nor a permuted axis."""
+    for q in operands:
+        if not is_bare(q):
+            problem = f"an operand has a float offset, or a permuted axis{context}."
+            raise fail(function, problem, given=repr(q), fix="pass q.dequantize().")
+
 
 # Operands: arrays, QTensors, and arrays that are still to be quantized.
 
@@ -52,7 +333,8 @@ def is_integer(x: Any) -> bool:
 
 def is_byte(x: Any) -> bool:
     """Whether an operand is a QTensor of an integer format of 8 bits or fewer."""
-    return is_integer(x) and format_of(x.qtype).bits <= 8
+    form = format_of(x.qtype) if isinstance(x, QTensor) else None
+    return isinstance(form, Integer) and form.bits <= 8
 
 
 def largest(q: QTensor) -> int:
@@ -163,14 +445,12 @@ class Block(NamedTuple):
 
 def find_block(lhs: Any, rhs: Any, dimensions: Dimensions) -> Block | None:
     """Returns the first contracted pair of axes along which a scale changes."""
-    pairs = zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True)
-    for i, j in pairs:
+    for i, j in zip(dimensions.lhs_contracting, dimensions.rhs_contracting, strict=True):
         n = lhs.shape[i]
         if n != rhs.shape[j]:
             continue  # the contraction itself raises
-        size = math.gcd(
-            *(block_size(x, axis) for x, axis in ((lhs, i), (rhs, j)) if block_size(x, axis) < n)
-        )
+        left, right = block_size(lhs, i), block_size(rhs, j)
+        size = math.gcd(left if left < n else 0, right if right < n else 0)
         if size:
             return Block(i, j, size, dimensions)
     return None
@@ -183,9 +463,9 @@ def block_size(x: Any, axis: int) -> int:
 
 def can_leave_sum(groups: Groups, contracted: Iterable[int]) -> bool:
     """Whether elements that are summed share scales, instead of each having its own."""
-    axes = tuple(contracted)
-    shared = math.prod(groups.sizes[axis] for axis in axes)
-    summed = math.prod(groups.shape[axis] for axis in axes)
+    shared = summed = 1
+    for axis in contracted:
+        shared, summed = shared * groups.sizes[axis], summed * groups.shape[axis]
     return is_at_least(shared, 2) or not is_at_least(summed, 2)
 
 
@@ -240,15 +520,26 @@ class Operands:
     lhs: Any
     rhs: Any
 
+    @cached_property
+    def bits(self) -> int:
+        """The bits of the wider format of two operands of integers; 0 if one is something else."""
+        bits = 0
+        for x in (self.lhs, self.rhs):
+            form = format_of(x.qtype) if isinstance(x, QTensor) else None
+            if not isinstance(form, Integer):
+                return 0
+            bits = max(bits, form.bits)
+        return bits
+
     @property
     def are_integers(self) -> bool:
         """Whether both operands are QTensors of integers."""
-        return is_integer(self.lhs) and is_integer(self.rhs)
+        return self.bits > 0
 
     @property
     def are_bytes(self) -> bool:
         """Whether both operands are QTensors of integers of 8 bits or fewer."""
-        return is_byte(self.lhs) and is_byte(self.rhs)
+        return 0 < self.bits <= 8
 
 
 SMALL = 2**14
@@ -275,12 +566,12 @@ class Product(Operands):
 
     how: HowTo
 
-    @property
+    @cached_property
     def dimensions(self) -> Dimensions:
         """The axes: contracted, batch and free ones."""
         return self.how.dimensions
 
-    @property
+    @cached_property
     def block(self) -> Block | None:
         """The blocks of a scale that changes along a contracted axis, or `None`."""
         return self.how.block
@@ -295,7 +586,7 @@ class Product(Operands):
         """Whether there are too many rows for the methods for few rows."""
         return is_at_least(self.rows, FEW_ROWS + 1)
 
-    @property
+    @cached_property
     def is_beside_floats(self) -> bool:
         """Whether the left operand is an array."""
         return not isinstance(self.lhs, QTensor)
@@ -306,11 +597,12 @@ class Product(Operands):
         are_codes = _is_float8(self.lhs) and _is_float8(self.rhs)
         return are_codes and self.block is None and self.is_large
 
-    @property
+    @cached_property
     def is_large(self) -> bool:
         """Whether a QTensor is so large that avoiding its conversion pays off."""
-        tensors = [self.rhs] if self.is_beside_floats else [self.lhs, self.rhs]
-        return any(is_at_least(q.size, SMALL) for q in tensors) and self.lhs.size != 0
+        size = self.lhs.size
+        is_large = not self.is_beside_floats and is_at_least(size, SMALL)
+        return (is_large or is_at_least(self.rhs.size, SMALL)) and size != 0
 
     @property
     def is_corrected(self) -> bool:
@@ -319,7 +611,7 @@ class Product(Operands):
             q.zero_point is not None or is_flipped(format_of(q.qtype)) for q in (self.lhs, self.rhs)
         )
 
-    @property
+    @cached_property
     def is_narrow(self) -> bool:
         """Whether it has one row or column, or a left operand that must be transposed."""
         return needs_shape(self.lhs, self.rhs, self.dimensions)
@@ -327,7 +619,7 @@ class Product(Operands):
     @property
     def widens(self) -> bool:
         """Whether codes of fewer than 8 bits are widened in the product."""
-        return any(bit_width(q.values.dtype) < 8 for q in (self.lhs, self.rhs))
+        return any([jnp.iinfo(q.values.dtype).bits < 8 for q in (self.lhs, self.rhs)])
 
     @property
     def fits_digits(self) -> bool:
@@ -359,3 +651,192 @@ def _is_float8(q: Any) -> bool:
         and form.bits == 8
         and jnp.issubdtype(q.values.dtype, jnp.floating)
     )
+
+
+# The axes and the window of a `lax.conv_general_dilated`.
+
+
+def conv_axes(numbers: lax.ConvDimensionNumbers) -> tuple[OperandAxes, OperandAxes]:
+    """Returns the roles of the axes of an image and a kernel."""
+    image, kernel = numbers.lhs_spec, numbers.rhs_spec
+    return (
+        OperandAxes(tuple(image[1:]), tuple(image[:1])),
+        OperandAxes(tuple(kernel[1:]), tuple(kernel[:1])),
+    )
+
+
+class Window(NamedTuple):
+    """The static arguments of a convolution, normalised.
+
+    Attributes:
+      strides: one for each spatial axis.
+      padding: (low, high) for each spatial axis.
+      lhs_dilation: one for each spatial axis.
+      rhs_dilation: one for each spatial axis.
+      axes: the dimension numbers of the operands and the result.
+      groups: feature groups.
+      batch_groups: batch groups.
+      precision: of float products.
+    """
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    axes: lax.ConvDimensionNumbers
+    groups: int = 1
+    batch_groups: int = 1
+    precision: lax.PrecisionLike = None
+
+    @property
+    def batch(self) -> int:
+        """The batch axis of the left operand."""
+        return self.axes.lhs_spec[0]
+
+    @property
+    def features(self) -> int:
+        """The feature axis of the left operand."""
+        return self.axes.lhs_spec[1]
+
+    @property
+    def outputs(self) -> int:
+        """The axis of output features of the kernel."""
+        return self.axes.rhs_spec[0]
+
+    @property
+    def inputs(self) -> int:
+        """The axis of input features of the kernel, those of one group."""
+        return self.axes.rhs_spec[1]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The spatial axes of the kernel."""
+        return tuple(self.axes.rhs_spec[2:])
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        """The spatial axes of the left operand."""
+        return tuple(self.axes.lhs_spec[2:])
+
+    @property
+    def summed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of image and kernel that are summed over: features, then spatial ones."""
+        image, kernel = conv_axes(self.axes)
+        return image.contracted, kernel.contracted
+
+    def products(self, kernel: Any) -> int:
+        """Returns the number of products that are summed for each element of the result."""
+        return math.prod(kernel.shape[axis] for axis in self.summed[1])
+
+    def reach(self, kernel: Any) -> list[int]:
+        """Returns how many pixels the kernel spans along each spatial axis."""
+        pairs = zip(self.taps, self.rhs_dilation, strict=True)
+        return [(kernel.shape[axis] - 1) * n + 1 for axis, n in pairs]
+
+    def result_shape(self, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, ...] | None:
+        """Returns the shape of the result for operands of the same rank; `None` if lax rejects
+        them, or if a size is symbolic.
+        """
+        if not all(isinstance(n, int) for n in (*lhs, *rhs)):
+            return None
+        batch, features, *pixels = (lhs[axis] for axis in self.axes.lhs_spec)
+        outputs, inputs, *taps = (rhs[axis] for axis in self.axes.rhs_spec)
+        per_axis = (self.strides, self.padding, self.lhs_dilation, self.rhs_dilation)
+        steps = (*self.strides, *self.lhs_dilation, *self.rhs_dilation)
+        groups = self.groups, self.batch_groups
+        if any(len(entries) != len(taps) for entries in per_axis) or min((*steps, *groups)) < 1:
+            return None
+        grouped = features == inputs * self.groups and min(groups) == 1
+        if not grouped or outputs % max(groups) or batch % self.batch_groups:
+            return None
+        sizes = []
+        for n, tap, stride, (low, high), hole, gap in zip(pixels, taps, *per_axis, strict=True):
+            span = _dilated(n, hole) + low + high
+            if span < 0:
+                return None
+            sizes.append(max(0, (span - _dilated(tap, gap)) // stride + 1))
+        shape = [0] * len(lhs)
+        for axis, n in zip(self.axes.out_spec, (batch // groups[1], outputs, *sizes), strict=True):
+            shape[axis] = n
+        return tuple(shape)
+
+    def is_depthwise(self, lhs: Any) -> bool:
+        """Whether each output feature reads one input feature."""
+        return self.groups == lhs.shape[self.features] and self.batch_groups == 1
+
+    def is_dot(self, kernel: QTensor) -> bool:
+        """Whether the convolution is a matrix product of features."""
+        is_single_tap = all(kernel.shape[axis] == 1 for axis in self.taps)
+        is_product = is_single_tap and not self.pads() and self.groups == self.batch_groups == 1
+        return is_product and can_leave_sum(kernel.groups, (self.inputs,))
+
+    def pads(self) -> bool:
+        """Whether zeros are added around or between the elements of the left operand."""
+        return {(0, 0), *self.padding} != {(0, 0)} or {1, *self.lhs_dilation} != {1}
+
+    def without_padding(self) -> "Window":
+        """The window over a left operand that is already padded and dilated."""
+        rank = len(self.strides)
+        return self._replace(padding=((0, 0),) * rank, lhs_dilation=(1,) * rank)
+
+    def lhs_to_output(self, x: jax.Array, outputs: int) -> jax.Array:
+        """Lines a parameter of the left operand up with the result. The entry of a feature is
+        repeated for all outputs of that feature.
+        """
+        batch, features = x.shape[self.batch], x.shape[self.features]
+        x = (
+            x.reshape(batch, features)
+            if self.batch < self.features
+            else x.reshape(features, batch).T
+        )
+        if features > 1:
+            x = jnp.repeat(x, outputs // features, axis=1)
+        return self._place(x)
+
+    def rhs_to_output(self, x: jax.Array) -> jax.Array:
+        """Lines a parameter of the kernel with one entry for each output up with the result."""
+        return self._place(x.reshape(1, -1))
+
+    def _place(self, x: jax.Array) -> jax.Array:
+        batch, features, *_ = self.axes.out_spec
+        shape = [1] * len(self.axes.out_spec)
+        shape[batch], shape[features] = x.shape
+        return (x if batch < features else x.T).reshape(shape)
+
+
+def _dilated(n: int, step: int) -> int:
+    """Returns the length of an axis with `step - 1` places between its elements."""
+    return (n - 1) * step + 1 if n else 0
+
+
+MOST_TAPS = 64
+"""Up to this number of taps, a depthwise convolution is unrolled, with one product per tap."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution(Operands):
+    """An image and a kernel; at least one is a QTensor.
+
+    Attributes:
+      lhs: the image, an array or a QTensor.
+      rhs: the kernel, an array or a QTensor.
+      how: the window.
+    """
+
+    how: Window
+
+    @property
+    def is_beside_floats(self) -> bool:
+        """Whether the kernel is a QTensor and the image an array."""
+        return isinstance(self.rhs, QTensor) and not isinstance(self.lhs, QTensor)
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the convolution is depthwise, with few enough taps to be unrolled."""
+        taps = math.prod(self.rhs.shape[axis] for axis in self.how.taps)
+        return self.how.is_depthwise(self.lhs) and taps <= MOST_TAPS
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the kernel has no zero points, and scales that can be applied after the sum."""
+        return self.rhs.zero_point is None and shares_scale(self.rhs, self.how.summed[1])

@@ -1,7 +1,6 @@
 """`ragged_dot` on arrays and QTensors: groups of rows, each multiplied by its own matrix."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from ..tensor.qtensor import QTensor
 from ..tensor.segments import found
 from ..tensor.targets import kernel_of
 from .blocks import item_at, with_own_scales
-from .dimensions import Dimensions, OperandAxes
+from .cache import take_along
 from .dot_general import Operand, as_operand, check_operand, contract, result_dtype
 from .exact import as_int8
 from .formulation import CPU, PLATFORMS, Planner, formulation, formulation_of_kernels
@@ -44,8 +43,7 @@ from .kernels_cpu import (
     multiplies_floats,
     right_of,
 )
-from .problem import HowTo, Pending, find_block, settled
-from .take import take_along
+from .problem import Dimensions, HowTo, OperandAxes, Pending, find_block, settled
 
 # Rows in groups, split into tiles that each hold rows of one group only.
 
@@ -192,7 +190,11 @@ def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     m = lhs.shape[0]
     rows_of_tile = rows_of_a_tile(m, rhs.shape[0], LEAST, MOST)
     tiles = row_tiles(sizes, m, rows_of_tile if export.is_symbolic_dim(m) else min(m, rows_of_tile))
-    rows, matrices = rows_in(lhs, tiles), _one_by_one(rhs)
+    rows, matrices = rows_in(lhs, tiles), rhs
+    if isinstance(rhs, QTensor):  # matrices that can be sliced one by one
+        packing = None if rhs.layout is None else rhs.layout.packing
+        is_packed = packing is not None and packing.axis == -3
+        matrices = with_own_scales(rhs.unpack() if is_packed else rhs, (0,))
 
     def multiply(rows: Any, group: jax.Array) -> jax.Array:
         def of_group(leaf: jax.Array) -> jax.Array:
@@ -205,16 +207,6 @@ def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     multiply = jax.checkpoint(multiply, prevent_cse=False)
     _, y = lax.scan(lambda carry, tile: (carry, multiply(*tile)), None, (rows, tiles.group))
     return tiles.result(y.reshape(tiles.row.size, rhs.shape[2]))
-
-
-def _one_by_one(x: Any) -> Any:
-    """Returns matrices that can be sliced one by one."""
-    if not isinstance(x, QTensor):
-        return x
-    packing = None if x.layout is None else x.layout.packing
-    if packing is not None and packing.axis == -3:
-        x = x.unpack()
-    return with_own_scales(x, (0,))
 
 
 # `ragged_dot` by jqx-cpu: its kernels multiply one group of rows after another, without copies.
@@ -305,28 +297,13 @@ def _by_kernel(target: str, how: Args, lhs: Any, rhs: QTensor, sizes: jax.Array)
     tiles = tiles_for_kernel(sizes, m)
     if isinstance(lhs, (QTensor, Pending)):
         x, scale, form = Rows.of(target, lhs)
-        row_scale = jnp.broadcast_to(scale.astype(jnp.float32), (m, scale.shape[1]))
-        rows = [_flat(rows_in(leaf, tiles)) for leaf in (x, row_scale)]
-        kernel = functools.partial(products_on(target), form=form)
-        return _products(kernel, tiles, rows, rhs, jnp.float32, how)
-    x, options = rows_on(target, lhs), {"precision": precision_of(how.precision)}
-    kernel = functools.partial(weights_on(target), table=table_of(rhs), **options)
-    return _products(kernel, tiles, [_flat(rows_in(x, tiles))], rhs, x.dtype, how)
-
-
-def tiles_for_kernel(sizes: jax.Array, m: int) -> RowTiles:
-    """Returns the tiles of `m` rows in groups."""
-    return row_tiles(sizes, m, rows_of_a_tile(m, sizes.shape[0], LEAST_ROWS, MOST_ROWS))
-
-
-def _products(
-    kernel: Callable[..., jax.Array],
-    tiles: RowTiles,
-    rows: list[jax.Array],
-    rhs: QTensor,
-    dtype: Any,
-    how: Args,
-) -> jax.Array:
+        rows = [x, jnp.broadcast_to(scale.astype(jnp.float32), (m, scale.shape[1]))]
+        kernel, dtype = functools.partial(products_on(target), form=form), jnp.dtype(jnp.float32)
+    else:
+        rows = [rows_on(target, lhs)]
+        options = {"table": table_of(rhs), "precision": precision_of(how.precision)}
+        kernel, dtype = functools.partial(weights_on(target), **options), rows[0].dtype
+    rows = [rows_in(leaf, tiles).reshape(-1, leaf.shape[1]) for leaf in rows]
     codes, step = found(rhs)
     rhs = with_own_scales(rhs, (0, 2))
     weight, count = parameters_of(rhs, dtype), rhs.shape[0]
@@ -345,8 +322,9 @@ def _products(
     return tiles.result(y).astype(how.dtype)
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, x.shape[-1])
+def tiles_for_kernel(sizes: jax.Array, m: int) -> RowTiles:
+    """Returns the tiles of `m` rows in groups."""
+    return row_tiles(sizes, m, rows_of_a_tile(m, sizes.shape[0], LEAST_ROWS, MOST_ROWS))
 
 
 ROWS_OF_GROUPS = OperandAxes((1,), (0,)), OperandAxes((1,), (0, 2), (0,))

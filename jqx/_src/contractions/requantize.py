@@ -34,8 +34,7 @@ from ..numerics.qtype import Integer, QType
 from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec, needed_spec
-from .dimensions import check_bare
-from .problem import is_byte, longest, shares_scale
+from .problem import check_bare, is_byte, longest, shares_scale
 
 # Integers times a real factor, by integer arithmetic: `factor = multiplier * 2**(shift - 31)`.
 #

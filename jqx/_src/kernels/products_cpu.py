@@ -45,10 +45,10 @@ def product_cpu(
         B == 1. The scales and zero points of the weights are [G, N or 1]; the results of rows
         beyond the groups are 0.
     """
-    options = {"low": np.float32(low), "high": np.float32(high)}
+    options = ("low", np.float32(low)), ("high", np.float32(high))
     args = x, w, _or_none(x_scale), _or_none(x_zero, jnp.int32)
     args = *args, _or_none(w_scale), _or_none(w_zero, jnp.int32), _step(step), _sizes(sizes, x)
-    return _called("product", args, (0, 2, 3), 6, options, dtype)
+    return _product_over_batches("product", (0, 2, 3), 6, options, jnp.dtype(dtype))(*args)
 
 
 def requantized_product_cpu(
@@ -85,10 +85,11 @@ def requantized_product_cpu(
       dtype: the dtype of the codes.
       step: as in `product_cpu`.
     """
-    options = {"low": np.int32(low), "high": np.int32(high), "is_single": is_single}
+    options = ("low", np.int32(low)), ("high", np.int32(high)), ("is_single", is_single)
     parameters = (_or_none(parameter, jnp.int32) for parameter in (multiplier, shift, bias, zero))
-    args = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters
-    return _called("requantized_product", (*args, _step(step)), (0, 2), 8, options, dtype)
+    args = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters, _step(step)
+    call = _product_over_batches("requantized_product", (0, 2), 8, options, jnp.dtype(dtype))
+    return call(*args)
 
 
 def float_product_cpu(
@@ -122,10 +123,11 @@ def float_product_cpu(
       step: as in `product_cpu`.
       sizes: as in `product_cpu`, with scales [G, groups, N].
     """
-    options = {"bits": np.int32(bits), "is_signed": is_signed, "digits": np.int32(digits)}
+    options = ("bits", np.int32(bits)), ("is_signed", is_signed), ("digits", np.int32(digits))
     args = x, w, _or_none(x_scale), scale, _or_none(zero, jnp.int8), _step(step), _sizes(sizes, x)
     multiplies = "bf16" if x.dtype == jnp.bfloat16 else "s8"
-    return _called("float_product", args, (0, 2), 5, options, jnp.float32, multiplies)
+    wide = jnp.dtype(jnp.float32)
+    return _product_over_batches("float_product", (0, 2), 5, options, wide, multiplies)(*args)
 
 
 def decoded_product_cpu(
@@ -149,7 +151,8 @@ def decoded_product_cpu(
       sizes: as in `product_cpu`, with scales [G, groups, N].
     """
     args = x, w, scale, _step(step), _sizes(sizes, x)
-    return _called("decoded_product", args, (0,), 3, {"table": tuple(table)}, jnp.float32, "f32")
+    options, wide = (("table", tuple(table)),), jnp.dtype(jnp.float32)
+    return _product_over_batches("decoded_product", (0,), 3, options, wide, "f32")(*args)
 
 
 def _or_none(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -167,20 +170,6 @@ def _sizes(sizes: jax.Array | None, x: jax.Array) -> jax.Array:
     return jnp.clip(sizes, 0, x.shape[1]).astype(jnp.int32)
 
 
-def _called(
-    name: str,
-    args: Sequence[jax.Array],
-    rows: tuple[int, ...],
-    step: int,
-    options: dict[str, Any],
-    dtype: DTypeLike,
-    multiplies: str = "s8",
-) -> jax.Array:
-    return _product_over_batches(
-        name, rows, step, tuple(options.items()), jnp.dtype(dtype), multiplies
-    )(*args)
-
-
 @functools.cache
 def _product_over_batches(
     name: str,
@@ -188,7 +177,7 @@ def _product_over_batches(
     step: int,
     options: tuple[tuple[str, Any], ...],
     dtype: jnp.dtype,
-    multiplies: str,
+    multiplies: str = "s8",
 ) -> Callable[..., jax.Array]:
     """Returns a kernel that `vmap` maps to one call: with more rows if only rows are mapped, else
     with a larger batch. For rows in groups, it is called for each one. `rows` are the indices of
@@ -299,10 +288,11 @@ def convolution_cpu(
       dtype: int32 or float32.
     """
     options = tuple(strides), tuple(map(tuple, padding)), tuple(dilation), groups
-    none = [jnp.zeros((0,), kind) for kind in (jnp.float32, jnp.int8)]
     parameters = [
-        empty if p is None else p.astype(empty.dtype)
-        for p, empty in zip((x_scale, x_zero, w_scale, w_zero), none * 2, strict=True)
+        _or_none(parameter, kind).astype(kind)
+        for parameter, kind in zip(
+            (x_scale, x_zero, w_scale, w_zero), (jnp.float32, jnp.int8) * 2, strict=True
+        )
     ]
     return _convolution_over_batches(*options, jnp.dtype(dtype))(x, w, *parameters)
 

@@ -67,12 +67,12 @@ class Groups:
         """Returns the groups for a given shape of the scale, each dim of which divides that of the
         array; `blocks` has (length, count, size) for axes with a tail.
         """
-        block_sizes = {(length, count): size for length, count, size in blocks}
-        sizes = tuple(
-            block_sizes.get((n, m), n if m == 1 else 1 if m == n else n // m)
-            for n, m in zip(shape, scale, strict=True)
-        )
-        return cls(tuple(shape), sizes)
+        block_sizes, sizes = {}, []
+        for length, count, size in blocks:
+            block_sizes[length, count] = size
+        for n, m in zip(shape, scale, strict=True):
+            sizes.append(block_sizes.get((n, m), n if m == 1 else 1 if m == n else n // m))
+        return cls(tuple(shape), tuple(sizes))
 
     @functools.cached_property
     def scale_shape(self) -> tuple[int, ...]:

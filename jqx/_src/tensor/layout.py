@@ -443,7 +443,7 @@ def check_dtypes(function: str, q: Any, where: str = "") -> None:
 
 def wrong_codes(q: Any) -> str | None:
     """Returns the name of a leaf whose dtype is not that of codes; `None` if there is none."""
-    values, zero_point = (getattr(leaf, "dtype", None) for leaf in (q.values, q.zero_point))
+    values, zero_point = getattr(q.values, "dtype", None), getattr(q.zero_point, "dtype", None)
     if values is None and zero_point is None:
         return None
     form = format_of(q.qtype)

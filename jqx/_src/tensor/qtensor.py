@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Union
@@ -70,22 +69,20 @@ def rebuilt(cls: type, static: Any, leaves: Any) -> Any:
     return q
 
 
-_STATIC_OF = operator.attrgetter(*_STATIC)
-
-
 def flatten(q: Any) -> tuple[tuple, tuple]:
     """Returns the leaves of a QTensor, and its static fields."""
-    return operator.attrgetter(*_names(q))(q), _STATIC_OF(q)
+    leaves = (q.values, q.scale, q.zero_point)
+    if q.offset is not None or q.order is not None:
+        leaves += (q.offset, q.order)
+    return leaves, (q.qtype, q.dtype, q.blocks, q.layout)
 
 
-def _names(q: Any) -> tuple[str, ...]:
-    return _LEAVES if q.offset is None and q.order is None else (*_LEAVES, *_MORE)
+_KEYS = tuple(map(jax.tree_util.GetAttrKey, (*_LEAVES, *_MORE)))
 
 
 def _flatten_with_keys(q: Any) -> tuple[tuple, tuple]:
     leaves, static = flatten(q)
-    keys = map(jax.tree_util.GetAttrKey, _names(q))
-    return tuple(zip(keys, leaves, strict=True)), static
+    return tuple(zip(_KEYS, leaves, strict=False)), static
 
 
 # What a QTensor does not do, because codes are no numbers to calculate with: each is an error that

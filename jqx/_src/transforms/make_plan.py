@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import export
 
 from ..checks import called, is_real
-from ..contractions.dimensions import OperandAxes
-from ..contractions.problem import can_leave_sum
+from ..contractions.problem import OperandAxes, can_leave_sum
 from ..errors import fail, message, some, warn
 from ..policy import Policy, Rule, check_policy
 from ..signatures import P

@@ -18,14 +18,12 @@ from jax.typing import DTypeLike
 from .. import compat
 from ..checks import check_instance
 from ..compat import Eqn
-from ..contractions.conv import conv_axes
+from ..contractions.cache import take
 from ..contractions.conv_general_dilated import conv_general_dilated
-from ..contractions.dimensions import Dimensions, OperandAxes
 from ..contractions.dot_general import dot_general, dot_gradients
 from ..contractions.einsum import einsum
-from ..contractions.problem import can_leave_sum, settled
+from ..contractions.problem import Dimensions, OperandAxes, can_leave_sum, conv_axes, settled
 from ..contractions.ragged_dot import ROWS_OF_GROUPS, ragged_dot
-from ..contractions.take import take
 from ..errors import fail
 from ..tensor.qtensor import QTensor
 from .views import VIEW_RULES, Origin, View, marked, real_of
