@@ -38,7 +38,7 @@ from ._src.policy import Policy as Policy
 from ._src.policy import Rule as Rule
 from ._src.ptq.ptq import ptq as ptq
 from ._src.ptq.quantized import Quantized as Quantized
-from ._src.ptq.quantized import Unbound as Unbound
+from ._src.ptq.quantized import SavedModel as SavedModel
 from ._src.statistics.granularity import per_axis as per_axis
 from ._src.statistics.granularity import per_block as per_block
 from ._src.statistics.granularity import per_channel as per_channel

@@ -32,7 +32,7 @@ from ._src.algorithms.scaling import equalize as equalize
 from ._src.algorithms.scaling import find_pairs as find_pairs
 from ._src.algorithms.store import Memory as Memory
 from ._src.late import unknown as _unknown
-from ._src.transforms.algorithm import Chosen as Chosen
+from ._src.transforms.algorithm import AlgorithmResult as AlgorithmResult
 
 if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
     __getattr__ = _unknown(__name__)

@@ -10,7 +10,7 @@ import sys
 import jax
 
 from jqx._src.diagnostics.intervals import anything
-from jqx._src.diagnostics.ranges import Follower, Notes, _parameter
+from jqx._src.diagnostics.ranges import IntervalDomain, Notes, _parameter
 from jqx._src.transforms import make_plan
 
 plan_call = make_plan.plan_call
@@ -32,7 +32,7 @@ def look_at(call, plan):
         for x, path in zip(call.leaves, call.paths, strict=True)
     ]
     notes = Notes()
-    Follower(plan, {}, notes).run(call.jaxpr, leaves, consts=call.consts)
+    IntervalDomain(plan, {}, notes).run(call.jaxpr, leaves, consts=call.consts)
     assert not notes.unknown, notes.unknown
     assert set(notes.sites) == {site.address for site in plan.sites}
     rows = list(notes.sites.values())

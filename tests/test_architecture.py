@@ -230,7 +230,7 @@ def test_the_planner_alone_tells_platforms_apart():
 
 PUBLIC = {
     "jqx": """
-        Algorithm QSpec QTensor Quantized Unbound Plan Policy RoundMode Rule Segments ptq
+        Algorithm QSpec QTensor Quantized SavedModel Plan Policy RoundMode Rule Segments ptq
         round quantize dequantize dynamic_quantize fake_quantize quantize_dequantize
         affine_from_range per_tensor per_axis per_block per_channel per_group per_token
         dot_general matmul einsum conv_general_dilated ragged_dot take formulations
@@ -243,7 +243,7 @@ PUBLIC = {
         parallel presets tflite
     """,
     "algorithms": """
-        AlgorithmReport AwqReport BiasReport BlockReport BlocksReport Chosen Compensation
+        AlgorithmReport AwqReport BiasReport BlockReport BlocksReport AlgorithmResult Compensation
         CompensationReport MatrixReport Memory Pair Pairs Rotation RotationReport ScaledTogether
         SiteShift
         adaround auto_round awq bias_correction chain eora equalize find_pairs gptq loftq nearest

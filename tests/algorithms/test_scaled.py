@@ -72,13 +72,13 @@ def lost(policy, algorithm):
 
 
 REWRITES = {
-    "smooth_quant": smooth_quant(keep=False),
-    "smooth_quant of weights": smooth_quant(strength=0, keep=False),
-    "smooth_quant of activations": smooth_quant(strength=1.0, keep=False),
+    "smooth_quant": smooth_quant(runtime_scales=False),
+    "smooth_quant of weights": smooth_quant(strength=0, runtime_scales=False),
+    "smooth_quant of activations": smooth_quant(strength=1.0, runtime_scales=False),
     "smooth_quant and what is kept": smooth_quant(0.85),
     "equalize": equalize(),
-    "awq": awq(clip=False, steps=5, keep=False),
-    "awq without duo": awq(clip=False, duo=False, steps=3, keep=False),
+    "awq": awq(clip=False, steps=5, runtime_scales=False),
+    "awq without duo": awq(clip=False, duo_scaling=False, steps=3, runtime_scales=False),
     "awq and what is kept": awq(clip=False, steps=5),
 }
 
@@ -166,7 +166,7 @@ def test_awq_keeps_scales_where_nothing_takes_them():
     np.testing.assert_allclose(entry.after, error, rtol=1e-4)
     assert entry.after < 0.8 * entry.before
     with pytest.raises(ValueError, match=r"(?s)awq: no weight .+a:dot_general: tanh"):
-        rewritten(awq(clip=False, keep=False), plan, g, params)
+        rewritten(awq(clip=False, runtime_scales=False), plan, g, params)
 
 
 def test_smooth_quant_is_the_formula_of_the_paper():
@@ -266,7 +266,7 @@ def test_equalized_channels_have_one_range_in_both_weights():
 
 
 def test_awq_loses_less_than_rounding_and_its_report_says_how_much():
-    algorithm = awq(clip=False, keep=False)
+    algorithm = awq(clip=False, runtime_scales=False)
     (plain, _), (scaled, quantized) = (lost(W4, x) for x in (NEAREST, algorithm))
     assert scaled < 0.8 * plain
     report = quantized.details
@@ -305,7 +305,7 @@ def test_ranges_are_clipped_where_that_loses_less_also_of_what_has_no_pair():
 
 @pytest.mark.slow
 def test_a_chain_goes_on_with_what_the_one_before_has_made():
-    smooth = smooth_quant(keep=False)
+    smooth = smooth_quant(runtime_scales=False)
     both = chain(smooth, gptq())
     policy = jqx.Policy([jqx.Rule(".*", weight="int4", activation="int8")])
     error, quantized = lost(policy, both)
@@ -326,7 +326,11 @@ def test_a_function_without_pairs_is_an_error_that_says_why():
         return jnp.tanh(x @ p["a"]) @ p["b"]
 
     params = {"a": normal(D, H), "b": normal(H, 4)}
-    for algorithm in (smooth_quant(keep=False), equalize(), awq(clip=False, keep=False)):
+    for algorithm in (
+        smooth_quant(runtime_scales=False),
+        equalize(),
+        awq(clip=False, runtime_scales=False),
+    ):
         with pytest.raises(ValueError, match=r"(?s)can be scaled.+b:dot_general: tanh.+fix:"):
             jqx.ptq(g, W8A8, algorithm, progress=False)(params, BATCHES)
     with pytest.raises(TypeError, match=r"(?s)jqx\.quantize_params: .+ needs the function"):
@@ -544,7 +548,7 @@ def test_smooth_quant_and_awq_leave_clipped_pairs_alone():
     assert all(x.clip is None for x in result.maps.values())
     assert_near(jqx.map_channels(f, plan, result.maps)(result.params, X), f(TWO, X))
     with pytest.raises(ValueError, match=r"(?s)awq: no weight .+it is clipped by a constant"):
-        rewritten(awq(clip=False, keep=False), plan, f, TWO, [X])
+        rewritten(awq(clip=False, runtime_scales=False), plan, f, TWO, [X])
 
 
 def test_least_values_are_absorbed_where_nothing_pads():

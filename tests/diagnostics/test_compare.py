@@ -281,7 +281,7 @@ def test_every_part_has_a_row():
     quantized = jqx.quantize_params(p, plan)
     explanation = jqx.explain(with_scores, quantized, x, plan=plan)
     assert [site.path for site in explanation.sites][: len(names)] == names
-    assert "gone" not in {site.really for site in explanation.sites}
+    assert "gone" not in {site.executed_as for site in explanation.sites}
     assert {row.path for row in jqx.compare(with_scores, plan)(p, x).sites} == set(names)
     assert jqx.diagnostics.ranges(with_scores, plan)(quantized, x) is not None
     made = jqx.ptq(with_scores, BY_STEP, progress=False)(p, [x])

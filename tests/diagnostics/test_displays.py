@@ -282,7 +282,7 @@ def test_sites_that_read_no_codes_are_told_even_where_the_explanation_has_no_pla
     quantized, measurements
 ):
     sites = tuple(
-        dataclasses.replace(site, plan="", really="widened first")
+        dataclasses.replace(site, plan="", executed_as="widened first")
         for site in measurements["explanation"].sites
         if site.path
     )

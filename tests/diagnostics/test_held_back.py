@@ -430,7 +430,7 @@ def loaded(quantized, path):
         ),
         (
             lambda q, _: jqx.compare(network, quantized_by(Algorithm()))(PARAMS, USED),
-            ("compare: it is not known what the algorithm did", "Chosen.basis"),
+            ("compare: it is not known what the algorithm did", "AlgorithmResult.basis"),
         ),
         (
             lambda q, _: jqx.compare(network, q)(q.params, USED),

@@ -329,14 +329,14 @@ PARAMS = {"w": shape(256, 256), "v": shape(256, 256)}
 X = shape(32, 256)
 
 
-def really(explanation):
-    return {(site.path, site.op): site.really for site in explanation.sites}
+def executed_as(explanation):
+    return {(site.path, site.op): site.executed_as for site in explanation.sites}
 
 
 def test_each_site_is_found_though_all_have_one_shape():
     explanation = jqx.explain(two_layers, PARAMS, X, plan=w8a8_dynamic())
     assert [site.path for site in explanation.sites] == ["w", "v"]
-    assert [site.really for site in explanation.sites] == ["codes", "codes"]
+    assert [site.executed_as for site in explanation.sites] == ["codes", "codes"]
     assert [len(site.contractions) for site in explanation.sites] == [1, 1]
     assert explanation.others == ()
 
@@ -344,19 +344,19 @@ def test_each_site_is_found_though_all_have_one_shape():
 def test_a_site_left_in_float_is_shown_with_its_reason():
     explanation = jqx.explain(two_layers, PARAMS, X, plan=w8a8_dynamic("v"))
     (w,), (v,) = explanation["w"], explanation["v"]
-    assert (v.really, v.is_quantized) == ("codes", True)
-    assert (w.really, w.is_quantized) == ("float", False)
+    assert (v.executed_as, v.is_quantized) == ("codes", True)
+    assert (w.executed_as, w.is_quantized) == ("float", False)
     assert w.plan == "left in float: no rule matches"
     assert w.contractions[0].dtypes == ("f32", "f32")
     assert "left in float: no rule matches" in str(explanation)
     assert str(explanation).endswith("1 of 2 contractions read codes on cpu")
-    assert json.loads(json.dumps(explanation.to_dict()))["sites"][1]["really"] == "float"
+    assert json.loads(json.dumps(explanation.to_dict()))["sites"][1]["executed_as"] == "float"
     assert explanation.__rich__().row_count == 2
 
 
 def test_sites_in_loops_and_contractions_without_weights_are_found():
     explanation = jqx.explain(looped, {"layers": shape(3, 256, 256)}, X, plan=w8a8_dynamic())
-    assert really(explanation) == {
+    assert executed_as(explanation) == {
         ("layers", "dot_general"): "codes",
         ("scores", "dot_general"): "float",
         ("", "dot_general"): "float",
@@ -365,7 +365,7 @@ def test_sites_in_loops_and_contractions_without_weights_are_found():
     assert explanation.others == ()
     assert [site.label for site in explanation.sites] == ["layers", "scores", "(dot_general~1)"]
     assert "gone" not in str(explanation)
-    sites = (dataclasses.replace(explanation.sites[0], really="gone"), *explanation.sites[1:])
+    sites = (dataclasses.replace(explanation.sites[0], executed_as="gone"), *explanation.sites[1:])
     assert "\ngone: the program has no such product:" in str(
         dataclasses.replace(explanation, sites=sites)
     )
@@ -409,16 +409,19 @@ def test_a_fault_by_hand_is_no_site_and_is_listed_beside():
     converted = jqx.convert(lambda p, x: jax.nn.relu(x @ p["w"]), plan)
     q = jqx.quantize_params({"w": params["w"]}, plan)
     explanation = jqx.explain(lambda q, own, x: by_hand(own, converted(q, x)), q, params["own"], X)
-    assert really(explanation) == {("w", "dot_general"): "codes"}
+    assert executed_as(explanation) == {("w", "dot_general"): "codes"}
     (other,) = explanation.others
     assert other.widened == ("f32[256,256] of own.scale and own.values",)
 
 
 def test_a_weight_whose_codes_are_converted_before_the_product_is_widened_first():
     explanation = jqx.explain(two_layers, PARAMS, shape(8, 256), plan=w8a16())
-    assert [site.really for site in explanation.sites] == ["codes", "codes"]  # digits of x, on CPU
+    assert [site.executed_as for site in explanation.sites] == [
+        "codes",
+        "codes",
+    ]  # digits of x, on CPU
     blocks = jqx.explain(two_layers, PARAMS, X, plan=jqx.presets.w4a16())
-    assert [site.really for site in blocks.sites] == ["widened first", "widened first"]
+    assert [site.executed_as for site in blocks.sites] == ["widened first", "widened first"]
     copies = {copy.partition(" ")[0] for c in blocks["w"][0].contractions for copy in c.widened}
     assert copies == {"f32[32,256]"}  # a tile at a time
 
@@ -428,7 +431,7 @@ def test_a_product_of_one_row_is_found_though_xla_on_cpu_drops_its_name(preset):
     plan = getattr(jqx.presets, preset)()
     f = lambda params, x: x @ params["w"]  # noqa: E731
     explanation = jqx.explain(f, {"w": shape(512, 1024)}, shape(1, 512), plan=plan)
-    assert really(explanation) == {("w", "dot_general"): "widened first"}
+    assert executed_as(explanation) == {("w", "dot_general"): "widened first"}
     assert explanation.others == ()
 
 
@@ -438,7 +441,10 @@ def test_a_lookup_multiplies_nothing():
 
     params = {"table": shape(300, 256), "w": shape(256, 256)}
     explanation = jqx.explain(f, params, shape(32, dtype=jnp.int32), plan=w8a8_dynamic())
-    assert really(explanation) == {("table", "gather"): "lookup", ("w", "dot_general"): "codes"}
+    assert executed_as(explanation) == {
+        ("table", "gather"): "lookup",
+        ("w", "dot_general"): "codes",
+    }
 
 
 def test_a_plan_and_quantized_parameters_are_taken_as_they_are():
@@ -463,7 +469,7 @@ def test_what_is_no_plan_and_scales_without_one_are_refused():
 def test_any_path_is_found_again(path):
     f = lambda params, x: x @ params[path]  # noqa: E731
     explanation = jqx.explain(f, {path: shape(256, 256)}, X, plan=w8a8_dynamic())
-    assert really(explanation) == {(path, "dot_general"): "codes"}
+    assert executed_as(explanation) == {(path, "dot_general"): "codes"}
 
 
 def test_the_compilation_cache_does_not_mix_up_names():
@@ -474,7 +480,7 @@ def test_the_compilation_cache_does_not_mix_up_names():
     for path in ("one", "other", "one"):
         f = lambda params, x, path=path: jnp.tanh(x @ params[path])  # noqa: E731
         explanation = jqx.explain(f, {path: shape(256, 192)}, X, plan=w8a8_dynamic())
-        assert really(explanation) == {(path, "dot_general"): "codes"}
+        assert executed_as(explanation) == {(path, "dot_general"): "codes"}
 
 
 def test_weights_in_the_plain_layout_are_named_with_what_lays_them_out():

@@ -199,4 +199,4 @@ def test_what_a_product_before_it_reads_is_not_what_a_product_reads(target):
 
     params = {"w": bf16(1024, 4096), "v": bf16(4096, 1024)}
     explanation = jqx.explain(f, params, bf16(512, 1024), plan=presets.w8a16("w"), target=target)
-    assert [site.really for site in explanation.sites] == ["converted", "float"]
+    assert [site.executed_as for site in explanation.sites] == ["converted", "float"]

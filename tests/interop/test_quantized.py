@@ -94,7 +94,7 @@ def test_what_is_bound_is_what_was_saved(saved):
     path, quantized = saved
     loaded = jqx.load(path)
     bound = loaded.bind(f)
-    assert isinstance(loaded, jqx.Unbound) and isinstance(bound, jqx.Quantized)
+    assert isinstance(loaded, jqx.SavedModel) and isinstance(bound, jqx.Quantized)
     assert (bound.plan, bound.inputs) == (quantized.plan, quantized.inputs)
     assert bound.plan.fingerprint == quantized.plan.fingerprint
     assert repr(bound) == repr(quantized) and repr(loaded)[7:] == repr(bound)[9:]

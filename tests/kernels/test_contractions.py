@@ -15,7 +15,7 @@ from jax import export
 import jqx
 from jqx import numerics
 from jqx._src import compat, compat_kernels
-from jqx._src.tensor.segments import OneOf, alone
+from jqx._src.tensor.segments import StackSlice, without_stack
 
 from ..arrays import normal, on_device
 from .stepwise import on
@@ -488,8 +488,10 @@ def quantized_layers(f, scheme, target, shape=(LAYERS, SIZE, SIZE)):
 
 def run_on_slices(run, *args):
     """Runs a function whose kernels are given slices."""
-    of_stack = OneOf.of
-    with mock.patch.object(OneOf, "of", lambda stack, step: alone(of_stack(stack, step))):
+    of_stack = StackSlice.of
+    with mock.patch.object(
+        StackSlice, "of", lambda stack, step: without_stack(of_stack(stack, step))
+    ):
         return jax.jit(lambda *args: run(*args))(*args)
 
 
@@ -591,12 +593,14 @@ def test_one_of_a_stack_is_a_qtensor_that_knows_it():
 
     @jax.jit
     def second(i):
-        one = OneOf.of(stack, i)
+        one = StackSlice.of(stack, i)
         assert one.T.all_values is stack.values and one.stored.all_values is stack.values
-        assert one.astype(jnp.bfloat16).all_values is None and type(alone(one)) is jqx.QTensor
+        assert (
+            one.astype(jnp.bfloat16).all_values is None and type(without_stack(one)) is jqx.QTensor
+        )
         same = jax.tree.unflatten(*reversed(jax.tree.flatten(one)))
-        assert isinstance(same, OneOf) and same.all_values is stack.values
-        return one.dequantize(), alone(one)
+        assert isinstance(same, StackSlice) and same.all_values is stack.values
+        return one.dequantize(), without_stack(one)
 
     real, q = second(jnp.int32(1))
     np.testing.assert_array_equal(real, stack[1].dequantize())

@@ -95,7 +95,9 @@ def test_every_layout_holds_the_same_array(name):
 
     @jax.jit
     def all_of(tensors):
-        return [(q.dequantize(), q.unpack(), q.codes, q.stored.dequantize()) for q in tensors]
+        return [
+            (q.dequantize(), q.unpack(), q.codes, q.in_memory_order.dequantize()) for q in tensors
+        ]
 
     for laid, (actual, plain, codes, stored) in zip(tensors, all_of(tensors), strict=True):
         assert (laid.shape, laid.ndim, laid.size) == (q.shape, q.ndim, q.size)
@@ -108,16 +110,16 @@ def test_every_layout_holds_the_same_array(name):
         np.testing.assert_array_equal(codes, expected, strict=True)
         expected = np.swapaxes(real, -1, -2) if laid.layout.swapped else real
         assert_floats(stored, expected, np.float32)
-    assert q.unpack() is q and q.stored is q
+    assert q.unpack() is q and q.in_memory_order is q
 
 
 @pytest.mark.parametrize("name", ["int4 with a tail", "nv in blocks of two axes", "mx in blocks"])
 def test_stored_moves_no_code_and_names_the_axes_as_they_lie(name):
     q, _ = made(name)
     every = in_every_layout(q)
-    unpacked = jax.jit(lambda tensors: [laid.stored.unpack() for laid in tensors])
+    unpacked = jax.jit(lambda tensors: [laid.in_memory_order.unpack() for laid in tensors])
     for (layout, laid), plain in zip(every, unpacked([laid for _, laid in every]), strict=True):
-        stored = laid.stored
+        stored = laid.in_memory_order
         assert stored.values is laid.values
         if not layout.swapped:
             assert stored is laid
@@ -379,10 +381,10 @@ def test_mapping_and_scanning_over_leading_axes_keep_a_layout():
     def reals_of_rows(laid):
         mapped = (
             jax.vmap(lambda q: q.dequantize())(laid),
-            jax.vmap(lambda q: q.stored.unpack())(laid),
+            jax.vmap(lambda q: q.in_memory_order.unpack())(laid),
         )
         _, (scanned, turned) = jax.lax.scan(lambda c, q: (c, (q.dequantize(), q.T)), 0, laid)
-        return *mapped, laid.stored.unpack(), scanned, turned
+        return *mapped, laid.in_memory_order.unpack(), scanned, turned
 
     actual = jax.jit(lambda tensors: list(map(reals_of_rows, tensors)))(tensors)
     for laid, (of_map, mapped, stored, scanned, turned) in zip(tensors, actual, strict=True):
@@ -452,7 +454,7 @@ def test_a_layout_that_says_nothing_is_none():
     q = random_tensor(np.random.default_rng(0), "int4", (4, 6))
     assert dataclasses.replace(q, layout=Layout()).layout is None
     assert swap_last(laid_out(q, SWAPPED)).layout is None
-    assert laid_out(q, SWAPPED).stored.layout is None
+    assert laid_out(q, SWAPPED).in_memory_order.layout is None
 
 
 def test_it_shows_how_the_codes_lie():

@@ -21,7 +21,7 @@ from ..statistics.statistics import (
 )
 from ..table import Printed
 from ..tensor.spec import QSpec
-from ..transforms.algorithm import Chosen
+from ..transforms.algorithm import AlgorithmResult
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.stats import OnNonfinite
@@ -116,13 +116,13 @@ class smooth_quant:
         activations. `None` is 0.85 or no scaling, as above, for channels that sites with static
         scales read, and 0.5 for others. (Measured in SmolLM2 and in all-MiniLM-L6-v2: static scales
         lose least from 0.8 to 0.9, dynamic ones from 0.5 to 0.7.)
-      keep: whether scales may be applied at sites at run time. If not, channels without a pair are
-        unchanged, and the function does no additional work at run time.
+      runtime_scales: whether scales may be applied at sites at run time. If not, channels without a
+        pair are unchanged, and the function does no additional work at run time.
       weight: weights of the rows of the inputs, as in `jqx.observers.absmax`; rows of weight 0 are
         ignored.
 
     Raises:
-      TypeError: `keep` is not a bool, or `weight` is not a function.
+      TypeError: `runtime_scales` is not a bool, or `weight` is not a function.
       ValueError: `strength` is out of range; at run time, nothing can be scaled.
 
     Source: Xiao et al., arXiv:2211.10438. The choice whether to scale is our own.
@@ -138,12 +138,12 @@ class smooth_quant:
     """
 
     strength: float | None = None
-    keep: bool = True
+    runtime_scales: bool = True
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         strength = number(0, 1) | nothing()
-        check_fields("algorithms.smooth_quant", self, strength=strength, keep=flag())
+        check_fields("algorithms.smooth_quant", self, strength=strength, runtime_scales=flag())
         check_weight("algorithms.smooth_quant", self.weight)
 
     def rewrite(
@@ -155,16 +155,16 @@ class smooth_quant:
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns parameters with scaled channels, and the scales that are applied at sites."""
         largest, square = absmax(weight=self.weight), _MeanSquare(weight=self.weight)
         observers = (largest, square) if self.strength is None else (largest,)
         name, how = "algorithms.smooth_quant", {"progress": progress, "on_nonfinite": on_nonfinite}
-        batches, all_sites = list(batches), self.keep
+        batches, all_sites = list(batches), self.runtime_scales
         scaled = Scaled.of(name, f, plan, params, batches, observers, how, all_sites=all_sites)
         visits = scaled.visits
         quantized = [x for x in visits if scaled.spec_of_operand(x) is not None]
-        unpaired = Unpaired(scaled, largest, quantized if self.keep else ())
+        unpaired = Unpaired(scaled, largest, quantized if self.runtime_scales else ())
         if unpaired.count == 1:
             scaled.pairs.refuse("algorithms.smooth_quant")
         numbers = [unpaired.numbers(x) for x in visits]
@@ -202,7 +202,7 @@ class smooth_quant:
         basis = partial(scaled.folds.folded, factors=1 / scale, site_scales=site_scales.of)
         maps = site_scales.maps()
         report = scaled.pairs.keeping(maps, left=left)
-        return Chosen(basis(params), report, maps, basis, few=scaled.few_rows.why)
+        return AlgorithmResult(basis(params), report, maps, basis, few=scaled.few_rows.why)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +296,7 @@ class ScaledTogether:
     Attributes:
       sites: their names, with the steps of the surrounding scans.
       ratio: the best exponent of the activations; 0 leaves the weights unchanged.
-      duo: whether the weights were divided by their own magnitude.
+      duo_scaling: whether the weights were divided by their own magnitude.
       before: the squared error of the products with rounding to nearest, per input.
       after: the same after scaling.
       kept: whether part of the scale is applied at the sites at run time, because no parameter
@@ -305,7 +305,7 @@ class ScaledTogether:
 
     sites: tuple[str, ...]
     ratio: float
-    duo: bool
+    duo_scaling: bool
     before: float
     after: float
     kept: bool = False
@@ -319,7 +319,7 @@ class AwqReport(Printed, tuple[ScaledTogether, ...]):
             f"{'ratio':>6} {'duo':>4} {'run time':>8} {'error before':>12} {'after':>10}  sites"
         ]
         lines += [
-            f"{x.ratio:6.2f} {'yes' if x.duo else 'no':>4} {'yes' if x.kept else 'no':>8} "
+            f"{x.ratio:6.2f} {'yes' if x.duo_scaling else 'no':>4} {'yes' if x.kept else 'no':>8} "
             f"{x.before:12.4g} {x.after:10.4g}  {', '.join(x.sites)}"
             for x in self
         ]
@@ -348,10 +348,10 @@ class awq:
     Attributes:
       steps: number of ratios that are tried, from 0 to 1, and of parts of a range, from all of it
         to a half.
-      duo: whether to try each ratio also without `w`.
+      duo_scaling: whether to try each ratio also without `w`.
       clip: whether ranges are clipped.
-      keep: whether scales may be applied at sites at run time. If not, channels without a pair are
-        unchanged, and the function does no additional work at run time.
+      runtime_scales: whether scales may be applied at sites at run time. If not, channels without a
+        pair are unchanged, and the function does no additional work at run time.
       weight: weights of the rows of the inputs, as in `jqx.observers.hessian`.
 
     Raises:
@@ -368,13 +368,20 @@ class awq:
     """
 
     steps: int = 20
-    duo: bool = True
+    duo_scaling: bool = True
     clip: bool = True
-    keep: bool = True
+    runtime_scales: bool = True
     weight: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        check_fields("algorithms.awq", self, steps=whole(2), duo=flag(), clip=flag(), keep=flag())
+        check_fields(
+            "algorithms.awq",
+            self,
+            steps=whole(2),
+            duo_scaling=flag(),
+            clip=flag(),
+            runtime_scales=flag(),
+        )
         check_weight("algorithms.awq", self.weight)
 
     def rewrite(
@@ -386,15 +393,15 @@ class awq:
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns the parameters with scaled channels and clipped ranges, and the maps that are
         applied at sites.
         """
         observers = tuple(x(weight=self.weight) for x in (hessian, mean_abs, absmax))
         name, how = "algorithms.awq", {"progress": progress, "on_nonfinite": on_nonfinite}
-        batches, all_sites = list(batches), self.clip or self.keep
+        batches, all_sites = list(batches), self.clip or self.runtime_scales
         scaled = Scaled.of(name, f, plan, params, batches, observers, how, all_sites=all_sites)
-        unpaired = Unpaired(scaled, observers[1], scaled.visits if self.keep else ())
+        unpaired = Unpaired(scaled, observers[1], scaled.visits if self.runtime_scales else ())
         relative = _relative(scaled)
         sites = [
             _ErrorSite.of(
@@ -408,7 +415,7 @@ class awq:
         params = basis(params)
         if self.clip:
             params = self._clipped(scaled, sites, params, factors)
-        return Chosen(params, report, site_scales.maps(), basis, few=scaled.few_rows.why)
+        return AlgorithmResult(params, report, site_scales.maps(), basis, few=scaled.few_rows.why)
 
     def _scales(
         self, scaled: Scaled, sites: Sequence["_ErrorSite"], count: int
@@ -423,7 +430,7 @@ class awq:
         best = initial_error = np.full(set_of.max() + 1, np.inf)
         ratios, duos = np.zeros(len(best)), np.zeros(len(best), bool)
         factors = np.ones(count)
-        duo_options = (False, True) if self.duo else (True,)
+        duo_options = (False, True) if self.duo_scaling else (True,)
         tried = [(i / (self.steps - 1), duo) for duo in duo_options for i in range(1, self.steps)]
         for ratio, duo in [(0.0, False), *tried]:  # unchanged weights first
             scale = a**ratio / (w ** (1 - ratio) + _NO_LESS if duo else 1)

@@ -81,7 +81,7 @@ class Visit:
         return self.element_ids[self.steps]
 
 
-class Follower(ChannelDomain):
+class ScalingDomain(ChannelDomain):
     """Labels of channels that have the same factor.
 
     Args:
@@ -227,13 +227,13 @@ class Follower(ChannelDomain):
         return gathered(self.labels, eqn, self.labelled(source, with_line(eqn)), indices)
 
 
-def followed_through(traced: Every) -> Follower:
+def followed_through(traced: Every) -> ScalingDomain:
     """Returns the labels of a function. It repeats passes until it is known which operand of each
     product takes a factor and which must not.
     """
     fixed = None
     while True:
-        follower = Follower(traced, fixed)
+        follower = ScalingDomain(traced, fixed)
         previous, fixed = fixed, follower.labels.fixed()
         is_settled = previous is not None and np.array_equal(previous[0], fixed[0])
         if is_settled or not follower.labels.has_choices:
@@ -356,7 +356,7 @@ class Folds(Named):
         is at most 1.
     """
 
-    def __init__(self, plan: Plan, follower: Follower):
+    def __init__(self, plan: Plan, follower: ScalingDomain):
         super().__init__(plan, follower.names)
         self.visits: list[Visit] = follower.visits
         self._refused: list[Visit] = follower.refused

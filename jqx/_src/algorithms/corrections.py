@@ -19,7 +19,7 @@ from ..errors import fail
 from ..statistics.calibrators import Affine
 from ..statistics.statistics import Mean, MeanStats, ObservedSite, check_weight, flags, hessian
 from ..table import Printed
-from ..transforms.algorithm import Chosen, Unstacked
+from ..transforms.algorithm import AlgorithmResult, Unstacked
 from ..transforms.calibrate import (
     Batch,
     Observe,
@@ -168,7 +168,7 @@ class eora:
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns the same codes, and the products to add at sites."""
         batches = list(batches)
         folds, visits = compensated(_EORA, f, plan, params, batches[0])
@@ -199,7 +199,7 @@ class eora:
             else Compensation(x.name, 0, why=reason)
             for x in sites
         )
-        return Chosen(codes, report, maps, basis_of(folds, [*parts.values()]))
+        return AlgorithmResult(codes, report, maps, basis_of(folds, [*parts.values()]))
 
 
 def narrow(x: Array, rank: int) -> tuple[Array, Array, Array]:
@@ -318,7 +318,7 @@ class loftq:
         batches: Iterable[Any],
         *,
         progress: bool = True,
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns parameters that round to the codes, and the products to add at sites."""
         folds, supported = compensated("algorithms.loftq", f, plan, params, next(iter(batches)))
         of_place: dict[int, list[Visit]] = {}
@@ -354,7 +354,7 @@ class loftq:
             entries.append(Compensation(name, rank, initial[leaf_index], error))
         basis = basis_of(folds, [products for _, _, products in best.values()])
         report = CompensationReport(entries)
-        return Chosen(folds.with_leaves(params, final_leaves), report, maps, basis)
+        return AlgorithmResult(folds.with_leaves(params, final_leaves), report, maps, basis)
 
 
 # Bias correction: gives results of quantized contractions the means that they have in float.
@@ -679,7 +679,7 @@ class bias_correction:
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns the same codes, biases that include shifts, and the shifts to add at sites."""
         sites = [
             site
@@ -729,7 +729,7 @@ class bias_correction:
             for key in [site.output_key]
         )
         params, left = into_biases(plan, call, codes, batches[0], shifts)
-        return Chosen(params, report, {key: maps[key] for key in left}, few=few_rows.why)
+        return AlgorithmResult(params, report, {key: maps[key] for key in left}, few=few_rows.why)
 
 
 def _left_as_is(few_rows: Few, sites: Sequence[Site], call: Call) -> set[str]:

@@ -20,7 +20,7 @@ from ..statistics.granularity import per_block
 from ..tensor.grid import rounded_to
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
-from ..transforms.algorithm import Chosen
+from ..transforms.algorithm import AlgorithmResult
 from ..transforms.calibrate import calibrate_batches
 from ..transforms.plan import Plan
 from ..transforms.stats import OnNonfinite
@@ -39,10 +39,10 @@ from .matrices import (
     factor,
     matrices_of,
     order_of,
-    settled,
     shrunk,
     stacked,
     unknown,
+    with_settled_scales,
 )
 from .store import Where
 
@@ -703,13 +703,13 @@ class gptq(LayerByLayer):
         """Whether parameters may be lazy, and are read when their site is reached."""
         return self.sequential
 
-    def __call__(self, plan: Plan, params: Any, stats: Any) -> Chosen:
+    def __call__(self, plan: Plan, params: Any, stats: Any) -> AlgorithmResult:
         """Returns parameters with codes chosen from statistics of float inputs, in one pass."""
         return self._one_pass(plan, params, stats)
 
     def _one_pass(
         self, plan: Plan, params: Any, stats: Any, checkpoint: Checkpoint | None = None
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         entries: list[MatrixReport] = []
         leaves: dict[str, Any] = {}
         plan.map_weights(lambda weight, x: leaves.setdefault(weight.path, x), params)
@@ -727,7 +727,7 @@ class gptq(LayerByLayer):
                 entries += chosen(checkpoint, self, get, stacked(same), grids, group.whole)
             codes |= grids.quantized()
         quantized = plan.map_weights(lambda weight, _: codes[weight.path], params)
-        return Chosen(quantized, AlgorithmReport(tuple(entries)))
+        return AlgorithmResult(quantized, AlgorithmReport(tuple(entries)))
 
     def run(
         self,
@@ -738,7 +738,7 @@ class gptq(LayerByLayer):
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns parameters with codes chosen from batches: layer by layer, or in one pass."""
         options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
         if self.sequential:
@@ -784,7 +784,7 @@ class gptq(LayerByLayer):
             (is_left or "its Hessian is not positive definite") if solution is None else ""
             for solution, is_left in zip(solved, few_reasons, strict=True)
         ]
-        rounded, entries = settled(
+        rounded, entries = with_settled_scales(
             matrices, path, stack.w, nearest, rounded, damping, start, reasons
         )
         grids.write(stack.element_ids, rounded)

@@ -36,7 +36,7 @@ from ..statistics.statistics import (
 )
 from ..tensor.segments import Lazy
 from ..tensor.spec import QSpec
-from ..transforms.algorithm import Chosen
+from ..transforms.algorithm import AlgorithmResult
 from ..transforms.calibrate import calibrate_batches, progress_bar, tell
 from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site, Weight
@@ -61,11 +61,11 @@ from .matrices import (
 )
 from .stages import Scope, Steps
 from .store import (
+    CodeStore,
     InFiles,
     InMemory,
     Memory,
     Offload,
-    Shelf,
     Where,
     bytes_of_activations,
     bytes_of_sums,
@@ -412,7 +412,7 @@ class LayerByLayer:
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns the parameters with codes that are chosen site by site, and a report.
 
         A weight that several sites share, or that a loop uses in all of its steps, is processed
@@ -484,7 +484,7 @@ class _Run(Walk):
         is_refused = self._solver.unsupported == "error"
         return activation is not None and (is_refused or has_rows(activation.observed))
 
-    def _stores(self, digests: Mapping[str, str] | None) -> tuple[Shelf, Leaves]:
+    def _stores(self, digests: Mapping[str, str] | None) -> tuple[CodeStore, Leaves]:
         """Returns the store of grids, and the parameters as they are at each stage. `digests` are
         those of lazy parameters.
         """
@@ -495,12 +495,14 @@ class _Run(Walk):
         is_known = all(not isinstance(x, Lazy) or x.source for x in leaves.values())
         source = json.dumps(digests) if is_known else ""
         folder = None if self._checkpoint is None else self._checkpoint.folder
-        shelf = InFiles(folder, traced.groups, leaves, self._solver.spec_of, source)
+        code_store = InFiles(folder, traced.groups, leaves, self._solver.spec_of, source)
         for group in traced.groups:
-            current.update({traced.leaf_indices[path]: shelf.current(path) for path in group.sizes})
-        return shelf, Leaves(current)
+            current.update(
+                {traced.leaf_indices[path]: code_store.current(path) for path in group.sizes}
+            )
+        return code_store, Leaves(current)
 
-    def chosen(self, f: Any, params: Any, progress: bool) -> Chosen:
+    def chosen(self, f: Any, params: Any, progress: bool) -> AlgorithmResult:
         """Returns the parameters with codes, and a report."""
         solver, traced = self._solver, self._traced
         scopes = traced.scopes(lambda site: site.address in self._once, returns=False)
@@ -526,7 +528,7 @@ class _Run(Walk):
             self._bar.close()
         codes = self._shelf.quantized()
         weights = self.plan.map_weights(lambda weight, _: codes[weight.path], params)
-        return Chosen(weights, AlgorithmReport(tuple(self.entries), memory))
+        return AlgorithmResult(weights, AlgorithmReport(tuple(self.entries), memory))
 
     @property
     def _has_float(self) -> bool:

@@ -318,7 +318,7 @@ def counted(rows: Array, counts: Array | None) -> tuple[Array, Array]:
     return np.minimum(rows, counts[..., 0]), np.broadcast_to(counts[..., 1], rows.shape)
 
 
-def settled(
+def with_settled_scales(
     matrices: Sequence[Matrix],
     path: str,
     w: Array,

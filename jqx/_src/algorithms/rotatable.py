@@ -608,7 +608,7 @@ def read_of_table(
 _FLAT = {*VIEWED, "convert_element_type", "copy", "stop_gradient"}
 
 
-class Streams(ChannelDomain):
+class RotationDomain(ChannelDomain):
     """Labels of channels that one matrix rotates.
 
     Attributes:

@@ -13,7 +13,7 @@ import numpy as np
 from ..checks import check_fields, check_integer, check_pattern, choice, flag
 from ..errors import fail, some
 from ..table import Printed
-from ..transforms.algorithm import Chosen, Inapplicable
+from ..transforms.algorithm import AlgorithmResult, Inapplicable
 from ..transforms.calibrate import arguments_of
 from ..transforms.channel_map import ChannelMap
 from ..transforms.find import contractions
@@ -24,7 +24,7 @@ from .grids import Every, every_site
 from .hadamard import Orthogonal, factors_of, largest_block
 from .interface import algorithm
 from .labels import FIXED, Array
-from .rotatable import Blocks, Lookup, Read, Streams, different
+from .rotatable import Blocks, Lookup, Read, RotationDomain, different
 
 # Chooses which blocks of channels are rotated in the weights, and what is done at run time if a
 # weight cannot take a rotation.
@@ -47,7 +47,7 @@ class Offline:
       reasons: why kinds of blocks are not rotated.
     """
 
-    streams: Streams
+    streams: RotationDomain
     blocks: Blocks
     rotated: Array
     edges: tuple[Edge, ...]
@@ -100,7 +100,7 @@ class Offline:
 
 
 def found_in(
-    streams: Streams, is_planned: Callable[[Read], bool], fits: Callable[[int], bool]
+    streams: RotationDomain, is_planned: Callable[[Read], bool], fits: Callable[[int], bool]
 ) -> Offline:
     """Finds what can be rotated in weights and saves products at run time.
 
@@ -160,7 +160,7 @@ def _kinds(blocks: Blocks, labels: Array) -> Array:
     return np.where(labels > FIXED, blocks.kinds[labels], 0)
 
 
-def _edges(streams: Streams) -> tuple[list[Edge], frozenset[int]]:
+def _edges(streams: RotationDomain) -> tuple[list[Edge], frozenset[int]]:
     """Returns the contractions and lookups whose weight cannot take a rotation, and the tables that
     take one rotation for all their uses.
     """
@@ -534,10 +534,10 @@ class rotate:
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns the parameters with rotated channels, and the maps that are applied at sites."""
         traced = every_site(_NAME, f, plan, arguments_of(plan, params, next(iter(batches))))
-        streams = Streams(traced)
+        streams = RotationDomain(traced)
         named = Named(traced.call_plan, streams.names)
         offline = found_in(streams, lambda x: named.weight(x) is not None, self._fits)
         reads = [
@@ -590,7 +590,7 @@ class rotate:
             key_of(traced.call_plan, x): why_at_run_time(offline, x) for x in offline.edges
         }
         report.gains = new.folded
-        return Chosen(new.params(), report, maps, lambda params: rotated(params).params())
+        return AlgorithmResult(new.params(), report, maps, lambda params: rotated(params).params())
 
     def _fits(self, size: int) -> bool:
         """Whether blocks of so many channels can be rotated in weights."""

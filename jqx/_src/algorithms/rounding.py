@@ -20,7 +20,7 @@ from ..numerics.qtype import Integer, QType
 from ..statistics.calibrators import Affine, Calibrator
 from ..statistics.granularity import Groups
 from ..tensor.spec import QSpec
-from ..transforms.algorithm import Chosen, Inapplicable
+from ..transforms.algorithm import AlgorithmResult, Inapplicable
 from ..transforms.calibrate import look_at_batches, progress_bar
 from ..transforms.plan import Plan, Site
 from ..transforms.row_counts import counts_of, is_counted, value_of
@@ -41,7 +41,7 @@ from .interface import (
     name_of,
 )
 from .layers import LayerByLayer
-from .matrices import Matrix, Unsupported, settled
+from .matrices import Matrix, Unsupported, with_settled_scales
 from .stages import Replaced, Scope, Stage, Steps, labels_of
 from .store import InMemory, Offload, Where, on_device
 
@@ -273,7 +273,7 @@ class adaround(LayerByLayer):
         reasons, nearest = [x.why_few() for x in matrices], stack.nearest()
         learned = np.where(np.array(reasons)[:, None, None] == "", learned, nearest)
         damping = [None if reason else 0.0 for reason in reasons]
-        rounded, entries = settled(
+        rounded, entries = with_settled_scales(
             matrices, path, stack.w, nearest, learned, damping, start, reasons
         )
         grids.write(stack.element_ids, rounded)
@@ -850,7 +850,7 @@ class auto_round:
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns the parameters with learned codes, and a report."""
         batch_list, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
         f = TracedOnce(f)
@@ -878,4 +878,4 @@ class auto_round:
         report = BlocksReport(tuple(walk.entries), tuple(walk.nearest()))
         codes = InMemory(walk.grids).quantized()
         weights = plan.map_weights(lambda weight, _: codes[weight.path], params)
-        return Chosen(weights, report, few=few_rows.why)
+        return AlgorithmResult(weights, report, few=few_rows.why)

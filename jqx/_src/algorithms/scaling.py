@@ -20,7 +20,7 @@ from ..statistics.statistics import (
 )
 from ..table import Printed
 from ..tensor.spec import QSpec
-from ..transforms.algorithm import Chosen, Inapplicable
+from ..transforms.algorithm import AlgorithmResult, Inapplicable
 from ..transforms.arguments import check_function
 from ..transforms.calibrate import arguments_of, calibrate_batches
 from ..transforms.channel_map import ChannelMap
@@ -564,7 +564,7 @@ class equalize:
         *,
         progress: bool = True,
         on_nonfinite: OnNonfinite = "error",
-    ) -> Chosen:
+    ) -> AlgorithmResult:
         """Returns the parameters with scaled channels, and the maps that are applied at sites."""
         is_quantized = any(x.path is None and x.spec for s in plan.sites for x in s.operands)
         absorbs = self.absorb and is_quantized
@@ -615,7 +615,7 @@ class equalize:
             maps = absorbed(scaled, params, factors, maps)
         if folds.count == 1 and not maps:
             scaled.pairs.refuse("algorithms.equalize")
-        return Chosen(params, scaled.pairs, maps, basis)
+        return AlgorithmResult(params, scaled.pairs, maps, basis)
 
 
 def _groups(count: int, inputs: list[Array]) -> list[Array]:

@@ -256,7 +256,7 @@ class InFiles:
         return dataclasses.replace(kind, parts=tuple(parts), **arrays), is_chosen
 
 
-Shelf = InMemory | InFiles
+CodeStore = InMemory | InFiles
 """Grids of groups of weights, rounded to nearest unless other codes are chosen."""
 
 

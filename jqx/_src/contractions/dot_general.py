@@ -119,7 +119,7 @@ def _is_for_package(case: Requantized) -> bool:
     CPU,
     _is_for_package,
     op="dot_general:requantized",
-    finds=True,
+    reads_stack=True,
 )
 def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how: HowTo) -> Any:
     def kernel(lhs: QTensor, output: Requantization, rhs: QTensor, *stack: jax.Array) -> jax.Array:
@@ -159,8 +159,8 @@ def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how:
     PLATFORMS,
     lambda case: True,
     op="dot_general:requantized",
-    tells_parts=True,
-    finds=True,
+    is_composite=True,
+    reads_stack=True,
 )
 def sums_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how: HowTo) -> Any:
     return requantized(SUMS.compute(Product(lhs, rhs, how)), output)
@@ -336,7 +336,9 @@ def _contract_shifted(
             right = right.dequantize()
     shifted = any(isinstance(x, QTensor) and x.offset is not None for x in (left, right))
     dtype = None if shifted else dtype
-    bare_left, bare_right = (x.bare if isinstance(x, QTensor) else x for x in (left, right))
+    bare_left, bare_right = (
+        x.without_offset if isinstance(x, QTensor) else x for x in (left, right)
+    )
     y = _contract_bare(bare_left, bare_right, dimensions, precision, dtype)
     if isinstance(right, QTensor) and right.offset is not None:
         return y + of_offset(left, right, dimensions).astype(y.dtype)
@@ -449,7 +451,7 @@ def _stored(x: Any, free: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
     if isinstance(x, QTensor) and {*order[-2:]} <= {*free}:
         x = x.unpack()
     if isinstance(x, QTensor) and x.layout is not None and x.layout.swapped:
-        return x.stored, (*order[:-2], order[-1], order[-2])
+        return x.in_memory_order, (*order[:-2], order[-1], order[-2])
     return x, order
 
 

@@ -22,7 +22,7 @@ from ..compat_kernels import IN_EXPORTS
 from ..errors import fail
 from ..signatures import P
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import OneOf, alone
+from ..tensor.segments import StackSlice, without_stack
 
 # Derivatives of products that are computed in another way than they are differentiated.
 
@@ -102,8 +102,9 @@ class Formulation:
         where `compute` is `(lhs, rhs, requantization, how) -> codes`.
       rounds: whether JAX must not differentiate `compute` itself; by default, this is so if
         `linear` is given.
-      tells_parts: whether `jqx.formulations` lists the contractions inside of it instead.
-      finds: whether `compute` reads a weight from a stack by its index; otherwise it gets a slice.
+      is_composite: whether `jqx.formulations` lists the contractions inside of it instead.
+      reads_stack: whether `compute` reads a weight from a stack by its index; otherwise it gets a
+        slice.
     """
 
     name: str
@@ -114,8 +115,8 @@ class Formulation:
     linear: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
     op: str = "dot_general"
     rounds: bool | None = None
-    tells_parts: bool = False
-    finds: bool = False
+    is_composite: bool = False
+    reads_stack: bool = False
 
     @property
     def needs_linear(self) -> bool:
@@ -160,7 +161,9 @@ def formulation_of_kernels(
             run = functools.partial(compute, target)
             run.__name__ = f"{compute.__name__}_{target}"  # type: ignore[attr-defined]
             condition = functools.partial(applies, target)
-            forms.append(formulation(reason, platforms, condition, finds=True, **options)(run))
+            forms.append(
+                formulation(reason, platforms, condition, reads_stack=True, **options)(run)
+            )
         return tuple(forms)
 
     return register
@@ -349,7 +352,9 @@ def _named(choice: Choice) -> Callable[..., Any]:
 
 def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a function of QTensors accept slices of stacks, as plain QTensors."""
-    return lambda *operands: compute(*[alone(x) if isinstance(x, OneOf) else x for x in operands])
+    return lambda *operands: compute(
+        *[without_stack(x) if isinstance(x, StackSlice) else x for x in operands]
+    )
 
 
 def _by_platform(choice: Choice, how: Any, is_linear: bool = False) -> Callable[..., Any]:
@@ -358,7 +363,7 @@ def _by_platform(choice: Choice, how: Any, is_linear: bool = False) -> Callable[
     """
 
     def function_of(form: Formulation) -> Callable[..., Any]:
-        compute = form.compute if form.finds else of_slices(form.compute)
+        compute = form.compute if form.reads_stack else of_slices(form.compute)
         if is_linear and form.linear is not None:
             compute = of_slices(form.linear)
 
@@ -375,7 +380,7 @@ def _by_platform(choice: Choice, how: Any, is_linear: bool = False) -> Callable[
     return lambda *arrays: lax.platform_dependent(*arrays, default=default, **per_platform)
 
 
-class Chosen(NamedTuple):
+class LoweredContraction(NamedTuple):
     """A contraction in a traced function, and how it is computed.
 
     Attributes:
@@ -409,7 +414,7 @@ class Chosen(NamedTuple):
 
 
 @called("formulations")
-def formulations(f: Callable[P, Any]) -> Callable[P, list[Chosen]]:
+def formulations(f: Callable[P, Any]) -> Callable[P, list[LoweredContraction]]:
     """Returns a function that lists how jqx computes the contractions of `f`.
 
     Args:
@@ -435,21 +440,21 @@ def formulations(f: Callable[P, Any]) -> Callable[P, list[Chosen]]:
       ('digits', 'convert')
     """
 
-    def chosen(*args: P.args, **kwargs: P.kwargs) -> list[Chosen]:
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> list[LoweredContraction]:
         jaxpr, _ = compat.open_jaxpr(jax.make_jaxpr(f)(*args, **kwargs))
         return _read(jaxpr, 1)
 
     return chosen
 
 
-def _read(jaxpr: Any, repeats: int) -> list[Chosen]:
+def _read(jaxpr: Any, repeats: int) -> list[LoweredContraction]:
     contractions = []
     for eqn in jaxpr.eqns:
         choice = _CHOICES.get(compat.name_of_jit(eqn))
-        if choice is not None and not choice.cpu.tells_parts:
+        if choice is not None and not choice.cpu.is_composite:
             operands = tuple(_type(v) for v in eqn.invars)
             result = ", ".join(_type(v) for v in eqn.outvars)
-            contractions.append(Chosen(choice, operands, result, repeats))
+            contractions.append(LoweredContraction(choice, operands, result, repeats))
             continue
         inner_times = repeats * eqn.params["length"] if eqn.primitive.name == "scan" else repeats
         for inner in compat.sub_jaxprs(eqn):

@@ -18,7 +18,7 @@ from ..numerics.lookup import E8M0, format_of
 from ..numerics.minifloats import Minifloat
 from ..numerics.qtype import Integer, QType
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import found
+from ..tensor.segments import codes_and_index
 from ..tensor.targets import kernel_of, layout_for_kernel
 from .blocks import with_own_scales
 from .exact import as_int8, integer
@@ -86,7 +86,7 @@ def by_matrices(
       dtype: the dtype of rows that the weight is multiplied by.
       **options: of the kernel.
     """
-    dimensions, (codes, step) = how.dimensions, found(q)
+    dimensions, (codes, step) = how.dimensions, codes_and_index(q)
     is_in_stack = step is not None and q.ndim == 2
     q = with_own_scales(q, (q.ndim - 1,))
     scale, zero, result_factor = parameters_of(q, dtype)

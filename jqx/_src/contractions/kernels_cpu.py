@@ -20,7 +20,7 @@ from ..kernels.products_cpu import decoded_product_cpu, float_product_cpu, produ
 from ..numerics.exact import common_dtype
 from ..numerics.lookup import E8M0, format_of
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import alone, found
+from ..tensor.segments import codes_and_index, without_stack
 from ..tensor.targets import is_decoded, kernel_of
 from .blocks import with_own_scales
 from .exact import accumulate, as_int8, fitting, in_fitting_shapes, integer_blocks, to_rows
@@ -75,7 +75,7 @@ CODES = (
 )
 
 
-@formulation(CODES, CPU, _are_bytes, finds=True)
+@formulation(CODES, CPU, _are_bytes, reads_stack=True)
 def package_codes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     kernel = functools.partial(_scaled, how=how)
     plain = functools.partial(in_fitting_shapes, how=how)
@@ -123,7 +123,7 @@ def package_batches(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     CPU,
     _are_bytes,
     op="dot_general:int32",
-    finds=True,
+    reads_stack=True,
 )
 def package_sums(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     def kernel(lhs: QTensor, rhs: QTensor, *stack: jax.Array) -> jax.Array:
@@ -155,13 +155,13 @@ def by_kernel(kernel: Callable[..., Any], plain: Callable[..., Any], *operands: 
     operand, a weight, is a slice of a stack, the kernel gets the codes of the stack and the index.
     """
     *rows, q = operands
-    codes, step = found(q)
+    codes, step = codes_and_index(q)
     stack = () if step is None or q.ndim > 2 else (codes, step)
 
     def without(*operands: Any) -> jax.Array:
         return plain(*operands[: len(rows) + 1])
 
-    arrays = *map(alone, rows), alone(q), *stack
+    arrays = *map(without_stack, rows), without_stack(q), *stack
     return alone_or_in_parts(kernel, without, *arrays)
 
 
@@ -176,7 +176,7 @@ def _quantizes(case: Product) -> bool:
     CPU,
     _quantizes,
     op="dot_general:quantized",
-    finds=True,
+    reads_stack=True,
 )
 def package_quantizing(lhs: Pending, rhs: QTensor, how: HowTo) -> jax.Array:
     form = format_of(lhs.spec.qtype)
@@ -304,7 +304,7 @@ def multiplies_floats(x: Any, q: QTensor, how: HowTo) -> bool:
     CPU,
     lambda case: case.is_large and multiplies_floats(case.lhs, case.rhs, case.how),
     linear=tangent_tiles,
-    finds=True,
+    reads_stack=True,
 )
 def package_floats(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     kernel = functools.partial(floats, how=how)
@@ -328,7 +328,7 @@ def _are_in_groups(case: Any) -> bool:
     "in each run of a group, and sums the runs in float32",
     CPU,
     _are_in_groups,
-    finds=True,
+    reads_stack=True,
 )
 def package_groups(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     def kernel(lhs: QTensor, rhs: QTensor, *stack: jax.Array) -> jax.Array:
@@ -400,7 +400,7 @@ def multiplies_decoded(x: Any, q: QTensor, how: HowTo) -> bool:
     CPU,
     lambda case: case.is_large and multiplies_decoded(case.lhs, case.rhs, case.how),
     linear=tangent_tiles,
-    finds=True,
+    reads_stack=True,
 )
 def package_decoded(x: jax.Array, q: QTensor, how: HowTo) -> jax.Array:
     kernel = functools.partial(decoded, how=how)

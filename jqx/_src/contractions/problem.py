@@ -419,7 +419,7 @@ def may_wait(spec: QSpec, weight: Any) -> bool:
     return bool(kernel_of(weight)) and spec.symmetric and not is_block
 
 
-def settled(x: Any) -> Any:
+def quantize_pending(x: Any) -> Any:
     """Returns an array that is still to be quantized as a QTensor; anything else unchanged."""
     return x.quantized() if isinstance(x, Pending) else x
 

@@ -13,7 +13,7 @@ from ..compat_kernels import alone_or_in_parts
 from ..errors import fail
 from ..kernels.products_cpu import product_cpu
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import found
+from ..tensor.segments import codes_and_index
 from ..tensor.targets import kernel_of
 from .blocks import item_at, with_own_scales
 from .cache import take_along
@@ -43,7 +43,7 @@ from .kernels_cpu import (
     multiplies_floats,
     right_of,
 )
-from .problem import Dimensions, HowTo, OperandAxes, Pending, find_block, settled
+from .problem import Dimensions, HowTo, OperandAxes, Pending, find_block, quantize_pending
 
 # Rows in groups, split into tiles that each hold rows of one group only.
 
@@ -184,7 +184,7 @@ class Groups(NamedTuple):
     PLATFORMS,
     lambda case: True,
     op="ragged_dot",
-    tells_parts=True,
+    is_composite=True,
 )
 def ragged_tiles(lhs: Any, rhs: Any, sizes: jax.Array, how: Args) -> jax.Array:
     m = lhs.shape[0]
@@ -224,7 +224,7 @@ def _is_for_package(case: Groups) -> bool:
     x, q = case.lhs, case.rhs
     if kernel_of(q) != "cpu" or not q.layout.swapped or q.offset is not None or q.order is not None:
         return False
-    q = q.stored
+    q = q.in_memory_order
     conditions = multiplies_bytes, multiplies_floats, multiplies_decoded
     return any(multiplies(x, q, _how_of_groups(x, q, case.how)) for multiplies in conditions)
 
@@ -238,7 +238,7 @@ def _is_for_package(case: Groups) -> bool:
 )
 def ragged_package(lhs: Any, rhs: QTensor, sizes: jax.Array, how: Args) -> jax.Array:
     def kernel(lhs: Any, rhs: QTensor, sizes: jax.Array) -> jax.Array:
-        q = rhs.stored
+        q = rhs.in_memory_order
         inner = _how_of_groups(lhs, q, how)
         if not isinstance(lhs, QTensor):
             multiply = floats if multiplies_floats(lhs, q, inner) else decoded
@@ -304,7 +304,7 @@ def _by_kernel(target: str, how: Args, lhs: Any, rhs: QTensor, sizes: jax.Array)
         options = {"table": table_of(rhs), "precision": precision_of(how.precision)}
         kernel, dtype = functools.partial(weights_on(target), **options), rows[0].dtype
     rows = [rows_in(leaf, tiles).reshape(-1, leaf.shape[1]) for leaf in rows]
-    codes, step = found(rhs)
+    codes, step = codes_and_index(rhs)
     rhs = with_own_scales(rhs, (0, 2))
     weight, count = parameters_of(rhs, dtype), rhs.shape[0]
 
@@ -431,7 +431,7 @@ def ragged_dot(
     left, right = as_operand(lhs), as_operand(rhs)
     sizes = as_integers("ragged_dot", "group_sizes", group_sizes)
     if not isinstance(right, QTensor):
-        left = settled(left)
+        left = quantize_pending(left)
     if not isinstance(left, (QTensor, Pending)) and not isinstance(right, QTensor):
         return lax.ragged_dot(
             left,

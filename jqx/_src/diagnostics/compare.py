@@ -155,9 +155,10 @@ def compare(
       affines: scales from `jqx.affines`, for every static activation and output; `"dynamic"`
         computes them from the values of the call instead. `None` if the plan has no static ones.
       weights: the parameters with the codes to compare, as returned by `jqx.quantize_params` or by
-        an algorithm (`Quantized.params`, `Chosen.params`); a tuple if there are several positions.
-        `None` rounds the parameters of the call to nearest. The algorithm must choose codes alone.
-        For one that also scales or rotates weights or corrects results, pass the result of `ptq`.
+        an algorithm (`Quantized.params`, `AlgorithmResult.params`); a tuple if there are several
+        positions. `None` rounds the parameters of the call to nearest. The algorithm must choose
+        codes alone. For one that also scales or rotates weights or corrects results, pass the
+        result of `ptq`.
 
     Returns:
       `compared(*args, **kwargs) -> Comparison`, a function of float parameters. It compiles and
@@ -433,7 +434,7 @@ class Members(NamedTuple):
                 function,
                 "it is not known what the algorithm did to the weights before it chose codes.",
                 given="a Quantized from a file of scaled or rotated weights, or whose algorithm "
-                "returned no Chosen.basis",
+                "returned no AlgorithmResult.basis",
                 fix="pass the result of jqx.ptq before saving it. If codes alone were chosen: "
                 "jqx.compare(f, quantized.plan, quantized.affines, weights=quantized.params).",
             )

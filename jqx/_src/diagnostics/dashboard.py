@@ -370,7 +370,7 @@ _KINDS = {
     "float": ("floats", OTHERS),
     "gone": ("no contraction of that name", COLORS[4]),
 }
-"""The meaning of each `Explained.really`, and its colour; the best first."""
+"""The meaning of each `Explained.executed_as`, and its colour; the best first."""
 
 
 def _chip(compiled: Explanation | Lowering, plan: Plan | None) -> str:
@@ -395,16 +395,16 @@ def _chip(compiled: Explanation | Lowering, plan: Plan | None) -> str:
 
 def _explained(explanation: Explanation, plan: Plan | None) -> list[str]:
     planned = {(site.path, site.op) for site in plan.sites} if plan else set()
-    counts = Counter(site.really for site in explanation.sites)
+    counts = Counter(site.executed_as for site in explanation.sites)
     kinds = [kind for kind in _KINDS if counts[kind]]
     bar = [float(counts[kind]) for kind in kinds]
     names = [f"{_KINDS[kind][0]} ({counts[kind]})" for kind in kinds]
     total = _count(len(explanation.sites), "site")
     inside = [stacks([("sites", bar, total)], names, [_KINDS[kind][1] for kind in kinds])]
     without_codes = tuple(
-        (site.name, site.op, site.plan or "-", _KINDS[site.really][0])
+        (site.name, site.op, site.plan or "-", _KINDS[site.executed_as][0])
         for site in explanation.sites
-        if site.really in ("float", "widened first", "gone")
+        if site.executed_as in ("float", "widened first", "gone")
         and not site.plan.startswith("left in float")
         and (site.plan or (site.path, site.op) in planned)
     )

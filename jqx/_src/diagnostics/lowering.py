@@ -486,7 +486,7 @@ GONE = (
     "operations, or computed beforehand"
 )
 
-Really = Literal["codes", "converted", "widened first", "float", "lookup", "gone"]
+ExecutedAs = Literal["codes", "converted", "widened first", "float", "lookup", "gone"]
 
 
 @dataclass(frozen=True)
@@ -498,7 +498,7 @@ class Explained:
       op: the operation, such as `dot_general`.
       plan: how the plan quantizes it, operand by operand, or why it stays in float; for a weight
         that was a QTensor already, which the plan does not change, its format.
-      really: what the compiled program does:
+      executed_as: what the compiled program does:
 
         - `"codes"`: codes are multiplied by codes
         - `"converted"`: the kernel reads codes, and converts them before it multiplies them
@@ -515,7 +515,7 @@ class Explained:
     path: str
     op: str
     plan: str
-    really: Really
+    executed_as: ExecutedAs
     contractions: tuple[Contraction, ...]
     label: str = ""
 
@@ -527,7 +527,7 @@ class Explained:
     @property
     def is_quantized(self) -> bool:
         """Whether its kernels read codes."""
-        return self.really in ("codes", "converted")
+        return self.executed_as in ("codes", "converted")
 
 
 @dataclass(frozen=True)
@@ -569,7 +569,7 @@ class Explanation(Tabular):
         rows: list[tuple[str, ...]] = []
         for site in self.sites:
             parts = [_cells(c) for c in site.contractions] or [("-", "-", "-", "")]
-            rows.append((site.name, site.plan or "-", site.really, *parts[0]))
+            rows.append((site.name, site.plan or "-", site.executed_as, *parts[0]))
             rows += (("", "", "", *part) for part in parts[1:])
         rows += (("(no site)", "-", "-", *_cells(c)) for c in self.others)
         codes = sum(site.is_quantized for site in self.sites)
@@ -581,9 +581,9 @@ class Explanation(Tabular):
                 f"{len(self.plain)} weights are not in the layout that the target reads fastest: "
                 "target= of quantize_params, or pack_for, converts them",
             )
-        if any(site.really == "gone" for site in self.sites):
+        if any(site.executed_as == "gone" for site in self.sites):
             lines.append(GONE)
-        head = ("site", "plan", "really", "multiplies", "runs", "times", "remarks")
+        head = ("site", "plan", "executed as", "multiplies", "runs", "times", "remarks")
         return Table(head, tuple(rows), "\n".join(lines), texts=len(head))
 
 
@@ -629,7 +629,7 @@ def explain(
       >>> params = {"w": jnp.ones((256, 512)), "v": jnp.ones((512, 256))}
       >>> policy = jqx.presets.w8a8_dynamic("w")
       >>> found = jqx.explain(f, params, jnp.ones((32, 256)), plan=policy)
-      >>> [(site.path, site.really) for site in found.sites]
+      >>> [(site.path, site.executed_as) for site in found.sites]
       [('w', 'codes'), ('v', 'float')]
       >>> found["v"][0].plan
       'left in float: no rule matches'
@@ -718,12 +718,12 @@ def _explained(
     sites = []
     for name, path, op, scheme, label in named:
         parts = tuple(by_site.pop(name, ()))
-        sites.append(Explained(path, op, scheme, _really(op, parts), parts, label))
+        sites.append(Explained(path, op, scheme, _executed_as(op, parts), parts, label))
     others = tuple(c for parts in by_site.values() for c in parts)
     return Explanation(tuple(sites), others, program, plain)
 
 
-def _really(op: str, contractions: tuple[Contraction, ...]) -> Really:
+def _executed_as(op: str, contractions: tuple[Contraction, ...]) -> ExecutedAs:
     """Returns what a site does, from its contractions that read codes; others sum scales."""
     if not contractions:
         return "lookup" if op == "gather" else "gone"

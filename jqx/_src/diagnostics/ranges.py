@@ -186,7 +186,9 @@ def ranges(
         scales = call_plan.check_affines("diagnostics.ranges", affines)
         notes = Notes()
         leaves = _leaves(call, call_plan, scales, args, kwargs, bounds or {})
-        results = Follower(call_plan, scales, notes).run(call.jaxpr, leaves, consts=call.consts)
+        results = IntervalDomain(call_plan, scales, notes).run(
+            call.jaxpr, leaves, consts=call.consts
+        )
         return Ranges(
             sites=tuple(
                 notes.sites.get(x.address)
@@ -315,7 +317,7 @@ class Notes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Follower(Domain[Interval]):
+class IntervalDomain(Domain[Interval]):
     """Follows intervals through the equations of a planned function.
 
     Attributes:
@@ -354,7 +356,7 @@ class Follower(Domain[Interval]):
 
     def body(
         self, eqn: Eqn, body: Body, values: list[Interval], where: Where
-    ) -> tuple["Follower", list[Interval]]:
+    ) -> tuple["IntervalDomain", list[Interval]]:
         inside = dataclasses.replace(self, line=self._line(eqn))
         if eqn.primitive.name != "shard_map":
             return inside, values
@@ -438,7 +440,7 @@ class Follower(Domain[Interval]):
         self.notes.overflow(eqn, self._line(eqn), result.low, result.high)
         return Interval(low, high)
 
-    def aside(self) -> "Follower":
+    def aside(self) -> "IntervalDomain":
         """Returns a follower that records nothing, for trial steps."""
         return dataclasses.replace(self, notes=Notes())
 
@@ -470,7 +472,7 @@ def _view(eqn: Eqn, xs: Sequence[Interval]) -> list[Interval] | None:
     ]
 
 
-def _cond(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
+def _cond(self: IntervalDomain, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
     """Follows the branches that may be taken."""
     index, *operands = xs
     branches = eqn.params["branches"]
@@ -480,7 +482,7 @@ def _cond(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> lis
     return [hull(parts) for parts in zip(*taken, strict=True)]
 
 
-def _psum(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
+def _psum(self: IntervalDomain, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
     axes = [axis for axis in eqn.params["axes"] if axis in self.axes]
     count = math.prod(self.axes[axis] for axis in axes)
     return [
@@ -519,7 +521,7 @@ def makers(body: Any) -> Callable[[Any], Eqn | None]:
     return lambda atom: None if compat.is_literal(atom) else producers.get(atom)
 
 
-def _scan(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
+def _scan(self: IntervalDomain, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     num_consts, count = compat.scan_counts(eqn)
     consts, state, stacks = (
@@ -532,7 +534,7 @@ def _scan(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> lis
     if length > STEPS:
         parts = [x.hull_only() for x in stacks]
 
-        def step(who: Follower, state: list[Interval], body: Any = body) -> list[Interval]:
+        def step(who: IntervalDomain, state: list[Interval], body: Any = body) -> list[Interval]:
             return who.run(body, [*consts, *state, *parts], address)
 
         start, fixed = state, passed_on(eqn)
@@ -564,7 +566,7 @@ def _slice(x: Interval, i: int) -> Interval:
 
 
 def _invariant(
-    self: Follower, step: Step, start: list[Interval], fixed: Sequence[bool], body: Any
+    self: IntervalDomain, step: Step, start: list[Interval], fixed: Sequence[bool], body: Any
 ) -> list[Interval]:
     """Returns intervals of the carried values that hold before every step."""
     body, _ = compat.open_jaxpr(body)
@@ -592,7 +594,7 @@ def _invariant(
 
 
 def _counted(
-    self: Follower,
+    self: IntervalDomain,
     step: Step,
     start: list[Interval],
     state: list[Interval],
@@ -621,7 +623,7 @@ def _counted(
     return state
 
 
-def _while(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
+def _while(self: IntervalDomain, eqn: Eqn, xs: list[Interval], address: Address) -> list[Interval]:
     p = eqn.params
     num_consts, inside = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     cond_consts, consts, state = xs[:num_consts], xs[num_consts:inside], xs[inside:]
@@ -629,7 +631,7 @@ def _while(self: Follower, eqn: Eqn, xs: list[Interval], address: Address) -> li
     def goes_on(state: list[Interval]) -> Interval:
         return self.run(p["cond_jaxpr"], [*cond_consts, *state], (*address, _NOWHERE))[0]
 
-    def step(who: Follower, state: list[Interval]) -> list[Interval]:
+    def step(who: IntervalDomain, state: list[Interval]) -> list[Interval]:
         narrowed = _where_true(p["cond_jaxpr"], [*cond_consts, *state])[num_consts:]
         return who.run(p["body_jaxpr"], [*consts, *narrowed], address)
 

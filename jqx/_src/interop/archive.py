@@ -30,7 +30,7 @@ from .gptq import AWQ_MARKS, GPTQ_MARKS, auto_round_leaves, awq_leaves, gptq_lea
 from .mlx import MLX_MARKS, mlx_leaves
 from .orbax import OrbaxSource, is_orbax, read_tree
 from .safetensors import KEY, Bytes, Reader, Source, check_dtype, shape_of
-from .tree import Read, Stored, StoredArray, map_stored, parse, unbound
+from .tree import Read, Stored, StoredArray, map_stored, parse, saved_model
 
 Leaf = Stored | CodedLeaf
 
@@ -58,7 +58,7 @@ class Archive:
         checkpoint, such as `"compressed-tensors"`.
       config: the contents of `config.json`; `None` if there is none.
       metadata: the metadata of the file, without the description of the tree.
-      quantized: JSON of the quantized function whose weights the tree has, see `jqx.Unbound`;
+      quantized: JSON of the quantized function whose weights the tree has, see `jqx.SavedModel`;
         `None` if there is no such function.
 
     Raises:
@@ -282,7 +282,7 @@ def load(
     Returns:
       The tree, bit for bit equal to the one that was saved. Arrays are JAX arrays; arrays of 64
       bits are NumPy arrays, unless `jax_enable_x64` is set. For a saved `jqx.Quantized` the result
-      is a `jqx.Unbound`, whose `bind(f)` returns the `jqx.Quantized`.
+      is a `jqx.SavedModel`, whose `bind(f)` returns the `jqx.Quantized`.
 
     Raises:
       OSError: if the file cannot be opened, is not a regular file, or becomes shorter while it is
@@ -309,7 +309,7 @@ def load(
                 return leaf
 
             tree = archive.map(read_leaf)
-        return tree if archive.quantized is None else unbound(tree, archive.quantized, values)
+        return tree if archive.quantized is None else saved_model(tree, archive.quantized, values)
 
 
 def _not_as_written(problem: str) -> Exception:

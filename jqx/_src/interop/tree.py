@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 
-from ... import ChannelMap, LowRank, Plan, QTensor, Quantized, Segments, Unbound
+from ... import ChannelMap, LowRank, Plan, QTensor, Quantized, SavedModel, Segments
 from ...calibrators import Affine
 from ...numerics import format_of
 from .. import compat
@@ -416,7 +416,7 @@ def _maps(tree: Any) -> Maps:
     return maps
 
 
-def unbound(tree: Any, text: str, values: Values) -> Unbound:
+def saved_model(tree: Any, text: str, values: Values) -> SavedModel:
     """Returns a quantized function that is not bound to its function.
 
     Raises:
@@ -444,7 +444,7 @@ def unbound(tree: Any, text: str, values: Values) -> Unbound:
         tree = tree["params"]
     params = _unpacked(tree)
     parts = params, plan, affines, contents.report, inputs, contents.structured, maps
-    return Unbound(*parts, parents, Basis.of_given(maps) if contents.given else None)
+    return SavedModel(*parts, parents, Basis.of_given(maps) if contents.given else None)
 
 
 def is_rewritten(text: str) -> bool:

@@ -12,7 +12,7 @@ from ..errors import fail, some
 from ..policy import Policy, check_policy
 from ..ptq.ptq import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
-from ..ptq.quantized import Hoist, Quantize, Quantized, Target, Unbound
+from ..ptq.quantized import Hoist, Quantize, Quantized, SavedModel, Target
 from ..statistics.statistics import RowWeight
 from ..transforms.algorithm import Algorithm
 from ..transforms.stats import OnNonfinite
@@ -103,7 +103,7 @@ def ptq(
 
 @called("linen.bind", "pass the module second: jqx.linen.bind(jqx.load(path), module).")
 def bind(
-    unbound: Unbound,
+    saved: SavedModel,
     module: nn.Module,
     like: Any = None,
     *,
@@ -114,16 +114,16 @@ def bind(
     """Returns the quantized module of a file, bit for bit equal to the one that was saved.
 
     Args:
-      unbound: the result of `jqx.load`.
+      saved: the result of `jqx.load`.
       module: the module that was quantized.
-      like: as in `jqx.Unbound.bind`.
+      like: as in `jqx.SavedModel.bind`.
       target: as in `jqx.ptq`.
-      check: as in `jqx.Unbound.bind`.
+      check: as in `jqx.SavedModel.bind`.
       **kwargs: arguments of every call, the same as for `jqx.linen.ptq`.
 
     Raises:
       TypeError: if an argument has another type.
-      ValueError: if the module is not the one that was quantized; or as for `jqx.Unbound.bind`.
+      ValueError: if the module is not the one that was quantized; or as for `jqx.SavedModel.bind`.
 
     Example:
       >>> import jax, jqx, jqx.linen, jax.numpy as jnp, tempfile
@@ -136,10 +136,10 @@ def bind(
       (1, 8)
     """
     fix = "pass the result of jqx.load for a quantized module."
-    check_instance("linen.bind", "unbound", unbound, Unbound, fix=fix)
+    check_instance("linen.bind", "saved", saved, SavedModel, fix=fix)
     function = _applied("linen.bind", module, kwargs)
     try:
-        return unbound.bind(function, like, target=target, check=check)
+        return saved.bind(function, like, target=target, check=check)
     except errors.FlaxError as error:
         raise fail(
             "linen.bind",

@@ -13,7 +13,7 @@ from ..errors import fail, some
 from ..policy import Policy, check_policy
 from ..ptq.ptq import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
-from ..ptq.quantized import Hoist, Quantized, Target, Unbound
+from ..ptq.quantized import Hoist, Quantized, SavedModel, Target
 from ..statistics.statistics import RowWeight
 from ..transforms.algorithm import Algorithm
 from ..transforms.stats import OnNonfinite
@@ -114,7 +114,7 @@ def ptq(
 
 @called("nnx.bind", "pass the model second: jqx.nnx.bind(jqx.load(path), model).")
 def bind(
-    unbound: Unbound,
+    saved: SavedModel,
     model: nnx.Module,
     *,
     method: str = "__call__",
@@ -125,18 +125,18 @@ def bind(
     """Returns the quantized model of a file, bit for bit equal to the one that was saved.
 
     Args:
-      unbound: the result of `jqx.load`.
+      saved: the result of `jqx.load`.
       model: a model with the structure of the one that was quantized. Its values are not used, and
         it may be abstract, from `nnx.eval_shape`, if all its arrays are variables. Streams of
         random numbers are taken from it.
       method: name of the method to call.
       target: as in `jqx.ptq`.
-      check: as in `jqx.Unbound.bind`.
+      check: as in `jqx.SavedModel.bind`.
       **kwargs: keyword arguments of every call, the same as for `jqx.nnx.ptq`.
 
     Raises:
       TypeError: if an argument has another type.
-      ValueError: if the model is not the one that was quantized; or as for `jqx.Unbound.bind`.
+      ValueError: if the model is not the one that was quantized; or as for `jqx.SavedModel.bind`.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp, tempfile
@@ -148,7 +148,7 @@ def bind(
       (1, 8)
     """
     fix = "pass the result of jqx.load for a quantized model."
-    check_instance("nnx.bind", "unbound", unbound, Unbound, fix=fix)
+    check_instance("nnx.bind", "saved", saved, SavedModel, fix=fix)
     check_float("nnx.bind", model)
     if stateless := _stateless_attributes(model):
         raise fail(
@@ -157,7 +157,7 @@ def bind(
             f"{some(map(repr, stateless))}.",
             fix="pass the model itself, of any values; or make the attribute an nnx.Variable.",
         )
-    return unbound.bind(
+    return saved.bind(
         _as_function("nnx.bind", model, method, kwargs)[0], target=target, check=check
     )
 

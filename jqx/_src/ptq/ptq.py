@@ -29,10 +29,10 @@ from ..tensor.shardings import kept
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import (
     Algorithm,
-    Chosen,
+    AlgorithmResult,
     Inapplicable,
     Unstacked,
-    as_chosen,
+    as_result,
     chained,
     check_algorithm,
     has,
@@ -137,13 +137,13 @@ class Choice:
         return self.algorithm != algorithms.nearest()
 
     def attempt(self, part: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a part of the algorithm and returns its result as `Chosen`.
+        """Runs a part of the algorithm and returns its result as `AlgorithmResult`.
 
         If the user did not name the algorithm, and the part does not apply to the function or does
         not support it, adds a note and returns `None`. Warns unless it has nothing to do.
         """
         try:
-            return as_chosen(run(*args, **kwargs))
+            return as_result(run(*args, **kwargs))
         except (Inapplicable, NotImplementedError) as error:
             if self.effort is None:
                 raise
@@ -575,12 +575,12 @@ def _run(
         check_read("ptq", leaves)
     check_finite_weights("ptq", plan, values)
 
-    def rewrite(algorithm: Any, *args: Any) -> Chosen:
-        outcome = as_chosen(algorithm.rewrite(*args, **observing.of(algorithm.rewrite)))
+    def rewrite(algorithm: Any, *args: Any) -> AlgorithmResult:
+        outcome = as_result(algorithm.rewrite(*args, **observing.of(algorithm.rewrite)))
         _restore_quantized(given_values, floats, outcome.params)
         return outcome
 
-    def checked(outcome: Chosen) -> Any:
+    def checked(outcome: AlgorithmResult) -> Any:
         """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
         rounded = quantize_params(dequantize_params(outcome.params), plan)
         return merge_codes("ptq", outcome.params, rounded)
@@ -605,7 +605,7 @@ def _run(
         outcome = choice.choose(rounding, *args, **observing.of(rounding.run))
     elif rounding is not None:
         outcome = choice.attempt(rounding, rounding, plan, values, stats)
-    outcome = Chosen(values, None) if outcome is None else outcome
+    outcome = AlgorithmResult(values, None) if outcome is None else outcome
     codes, mapped = checked(outcome), mapped.then(outcome)
     reports.append(outcome.report)
     few_inputs |= outcome.few

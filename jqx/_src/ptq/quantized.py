@@ -1,4 +1,4 @@
-"""`Quantized`, which `ptq` returns, and `Unbound`, which `jqx.load` returns for it: files do not
+"""`Quantized`, which `ptq` returns, and `SavedModel`, which `jqx.load` returns for it: files do not
 store functions.
 """
 
@@ -32,7 +32,7 @@ from ..signatures import P, R
 from ..statistics.calibrators import Affine
 from ..tensor.segments import abstract as abstract_leaf
 from ..tensor.targets import TARGETS
-from ..transforms.algorithm import Chosen, Unstacked
+from ..transforms.algorithm import AlgorithmResult, Unstacked
 from ..transforms.arguments import check_operations, fitted_plan
 from ..transforms.calibrate import arguments_of
 from ..transforms.channel_map import ChannelMap, LowRank, Map, Maps
@@ -120,7 +120,8 @@ class Quantized(Generic[P, R]):
         is the float function. The values are other ones if an algorithm scales or rotates weights.
         The maps are `maps`, without effect where these correct codes. It holds no copy of
         parameters. `None` if it is not known: files have it only if no algorithm has changed what
-        codes stand for, and an algorithm of yours may not return it in `jqx.algorithms.Chosen`.
+        codes stand for, and an algorithm of yours may not return it in
+        `jqx.algorithms.AlgorithmResult`.
       parents: after `hoist=`, the parameters of the function that was split, one tree for each
         position, with `jax.ShapeDtypeStruct` in place of arrays; otherwise `None`.
 
@@ -211,7 +212,7 @@ class Quantize(Protocol[P, R]):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Unbound:
+class SavedModel:
     """A quantized function loaded from a file, without the function itself, which `bind` takes.
 
     Attributes:
@@ -306,7 +307,7 @@ class Unbound:
         return bound if parents is None else dataclasses.replace(bound, parents=parents)
 
     def __repr__(self) -> str:
-        return f"Unbound({summary(self.plan, self.report)})"
+        return f"SavedModel({summary(self.plan, self.report)})"
 
     def _repr_html_(self) -> str:
         return self.report.table().to_html(repr(self))
@@ -408,7 +409,7 @@ class Mapped:
         """The function with its maps."""
         return map_channels(self.f, self.plan, self.maps) if self.maps else self.f
 
-    def then(self, outcome: Chosen, *, rewrites: bool = False) -> "Mapped":
+    def then(self, outcome: AlgorithmResult, *, rewrites: bool = False) -> "Mapped":
         """Returns the function after what an algorithm has chosen, or rewritten."""
         basis = None if self.basis is None else self.basis.then(outcome, rewrites=rewrites)
         maps = with_maps("ptq", self.maps, outcome.maps)
@@ -451,7 +452,7 @@ class Basis:
         by_site = as_maps("ptq", maps)
         return cls(maps={key: tuple(map(_without_effect, x)) for key, x in by_site.items()})
 
-    def then(self, outcome: Chosen, *, rewrites: bool) -> "Basis | None":
+    def then(self, outcome: AlgorithmResult, *, rewrites: bool) -> "Basis | None":
         """Returns the basis after what an algorithm has chosen, or rewritten."""
         if outcome.basis is not None:
             maps = with_maps("ptq", self.maps, outcome.maps)

@@ -472,7 +472,7 @@ class QTensor(NoArray):
         return layout.unpack(self)
 
     @property
-    def stored(self) -> "QTensor":
+    def in_memory_order(self) -> "QTensor":
         """The array with its axes in the order of `values`: if the layout swaps the last two axes,
         they are swapped in shape, scale and zero point instead. No code moves.
         """
@@ -600,7 +600,7 @@ class QTensor(NoArray):
         return offset.dequantize() if isinstance(offset, QTensor) else offset
 
     @property
-    def bare(self) -> "QTensor":
+    def without_offset(self) -> "QTensor":
         """The array in the order of `values`, without offset and order."""
         plain = self.offset is None and self.order is None
         return self if plain else dataclasses.replace(self, offset=None, order=None)

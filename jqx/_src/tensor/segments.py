@@ -303,7 +303,7 @@ export.register_pytree_node_serialization(
 # slice. Everything else uses the slice itself.
 
 
-class OneOf(QTensor):
+class StackSlice(QTensor):
     """A QTensor that is a slice of a stack. Its views are plain QTensors without the stack, unless
     they leave the codes in place.
 
@@ -316,54 +316,54 @@ class OneOf(QTensor):
     step: ClassVar[Any] = None
 
     @classmethod
-    def of(cls, stack: QTensor, step: jax.Array) -> "OneOf":
+    def of(cls, stack: QTensor, step: jax.Array) -> "StackSlice":
         """Returns one slice of a stack. Every leaf of the stack must have its leading axis."""
         q = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, step, keepdims=False), stack)
-        return _one_of(stack.values, step, *flatten(q))
+        return _stack_slice(stack.values, step, *flatten(q))
 
     def transpose(self, *axes: Any) -> QTensor:
         return self._with_stack(super().transpose(*axes))
 
     @property
-    def stored(self) -> QTensor:
-        return self._with_stack(super().stored)
+    def in_memory_order(self) -> QTensor:
+        return self._with_stack(super().in_memory_order)
 
     def _with_stack(self, q: QTensor) -> QTensor:
         if q.values is not self.values:
-            return alone(q)
-        return _one_of(self.all_values, self.step, *flatten(q))
+            return without_stack(q)
+        return _stack_slice(self.all_values, self.step, *flatten(q))
 
 
-def alone(x: Any) -> Any:
+def without_stack(x: Any) -> Any:
     """Returns a QTensor without its stack; anything else unchanged."""
-    if not isinstance(x, OneOf):
+    if not isinstance(x, StackSlice):
         return x
     leaves, static = flatten(x)
     return rebuilt(QTensor, static, leaves)
 
 
-def found(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
+def codes_and_index(q: QTensor) -> tuple[jax.Array, jax.Array | None]:
     """Returns the codes of a QTensor and `None`, or those of its stack and the index into it."""
-    if isinstance(q, OneOf) and q.all_values is not None:
+    if isinstance(q, StackSlice) and q.all_values is not None:
         return q.all_values, q.step
     return q.values, None
 
 
-def _one_of(all_values: Any, step: Any, leaves: Any, static: Any) -> OneOf:
-    q = rebuilt(OneOf, static, leaves)
+def _stack_slice(all_values: Any, step: Any, leaves: Any, static: Any) -> StackSlice:
+    q = rebuilt(StackSlice, static, leaves)
     object.__setattr__(q, "all_values", all_values)
     object.__setattr__(q, "step", step)
     return q
 
 
-def _flatten_one_of(q: OneOf) -> tuple[tuple, tuple]:
+def _flatten_stack_slice(q: StackSlice) -> tuple[tuple, tuple]:
     leaves, static = flatten(q)
     return (q.all_values, q.step, leaves), static
 
 
-def _unflatten_one_of(static: Any, children: Any) -> OneOf:
+def _unflatten_stack_slice(static: Any, children: Any) -> StackSlice:
     all_values, step, leaves = children
-    return _one_of(all_values, step, leaves, static)
+    return _stack_slice(all_values, step, leaves, static)
 
 
-jax.tree_util.register_pytree_node(OneOf, _flatten_one_of, _unflatten_one_of)
+jax.tree_util.register_pytree_node(StackSlice, _flatten_stack_slice, _unflatten_stack_slice)

@@ -43,17 +43,18 @@ class Inapplicable(ValueError):
 class Algorithm(Protocol):
     """Chooses the codes of the weights of a plan, or other weights that round better.
 
-    Any function with these arguments is an algorithm. It returns parameters, or `Chosen`:
+    Any function with these arguments is an algorithm. It returns parameters, or `AlgorithmResult`:
     parameters and a report. An algorithm may have these methods and attributes:
 
     - `run(f, plan, params, batches, progress=...)`, with the same results. `jqx.ptq` calls it
       instead, so that the algorithm can work on the function itself, for example layer by layer.
     - `rewrite`, with the same arguments as `run`. It returns float parameters that round better,
-      for the same function or nearly, and in `Chosen.maps` what is done at its sites. `jqx.ptq`
-      continues with these, and calibrates on them. `jqx.compare` needs `Chosen.basis` too.
+      for the same function or nearly, and in `AlgorithmResult.maps` what is done at its sites.
+      `jqx.ptq` continues with these, and calibrates on them. `jqx.compare` needs
+      `AlgorithmResult.basis` too.
     - `correct(f, plan, params, codes, affines, batches, progress=...)`, which is called when the
       codes of weights and the scales of activations are known. It returns parameters to use instead
-      of those with codes, or `Chosen.maps`.
+      of those with codes, or `AlgorithmResult.maps`.
     - `observers`, a dict as `jqx.calibrate` takes it, such as `{".*": jqx.observers.hessian}`. Then
       batches are calibrated on, even without static scales, and `stats` holds what the observers
       recorded: for a site of the plan, `stats["layer0/w:dot_general:lhs@hessian"]`. The operands of
@@ -179,7 +180,7 @@ def chained(algorithm: Any) -> tuple[Any, ...] | None:
     return parts if isinstance(parts, tuple) and not is_single else None
 
 
-class Chosen(NamedTuple):
+class AlgorithmResult(NamedTuple):
     """The result of an algorithm with a report.
 
     Attributes:
@@ -201,9 +202,9 @@ class Chosen(NamedTuple):
     few: Mapping[str, str] = MappingProxyType({})
 
 
-def as_chosen(result: Any) -> Chosen:
-    """Returns the result of an algorithm as a `Chosen`."""
-    return result if isinstance(result, Chosen) else Chosen(result, None)
+def as_result(result: Any) -> AlgorithmResult:
+    """Returns the result of an algorithm as a `AlgorithmResult`."""
+    return result if isinstance(result, AlgorithmResult) else AlgorithmResult(result, None)
 
 
 def merge_codes(function: str, codes: Any, rounded: Any) -> Any:

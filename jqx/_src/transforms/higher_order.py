@@ -20,7 +20,7 @@ from .. import compat
 from ..compat import Eqn
 from ..gradients.estimators import straight_through
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import OneOf, alone
+from ..tensor.segments import StackSlice, without_stack
 from ..tensor.shardings import partition_specs
 from ..tensor.targets import kernel_of
 from ..tensor.views import sliceable
@@ -125,7 +125,7 @@ class Carry:
     @classmethod
     def of(cls, eqn: Eqn, operands: Sequence[Any], runner: Runner) -> "Carry":
         """Reads the equation of a loop and its operands."""
-        init = [runner.carried(alone(x)) for x in operands[carried(eqn)]]
+        init = [runner.carried(without_stack(x)) for x in operands[carried(eqn)]]
         pairs = enumerate(zip(init, passed_on(eqn), strict=True))
         return cls(init, frozenset(i for i, (x, same) in pairs if same and is_coded(x)), runner)
 
@@ -232,7 +232,7 @@ def _apply_scan(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list
         operands[:const_count],
         [
             # Each index of the leading axis of a weight gets its own scales.
-            map_codes(lambda q: sliceable(alone(q), 0), x) if is_coded(x) else spread(x)
+            map_codes(lambda q: sliceable(without_stack(q), 0), x) if is_coded(x) else spread(x)
             for x in operands[xs_start:]
         ],
     )
@@ -246,7 +246,7 @@ def _apply_scan(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list
             values, recorded = state
             step_inputs, parts, number = x
             args_of_step = [
-                part if stack is None else OneOf.of(stack, number)
+                part if stack is None else StackSlice.of(stack, number)
                 for part, stack in zip(parts, stacks, strict=True)
             ]
             args = [*consts, *carry.state(values), *args_of_step]

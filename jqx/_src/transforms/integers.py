@@ -12,7 +12,7 @@ import jax
 
 from .. import compat
 from ..compat import Eqn
-from ..contractions.problem import Pending, may_wait, settled
+from ..contractions.problem import Pending, may_wait, quantize_pending
 from ..errors import fail, message, some
 from ..policy import pattern_of
 from ..statistics.calibrators import Affine
@@ -105,7 +105,7 @@ class OnIntegers(Rules):
 def contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     """Evaluates a contraction of arrays and QTensors."""
     if compat.is_explicit(eqn):
-        operands = list(map(settled, operands))
+        operands = list(map(quantize_pending, operands))
     family = CONTRACTIONS[eqn.primitive.name]
     return compat.as_result_of(eqn, lambda *xs: family.apply(eqn, xs), *operands)
 

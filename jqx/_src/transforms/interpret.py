@@ -18,7 +18,7 @@ from ..caches.decode_attention import attention_named
 from ..compat import Eqn
 from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import alone
+from ..tensor.segments import without_stack
 from .higher_order import FORMS, Records, Runner
 from .plan import Plan, Site, check_sums
 from .row_counts import (
@@ -153,7 +153,7 @@ def interpret(
         records.update(recorded)
         return results
 
-    return list(map(alone, evaluate(jaxpr, consts, args, results_of))), records
+    return list(map(without_stack, evaluate(jaxpr, consts, args, results_of))), records
 
 
 def _evaluate(
@@ -162,7 +162,7 @@ def _evaluate(
     name = eqn.primitive.name
     quantized = [i for i, operand in enumerate(operands) if is_coded(operand)]
     if quantized and name not in _TAKE_STACKS:
-        operands = list(map(alone, operands))
+        operands = list(map(without_stack, operands))
     if name in CONTRACTIONS:
         site = rules.plan.site_at(address) if holds_site else None
         if site is not None:

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..checks import as_dtype, check_real
 from ..compat import Eqn, has_explicit_axes
-from ..contractions.problem import Pending, settled
+from ..contractions.problem import Pending, quantize_pending
 from ..errors import fail
-from ..tensor.segments import alone
+from ..tensor.segments import without_stack
 from ..tensor.shardings import names_of, partition_specs, sharding_of, shardings_of
 from .paths import by_argument
 from .plan import Operand, Plan, Site
@@ -220,7 +220,7 @@ class PartialSums:
         if eqn.primitive.name != "dot_general":
             return None
         family = CONTRACTIONS[eqn.primitive.name]
-        sides = [alone(x) for x in operands]
+        sides = [without_stack(x) for x in operands]
         specs = list(map(self.places.of, site.operands, sides))
         mesh = next((mesh for mesh, _ in specs if mesh is not None), None)
         if mesh is None:
@@ -238,7 +238,7 @@ class PartialSums:
         if not explicit:  # the compiler handles all but the contracted axes
             left = [entry if axis in lhs.contracted else None for axis, entry in enumerate(left)]
             right = [entry if axis in rhs.contracted else None for axis, entry in enumerate(right)]
-        settled_sides = list(map(settled, sides))
+        settled_sides = list(map(quantize_pending, sides))
         free = [left[axis] for axis in (*lhs.batch, *_without(lhs.kept, lhs.batch))]
         free += [right[axis] for axis in _without(rhs.kept, rhs.batch)]
 

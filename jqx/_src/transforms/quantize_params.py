@@ -27,7 +27,7 @@ from ..tensor.serialize import NONE, to_json
 from ..tensor.shardings import kept, put, sharding_of, shardings_of
 from ..tensor.spec import QSpec, needed_spec
 from ..tensor.targets import cache_for, check_target, lay_out_for
-from .algorithm import Algorithm, as_chosen, check_algorithm, merge_codes
+from .algorithm import Algorithm, as_result, check_algorithm, merge_codes
 from .arguments import check_plan
 from .partitioned import as_sharding
 from .paths import (
@@ -124,7 +124,7 @@ def quantize_params(
         check_read("quantize_params", named)
         check_finite_weights("quantize_params", plan, params)
         check_finite("quantize_params", in_order(plan, stats_of(stats or {}).flags))
-        quantizing = as_chosen(algorithm(plan, params, stats)).params
+        quantizing = as_result(algorithm(plan, params, stats)).params
         nearest = quantize_params(dequantize_params(quantizing), plan)
         codes = merge_codes("quantize_params", quantizing, nearest)
         codes = codes if target is None else lay_out_weights(codes, plan, target)

@@ -22,7 +22,13 @@ from ..contractions.cache import take
 from ..contractions.conv_general_dilated import conv_general_dilated
 from ..contractions.dot_general import dot_general, dot_gradients
 from ..contractions.einsum import einsum
-from ..contractions.problem import Dimensions, OperandAxes, can_leave_sum, conv_axes, settled
+from ..contractions.problem import (
+    Dimensions,
+    OperandAxes,
+    can_leave_sum,
+    conv_axes,
+    quantize_pending,
+)
 from ..contractions.ragged_dot import ROWS_OF_GROUPS, ragged_dot
 from ..errors import fail
 from ..tensor.qtensor import QTensor
@@ -98,9 +104,9 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     lhs, rhs = operands
     dimensions = _dimensions(eqn)
     if _sums_scales(rhs, dimensions.rhs_contracting):
-        return _scaled_first(eqn, real_of(settled(lhs)), rhs)
+        return _scaled_first(eqn, real_of(quantize_pending(lhs)), rhs)
     if _sums_scales(lhs, dimensions.lhs_contracting):
-        return _scaled_first(eqn, lhs, real_of(settled(rhs)))
+        return _scaled_first(eqn, lhs, real_of(quantize_pending(rhs)))
     return dot_general(lhs, rhs, eqn.params["dimension_numbers"], **_options(eqn))
 
 

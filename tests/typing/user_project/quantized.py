@@ -68,7 +68,7 @@ assert_type(serve(quantized, x), jax.Array)
 
 path = tempfile.mkdtemp() + "/model.safetensors"
 jqx.save(path, quantized)
-loaded: jqx.Unbound = jqx.load(path)
+loaded: jqx.SavedModel = jqx.load(path)
 again = loaded.bind(f)
 assert_type(again(x), jax.Array)
 jqx.save(path, params)
