@@ -594,7 +594,7 @@ def test_one_of_a_stack_is_a_qtensor_that_knows_it():
     @jax.jit
     def second(i):
         one = StackSlice.of(stack, i)
-        assert one.T.all_values is stack.values and one.stored.all_values is stack.values
+        assert one.T.all_values is stack.values and one.in_memory_order.all_values is stack.values
         assert (
             one.astype(jnp.bfloat16).all_values is None and type(without_stack(one)) is jqx.QTensor
         )

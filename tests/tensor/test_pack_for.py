@@ -104,7 +104,7 @@ def test_transposing_a_weight_moves_its_axis_and_not_its_codes(name):
         laid = q.pack_for(target, contracted=asked)
         turned = q.T.pack_for(target, contracted=asked and -1)
         np.testing.assert_array_equal(laid.values, turned.values, strict=True)
-        assert laid.stored.shape == turned.stored.shape == laid.values.shape
+        assert laid.in_memory_order.shape == turned.in_memory_order.shape == laid.values.shape
 
 
 @settings(max_examples=30, deadline=None)
@@ -317,5 +317,5 @@ def test_a_scale_that_is_quantized_itself_does_not_change():
         laid = turned.pack_for("cpu")
         assert_equal(laid.scale, turned.scale)
         assert laid.layout == (None if axes == (0, 1) else Layout(swapped=True))
-        assert_equal(laid.stored, dataclasses.replace(q))
+        assert_equal(laid.in_memory_order, dataclasses.replace(q))
         assert_floats(laid.dequantize(), np.asarray(turned.dequantize()), np.float32)
