@@ -91,6 +91,25 @@ def test_a_row_parallel_product_in_shard_map_has_the_sums_of_one_device():
     np.testing.assert_allclose(y, expected, rtol=0, atol=size * 8 * 2.0**-24)
 
 
+def test_rows_of_padding_are_left_out_of_scales_on_each_device():
+    """One device has only padding. All find the scale of the rows of all devices."""
+    w, x = jnp.eye(4), jnp.asarray(normal(1, 16, 4)).at[2:4].set(1000.0)
+    spec = jqx.QSpec("int8", calibrator=AcrossDevices("model"))
+    f = lambda w, x: x @ w  # noqa: E731
+    plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(weight="int8", activation=spec)]))(w, x[:2])
+
+    def scale(w, x):
+        weight = lambda x: x[:, 0] != 1000.0  # noqa: E731
+        (stats,) = jqx.calibrate(f, plan, weight=weight)(w, x)[1].values()
+        return spec.calibrator.affine(stats, spec).scale, spec.calibrator.observed(stats)[None]
+
+    options = {"in_specs": (P(), P("model")), "out_specs": P("model"), "check_vma": False}
+    scales, observed = jax.shard_map(scale, mesh=mesh_of(AUTO, 1, 8), **options)(w, x)
+    expected = np.abs(np.delete(x, [2, 3], axis=0)).max() / np.float32(127)
+    np.testing.assert_array_equal(scales, np.full_like(scales, expected))
+    assert (observed > 0).all()
+
+
 def test_wrong_axes_of_a_calibrator_are_refused():
     with pytest.raises(TypeError, match="`axis_name` names no mesh axis"):
         AcrossDevices(3)

@@ -645,7 +645,10 @@ class AcrossDevices(Around):
 
     def observe(self, x: jax.Array, spec: "QSpec") -> Any:
         """Returns the statistics of the parts of an array on all devices."""
-        stats = self.calibrator.observe(x, spec)
+        return self.over_devices(self.calibrator.observe(x, spec))
+
+    def over_devices(self, stats: Any) -> Any:
+        """Returns the statistics of all devices, merged, from those of each device."""
         around = jax.sharding.get_abstract_mesh()
         manual = compat.manual_axes()
         if manual and not {*self._names} <= {*around.axis_names}:
@@ -760,9 +763,13 @@ def _mixed(old: Any, new: Any, decay: float) -> Any:
 
 def observe_where(calibrator: Calibrator, x: jax.Array, spec: "QSpec", mask: jax.Array) -> Any:
     """Returns the statistics of the elements for which `mask` is true; it has the rank of `x`."""
+    if isinstance(calibrator, AcrossDevices):  # each device has its own mask
+        return calibrator.over_devices(observe_where(calibrator.calibrator, x, spec, mask))
+    if isinstance(calibrator, Around):
+        return observe_where(calibrator.calibrator, x, spec, mask)
     # A calibrator counts NaN values and otherwise ignores them. A `Delayed` also remembers which
     # step had one; 0 is in each of its ranges.
-    neutral = jnp.zeros_like(x) if _is(calibrator, Delayed) else jnp.full_like(x, jnp.nan)
+    neutral = jnp.zeros_like(x) if isinstance(calibrator, Delayed) else jnp.full_like(x, jnp.nan)
     stats: Any = calibrator.observe(jnp.where(mask, x, neutral), spec)
     nans = spec.granularity.groups(x.shape).count(jnp.isnan(x) & mask)
     observed = stats.observed * jnp.any(mask).astype(jnp.int32)
