@@ -1,4 +1,4 @@
-"""With `_compat_kernels`, the only file that touches `jax.extend` and JAX names that change between
+"""With `compat_kernels`, the only file that touches `jax.extend` and JAX names that change between
 versions.
 
 jax 0.11 merged ClosedJaxpr into Jaxpr and made `get_bind_params` return a dict alone; nothing here

@@ -1,5 +1,5 @@
 """Lowering of programs that contain a kernel, with JAX names that change between versions: see
-`_compat`.
+`compat`.
 """
 
 from collections.abc import Callable

@@ -190,8 +190,8 @@ class Rule:
 
     @property
     def selector(self) -> Selector | None:
-        """The steps of a scan that its path selects, if the path does not match an existing path as
-        a regular expression.
+        """The steps of a scan that its path would select. `selecting` in `transforms/find.py`
+        leaves out rules whose path matches an existing path as a regular expression.
         """
         return Selector.of(self.path)
 

@@ -37,9 +37,9 @@ from .matrices import (
     carried_over,
     damped,
     factor,
+    ledoit_wolf_damping,
     matrices_of,
     order_of,
-    shrunk,
     stacked,
     unknown,
     with_settled_scales,
@@ -793,7 +793,7 @@ class gptq(LayerByLayer):
     def _factor(self, matrix: Matrix, order: Array) -> Factor | None:
         damping = self.damping
         if damping == "ledoit-wolf":
-            damping = shrunk(matrix.hessian, matrix.rows, matrix.fourth)
+            damping = ledoit_wolf_damping(matrix.hessian, matrix.rows, matrix.fourth)
         result = factor(matrix.hessian, damping, order=order)
         if result is None or self.propagation == "gptaq":  # gptaq needs float64
             return result

@@ -65,7 +65,7 @@ def damped_diagonal(diagonal: Array, damping: float) -> Array:
     return np.where(dead, 1, diagonal + damping * mean)
 
 
-def shrunk(hessian: Array, rows: float, fourth: float) -> float:
+def ledoit_wolf_damping(hessian: Array, rows: float, fourth: float) -> float:
     """Returns the damping of least expected error for a Hessian of so many independent inputs
     (Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices",
     Journal of Multivariate Analysis 88, 2004).

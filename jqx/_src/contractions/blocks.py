@@ -178,7 +178,7 @@ def cut_of(q: QTensor, axis: int, count: int) -> Cut | None:
     """Returns how to cut an axis into about `count` slices, between blocks; `None` if it is too
     short, of a symbolic size, or packed so that it cannot be cut.
     """
-    runs = _runs(q, axis)
+    runs = _packed_runs(q, axis)
     if count < 2 or runs is None or export.is_symbolic_dim(q.shape[axis]):
         return None
     n, block = q.shape[axis], q.groups.sizes[axis]
@@ -203,7 +203,7 @@ def _even(blocks: int, count: int, *, fewer: bool) -> int | None:
     return next((c for c in counts if blocks % c == 0), None)
 
 
-def _runs(q: QTensor, axis: int) -> int | None:
+def _packed_runs(q: QTensor, axis: int) -> int | None:
     """Returns the number of overlaid runs of codes along an axis: 1 if it is not packed, `None` if
     they do not fill bytes.
     """

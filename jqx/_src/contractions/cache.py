@@ -29,7 +29,7 @@ from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..tensor.views import refine
 from .dot_general import Operand, as_operand
-from .problem import check_bare
+from .problem import check_no_offset_or_order
 
 MODES = (None, "fill", "clip", "wrap")
 
@@ -436,7 +436,7 @@ def dynamic_update_slice(
             fix = "pass update.dequantize(), or start from jqx.QTensor.zeros(shape, spec)."
             raise fail(function, problem, fix=fix, error=TypeError)
         return lax.dynamic_update_slice(jnp.asarray(operand), jnp.asarray(update), start_indices)
-    check_bare(function, operand, update)
+    check_no_offset_or_order(function, operand, update)
     update = update if isinstance(update, QTensor) else as_real(function, "update", update)
     window = window_of(function, operand, start_indices, update.shape)
     if 0 in window.sizes:
@@ -709,7 +709,7 @@ def quantized_like(q: QTensor, x: jax.Array) -> QTensor:
     """Quantizes an array of the shape of a QTensor to its format, dtypes and layout, with new
     scales.
     """
-    check_bare("select", q, context=", so nothing can be quantized to its format")
+    check_no_offset_or_order("select", q, context=", so nothing can be quantized to its format")
     new = QTensor.quantize(x.astype(q.dtype), spec_like(q, q.groups))
     scale: Any = new.scale
     if not isinstance(scale, QTensor):

@@ -43,9 +43,9 @@ from .problem import (
     Convolution,
     Window,
     can_leave_sum,
-    check_bare,
+    check_no_offset_or_order,
     is_integer,
-    longest,
+    max_products_in_int32,
     shares_scale,
 )
 from .requantize import Asked, Output, Requantization, as_asked, check_requantized, requantize
@@ -269,7 +269,7 @@ def lax_conv(x: Any, kernel: Any, window: Window, dtype: Any) -> jax.Array:
 
 
 def _conv_integer(lhs: QTensor, rhs: QTensor, window: Window, accumulate: Any) -> jax.Array:
-    limit = longest(lhs, rhs)
+    limit = max_products_in_int32(lhs, rhs)
     own_axes = (window.batch, window.features) if window.is_depthwise(lhs) else (window.batch,)
     lhs = with_own_scales(as_int8(lhs), own_axes)
     rhs = with_own_scales(as_int8(rhs), (window.outputs,))
@@ -470,7 +470,7 @@ def _are_bytes(case: Any) -> bool:
         and shares_scale(q, of_kernel)
         and x.scale.dtype in (E8M0, jnp.float32)
         and q.scale.dtype in (E8M0, jnp.float32)
-        and window.products(q) <= longest(x, q)
+        and window.products(q) <= max_products_in_int32(x, q)
     )
 
 
@@ -685,7 +685,7 @@ def conv_general_dilated(
         batch_group_count,
         precision,
     )
-    check_bare("conv_general_dilated", left, right)
+    check_no_offset_or_order("conv_general_dilated", left, right)
     floats = not any(isinstance(x, QTensor) for x in (left, right))
     if floats and not isinstance(output, Requantization):
         y = lax.conv_general_dilated(left, right, *arguments, preferred_element_type)

@@ -47,8 +47,8 @@ from .problem import (
     Pending,
     Product,
     can_leave_sum,
+    has_no_offset_or_order,
     in_order,
-    is_bare,
     of_offset,
 )
 from .requantize import (
@@ -318,12 +318,12 @@ def contract(
     if isinstance(right, Pending):
         y = _contract_pending(right, left, dimensions.swapped, precision, dtype)
         return dimensions.swap_output(y)
-    if is_bare(left) and is_bare(right):
-        return _contract_bare(left, right, dimensions, precision, dtype)
-    return _contract_shifted(left, right, dimensions, precision, dtype)
+    if has_no_offset_or_order(left) and has_no_offset_or_order(right):
+        return _contract_codes(left, right, dimensions, precision, dtype)
+    return _contract_with_offset_or_order(left, right, dimensions, precision, dtype)
 
 
-def _contract_shifted(
+def _contract_with_offset_or_order(
     left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
 ) -> jax.Array:
     """Contracts two operands of which one has an offset or a permuted axis."""
@@ -334,12 +334,12 @@ def _contract_shifted(
             left = left.dequantize()
         elif not _is_smaller(left, right) and right.offset is not None:
             right = right.dequantize()
-    shifted = any(isinstance(x, QTensor) and x.offset is not None for x in (left, right))
-    dtype = None if shifted else dtype
-    bare_left, bare_right = (
+    has_offset = any(isinstance(x, QTensor) and x.offset is not None for x in (left, right))
+    dtype = None if has_offset else dtype
+    left_codes, right_codes = (
         x.without_offset if isinstance(x, QTensor) else x for x in (left, right)
     )
-    y = _contract_bare(bare_left, bare_right, dimensions, precision, dtype)
+    y = _contract_codes(left_codes, right_codes, dimensions, precision, dtype)
     if isinstance(right, QTensor) and right.offset is not None:
         return y + of_offset(left, right, dimensions).astype(y.dtype)
     if isinstance(left, QTensor) and left.offset is not None:
@@ -348,7 +348,7 @@ def _contract_shifted(
     return y
 
 
-def _contract_bare(
+def _contract_codes(
     left: Any, right: Any, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
 ) -> jax.Array:
     """Contracts two operands without offsets and permuted axes."""

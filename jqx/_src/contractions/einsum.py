@@ -20,7 +20,7 @@ from ..tensor.qtensor import QTensor
 from ..tensor.views import refine
 from .blocks import item_along
 from .dot_general import Operand, as_float_dtype, as_operand, dot_general
-from .problem import can_leave_sum, check_bare
+from .problem import can_leave_sum, check_no_offset_or_order
 
 # The subscripts of an einsum: a label for each axis of each operand, and of the result.
 
@@ -435,7 +435,7 @@ def _contract_folded(x: _Term, q: _Term, labels: Labels, how: _How) -> jax.Array
 
     The array gets an axis for each other axis of the QTensor with scales of blocks.
     """
-    check_bare("einsum", q.x, context=", and a scale that varies along a summed axis")
+    check_no_offset_or_order("einsum", q.x, context=", and a scale that varies along a summed axis")
     shape = [(x if label in x.labels else q).size(label) for label in labels]
     q, split = _in_blocks(x, q)
     labels = tuple(part for label in labels for part in split.get(label, (label,)))

@@ -18,7 +18,7 @@ from ..tensor.layout import Layout, is_flipped, to_int8
 from ..tensor.qtensor import QTensor
 from .blocks import sum_in_turn, sum_of_blocks, with_scales
 from .formulation import CPU, ELSEWHERE, PLATFORMS, formulation
-from .problem import Dimensions, HowTo, Product, longest, needs_shape, needs_transpose
+from .problem import Dimensions, HowTo, Product, max_products_in_int32, needs_shape, needs_transpose
 
 # Integer codes as int8, the signed type that every backend multiplies fast.
 
@@ -304,7 +304,7 @@ def accumulator_shaped(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     lambda case: not case.are_bytes,
 )
 def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    limit = longest(lhs, rhs)
+    limit = max_products_in_int32(lhs, rhs)
 
     def compute(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
         exact = not is_at_least(dimensions.contracted_size(lhs), limit + 1)
@@ -312,7 +312,9 @@ def integer_digits(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
         total = jnp.zeros((), dtype)
         for i, left in enumerate(digits_of(lhs)):
             for j, right in enumerate(digits_of(rhs)):
-                for part in _runs(left, right, dimensions, longest(left, right)):
+                for part in _split_for_int32(
+                    left, right, dimensions, max_products_in_int32(left, right)
+                ):
                     product = accumulate(*part, dimensions, plain).astype(dtype)
                     total = total + (
                         product << 8 * (i + j) if exact else product * dtype.type(256.0 ** (i + j))
@@ -383,12 +385,12 @@ def _integer(
     multiply: Multiply,
     in_blocks: Callable[..., jax.Array] = sum_of_blocks,
 ) -> jax.Array:
-    limit = longest(lhs, rhs)
+    limit = max_products_in_int32(lhs, rhs)
 
     def compute(lhs: QTensor, rhs: QTensor, dimensions: Dimensions) -> jax.Array:
         parts = [
             accumulate(*part, dimensions, multiply).astype(_float_of(lhs, rhs))
-            for part in _runs(lhs, rhs, dimensions, limit)
+            for part in _split_for_int32(lhs, rhs, dimensions, limit)
         ]
         return with_scales(functools.reduce(jnp.add, parts), lhs, rhs, dimensions)
 
@@ -399,10 +401,12 @@ def _float_of(lhs: QTensor, rhs: QTensor) -> jnp.dtype:
     return common_dtype(lhs.real_scale().dtype, rhs.real_scale().dtype)
 
 
-def _runs(
+def _split_for_int32(
     lhs: QTensor, rhs: QTensor, dimensions: Dimensions, limit: int
 ) -> list[tuple[QTensor, QTensor]]:
-    """Returns operands with at most `limit` products per sum, cut along contracted axes."""
+    """Splits operands where an int32 sum could overflow: into parts of at most `limit` products,
+    cut along contracted axes.
+    """
     products = dimensions.contracted_size(lhs)
     if not is_at_least(products, limit + 1):
         return [(lhs, rhs)]
@@ -422,7 +426,7 @@ def _runs(
     for start in range(0, n, size):
         cut = (slice(start, start + size),)
         left, right = lhs[(slice(None),) * i + cut], rhs[(slice(None),) * j + cut]
-        parts += _runs(left, right, dimensions, limit)
+        parts += _split_for_int32(left, right, dimensions, limit)
     return parts
 
 

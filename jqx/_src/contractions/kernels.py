@@ -261,6 +261,9 @@ LEAST = 16
 def multiplies_codes(target: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
     """Whether a kernel multiplies the codes of two operands. The left one may be given by shapes
     only.
+
+    A new pair of formats also needs a form on the other platforms (`_are_floats_of_a_kernel`), or
+    an operand is dequantized on all; and a layout of the weight (`layout_for_kernel`).
     """
     if not is_laid_out_for(target, x, q, how):
         return False
@@ -313,7 +316,7 @@ def _are_floats_of_a_kernel(case: Any) -> bool:
 
 FLOATS = (
     "8-bit floats in groups, and a weight that is laid out for a kernel of another platform: the "
-    "smaller operand is dequantized"
+    "left operand is dequantized"
 )
 
 

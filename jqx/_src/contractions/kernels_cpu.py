@@ -27,7 +27,7 @@ from .exact import accumulate, as_int8, fitting, in_fitting_shapes, integer_bloc
 from .formulation import CPU, formulation
 from .kernels import derived_as, numbers_of_codes, precision_of
 from .plain import is_exact_in, tangent_tiles, tiles
-from .problem import Dimensions, HowTo, Pending, Product, is_byte, is_integer, longest
+from .problem import Dimensions, HowTo, Pending, Product, is_byte, is_integer, max_products_in_int32
 
 
 def is_in_rows(x: Any, q: QTensor, dimensions: Dimensions) -> bool:
@@ -60,7 +60,7 @@ def _multiplies(x: Any, q: QTensor, how: HowTo) -> bool:
         and q.size != 0
         and is_in_rows(x, q, how.dimensions)
         and x.scale.dtype in (E8M0, jnp.float32)
-        and how.dimensions.contracted_size(x) <= longest(x, q)
+        and how.dimensions.contracted_size(x) <= max_products_in_int32(x, q)
     )
 
 

@@ -306,15 +306,15 @@ def of_offset(x: Any, q: QTensor, dimensions: Dimensions) -> jax.Array:
     )
 
 
-def is_bare(x: Any) -> bool:
+def has_no_offset_or_order(x: Any) -> bool:
     """Whether an operand has neither an offset nor a permuted axis."""
     return not isinstance(x, QTensor) or (x.offset is None and x.order is None)
 
 
-def check_bare(function: str, *operands: Any, context: str = "") -> None:
+def check_no_offset_or_order(function: str, *operands: Any, context: str = "") -> None:
     """Checks that operands have neither an offset nor a permuted axis."""
     for q in operands:
-        if not is_bare(q):
+        if not has_no_offset_or_order(q):
             problem = f"an operand has a float offset, or a permuted axis{context}."
             raise fail(function, problem, given=repr(q), fix="pass q.dequantize().")
 
@@ -344,7 +344,7 @@ def largest(q: QTensor) -> int:
     return max(-low, high) if q.zero_point is None else high - low
 
 
-def longest(lhs: QTensor, rhs: QTensor) -> int:
+def max_products_in_int32(lhs: QTensor, rhs: QTensor) -> int:
     """Returns how many products of extreme codes, minus their zero points, an int32 sum holds."""
     return ACCUMULATOR // (largest(lhs) * largest(rhs))
 

@@ -34,7 +34,7 @@ from ..numerics.qtype import Integer, QType
 from ..statistics.calibrators import Affine
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec, needed_spec
-from .problem import check_bare, is_byte, longest, shares_scale
+from .problem import check_no_offset_or_order, is_byte, max_products_in_int32, shares_scale
 
 # Integers times a real factor, by integer arithmetic: `factor = multiplier * 2**(shift - 31)`.
 #
@@ -488,7 +488,7 @@ def check_requantized(
     dtype: Any,
 ) -> None:
     """Checks that each result of a contraction is one int32 sum, so that it can be requantized."""
-    check_bare(function, lhs, rhs, context=", which int32 sums cannot have")
+    check_no_offset_or_order(function, lhs, rhs, context=", which int32 sums cannot have")
     if not is_byte(lhs) or not is_byte(rhs):
         raise fail(
             function,
@@ -503,7 +503,7 @@ def check_requantized(
         problem = f"`preferred_element_type` == {dtype} has no effect on a requantized result."
         raise fail(function, problem, fix="leave it out; Requantization has the real dtype.")
     shared = all(shares_scale(q, axes) for q, axes in zip((lhs, rhs), summed, strict=True))
-    most_products = longest(lhs, rhs)
+    most_products = max_products_in_int32(lhs, rhs)
     if not shared or is_at_least(products, most_products + 1):
         raise fail(
             function,

@@ -27,8 +27,8 @@ from .state import (
     Path,
     QParam,
     SearchResult,
-    is_coded,
     is_node,
+    is_weight,
     replace_variables,
     variable_at,
 )
@@ -275,7 +275,7 @@ def _add_scales(part: Quantized, scales: Mapping[str, Any]) -> None:
 
 def _weights(part: Quantized) -> list[tuple[Path, nnx.Variable[Any]]]:
     """Returns the weights of a quantized module, each with its path."""
-    _, state, _ = nnx.split((part, []), is_coded, ...)
+    _, state, _ = nnx.split((part, []), is_weight, ...)
     paths = [path[1:] for path, _ in nnx.to_flat_state(state)]
     return [(path, variable_at(part, path)) for path in paths]
 

@@ -140,7 +140,7 @@ class Quantized(Wrapper):
         def draw_key() -> jax.Array | None:
             return None if self.quant_rng is None else self.quant_rng()
 
-        return pure.finish(
+        return pure.write_back(
             call.run(pure.params, self.mode, search, store, self.backward, draw_key, codes)
         )
 
@@ -289,7 +289,7 @@ class Part(Wrapper):
             problem = f"`{name}` of a part of a quantized module is called from outside."
             fix = "call a method of the whole, which alone has scales, or quantize the parts."
             raise fail(type(self).__name__, problem, given=", ".join(state), fix=fix)
-        return pure.finish(call(pure.params, parent.mode, parent.backward))
+        return pure.write_back(call(pure.params, parent.mode, parent.backward))
 
     def _q_function(
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -1,5 +1,5 @@
-"""The variables of quantized nnx modules, how each mode uses them, and classes that wrap a float
-class.
+"""The variables of quantized nnx modules, a method as a pure function that returns what it writes,
+and classes that wrap a float class.
 """
 
 import contextlib
@@ -217,7 +217,7 @@ class PureCall:
     args: tuple[Any, ...]
     graph: Any
 
-    def finish(self, result: tuple[Any, Any]) -> Any:
+    def write_back(self, result: tuple[Any, Any]) -> Any:
         """Writes the variables that the method wrote; returns the result of the method."""
         out, written = result
         if written:
@@ -252,7 +252,7 @@ def pure_call(
     Codes are constants, which no method writes; with `constant`, all weights are constants.
     """
     graph, leaves, insert = _split_nodes(module, args, kwargs)
-    graphdef, weights, stats, others = nnx.split(graph, is_coded, _is_state, ...)
+    graphdef, weights, stats, others = nnx.split(graph, is_weight, _is_state, ...)
     caller = type(module).__name__
 
     def function(params: Any, others: Any, leaves: list[Any]) -> Any:
@@ -272,7 +272,7 @@ def pure_call(
             raise fail(caller, problem, fix=fix)
 
         def is_written(path: Path, variable: Any) -> bool:
-            if isinstance(variable, QParam) or (constant and is_coded(path, variable)):
+            if isinstance(variable, QParam) or (constant and is_weight(path, variable)):
                 return False
             return was_written(path, variable, old)
 
@@ -387,7 +387,7 @@ def _attributes(graph: Any) -> dict[str, Any]:
     }
 
 
-def is_coded(path: Path, variable: Any) -> bool:
+def is_weight(path: Path, variable: Any) -> bool:
     """Returns whether a variable of `(module, others)` is a weight of the module."""
     return path[0] == 0 and path[1] not in STATE and isinstance(variable, (nnx.Param, QParam))
 

@@ -762,7 +762,9 @@ def _mixed(old: Any, new: Any, decay: float) -> Any:
 
 
 def observe_where(calibrator: Calibrator, x: jax.Array, spec: "QSpec", mask: jax.Array) -> Any:
-    """Returns the statistics of the elements for which `mask` is true; it has the rank of `x`."""
+    """Returns the statistics of the elements for which `mask` is true; it has the rank of `x`. Rows
+    are left out or not: a scale ignores how much they count.
+    """
     if isinstance(calibrator, AcrossDevices):  # each device has its own mask
         return calibrator.over_devices(observe_where(calibrator.calibrator, x, spec, mask))
     if isinstance(calibrator, Around):

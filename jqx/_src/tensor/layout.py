@@ -346,7 +346,9 @@ def _laid_out(q: Any, layout: Layout) -> jax.Array:
 
 
 def transpose(q: T, order: tuple[int, ...]) -> T:
-    """Permutes the axes; see `QTensor.transpose`."""
+    """Permutes the axes of values, scale, zero point and offset; see `QTensor.transpose`. No scale
+    is computed: `resolve_weights` in `transforms/make_plan.py` decides along which axes it varies.
+    """
     n = q.ndim
     if q.layout is not None and order[-2:] == (n - 1, n - 2):
         q, order = swap_axes(q), (*order[:-2], n - 2, n - 1)

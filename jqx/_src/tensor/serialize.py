@@ -98,7 +98,8 @@ CLASSES: dict[str, type] = {
     "PerTensor": PerTensor,
 }
 """The classes that jqx reads and writes, by their name in files of version 2. The name of a class
-in files stays when the class moves or is renamed.
+in files stays when the class moves or is renamed. Version 1 has these names behind a module; those
+that have changed since are in `_RENAMED`.
 """
 
 _NAMES = {cls: name for name, cls in CLASSES.items()}
