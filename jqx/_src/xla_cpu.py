@@ -52,12 +52,12 @@ WORKAROUNDS = {
         "Whether the int8 library sums a convolution is decided before padding is folded into its "
         "window: a window that extends beyond the image is then summed wrongly. So a barrier keeps "
         "the padding separate.",
-        ("contractions.conv._int8_conv",),
+        ("contractions.conv_general_dilated._int8_conv",),
     ),
     "a_sum_of_codes_beside_their_product_holds_them_as_int32": Workaround(
         "A sum of int8 codes that a product or a convolution also reads holds all of them in "
         "int32. So they are summed by a product with ones.",
-        ("contractions.conv._kernel_sums", "contractions.exact._sums_of_rows"),
+        ("contractions.conv_general_dilated._kernel_sums", "contractions.exact._sums_of_rows"),
     ),
     "a_loop_over_narrow_codes_converts_all_of_them_before_it": Workaround(
         "Slices of 8-bit floats or 4-bit codes that a loop converts are slices of a copy of all, "

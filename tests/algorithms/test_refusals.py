@@ -73,10 +73,10 @@ TYPES = [
     (eora, {"weight": 3}, "`weight`"),
     (rotate, {"offline": 1}, "`offline`"),
     (smooth_quant, {"weight": 3}, "`weight`"),
-    (smooth_quant, {"keep": 1}, "`keep`"),
+    (smooth_quant, {"runtime_scales": 1}, "`runtime_scales`"),
     (equalize, {"absorb": 2}, "absorb"),
     (awq, {"clip": 1}, "True or False"),
-    (awq, {"keep": None}, "`keep`"),
+    (awq, {"runtime_scales": None}, "`runtime_scales`"),
 ]
 
 

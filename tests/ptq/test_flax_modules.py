@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_in_four_parts(linen, model, tmp_path):
         (lambda: jqx.linen.ptq(module, W8A8)(variables, X), TypeError, r"a list of batches: \[x\]"),
         (lambda: jqx.nnx.ptq(net, W8A8)(nnx.state(net), [X]), TypeError, "batches alone"),
         (lambda: jqx.nnx.ptq(net, W8A8)(X), TypeError, r"a list of batches: \[x\]"),
-        (lambda: jqx.linen.bind(quantized, module), TypeError, "`unbound`"),
+        (lambda: jqx.linen.bind(quantized, module), TypeError, "`saved`"),
         (lambda: jqx.linen.bind(a, nn.Dense(3)), ValueError, "does not take"),
         (lambda: a.bind(module), TypeError, r"jqx\.linen\.bind\(jqx\.load\(path\), module\)"),
         (lambda: b.bind(net), TypeError, r"jqx\.nnx\.bind\(jqx\.load\(path\), model\)"),
