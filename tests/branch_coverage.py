@@ -3,9 +3,9 @@
     python -m pytest -p tests.branch_coverage
 
 A branch is one of the two ways on from a conditional jump of the bytecode (`if`, `while`, `for`,
-`and`, `or`, conditional expressions). Events of `sys.monitoring` count them at a few percent of the
-time of the tests. The tracer of coverage.py makes them five times as slow, because it also sees
-the functions of JAX, and it can use these events for branches only since Python 3.14.
+`and`, `or`, conditional expressions). Events of `sys.monitoring` count them in the functions of jqx
+alone. The tracer of coverage.py also follows those of JAX, which makes the tests several times as
+slow, and it can use these events for branches only since Python 3.14.
 """
 
 import collections

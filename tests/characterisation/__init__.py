@@ -29,20 +29,7 @@ which. A commit that changes nothing on purpose leaves `recorded/` alone. Progra
 with one version of jax, which `digests.json` names. With others, tests of them are skipped, and the
 sweep: the steps of adaround can make more of a rounding than the tolerance allows.
 
-What these tests reach of each folder, in branches and statements (coverage 7.17 with `--branch`,
-Python 3.11, jax 0.10.2; all but the sweeps, and those of w8a8), so what they can protect:
-
-    algorithms     69 %   82 %        numerics       53 %   83 %
-    caches         21 %   58 %        observers      73 %   85 %
-    calibrators    44 %   71 %        ops            27 %   48 %
-    contractions   47 %   71 %        parallel        0 %    0 %
-    diagnostics     2 %   35 %        policy         41 %   64 %
-    gradients      30 %   66 %        presets        23 %   84 %
-    interop         0 %    0 %        ptq            55 %   73 %
-    kernels        31 %   56 %        tensor         46 %   68 %
-    linen           1 %   47 %        transforms     54 %   73 %
-    modules         0 %   44 %        command line    0 %    0 %
-    nnx             5 %   50 %        the package    40 %   58 %
+Which branches all tests of the default run take is in CONTRIBUTING.md.
 
 Files, reports, collectives, training and layers of Flax have their own tests, and none here.
 """
