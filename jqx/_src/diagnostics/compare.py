@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ... import Plan, Policy, QSpec, QTensor, Quantized, hoist, map_channels
+from ... import Plan, Policy, QSpec, QTensor, hoist, map_channels
+from ... import Quantized as PtqResult
 from ...calibrators import Affine
 from ...extend import Site, Weight
 from .. import compat
@@ -128,7 +129,7 @@ class Comparison(Tabular):
 @called("compare", "call it in two steps: jqx.compare(f, plan, affines)(params, x).")
 def compare(
     f: Callable[P, Any],
-    plan: Plan | Policy | Quantized,
+    plan: Plan | Policy | PtqResult,
     affines: GivenAffines = None,
     *,
     weights: Any = None,
@@ -187,7 +188,7 @@ def compare(
       True
     """
     check_function("compare", f)
-    if isinstance(plan, Quantized):
+    if isinstance(plan, PtqResult):
         if affines is not None or weights is not None:
             problem = "a quantized function has `affines` and `weights` already."
             raise fail("compare", problem, fix="write jqx.compare(f, quantized).")
@@ -202,7 +203,7 @@ def compare(
     return compared
 
 
-def _of_quantized(f: Callable[..., Any], quantized: Quantized) -> Callable[..., Comparison]:
+def _of_quantized(f: Callable[..., Any], quantized: PtqResult) -> Callable[..., Comparison]:
     """Returns `compare` for the result of `ptq`."""
     plan = quantized.plan
 
@@ -426,7 +427,7 @@ class Members(NamedTuple):
     rounded_maps: Sequence[Any]
 
     @classmethod
-    def of(cls, function: str, quantized: Quantized, params: Any) -> "Members":
+    def of(cls, function: str, quantized: PtqResult, params: Any) -> "Members":
         """Returns the members for a quantized function and its float parameters."""
         plan, basis = quantized.plan, quantized.basis
         if basis is None:
@@ -656,7 +657,7 @@ def held_back(f: Callable[..., Any], quantized: Any) -> Callable[..., HeldBack]:
       True
     """
     check_function(_NAME, f)
-    if not isinstance(quantized, Quantized):
+    if not isinstance(quantized, PtqResult):
         kind = type(quantized).__name__
         problem = f"`quantized` is not a quantized function, but of type {kind}."
         fix = "pass quantized = jqx.ptq(f, policy)(params, batches)."
