@@ -22,7 +22,7 @@ from ..compat_kernels import IN_EXPORTS
 from ..errors import fail
 from ..signatures import P
 from ..tensor.qtensor import QTensor
-from ..tensor.segments import StackSlice, without_stack
+from ..tensor.segments import without_stack
 
 # Derivatives of products that are computed in another way than they are differentiated.
 
@@ -90,7 +90,8 @@ class Formulation:
       platforms: its platforms, a tuple of `"cpu"`, `"tpu"`, `"cuda"`, `"rocm"` and `"default"`,
         which means any other one.
       applies: whether it applies to a contraction: `(case) -> bool`, a function of shapes and
-        formats only. The case has the operands `lhs` and `rhs`, and `how`; see `Product`,
+        formats only. In a `Family` it is asked after the condition of all. The case has the
+        operands `lhs` and `rhs`, and `how`; see `Product`,
         `Convolution`, `Groups`.
       compute: `(lhs, rhs, how) -> result`, in a float dtype; `how` is static. For a `ragged_dot`,
         `(lhs, rhs, group_sizes, how)`.
@@ -352,9 +353,7 @@ def _named(choice: Choice) -> Callable[..., Any]:
 
 def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a function of QTensors accept slices of stacks, as plain QTensors."""
-    return lambda *operands: compute(
-        *[without_stack(x) if isinstance(x, StackSlice) else x for x in operands]
-    )
+    return lambda *operands: compute(*map(without_stack, operands))
 
 
 def _by_platform(choice: Choice, how: Any, is_linear: bool = False) -> Callable[..., Any]:

@@ -781,13 +781,9 @@ def observe_where(calibrator: Calibrator, x: jax.Array, spec: "QSpec", mask: jax
 
 def needs_no_values(calibrator: Calibrator) -> bool:
     """Whether the range of a calibrator is given, and does not depend on what it observes."""
-    return _is(calibrator, Fixed)
-
-
-def _is(calibrator: Calibrator, kind: type) -> bool:
     while isinstance(calibrator, Around):
         calibrator = calibrator.calibrator
-    return isinstance(calibrator, kind)
+    return isinstance(calibrator, Fixed)
 
 
 # A calibrator as an observer: its statistics of an operand, under the operand's spec.
