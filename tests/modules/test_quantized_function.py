@@ -43,7 +43,8 @@ def counted(policy, **options):
         return x @ identities["a"] @ identities["b"]
 
     defaults = {"policy": policy, "args": (ONES, "static"), "kwargs": {}, "stats": {}, "scales": {}}
-    return QuantizedFunction(function, caller="test", **{**defaults, **options}), traces
+    options = {**defaults, **options}
+    return QuantizedFunction(function, caller="test", converts="convert(f)", **options), traces
 
 
 def identities():

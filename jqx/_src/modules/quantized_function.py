@@ -73,11 +73,10 @@ class QuantizedFunction:
       stats: statistics by key, as far as they are known.
       scales: scales by key, as far as they are known; they take precedence over statistics.
       caller: the name of the caller in errors.
+      converts: the call that turns the weights of the module into codes, for errors.
       dynamic: whether scales of static activations and outputs without statistics or a scale are
         computed from the values of the call; otherwise they raise an error.
       path: path of the module, for errors.
-      converts: the function that turns the weights of the module into codes, for errors; `None` if
-        `Mode.CONVERT` may round floats in each call.
     """
 
     function: Callable[..., Any]
@@ -87,9 +86,9 @@ class QuantizedFunction:
     stats: Mapping[str, Any]
     scales: Mapping[str, Affine]
     caller: str
+    converts: str
     dynamic: bool = False
     path: str = ""
-    converts: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.function, TracedOnce):
@@ -110,14 +109,13 @@ class QuantizedFunction:
         elif mode is Mode.CONVERT:
             plan = self.plan(params)
             scales = self._given_scales(plan, mode)
-            paths = set() if self.converts is None else _paths(plan)
+            planned = _paths(plan)  # other weights are codes that another method uses
             leaves = _by_path(params)
-            floats = [path for path, x in leaves.items() if path in paths and not is_whole(x)]
+            floats = [path for path, x in leaves.items() if path in planned and not is_whole(x)]
             if floats:
                 where = f"floats for {some(map(self._full_path, floats))}, in {Mode.CONVERT}"
                 fix = f"call {self.converts} first, and use its result; or use Mode.SIMULATE."
                 raise fail(self.caller, "weights are not converted.", given=where, fix=fix)
-            planned = _paths(plan)  # other weights are codes that another method uses
             params = tree_map_with_path(
                 lambda path, x: x if _name(path) in planned else dequantize_params(x),
                 params,

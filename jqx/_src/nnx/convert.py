@@ -29,7 +29,7 @@ from .state import (
     SearchResult,
     is_node,
     is_weight,
-    replace_variables,
+    replace_nodes,
     variable_at,
 )
 
@@ -97,7 +97,7 @@ def convert(
     for part, results in parts:
         _add_scales(part, results.get("scales", {}))
         part.learned_scales, part.mode = None, Mode.CONVERT
-    replace_variables(model, codes)
+    replace_nodes(model, codes)
 
 
 def fix_scales(

@@ -25,7 +25,7 @@ from ..policy import Policy
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
 from .quantized import ATTRIBUTES, Quantized
-from .state import STATE, Path, QParam, become, replace_variables, variable_at
+from .state import STATE, Path, QParam, replace_nodes, variable_at, with_classes
 
 
 class _Layer(Quantized):
@@ -299,8 +299,7 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         for name in ("rank", "alpha", "lora_a", "lora_b", *ATTRIBUTES):
             if name in vars(layer):
                 delattr(layer, name)
-        become(layer, nnx.Linear)
-    return merged
+    return with_classes(merged, {id(layer): nnx.Linear for layer in layers})
 
 
 @called("nnx.init_lora", "pass jqx.nnx.init_lora(model, quantized).")
@@ -356,7 +355,7 @@ def init_lora(model: nnx.Module, quantized: PtqResult) -> None:
             codes[id(variable)] = QParam(values[path])
         else:
             variable.set_value(values[path])
-    replace_variables(model, codes)
+    replace_nodes(model, codes)
     for path, (a, b) in adapters.items():
         layers[path].lora_a.set_value(a)
         layers[path].lora_b.set_value(b)

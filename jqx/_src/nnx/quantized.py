@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
@@ -34,9 +34,9 @@ from .state import (
     SearchResult,
     Stat,
     Wrapper,
-    become,
     has_members,
     pure_call,
+    with_classes,
     wrapper_class,
 )
 
@@ -218,8 +218,9 @@ def quantize(
       True
     """
     check_float("nnx.quantize", model, ATTRIBUTES)
-    result: Any = nnx.clone(model)
-    become(result, wrapper_class(type(model), Quantized, f"Quantized{type(model).__name__}"))
+    copy: Any = nnx.clone(model)
+    kind = wrapper_class(type(model), Quantized, f"Quantized{type(model).__name__}")
+    result = with_classes(copy, {id(copy): kind})
     result._q_set_up(policy, mode, backward, scales, rngs)
     return result
 
@@ -312,11 +313,16 @@ class Part(Wrapper):
 
 def make_parts(module: Any) -> None:
     """Makes the modules inside a quantized module its parts."""
+    kinds = {
+        id(part): wrapper_class(type(part), Part, type(part).__name__)
+        for _, part in nnx.iter_modules(module)
+        if part is not module and not isinstance(part, Wrapper) and has_members(type(part))
+    }
+    with_classes(module, kinds)
+    options = {name: getattr(module, name) for name in COPIED}
     for path, part in nnx.iter_modules(module):
-        if part is not module and not isinstance(part, Wrapper) and has_members(type(part)):
-            become(part, wrapper_class(type(part), Part, type(part).__name__))
-            options = {name: getattr(module, name) for name in COPIED}
-            cast(Part, part).quant_part = Parent(tuple(map(str, path)), **options, learned=False)
+        if isinstance(part, Part) and "quant_part" not in vars(part):
+            part.quant_part = Parent(tuple(map(str, path)), **options, learned=False)
 
 
 def update_parts(module: nnx.Module, **changes: Any) -> None:

@@ -5,8 +5,9 @@ and classes that wrap a float class.
 import contextlib
 import dataclasses
 import functools
+import types
 from collections import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -137,12 +138,12 @@ class Wrapper(nnx.Module):
 @functools.cache
 def wrapper_class(kind: type[nnx.Module], base: type[Wrapper], name: str) -> type[Any]:
     """Returns a class with bases `base` and `kind`, whose every public method and property goes
-    through `base`. A float module can become an instance: its memory layout is that of `kind`.
+    through `base`.
     """
     namespace = {**forwards(kind, CONTAINERS), "__doc__": kind.__doc__}
     namespace |= {"__module__": kind.__module__}
-    pytree = getattr(kind, "_pytree__is_pytree", True)
-    wrapper = _meta(type(kind))(name, (kind, base), namespace, pytree=pytree)
+    options = {"pytree": getattr(kind, "_pytree__is_pytree", True)}
+    wrapper = types.new_class(name, (base, kind), options, lambda space: space.update(namespace))
     wrapper._pytree__nodes = kind._pytree__nodes
     return wrapper
 
@@ -162,33 +163,16 @@ def method(name: str) -> Run:
     return lambda module, *args, **kwargs: getattr(module, name)(*args, **kwargs)
 
 
-def become(module: nnx.Module, kind: type) -> None:
-    """Makes a module an instance of another class, so that all references to it stay valid."""
-    object.__setattr__(module, "__class__", kind)
-
-
-@contextlib.contextmanager
-def as_float(modules: list[nnx.Module]) -> Iterator[None]:
-    """Makes modules instances of their float classes inside the context."""
-    kinds = [type(module) for module in modules]
-    for module, kind in zip(modules, kinds, strict=True):
-        become(module, float_class(kind))
-    try:
-        yield
-    finally:
-        for module, kind in zip(modules, kinds, strict=True):
-            become(module, kind)
-
-
-@functools.cache
-def _meta(kind: type[type]) -> Callable[..., type]:
-    """Returns a metaclass that keeps the order of bases in memory, but looks up `Wrapper` first."""
-
-    def mro(cls: type) -> list[type]:
-        cls_itself, *bases = type.mro(cls)
-        return [cls_itself, *sorted(bases, key=lambda base: not issubclass(base, Wrapper))]
-
-    return type(f"Wrapper{kind.__name__}", (kind,), {"mro": mro})
+def with_classes(graph: Any, classes: Mapping[int, type]) -> Any:
+    """Returns a graph in which modules are instances of other classes, by the `id` of the module,
+    with the attributes that they have. The graph is changed, and is not to be used any more.
+    """
+    modules = [node for _, node in nnx.iter_graph(graph) if id(node) in classes]
+    new = {id(module): object.__new__(classes[id(module)]) for module in modules}
+    replace_nodes(graph, new)
+    for module in modules:
+        vars(new[id(module)]).update(vars(module))
+    return jax.tree.map(lambda x: new.get(id(x), x), graph, is_leaf=is_node)
 
 
 # A method of a module as a pure function of its weights.
@@ -259,13 +243,14 @@ def pure_call(
         # Work on a copy of the graph, so that the module stays as it is whatever `run` does.
         emptied = nnx.map_state(lambda _, variable: variable.replace({}), stats)
         copy = nnx.merge(graphdef, with_values(weights, {"0": params}), emptied, others)
-        old = leaves_by_path(copy)
+        wrappers = _wrappers(copy[0])
+        copy = with_classes(copy, {id(part): float_class(type(part)) for part in wrappers})
+        old, float_graphdef = leaves_by_path(copy), nnx.graphdef(copy)
         inner, nodes = copy
         inner_args, inner_kwargs = insert(leaves, nodes)
-        with as_float(_wrappers(inner)):
-            out = run(inner, *inner_args, **inner_kwargs)
+        out = run(inner, *inner_args, **inner_kwargs)
         out = nodes_to_paths(caller, name, out, copy)
-        changed = [] if nnx.graphdef(copy) == graphdef else _changed_attributes(graph, copy)
+        changed = [] if nnx.graphdef(copy) == float_graphdef else _changed_attributes(graph, copy)
         if changed:
             problem = f"`{name}` sets attributes that are not variables: {some(changed)}."
             fix = "call it before jqx.nnx.quantize, or use model.set_attributes."
@@ -446,15 +431,15 @@ def variable_at(node: Any, path: Path) -> nnx.Variable[Any]:
     return node
 
 
-def replace_variables(model: nnx.Module, new: Mapping[int, nnx.Variable[Any]]) -> None:
-    """Replaces variables everywhere in the model."""
+def replace_nodes(graph: Any, new: Mapping[int, Any]) -> None:
+    """Replaces modules and variables, by their `id`, in the attributes of a graph's modules."""
 
     def replaced(x: Any) -> Any:
         return new.get(id(x), x)
 
-    for _, node in list(nnx.iter_graph(model)):
+    for _, node in list(nnx.iter_graph(graph)):
         if isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
                 leaves = jax.tree.leaves(value, is_leaf=is_node)
                 if any(id(leaf) in new for leaf in leaves):
-                    setattr(node, name, jax.tree.map(replaced, value, is_leaf=is_node))
+                    vars(node)[name] = jax.tree.map(replaced, value, is_leaf=is_node)
