@@ -47,7 +47,7 @@ def test_the_citation_has_what_its_format_wants():
 
 
 def test_the_workflow_runs_the_check_on_the_oldest_and_the_newest():
-    (job,) = parsed(GITHUB / "workflows" / "ci.yml")["jobs"].values()
+    job = parsed(GITHUB / "workflows" / "ci.yml")["jobs"]["check"]
     oldest, newest = job["strategy"]["matrix"]["include"]
     assert PROJECT["requires-python"] == f">={oldest['python']}"
     assert f"jax>={oldest['jax']}" in PROJECT["dependencies"]
@@ -59,6 +59,26 @@ def test_the_workflow_runs_the_check_on_the_oldest_and_the_newest():
     assert all(f"${{{name}:-" in script for name in step["env"])
     assert f"${{JQX_PYTHON:-python{oldest['python']}}}" in script
     assert f"${{JQX_JAX:-{oldest['jax']}}}" in script
+
+
+def test_workflows_run_scripts_that_are_there():
+    jobs = [
+        job
+        for path in sorted((GITHUB / "workflows").iterdir())
+        for job in parsed(path)["jobs"].values()
+    ]
+    commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    scripts = {x for text in commands for x in re.findall(r"\.ci/[\w.]+", text)}
+    assert scripts == {".ci/run", ".ci/package", ".ci/smoke.py"}
+    assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_every_public_module_is_stable_or_experimental():
+    text = (ROOT / "docs" / "versions.md").read_text()
+    table = text.partition("## Stable and experimental")[2].partition("##")[0]
+    modules = {path.stem for path in (ROOT / "jqx").glob("*.py") if path.stem[0] != "_"}
+    modules |= {"diagnostics"}  # a folder, with `plots`
+    assert {*re.findall(r"`jqx\.(\w+)`", table)} == modules
 
 
 KINDS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
