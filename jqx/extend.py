@@ -1,5 +1,6 @@
-"""What extends jqx: entries of a plan, for algorithms of yours; rules for primitives of yours; and
-other ways to compute a contraction.
+"""What extends jqx: the bases of formats, calibrators, observers, gradient estimators and algorithms
+of yours, and the entries of a plan that these read; rules for primitives of yours; and other ways
+to compute a contraction.
 """
 
 import typing as _typing
@@ -7,7 +8,13 @@ import typing as _typing
 from ._src.contractions.formulation import Formulation as Formulation
 from ._src.contractions.formulation import using as using
 from ._src.contractions.problem import OperandAxes as OperandAxes
+from ._src.gradients.estimators import GradientEstimator as GradientEstimator
 from ._src.late import unknown as _unknown
+from ._src.numerics.qtype import QType as QType
+from ._src.statistics.calibrators import Calibrator as Calibrator
+from ._src.statistics.statistics import ObservedSite as ObservedSite
+from ._src.statistics.statistics import Observer as Observer
+from ._src.transforms.algorithm import Algorithm as Algorithm
 from ._src.transforms.plan import Operand as Operand
 from ._src.transforms.plan import Site as Site
 from ._src.transforms.plan import Skipped as Skipped

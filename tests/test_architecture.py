@@ -265,6 +265,7 @@ PUBLIC = {
     "extend": """
         Contraction Formulation Operand OperandAxes Site Skipped Unreached View Weight
         primitive_rules using
+        Algorithm Calibrator GradientEstimator ObservedSite Observer QType
     """,
     "gradients": """
         Gradient GradientEstimator Surrogate straight_through ste ste_unclipped

@@ -21,7 +21,6 @@ from jqx._src.statistics import granularity as granularity_file
 from jqx._src.statistics.calibrators import Fixed, Rms
 from jqx.calibrators import (
     Affine,
-    Calibrator,
     Delayed,
     Hqq,
     Mse,
@@ -33,6 +32,7 @@ from jqx.calibrators import (
     percentile,
     rms,
 )
+from jqx.extend import Calibrator
 from jqx.numerics import mxfp4, nf4
 
 from ..arrays import on_device

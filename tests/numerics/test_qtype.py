@@ -14,12 +14,12 @@ from jqx import RoundMode, numerics
 from jqx._src.numerics.lookup import DTYPES, E8M0, PowerOfTwo, as_qtype, name_of_qtype
 from jqx._src.numerics.minifloats import MINIFLOATS
 from jqx._src.numerics.qtype import INTEGERS
+from jqx.extend import QType
 from jqx.numerics import (
     Block,
     Codebook,
     Integer,
     Minifloat,
-    QType,
     Specials,
     binary,
     float6_e2m3fn,

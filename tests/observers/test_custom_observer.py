@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jqx
-from jqx.calibrators import Calibrator
-from jqx.observers import Observer
+from jqx.extend import Calibrator, Observer
 
 from ..arrays import on_device
 from ..oracles.refusals import assert_error
