@@ -1,6 +1,5 @@
-"""What extends jqx: the bases of formats, calibrators, observers, gradient estimators and algorithms
-of yours, and the entries of a plan that these read; rules for primitives of yours; and other ways
-to compute a contraction.
+"""What extends jqx: bases of formats, calibrators, observers, gradient estimators and algorithms, and
+the entries of a plan that these read; rules for primitives; other ways to compute a contraction.
 """
 
 import typing as _typing

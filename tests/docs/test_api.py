@@ -1,4 +1,4 @@
-"""The API reference has every public name, once. What `jqx.extend` has of other modules is there."""
+"""The API reference has every public name, once. Names of others in `jqx.extend` are with those."""
 
 import importlib
 import inspect
