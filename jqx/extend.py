@@ -1,4 +1,4 @@
-"""What extends jqx: bases of formats, calibrators, observers, gradient estimators and algorithms, and
+"""What extends jqx: bases of formats, calibrators, observers, gradient estimators and algorithms;
 the entries of a plan that these read; rules for primitives; other ways to compute a contraction.
 """
 

@@ -48,6 +48,35 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 SATELLITES = ("diagnostics", "parallel", "interop", "command_line")
 """Layers that are imported late, so that they may use the public names of the core."""
 
+TOOLS = "checks compat errors files late signatures table"
+"""What every layer may use."""
+
+INSIDE = {
+    "diagnostics": """
+        contractions.problem ops.affine policy tensor.layout tensor.segments tensor.views
+        transforms.arguments transforms.calibrate transforms.channel_map transforms.find
+        transforms.higher_order transforms.hoist transforms.interpret transforms.make_plan
+        transforms.map_channels transforms.paths transforms.plan transforms.quantize_params
+        transforms.rules transforms.trace transforms.views transforms.walk
+    """,
+    "parallel": """
+        algorithms.hadamard statistics.granularity tensor.grid tensor.shardings tensor.spec
+        transforms.partitioned transforms.paths transforms.plan transforms.quantize_params
+    """,
+    "interop": """
+        diagnostics.compare diagnostics.report numerics.lookup numerics.packing ptq.quantized
+        tensor.layout tensor.segments tensor.serialize tensor.shardings tensor.spec
+        transforms.calibrate transforms.channel_map transforms.map_channels transforms.paths
+        transforms.quantize_params transforms.trace
+    """,
+    "command_line": """
+        diagnostics.report interop.archive interop.codec interop.named_tree interop.save
+        interop.verify interop.write tensor.segments tensor.serialize tensor.spec
+        transforms.calibrate
+    """,
+}
+"""The files of other layers that a satellite reads, beside public names: nothing else is reached."""
+
 
 def layer_of(path: pathlib.Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
@@ -113,6 +142,15 @@ def test_a_layer_imports_only_from_layers_below(path):
                 yield f"{layer} imports the public module {module}"
         elif parts[2] != layer and HEIGHT[parts[2]] >= HEIGHT[layer]:
             yield f"{layer} imports {parts[2]}"
+
+
+@pytest.mark.parametrize("satellite", SATELLITES)
+def test_a_satellite_reaches_inside_other_layers_only_where_it_is_listed(satellite):
+    paths = [path for path in FILES if layer_of(path) == satellite]
+    modules = {module for path in paths for module, _, _ in imports(path)}
+    inside = {x.removeprefix("jqx._src.") for x in modules if x.startswith("jqx._src.")}
+    others = {x for x in inside if x.split(".")[0] not in (satellite, *TOOLS.split())}
+    assert sorted(others) == sorted(INSIDE[satellite].split())
 
 
 @in_every_file
