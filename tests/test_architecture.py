@@ -75,7 +75,7 @@ INSIDE = {
         transforms.calibrate
     """,
 }
-"""The files of other layers that a satellite reads, beside public names: nothing else is reached."""
+"""The files of other layers that a satellite reads, beside public names, and no others."""
 
 
 def layer_of(path: pathlib.Path) -> str:

@@ -22,6 +22,12 @@ A change that is meant to alter any of it records it anew, in the same commit:
     python -m tests.characterisation.record              # all, on the CPU: as long as the sweep
     python -m tests.characterisation.record gptq awq     # exact forms, and these algorithms
 
+A search over candidates may take another one on another kind of processor, whose sums have another
+order. `awq@avx2.npz` holds what AWQ chooses on such a kind where that is something else, recorded
+from a commit whose choices fit elsewhere; either is right.
+
+    python -m tests.characterisation.record @avx2 awq
+
 The message of that commit says for each kind that has changed (plans, codes, programs, sums, and
 which algorithms) what is other than before, in which functions and presets, and why it is better:
 `git diff --stat tests/characterisation/recorded` and the printed lines of the failing tests say

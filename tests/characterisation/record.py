@@ -22,6 +22,7 @@ from .cases import (
     learned,
     plan_of,
 )
+from .comparisons import check_learned
 from .normal_forms import digest
 from .products import product_sums
 from .wide import TARGETS, WIDE, wide_form
@@ -61,9 +62,11 @@ class Store:
 
 
 @functools.cache
-def recorded(algorithm: str) -> dict[str, Learned]:
-    """What an algorithm chose for each function and policy."""
-    with np.load(FOLDER / f"{algorithm}.npz") as file:
+def recorded(name: str) -> dict[str, Learned]:
+    """What the algorithm with this name chose for each function and policy. After the name and
+    another `@` follows the kind of processor, where the algorithm chose something else there.
+    """
+    with np.load(FOLDER / f"{name}.npz") as file:
         arrays = {name: file[name] for name in file.files}
     bounds = json.loads(arrays["cases"].tobytes())
     return {
@@ -72,7 +75,15 @@ def recorded(algorithm: str) -> dict[str, Learned]:
     }
 
 
-def write_learned(algorithm: str, found: dict[str, Learned]) -> None:
+def choices(algorithm: str, key: str) -> list[Learned]:
+    """What an algorithm chose for a function and policy, on one kind of processor or another: a
+    search takes the next of two candidates that are as good where sums have another order.
+    """
+    names = [algorithm, *sorted(path.stem for path in FOLDER.glob(f"{algorithm}@*.npz"))]
+    return [recorded(name)[key] for name in names if key in recorded(name)]
+
+
+def write_learned(name: str, found: dict[str, Learned]) -> None:
     """Writes what an algorithm chose; equal arrays are written once."""
     parts: dict[str, list[np.ndarray]] = {field: [] for field in Learned._fields}
     ends, places, bounds = dict.fromkeys(parts, 0), {}, {}
@@ -89,7 +100,7 @@ def write_learned(algorithm: str, found: dict[str, Learned]) -> None:
     raw = np.frombuffer(json.dumps(bounds).encode(), np.uint8)
     file = io.BytesIO()
     np.savez_compressed(file, cases=raw, **arrays)
-    (FOLDER / f"{algorithm}.npz").write_bytes(file.getvalue())
+    (FOLDER / f"{name}.npz").write_bytes(file.getvalue())
 
 
 STORE = Store()
@@ -126,11 +137,34 @@ def main(algorithms: list[str]) -> None:
         forget()
 
 
+def add_choices(processor: str, algorithms: list[str]) -> None:
+    """Records what algorithms choose on this kind of processor, where that is nowhere recorded."""
+    for algorithm in algorithms:
+        found = {}
+        for name, policy in cases():
+            key, each = f"{name}/{policy}", learned(name, policy, algorithm)
+            try:
+                check_learned([(key, choices(algorithm, key), each)])
+            except AssertionError as error:
+                print(str(error)[:200], flush=True)
+                assert each is not None, key
+                found[key] = each
+        if found:
+            write_learned(f"{algorithm}@{processor}", found)
+        forget()
+
+
 if __name__ == "__main__":
     from .. import conftest  # the settings of the tests, whose programs are not optimized
 
     assert conftest
     jax.config.update("jax_disable_most_optimizations", True)
-    unknown = set(sys.argv[1:]) - set(ALGORITHMS)
+    processors = [name[1:] for name in sys.argv[1:] if name[0] == "@"]
+    names = [name for name in sys.argv[1:] if name[0] != "@"]
+    unknown = set(names) - set(ALGORITHMS)
     assert not unknown, f"no algorithms: {unknown}; there are {', '.join(ALGORITHMS)}"
-    main(sys.argv[1:] or list(ALGORITHMS))
+    names = names or list(ALGORITHMS)
+    if processors:
+        add_choices(processors[0], names)
+    else:
+        main(names)

@@ -17,7 +17,7 @@ from .cases import (
 from .comparisons import check_form, check_learned
 from .functions import MODELS
 from .products import product_sums
-from .record import STORE, recorded
+from .record import STORE, choices
 from .wide import TARGETS, WIDE, wide_form
 
 IS_SAME_JAX = STORE.jax == jax.__version__
@@ -112,7 +112,7 @@ def check_chosen(chosen):
     check_learned(
         (
             f"{name}/{policy}/{algorithm}",
-            recorded(algorithm).get(f"{name}/{policy}"),
+            choices(algorithm, f"{name}/{policy}"),
             learned(name, policy, algorithm),
         )
         for name, policy, algorithm in chosen

@@ -170,19 +170,21 @@ def add(count, value):
     ],
 )
 def test_what_is_learned_may_not_differ_by_more(gptq, field, change, words):
-    check_learned([("decoder/w4a16/gptq", gptq, Learned(*map(np.array, gptq)))])
+    check_learned([("decoder/w4a16/gptq", [gptq], Learned(*map(np.array, gptq)))])
+    other = changed(gptq, field, change)
     with pytest.raises(AssertionError, match=words):
-        check_learned([("decoder/w4a16/gptq", gptq, changed(gptq, field, change))])
+        check_learned([("decoder/w4a16/gptq", [gptq], other)])
+    check_learned([("decoder/w4a16/gptq", [gptq, other], other)])  # on another processor
 
 
 @pytest.mark.parametrize(("field", "value"), [("codes", 1), ("results", 2.0**-16)])
 def test_what_is_learned_may_differ_as_rounding_does(gptq, field, value):
-    check_learned([("decoder/w4a16/gptq", gptq, changed(gptq, field, add(1, value)))])
+    check_learned([("decoder/w4a16/gptq", [gptq], changed(gptq, field, add(1, value)))])
 
 
 def test_a_case_that_is_missing_is_seen(gptq):
-    for pair in [(gptq, None), (None, gptq)]:
+    for pair in [([gptq], None), ([], gptq)]:
         with pytest.raises(AssertionError, match="case"):
             check_learned([("case", *pair)])
     with pytest.raises(AssertionError, match="codes, not"):
-        check_learned([("case", gptq, gptq._replace(codes=gptq.codes[1:]))])
+        check_learned([("case", [gptq], gptq._replace(codes=gptq.codes[1:]))])
