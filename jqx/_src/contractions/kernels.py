@@ -30,7 +30,7 @@ from .formulation import (
     of_slices,
 )
 from .plain import convert, dequantize, is_exact_in, tiles
-from .problem import ACCUMULATOR, HowTo, Pending, largest
+from .problem import INT32_MAX, HowTo, Pending, largest
 
 # Operands of kernels: matrices, mapped over stacks, and parameters of weights.
 
@@ -278,7 +278,7 @@ def multiplies_codes(target: str, x: QTensor, q: QTensor, how: HowTo) -> bool:
     left, right = format_of(x.qtype), format_of(q.qtype)
     if isinstance(left, Integer) and isinstance(right, Integer):
         narrow = right.bits <= 4 or (right.signed and q.zero_point is None)
-        fits = size * largest(x) * largest(q) <= ACCUMULATOR if left.bits <= 8 else False
+        fits = size * largest(x) * largest(q) <= INT32_MAX if left.bits <= 8 else False
         return left.signed and narrow and fits
     qtypes = (x.qtype, q.qtype)
     return all(isinstance(t, jnp.dtype) and t in FLOAT8 for t in qtypes) and q.zero_point is None

@@ -322,7 +322,7 @@ def check_no_offset_or_order(function: str, *operands: Any, context: str = "") -
 # Operands: arrays, QTensors, and arrays that are still to be quantized.
 
 
-ACCUMULATOR = 2**31 - 1
+INT32_MAX = 2**31 - 1
 """The largest sum that an int32 holds."""
 
 
@@ -346,7 +346,7 @@ def largest(q: QTensor) -> int:
 
 def max_products_in_int32(lhs: QTensor, rhs: QTensor) -> int:
     """Returns how many products of extreme codes, minus their zero points, an int32 sum holds."""
-    return ACCUMULATOR // (largest(lhs) * largest(rhs))
+    return INT32_MAX // (largest(lhs) * largest(rhs))
 
 
 FEW_PENDING = 64
@@ -629,7 +629,7 @@ class Product(Operands):
             return False
         block = self.block
         summed = self.dimensions.contracted_size(x) if block is None else block.size
-        return not is_at_least(summed, ACCUMULATOR // (128 * largest(q)) + 1)
+        return not is_at_least(summed, INT32_MAX // (128 * largest(q)) + 1)
 
     @property
     def has_few_rows_for_blocks(self) -> bool:

@@ -13,7 +13,7 @@ from ...calibrators import Affine
 from ...extend import Site
 from ...numerics import Block, Integer, format_of
 from ..compat import Eqn
-from ..contractions.problem import ACCUMULATOR
+from ..contractions.problem import INT32_MAX
 from ..ops.affine import affine_dequantize, affine_quantize
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.views import Address
@@ -140,7 +140,7 @@ def _how(lhs: int, rhs: int, products: int) -> str:
     """Returns how jqx sums products of codes with these magnitudes."""
     if max(lhs, rhs) > 2**16:
         return "refused"
-    parts = math.ceil(products * lhs * rhs / ACCUMULATOR)
+    parts = math.ceil(products * lhs * rhs / INT32_MAX)
     if max(lhs, rhs) > 2**8:
         return "int8 digits, int32" if parts <= 1 else "int8 digits, float32"
     return "int32" if parts <= 1 else f"int32 in {parts} parts, float32"
