@@ -724,10 +724,10 @@ def note_inputs(choice: Choice, reports: Sequence[Any], few_inputs: Mapping[str,
     """
     rounded: list[tuple[str, str]] = []
     count = 0
-    for report in reports:
+    for report in (x for x in reports if x is not None):
         if isinstance(report, algorithms.AlgorithmReport):
             choice.notes.extend(report.calibration)
-        if isinstance(report, algorithms.Pairs) and report.left:
+        elif isinstance(report, algorithms.Pairs) and report.left:
             choice.notes.append(f"inputs of {len(report.left)} sites not scaled: no clear gain")
         matrices, total = algorithm_report.not_chosen(report)
         rounded, count = [*rounded, *matrices], count + total
