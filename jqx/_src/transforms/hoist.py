@@ -62,11 +62,10 @@ class _Splitter:
 
         def results_of(i: int, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
             name = eqn.primitive.name
-            is_known = all(self.values.knows(address, var) for var in eqn.outvars)
             if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
                 body, inner = compat.open_jaxpr(bodies(eqn)[0].jaxpr)
                 results, inner_arrays = self.computed(body, inner, operands, (*address, i))
-            elif is_known and not any(x is None for x in operands):
+            elif not eqn.effects and not any(x is None for x in operands):
                 results, inner_arrays = compat.bind(eqn, operands), {}
             else:
                 results, inner_arrays = self._computed_inside(eqn, operands, (*address, i))
@@ -109,7 +108,7 @@ class _Splitter:
         """Computes what is split off a scan: once, or as a stack of its values in all steps."""
         body, stepped = eqn.params["jaxpr"], self.stepped(address)
         arrays = run(body, [*fixed, *([None] * len(xs))])
-        is_known = self.values.steps(eqn, address)
+        is_known = self.values.steps[address]
         slices = {i: x for i, x in enumerate(xs) if is_known[i] and x is not None}
 
         def step(slices_of_step: dict[int, Any]) -> Arrays:
@@ -373,7 +372,7 @@ class _Parts:
             inner_keys = keys[2:] if isinstance(params, int) else keys[1:]
             paths.append((path or path_of(inner_keys)) if inside else None)
             are_known.append(inside and (path is not None or leaf.shape == ()))
-        values = KnownValues(call.jaxpr, are_known, what)
+        values = KnownValues(call.jaxpr, call.consts, are_known, what)
         return cls(call, tuple(paths), _Splitter(values, _names(values, paths)))
 
     @functools.cached_property

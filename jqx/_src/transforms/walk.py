@@ -231,6 +231,8 @@ class Where(NamedTuple):
       eqn: the equation, or the one that holds the function; `None` for a whole function.
       inside: the address of the loop, branch or `shard_map` that it is in.
       steps: the numbers of the steps of scans around it, in a domain that unrolls them.
+      path: its index in its function, after those of the equations and parts around it. No other
+        equation has it.
     """
 
     address: Address = ()
@@ -239,6 +241,7 @@ class Where(NamedTuple):
     eqn: Eqn | None = None
     inside: Address = ()
     steps: tuple[int, ...] = ()
+    path: Address = ()
 
     @property
     def scope(self) -> str:
@@ -345,8 +348,9 @@ def walk(
     def read(atom: Any) -> V:
         return domain.literal(atom) if compat.is_literal(atom) else env[atom]
 
-    for address, eqn, marked in addressed(body, where.address):
-        place = Where(address, marked, scope, eqn, where.inside, where.steps)
+    for i, (address, eqn, marked) in enumerate(addressed(body, where.address)):
+        path = (*where.path, i)
+        place = Where(address, marked, scope, eqn, where.inside, where.steps, path)
         operands = [read(atom) for atom in eqn.invars]
         if bodies(eqn) and domain.enters(eqn, operands, place):
             results = enter(domain, eqn, operands, place)
@@ -377,7 +381,8 @@ def enter(
         for body in bodies(eqn):
             address = (*where.around, *body.part)
             outside = where.inside if name in CALLS else address
-            inside = where._replace(address=address, is_marked=True, inside=outside)
+            path = (*where.path, *body.part)
+            inside = where._replace(address=address, is_marked=True, inside=outside, path=path)
             operands = [values[i] for i in body.operands]
             inner, operands = domain.body(eqn, body, operands, where)
             results.append(run(inner, body.jaxpr, operands, inside))
@@ -396,7 +401,7 @@ def _each_step(domain: Domain[V], eqn: Eqn, values: list[V], where: Where) -> Se
     for i in reversed(steps) if eqn.params["reverse"] else steps:
         slices = [domain.part(x, i) for x in stacks]
         steps_inside, address = (*where.steps, i), where.around
-        inside = Where(address, True, where.outer_scope, eqn, address, steps_inside)
+        inside = Where(address, True, where.outer_scope, eqn, address, steps_inside, where.path)
         results = walk(domain, body.jaxpr, [*values[: state.stop], *slices], inside)
         values[state], rows[i] = results[:count], results[count:]
     columns = [[rows[i][j] for i in steps] for j in range(len(eqn.outvars) - count)]
