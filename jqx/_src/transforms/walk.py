@@ -133,8 +133,11 @@ def holds_contraction(eqn: Eqn) -> bool:
     jaxprs = compat.sub_jaxprs(eqn)
     if not jaxprs or compat.name_of_jit(eqn) == HIDDEN:
         return False
-    inside = [inner for jaxpr in jaxprs for inner in jaxpr.eqns]
-    return any(is_lookup_or_product(inner) or holds_contraction(inner) for inner in inside)
+    for jaxpr in jaxprs:
+        for inner in jaxpr.eqns:
+            if is_lookup_or_product(inner) or holds_contraction(inner):
+                return True
+    return False
 
 
 class Addressed(NamedTuple):
@@ -247,7 +250,7 @@ class Where(NamedTuple):
     def scope(self) -> str:
         """The name scopes around it and its own, joined by `/`."""
         own_scope = "" if self.eqn is None else compat.scope_of(self.eqn)
-        return "/".join(part for part in (self.outer_scope, own_scope) if part)
+        return "/".join(filter(None, (self.outer_scope, own_scope)))
 
     @property
     def around(self) -> Address:
