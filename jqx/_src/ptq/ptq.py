@@ -564,8 +564,8 @@ def _run(
     observers = None if runs else getattr(rounding, "observers", None)
     stats, scales, reports = None, {}, []
     few_inputs: dict[str, str] = {}
-    given_values, is_plain = values, not (rewrites or corrections or rounding is not None)
-    floats = values = values if is_plain else dequantize_params(values)
+    given_values = values
+    floats = values = dequantize_params(values)
     if runs or rewrites or corrections:
         batches = list(batches)
     leaves = named_leaves("ptq", by_argument(plan.params, values), plan)
@@ -598,8 +598,6 @@ def _run(
         calibrated = engine.calibrate_stages if has_lazy(values) else calibrate_batches
         stats = calibrated(*args, observers=observers, **observing.options)
         scales = affines(plan, stats)
-    if is_plain:
-        return _Result(values, quantize_params(values, plan), scales, mapped, reports)
     outcome = None
     if rounding is not None and runs:
         outcome = choice.choose(rounding, *args, **observing.of(rounding.run))

@@ -22,7 +22,7 @@ from ..errors import fail
 from ..policy import Policy, Rule
 from .paths import Part, Split
 from .rules import CONTRACTIONS, VIEWS, Contraction, tracked
-from .views import Address, Loop, Origin
+from .views import Address, Loop, Origin, Origins
 from .walk import (
     CALLS,
     CONDITION,
@@ -183,8 +183,6 @@ def _without_integers(item: Found, floats: Set[str]) -> Found:
 # An index such as `h[:, -1]` is traced as a slice, and as a gather if a size of `h` is symbolic. So
 # reads must not count in addresses: a function then has the same addresses for all sizes.
 
-
-Origins = Sequence[Origin | None]
 
 _INSIDE = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 

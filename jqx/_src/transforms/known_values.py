@@ -30,16 +30,7 @@ from .plan import Plan, Unreached
 from .rules import CONTRACTIONS, VIEWS
 from .trace import Call, is_quantized
 from .views import UPDATES, Address, Origin
-from .walk import (
-    CALLS,
-    HIDDEN,
-    Body,
-    Domain,
-    Where,
-    carried,
-    passed_on,
-    walk,
-)
+from .walk import CALLS, HIDDEN, Body, Domain, Where, carried, passed_on, walk
 
 What = Literal["all", "weights"]
 """What is split off: all values of parameters, or those that are weights and not larger."""
@@ -153,10 +144,6 @@ class KnownValues(Domain[_Node]):
             result.want(_PLAIN)
         for go_back in reversed(self._tape):
             go_back()
-
-    def is_leaf(self, value: Value) -> bool:
-        """Whether a value is a parameter itself."""
-        return value.number in self._leaves
 
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -315,7 +302,8 @@ class KnownValues(Domain[_Node]):
         value, ndim = x.value, len(atom.aval.shape)
         if value is None:
             return Origin.of_leaf("", ndim) if x.is_view else None
-        is_factor = self.is_leaf(value) and ndim == 0  # weights may be scaled by a factor
+        # Weights may be scaled by a factor.
+        is_factor = value.number in self._leaves and ndim == 0
         return Origin.of_leaf(str(value.number), ndim) if value.parents and not is_factor else None
 
     def _is_split_off(self, value: Value, aval: Any, as_weight: bool) -> bool:

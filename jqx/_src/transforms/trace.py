@@ -204,17 +204,8 @@ def trace_call(
     paths_of_keys = [None if key is None else path_of(key) for key in keys]
     keys_of_arrays = [keys for keys, leaf in flat if is_array(leaf)]
     names = renamed(paths_of_keys, paths)
-    call = Call(
-        jaxpr=traced.jaxpr,
-        consts=traced.consts,
-        leaves=leaves,
-        paths=paths,
-        names=names,
-        out_tree=traced.out_tree,
-        keys=keys_of_arrays,
-        lines=lines,
-        found=traced.found,
-    )
+    out_tree, found = traced.out_tree, traced.found
+    call = Call(*traced[:2], leaves, paths, names, out_tree, keys_of_arrays, lines, found=found)
     return unstack(function, call, weights.splits)
 
 

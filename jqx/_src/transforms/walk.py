@@ -98,15 +98,6 @@ def passed_on(eqn: Eqn) -> list[bool]:
     ]
 
 
-def passed_on_alone(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands of an equation, with `None` for carried values that steps change."""
-    operands, state = list(operands), carried(eqn)
-    if state.start < state.stop:
-        pairs = zip(operands[state], passed_on(eqn), strict=True)
-        operands[state] = [x if same else None for x, same in pairs]
-    return operands
-
-
 # The numbers of equations.
 
 
