@@ -208,7 +208,7 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
     type.
     """
     axes = frozenset().union(*map(varies_along, jax.tree.leaves(arrays)))
-    return tuple(vary(x, axes) for x in arrays)
+    return tuple(vary(x, axes) for x in arrays) if axes else arrays
 
 
 def broadcast_like(x: Any, like: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from ..table import Printed, Table, Tabular
 from ..transforms.algorithm import has
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import flags_of
-from .store import Memory
+
+if TYPE_CHECKING:  # only a part of the algorithms has intermediate values
+    from .store import Memory
 
 # Several algorithms, run one after another.
 
@@ -303,7 +305,7 @@ class AlgorithmReport(Tabular, Entries[MatrixReport]):
     """
 
     entries: tuple[MatrixReport, ...]
-    memory: Memory | None = None
+    memory: "Memory | None" = None
 
     @property
     def calibration(self) -> tuple[str, ...]:

@@ -487,7 +487,8 @@ def ptq(
         inputs = inputs_of(first_batch)
         check_arguments("ptq", argnums, params)
         bound = split_off(original, hoist, inputs)
-        planned = make_plan(bound.f, policy, params=bound.argnums, names=bound.names)
+        traced_once = TracedOnce(bound.f)
+        planned = make_plan(traced_once, policy, params=bound.argnums, names=bound.names)
         plan = planned(*bound.arguments(bound.params, inputs))
         choice = Choice(algorithm)
         if algorithm is None:
@@ -514,10 +515,10 @@ def ptq(
                 return plans_by_shape(batches, first_batch, plan, plan_of)
 
             arguments = bound.arguments(bound.params, inputs)
-            choice = fitted(choice, bound.f, plan, arguments, other_plans)
+            choice = fitted(choice, traced_once, plan, arguments, other_plans)
         choice, row_weight = weighted(choice, plan, weight or padding)
         observing = Observing(row_weight, ignores, progress)
-        mapped = Mapped(bound.f, plan, basis=Basis())
+        mapped = Mapped(traced_once, plan, basis=Basis())
         result = _run(choice, mapped, bound.params, batches, observing)
         report = model_report.report_of(plan, result.values, lambda: result.codes)
         if text is not None:
@@ -525,9 +526,8 @@ def ptq(
         choice.notes.extend(([str(padding)] if padding else []) + notes)
         report = dataclasses.replace(report, codes=str(choice))
         shapes = abstract(inputs)
-        quantized = quantized_of(
-            result.mapped, result.scales, result.codes, report, shapes, platform
-        )
+        mapped = dataclasses.replace(result.mapped, f=bound.f)
+        quantized = quantized_of(mapped, result.scales, result.codes, report, shapes, platform)
         reports = [x for x in result.reports if x is not None]
         details = reports[0] if len(reports) == 1 else tuple(reports)
         return dataclasses.replace(quantized, details=details or None)
@@ -564,8 +564,8 @@ def _run(
     observers = None if runs else getattr(rounding, "observers", None)
     stats, scales, reports = None, {}, []
     few_inputs: dict[str, str] = {}
-    given_values, is_plain = values, not (rewrites or corrections or rounding is not None)
-    floats = values = values if is_plain else dequantize_params(values)
+    given_values = values
+    floats = values = dequantize_params(values)
     if runs or rewrites or corrections:
         batches = list(batches)
     leaves = named_leaves("ptq", by_argument(plan.params, values), plan)
@@ -598,8 +598,6 @@ def _run(
         calibrated = engine.calibrate_stages if has_lazy(values) else calibrate_batches
         stats = calibrated(*args, observers=observers, **observing.options)
         scales = affines(plan, stats)
-    if is_plain:
-        return _Result(values, quantize_params(values, plan), scales, mapped, reports)
     outcome = None
     if rounding is not None and runs:
         outcome = choice.choose(rounding, *args, **observing.of(rounding.run))
@@ -724,10 +722,10 @@ def note_inputs(choice: Choice, reports: Sequence[Any], few_inputs: Mapping[str,
     """
     rounded: list[tuple[str, str]] = []
     count = 0
-    for report in reports:
+    for report in (x for x in reports if x is not None):
         if isinstance(report, algorithms.AlgorithmReport):
             choice.notes.extend(report.calibration)
-        if isinstance(report, algorithms.Pairs) and report.left:
+        elif isinstance(report, algorithms.Pairs) and report.left:
             choice.notes.append(f"inputs of {len(report.left)} sites not scaled: no clear gain")
         matrices, total = algorithm_report.not_chosen(report)
         rounded, count = [*rounded, *matrices], count + total

@@ -22,7 +22,6 @@ from typing import (
 
 import jax
 import jax.numpy as jnp
-from jax import dtypes
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ..checks import called, shown
@@ -41,7 +40,7 @@ from ..transforms.find import contractions
 from ..transforms.hoist import Hoisted
 from ..transforms.hoist import hoist as hoist_values
 from ..transforms.map_channels import as_maps, map_channels, with_maps
-from ..transforms.paths import Names, by_argument, insert_params, positions_of
+from ..transforms.paths import Names, by_argument, insert_params, positions_of, type_text
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import dequantize_params, lay_out_weights, named_leaves
 from ..transforms.trace import is_array, is_quantized, trace_call
@@ -322,7 +321,7 @@ class SavedModel:
         flat, tree = tree_flatten_with_path(like, is_leaf=is_quantized)
         arrays = {_name(keys): x for keys, x in flat if is_array(x)}
         for path in {**arrays, **stored}:
-            expected, actual = _type_name(stored.get(path)), _type_name(arrays.get(path))
+            expected, actual = type_text(stored.get(path)), type_text(arrays.get(path))
             if actual != expected:
                 problem = "`like` does not match the parameters in the file."
                 details = f"{path!r}: {actual}, and {expected} in the file"
@@ -345,10 +344,6 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 def _name(keys: Any) -> str:
     return keystr(keys, simple=True, separator="/")
-
-
-def _type_name(x: Any) -> str:
-    return "none" if x is None else f"{dtypes.canonicalize_dtype(x.dtype, True)}{list(x.shape)}"
 
 
 def quantized_of(

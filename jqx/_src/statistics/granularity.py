@@ -111,6 +111,14 @@ class Groups:
         axes = enumerate(self._axes)
         return [(-(-n // b), b) if self.is_blocked(axis) else (n,) for axis, (n, b) in axes]
 
+    @functools.cached_property
+    def _split(self) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """How `split` pads an array, empty if nothing is padded, and the shape that it returns."""
+        pairs = zip(self._parts, self.shape, strict=True)
+        padding = [(0, math.prod(part) - n if len(part) == 2 else 0, 0) for part, n in pairs]
+        is_padded = any(high for _, high, _ in padding)
+        return padding if is_padded else [], [n for part in self._parts for n in part]
+
     def is_blocked(self, axis: int) -> bool:
         """Whether a scale is shared by blocks, not by the whole axis or a single index."""
         n, b = self.shape[axis], self.sizes[axis]
@@ -118,11 +126,10 @@ class Groups:
 
     def split(self, x: jax.Array, fill: float = 0) -> jax.Array:
         """Splits each blocked axis in two, (blocks, size); a tail is padded with `fill`."""
-        pairs = zip(self._parts, self.shape, strict=True)
-        padding = [(0, math.prod(part) - n if len(part) == 2 else 0, 0) for part, n in pairs]
-        if any(high for _, high, _ in padding):
+        padding, sizes = self._split
+        if padding:
             x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
-        return x.reshape([n for part in self._parts for n in part])
+        return x.reshape(sizes)
 
     def split_scale(self, scale: jax.Array) -> jax.Array:
         """Reshapes a scale so that it broadcasts, axis by axis, to what `split` returns."""

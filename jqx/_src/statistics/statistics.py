@@ -185,11 +185,10 @@ class ObservedSite:
             patches_of = self.patches.of_image if self.side == "lhs" else self.patches.of_kernel
             return patches_of(x)
         reduced = self.reduced(x.ndim)
-        count, size = (
-            math.prod(x.shape[axis] for axis in axes) for axes in (reduced, self.contracted)
-        )
-        stack = tuple(x.shape[axis] for axis in self.batch)
-        return x.transpose(*self.batch, *reduced, *self.contracted).reshape(*stack, count, size)
+        moved = x.transpose(*self.batch, *reduced, *self.contracted)
+        first, last = len(self.batch), x.ndim - len(self.contracted)
+        count, size = math.prod(moved.shape[first:last]), math.prod(moved.shape[last:])
+        return moved.reshape(*moved.shape[:first], count, size)
 
     def row_weights(self, x: jax.Array) -> jax.Array | None:
         """Returns how much each row counts, `[*batch, rows]`: as much as the element of the row

@@ -23,7 +23,7 @@ from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from .arguments import check_function
 from .higher_order import Records
-from .integers import OnIntegers, quantized_leaf
+from .integers import OnIntegers, quantized_leaves
 from .interpret import Rules, interpret
 from .known_values import check_unsupported
 from .make_plan import as_plan, params_of
@@ -114,10 +114,7 @@ def convert(
             parted = shardings_of if gather is None else gather.left
             partial = partial_sums("convert", partial_dtype, parted)
             rules = dataclasses.replace(rules, partial=partial, gather=gather)
-        leaves = [
-            quantized_leaf(leaf, path, fitted, rules.affines)
-            for leaf, path in zip(call.leaves, call.paths, strict=True)
-        ]
+        leaves = quantized_leaves(call, call.leaves, rules)
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
         return jax.tree.unflatten(call.out_tree, _results(call, out, rules))
 

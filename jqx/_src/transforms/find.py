@@ -3,6 +3,7 @@ lookups, where the rules of a policy split scans, and which operands are one val
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections import defaultdict
@@ -21,7 +22,7 @@ from ..errors import fail
 from ..policy import Policy, Rule
 from .paths import Part, Split
 from .rules import CONTRACTIONS, VIEWS, Contraction, tracked
-from .views import Address, Loop, Origin
+from .views import Address, Loop, Origin, Origins
 from .walk import (
     CALLS,
     CONDITION,
@@ -53,7 +54,7 @@ class Found:
     origins: tuple[Origin | None, ...]
     reason: str | None = None
 
-    @property
+    @functools.cached_property
     def family(self) -> Contraction:
         """The rules for reading and evaluating its primitive."""
         return CONTRACTIONS[self.eqn.primitive.name]
@@ -141,10 +142,13 @@ def contractions(call: Any, *, count_reads: bool = False) -> list[Found]:
     """Returns the contractions of a `Call`, in order. With `count_reads` they have the addresses of
     older plans, in which reads count too.
     """
-    jaxpr = _without_reads(call.jaxpr) if count_reads else call.jaxpr
-    floats = {path for path, dtype in dtypes_of(call).items() if is_real(dtype)}
-    items, _ = find(jaxpr, origins_of(call.leaves, call.paths))
-    return [_without_integers(item, floats) for item in items]
+    key = call.jaxpr, count_reads
+    if key not in call.found:
+        jaxpr = _without_reads(call.jaxpr) if count_reads else call.jaxpr
+        floats = {path for path, dtype in dtypes_of(call).items() if is_real(dtype)}
+        items, _ = find(jaxpr, origins_of(call.leaves, call.paths))
+        call.found[key] = [_without_integers(item, floats) for item in items]
+    return call.found[key]
 
 
 def origins_of(leaves: Sequence[Any], paths: Sequence[str | None]) -> list[Origin | None]:
@@ -179,8 +183,6 @@ def _without_integers(item: Found, floats: Set[str]) -> Found:
 # An index such as `h[:, -1]` is traced as a slice, and as a gather if a size of `h` is symbolic. So
 # reads must not count in addresses: a function then has the same addresses for all sizes.
 
-
-Origins = Sequence[Origin | None]
 
 _INSIDE = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
@@ -221,7 +223,11 @@ def _needs_weight(eqn: Eqn) -> bool:
 def _marked(
     jaxpr: Any, origins: Origins, holding: dict[int, bool]
 ) -> tuple[Any, list[Origin | None]]:
-    """Returns a jaxpr with marks, and the origins of its results."""
+    """Returns a jaxpr with marks, and the origins of its results.
+
+    This writes a jaxpr anew, which `walk` does not: an equation may become several. So it goes
+    through equations itself, and takes from `enter` what the operands of inner functions are.
+    """
     env: dict[Any, Origin | None] = dict(zip(jaxpr.invars, origins, strict=True))
 
     def origin_of(atom: Any) -> Origin | None:

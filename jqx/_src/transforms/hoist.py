@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax import dtypes, lax
+from jax import lax
 
 from .. import compat
 from ..checks import called
@@ -31,10 +31,11 @@ from .paths import (
     path_of,
     positions_of,
     stand_in,
+    type_text,
 )
 from .trace import Call, as_params, is_array, live, read_by, trace_call
 from .views import Address
-from .walk import HIDDEN, bodies, carried, evaluate, passed_on_alone
+from .walk import HIDDEN, bodies, carried, evaluate, passed_on
 
 Arrays = dict[str, Any]
 """Values that are split off, by name."""
@@ -62,11 +63,10 @@ class _Splitter:
 
         def results_of(i: int, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
             name = eqn.primitive.name
-            is_known = all(self.values.knows(address, var) for var in eqn.outvars)
             if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
                 body, inner = compat.open_jaxpr(bodies(eqn)[0].jaxpr)
                 results, inner_arrays = self.computed(body, inner, operands, (*address, i))
-            elif is_known and not any(x is None for x in operands):
+            elif not eqn.effects and not any(x is None for x in operands):
                 results, inner_arrays = compat.bind(eqn, operands), {}
             else:
                 results, inner_arrays = self._computed_inside(eqn, operands, (*address, i))
@@ -90,7 +90,10 @@ class _Splitter:
             body, consts = compat.open_jaxpr(jaxpr)
             return self.computed(body, consts, args, part)[1]
 
-        operands, state = passed_on_alone(eqn, operands), carried(eqn)
+        operands, state = list(operands), carried(eqn)
+        if state.start < state.stop:  # what steps change is not known inside
+            pairs = zip(operands[state], passed_on(eqn), strict=True)
+            operands[state] = [x if same else None for x, same in pairs]
         results[: state.stop - state.start] = operands[state]
         if not holds_any:
             return results, {}
@@ -109,7 +112,7 @@ class _Splitter:
         """Computes what is split off a scan: once, or as a stack of its values in all steps."""
         body, stepped = eqn.params["jaxpr"], self.stepped(address)
         arrays = run(body, [*fixed, *([None] * len(xs))])
-        is_known = self.values.steps(eqn, address)
+        is_known = self.values.steps[address]
         slices = {i: x for i, x in enumerate(xs) if is_known[i] and x is not None}
 
         def step(slices_of_step: dict[int, Any]) -> Arrays:
@@ -373,7 +376,7 @@ class _Parts:
             inner_keys = keys[2:] if isinstance(params, int) else keys[1:]
             paths.append((path or path_of(inner_keys)) if inside else None)
             are_known.append(inside and (path is not None or leaf.shape == ()))
-        values = KnownValues(call.jaxpr, are_known, what)
+        values = KnownValues(call.jaxpr, call.consts, are_known, what)
         return cls(call, tuple(paths), _Splitter(values, _names(values, paths)))
 
     @functools.cached_property
@@ -461,10 +464,14 @@ class _Parts:
             for path in arrays
             if path not in needed and path not in self.paths and _group(path) in groups
         ]
-        wrong = [path for path, x in needed.items() if _kind(arrays.get(path)) != _kind(x)] + others
+        wrong = [
+            path for path, x in needed.items() if type_text(arrays.get(path)) != type_text(x)
+        ] + others
         if wrong:
             path, problem = wrong[0], "these are not the computed parameters of this function."
-            details = f"{path!r}: {_kind(arrays.get(path))}, expected {_kind(needed.get(path))}"
+            details = (
+                f"{path!r}: {type_text(arrays.get(path))}, expected {type_text(needed.get(path))}"
+            )
             fix = "pass those that hoist(f)(params, *args) returns together with g."
             raise fail("hoist", problem, given=details, fix=fix)
 
@@ -529,10 +536,3 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     if fronts & values.keys():
         return dict(values)
     return nested((path.split("/"), x) for path, x in values.items())
-
-
-def _kind(x: Any) -> str:
-    if x is None:
-        return "none"
-    # That of NumPy's arrays inside JAX; typed keys of random numbers have an extended one.
-    return f"{dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)}{list(x.shape)}"

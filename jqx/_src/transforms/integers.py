@@ -4,7 +4,7 @@ the function as planned, and which reach an operation without a quantized form.
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from ..compat import Eqn
 from ..contractions.problem import Pending, may_wait, quantize_pending
 from ..errors import fail, message, some
 from ..policy import pattern_of
-from ..statistics.calibrators import Affine
 from ..tensor.grid import groups_of
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import abstract
@@ -110,15 +109,31 @@ def contracted(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     return compat.as_result_of(eqn, lambda *xs: family.apply(eqn, xs), *operands)
 
 
-def quantized_leaf(leaf: Any, path: str | None, plan: Plan, affines: Mapping[str, Affine]) -> Any:
-    """Returns a leaf as the plan needs it: a planned weight is quantized, all else is unchanged."""
-    weight = plan.weight_at(path)
-    if weight is None:
-        return leaf
-    if is_quantized(leaf):
+def quantized_leaves(call: Call, leaves: Sequence[Any], rules: OnIntegers) -> list[Any]:
+    """Returns the leaves of a call as its plan needs them: planned weights are quantized, all else
+    is unchanged.
+    """
+
+    def quantized(leaf: Any, path: str | None) -> Any:
+        weight = rules.plan.weight_at(path)
+        if weight is None:
+            return leaf
+        if not is_quantized(leaf):
+            return quantize_weight(leaf, weight.spec, rules.affines.get(weight.key))
         _check_weight(leaf, path, weight)
         return leaf
-    return quantize_weight(leaf, weight.spec, affines.get(weight.key))
+
+    return list(map(quantized, leaves, call.paths))
+
+
+def _evaluate_shapes(call: Call, rules: OnIntegers) -> None:
+    """Evaluates a call as `convert` would, with shapes in place of arrays."""
+
+    def run(leaves: list[Any]) -> list[Any]:
+        inputs = quantized_leaves(call, leaves, rules)
+        return list(map(real_of, interpret(call.jaxpr, call.consts, inputs, rules)[0]))
+
+    jax.eval_shape(run, list(map(abstract, call.leaves)))
 
 
 def _check_weight(leaf: QTensor, path: str | None, weight: Weight) -> None:
@@ -147,15 +162,8 @@ def unfollowed(call: Call, plan: Plan, sites: Sequence[tuple[Site, Found]]) -> d
     changed = {site.name: _changed(plan, call, item) for site, item in sites}
     if not any(changed.values()):
         return {}
-    trial = _Trial(plan, failed={})
-
-    def run(leaves: list[Any]) -> list[Any]:
-        pairs = zip(leaves, call.paths, strict=True)
-        quantized_leaves = [quantized_leaf(leaf, path, plan, {}) for leaf, path in pairs]
-        out = interpret(call.jaxpr, call.consts, quantized_leaves, trial)[0]
-        return [real_of(x) for x in out]
-
-    jax.eval_shape(run, list(map(abstract, call.leaves)))
+    trial = _Trial(plan)
+    _evaluate_shapes(call, trial)
     reasons: dict[str, str] = {}
     for name in (site.name for site, _ in sites if site.name in trial.failed):
         for path, views in changed[name].items():
@@ -248,15 +256,8 @@ def check_reach(function: str, call: Call, plan: Plan) -> None:
         fix = "use jqx.hoist, or ptq(hoist='all'); " if is_hoistable else ""
         raise _refusal(function, plan, escape, fix)
     if codes.mixed:  # whether their formats agree is known only when the call is traced
-        rules = OnIntegers(plan)
-
-        def run(inputs: list[Any]) -> list[Any]:
-            pairs = zip(inputs, call.paths, strict=True)
-            leaves = [quantized_leaf(leaf, path, plan, {}) for leaf, path in pairs]
-            return interpret(call.jaxpr, call.consts, leaves, rules)[0]
-
         try:
-            jax.eval_shape(run, call.leaves)
+            _evaluate_shapes(call, OnIntegers(plan))
         except NotImplementedError as error:
             raise _refusal(function, plan, codes.mixed[0]) from error
 

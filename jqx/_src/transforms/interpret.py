@@ -44,7 +44,7 @@ from .views import (
     real_of,
     with_codes,
 )
-from .walk import addressed, evaluate
+from .walk import NOWHERE, addressed, evaluate
 
 # `jqx.decode_attention` in a traced function, where its name is kept.
 
@@ -64,11 +64,6 @@ def attention_over(eqn: Eqn, operands: Sequence[Any]) -> Callable[..., Any] | No
     plain = same and not any(map(is_counted, operands))
     return attend if plain and any(isinstance(x, QTensor) for x in operands[1:3]) else None
 
-
-_NOWHERE = -1
-"""Part of an address that no site has, because an equation without contractions has the address of
-the next one.
-"""
 
 _TAKE_STACKS = {*CONTRACTIONS, *FORMS, "transpose"}
 """Primitives that receive a weight together with the stack that it is part of."""
@@ -180,7 +175,7 @@ def _evaluate(
     if attend is not None:
         return [attend(*operands)], {}
     if name in FORMS and (quantized or has_sites or any(map(is_counted, operands))):
-        inside = address if holds_site else (*address, _NOWHERE)
+        inside = address if holds_site else (*address, *NOWHERE)
         return FORMS[name](eqn, operands, _Runner(eqn, rules, inside))
     if not quantized:
         return compat.bind(eqn, operands), {}
@@ -203,7 +198,7 @@ def evaluate_counted(
     eqn: Eqn,
     operands: list[Any],
     rules: Rules,
-    address: Address = (_NOWHERE,),
+    address: Address = NOWHERE,
     holds_site: bool = False,
 ) -> tuple[list[Any], Records]:
     """Evaluates an equation and tracks how much its results count. Sites and forms track it inside.

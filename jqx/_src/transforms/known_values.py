@@ -12,9 +12,11 @@ closes over.
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -28,19 +30,7 @@ from .plan import Plan, Unreached
 from .rules import CONTRACTIONS, VIEWS
 from .trace import Call, is_quantized
 from .views import UPDATES, Address, Origin
-from .walk import (
-    CALLS,
-    HIDDEN,
-    HOLDING,
-    Body,
-    Domain,
-    Where,
-    bodies,
-    carried,
-    passed_on,
-    passed_on_alone,
-    walk,
-)
+from .walk import CALLS, HIDDEN, Body, Domain, Where, carried, passed_on, walk
 
 What = Literal["all", "weights"]
 """What is split off: all values of parameters, or those that are weights and not larger."""
@@ -90,29 +80,55 @@ class SplitOff:
     aval: Any
 
 
-class KnownValues:
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """A value of the function, as the walk meets it.
+
+    Attributes:
+      value: what is known of it; `None` if it does not depend on parameters alone.
+      is_view: whether it is a view of a known value, at an index that is not known.
+      need: what it is needed for.
+    """
+
+    value: KnownValue = None
+    is_view: bool = False
+    need: Need = None
+
+    def want(self, need: Need) -> None:
+        """Notes that the value is needed, if it is."""
+        if need is not None:
+            self.need = (self.need or _PLAIN) | need
+
+
+class KnownValues(Domain[_Node]):
     """The values of a traced function that depend on parameters alone.
+
+    The walk is the forward pass. It leaves on a tape what an equation needs of its operands, and
+    the backward pass reads the tape from its end.
 
     Args:
       jaxpr: the function.
+      consts: the arrays that it closes over.
       is_parameter: for each operand, whether it is a parameter.
       what: what is split off.
 
     Attributes:
       at: what is split off, by address, index of the equation and index of its result.
       lengths: the number of steps of each scan, by address.
+      steps: which of the stacks that a scan steps over are known, by address.
       operands: what is split off as an operand of a contraction, by the `id` of the equation.
       inner: the `id` of equations that compute known values, which may be split off.
     """
 
-    def __init__(self, jaxpr: Any, is_parameter: Sequence[bool], what: What):
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], is_parameter: Sequence[bool], what: What):
         self._what = what
         self._numbers: dict[Any, int] = {}
-        self._values: dict[Address, dict[Any, KnownValue]] = {}
         self._held: list[Any] = []
-        self._views: set[tuple[Address, Any]] = set()
+        self._tape: list[Callable[[], None]] = []
+        self._carries: dict[Address, list[_Node]] = {}
         self.at: dict[tuple[Address, int, int], SplitOff] = {}
         self.lengths: dict[Address, int] = {}
+        self.steps: dict[Address, list[bool]] = {}
         self.operands: dict[int, SplitOff] = {}
         self.inner: set[int] = set()
         shapes = [
@@ -124,84 +140,90 @@ class KnownValues:
             for i, shape in enumerate(shapes)
         ]
         self._leaves = {x.number for x in values if x is not None}
-        self._forward(jaxpr, values, ())
-        self._backward(jaxpr, (), [_PLAIN] * len(jaxpr.outvars))
-
-    def knows(self, address: Address, atom: Any) -> bool:
-        """Whether a value in the function at an address depends on parameters alone."""
-        return self._value(address, atom) is not None
-
-    def is_leaf(self, value: Value) -> bool:
-        """Whether a value is a parameter itself."""
-        return value.number in self._leaves
-
-    def steps(self, eqn: Eqn, address: Address) -> list[bool]:
-        """Returns which of the stacks that a scan steps over are known."""
-        body, _ = compat.open_jaxpr(eqn.params["jaxpr"])
-        return [self.knows(address, var) for var in body.invars[carried(eqn).stop :]]
+        for result in walk(self, jaxpr, list(map(_Node, values)), consts=consts):
+            result.want(_PLAIN)
+        for go_back in reversed(self._tape):
+            go_back()
 
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _value(self, address: Address, atom: Any) -> KnownValue:
-        if compat.is_literal(atom):
-            key = "literal", str(atom.aval), str(atom.val)
-            return Value(self._number(*key), frozenset(), (False,) * len(atom.aval.shape))
-        return self._values[address].get(atom)
+    def literal(self, atom: Any) -> _Node:
+        number = self._number("literal", str(atom.aval), str(atom.val))
+        return _Node(Value(number, frozenset(), (False,) * len(atom.aval.shape)))
 
-    def _forward(
-        self, jaxpr: Any, values: Sequence[KnownValue], address: Address
-    ) -> list[KnownValue]:
-        """Finds the known values of a function; returns which of its results are known."""
-        body, consts = compat.open_jaxpr(jaxpr)
-        env = self._values[address] = {}
-        for i, var in enumerate(body.constvars):
-            key = ("const", id(consts[i])) if consts else ("const", address, i)
-            self._held += consts
-            env[var] = Value(self._number(*key), frozenset(), (True,) * len(var.aval.shape))
-        env.update(zip(body.invars, values, strict=True))
-        for i, eqn in enumerate(body.eqns):
-            operands = [self._value(address, atom) for atom in eqn.invars]
-            results = self._results(eqn, operands, (*address, i))
-            env.update(zip(eqn.outvars, results, strict=True))
-            if eqn.primitive.name in VIEWS and not any(results) and self._is_view(eqn, address):
-                self._views.update((address, var) for var in eqn.outvars)
-        return [self._value(address, atom) for atom in body.outvars]
+    def constant(self, array: Any) -> _Node:
+        if array is None:
+            return _Node()
+        self._held.append(array)
+        number = self._number("const", id(array))
+        return _Node(Value(number, frozenset(), (True,) * jnp.ndim(array)))
 
-    def _results(
-        self, eqn: Eqn, operands: list[KnownValue], address: Address
-    ) -> Sequence[KnownValue]:
-        name, none = eqn.primitive.name, [None] * len(eqn.outvars)
-        if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
-            return self._forward(bodies(eqn)[0].jaxpr, operands, address)
-        if operands and not any(operands):
-            self._enter_unknown(eqn, operands, address)
-            return none
-        if all(operands) and not eqn.effects:
-            return self._computed(eqn, [x for x in operands if x is not None])
-        if name not in HOLDING or name == "shard_map":
-            self._enter_unknown(eqn, operands, address)
-            return none
-        operands, state = passed_on_alone(eqn, operands), carried(eqn)
-        if name == "scan":
-            self.lengths[address] = eqn.params["length"]
-            operands[state.stop :] = [self._step(x, address) for x in operands[state.stop :]]
-        for body in bodies(eqn):
-            values = [operands[i] for i in body.operands]
-            self._forward(body.jaxpr, values, (*address, *body.part))
-        return [*operands[state], *none[state.stop - state.start :]]
+    def enters(self, eqn: Eqn, values: list[_Node], where: Where) -> bool:
+        return _is_inline(eqn) or bool(eqn.effects) or not all(x.value for x in values)
 
-    def _enter_unknown(self, eqn: Eqn, operands: Sequence[KnownValue], address: Address) -> None:
-        """Marks all values inside an equation as unknown. Those of a `shard_map` may be parts of
-        known ones, so that views of them lead to what is outside.
+    def evaluate(self, eqn: Eqn, values: list[_Node], where: Where) -> list[_Node]:
+        is_known = not eqn.effects and all(x.value for x in values)
+        operands = [x.value for x in values if x.value is not None]
+        known = self._computed(eqn, operands) if is_known else [None] * len(eqn.outvars)
+        origins = self._viewed(eqn, values)
+        results = [_Node(x, x is None and bool(origins)) for x in known]
+        inner = [] if is_known else self._inside_unknown(eqn, values, where)
+        self._tape.append(partial(self._go_back, eqn, where, values, results, inner, origins))
+        return results
+
+    def _inside_unknown(self, eqn: Eqn, values: list[_Node], where: Where) -> list[_Node]:
+        """Walks the functions inside a primitive that the walk does not know. They are taken to
+        have its last operands.
         """
-        if eqn.primitive.name == "shard_map":
-            body, _ = compat.open_jaxpr(eqn.params["jaxpr"])
-            pairs = zip(body.invars, operands, strict=True)
-            self._views.update((address, var) for var, x in pairs if x is not None and x.parents)
-        for body in _inside(eqn):
-            jaxpr, _ = compat.open_jaxpr(body.jaxpr)
-            self._forward(jaxpr, [None] * len(jaxpr.invars), (*address, *body.part))
+        results: list[_Node] = []
+        for jaxpr in compat.sub_jaxprs(eqn):
+            count = len(jaxpr.invars)
+            last = values[-count:] if 0 < count <= len(values) else [_Node() for _ in range(count)]
+            results += walk(self, jaxpr, [self._passed(x, None) for x in last], where)
+        return results
+
+    def _passed(self, outer: _Node, value: KnownValue, is_view: bool = False) -> _Node:
+        """Returns a value that a function inside an equation gets, given where it comes from."""
+        node = _Node(value, is_view)
+        self._tape.append(lambda: outer.want(node.need))
+        return node
+
+    def body(
+        self, eqn: Eqn, body: Body, values: list[_Node], where: Where
+    ) -> tuple[Domain[_Node], list[_Node]]:
+        if _is_inline(eqn):
+            return self, values
+        name, end = eqn.primitive.name, carried(eqn).stop
+        known = [x.value for x in values]
+        if name == "shard_map":  # a part of a known value, so that views lead to what is outside
+            return self, [self._passed(x, None, bool(x.value and x.value.parents)) for x in values]
+        if name == "scan":
+            self.lengths[where.path] = eqn.params["length"]
+            known[end:] = [self._step(x, where.path) for x in known[end:]]
+            self.steps[where.path] = [x is not None for x in known[end:]]
+        return self, list(map(self._passed, values, known))
+
+    def start(self, eqn: Eqn, values: list[_Node], where: Where) -> list[_Node]:
+        pairs = zip(values, passed_on(eqn), strict=True)
+        return [self._passed(x, x.value if same else None) for x, same in pairs]
+
+    def carry(
+        self, eqn: Eqn, values: list[_Node], results: list[_Node], where: Where
+    ) -> list[_Node]:
+        self._carries[where.path] = results
+        return values
+
+    def returned(
+        self, eqn: Eqn, values: list[_Node], results: list[list[_Node]], where: Where
+    ) -> Sequence[_Node]:
+        if _is_inline(eqn):
+            return results[-1]
+        known = [x.value for x in values[carried(eqn)]]
+        outer = [_Node(x) for x in [*known, *[None] * (len(eqn.outvars) - len(known))]]
+        inner = [*itertools.chain(*results), *self._carries.pop(where.path, ())]
+        self._tape.append(partial(self._go_back, eqn, where, values, outer, inner))
+        return outer
 
     def _step(self, x: KnownValue, address: Address) -> KnownValue:
         if x is None or not x.parents or not x.fixed[0]:
@@ -227,82 +249,62 @@ class KnownValues:
             for inner in body.eqns:
                 self._find_inner(inner)
 
-    def _backward(
-        self, jaxpr: Any, address: Address, needs_of_results: Sequence[Need]
-    ) -> list[Need]:
-        """Goes back from the results that are wanted to what must be computed for them; returns
-        what is wanted of the operands.
+    def _go_back(
+        self,
+        eqn: Eqn,
+        where: Where,
+        values: Sequence[_Node],
+        results: Sequence[_Node],
+        inner: Sequence[_Node],
+        origins: Sequence[Origin | None] = (),
+    ) -> None:
+        """Splits off results of an equation, and notes what the others need: of its operands, and
+        of the results of functions inside it.
         """
-        body, _ = compat.open_jaxpr(jaxpr)
-        env: dict[Any, frozenset[int]] = {}
-
-        def want(atom: Any, need: Need) -> None:
-            if need is not None and not compat.is_literal(atom):
-                env[atom] = env.get(atom, _PLAIN) | need
-
-        for atom, need in zip(body.outvars, needs_of_results, strict=True):
-            want(atom, need)
-        for i, eqn in reversed(list(enumerate(body.eqns))):
-            needs = [env.get(var) for var in eqn.outvars]
-            if all(need is None for need in needs) and not eqn.effects:
-                continue
-            for atom, need in zip(eqn.invars, self._needs(eqn, address, i, needs), strict=True):
-                want(atom, need)
-        return [env.get(var) for var in body.invars]
-
-    def _needs(self, eqn: Eqn, address: Address, i: int, needs: list[Need]) -> Sequence[Need]:
-        """Splits off results of an equation; returns what the others need of its operands."""
-        name, eqn_address, count = eqn.primitive.name, (*address, i), len(eqn.invars)
-        if name in INLINE and compat.name_of_jit(eqn) != HIDDEN:
-            return self._backward(bodies(eqn)[0].jaxpr, eqn_address, needs)
-        results = [self._value(address, var) for var in eqn.outvars]
-        if name in VIEWS and self._is_view(eqn, address):
+        needs = [x.need for x in results]
+        if all(need is None for need in needs) and not eqn.effects:
+            return
+        if origins:
             joint_need = _PLAIN.union(*(need for need in needs if need is not None))
-            origins = [self._origin(address, atom) for atom in eqn.invars]
-            return [joint_need if origin else _PLAIN for origin in origins]
+            for x, origin in zip(values, origins, strict=True):
+                x.want(joint_need if origin else _PLAIN)
+            return
         is_needed = bool(eqn.effects)
-        for j, (var, value, need) in enumerate(zip(eqn.outvars, results, needs, strict=True)):
-            if need is None:
+        for j, (var, x) in enumerate(zip(eqn.outvars, results, strict=True)):
+            if x.need is None:
                 continue
-            if value is None or not self._is_split_off(value, var.aval, bool(need)):
+            if x.value is None or not self._is_split_off(x.value, var.aval, bool(x.need)):
                 is_needed = True
                 continue
-            self.at[address, i, j] = entry = SplitOff(value, var.aval)
-            self.operands.update(dict.fromkeys(need, entry))
+            self.at[where.path[:-1], where.path[-1], j] = entry = SplitOff(x.value, var.aval)
+            self.operands.update(dict.fromkeys(x.need, entry))
         if not is_needed:
-            return [None] * count
-        if name in CONTRACTIONS:
-            sides = len(CONTRACTIONS[name].axes(eqn))
-            return [frozenset({id(eqn)}) if index < sides else _PLAIN for index in range(count)]
-        if all(x is not None for x in results):
-            return [_PLAIN] * count
-        return self._inner_needs(eqn, eqn_address, count)
+            return
+        family = CONTRACTIONS.get(eqn.primitive.name)
+        sides = 0 if family is None else len(family.axes(eqn))
+        for i, x in enumerate(values):
+            x.want(frozenset({id(eqn)}) if i < sides else _PLAIN)
+        if not all(x.value for x in results):
+            for x in inner:
+                x.want(_PLAIN)
 
-    def _inner_needs(self, eqn: Eqn, address: Address, count: int) -> Sequence[Need]:
-        """Goes back through the functions inside an equation, whose results are all needed."""
-        wants = [_PLAIN] * count
-        for body in _inside(eqn):
-            jaxpr, _ = compat.open_jaxpr(body.jaxpr)
-            results = [_PLAIN] * len(jaxpr.outvars)
-            needs = self._backward(jaxpr, (*address, *body.part), results)
-            for i, need in zip(body.operands, needs, strict=False):
-                wants[i] |= need or _PLAIN
-        return wants
-
-    def _is_view(self, eqn: Eqn, address: Address) -> bool:
-        """Whether a result is a view of known values, also at an index that is not known."""
-        origins = [self._origin(address, atom) for atom in eqn.invars]
+    def _viewed(self, eqn: Eqn, values: Sequence[_Node]) -> Sequence[Origin | None]:
+        """Returns the origins of the operands of a view of known values, also at an index that is
+        not known; none if the equation is no such view.
+        """
+        if eqn.primitive.name not in VIEWS:
+            return ()
+        origins = list(map(self._origin, eqn.invars, values))
         views = VIEWS[eqn.primitive.name].track(eqn, origins) if any(origins) else [None]
-        return all(view is not None for view in views)
+        return origins if all(view is not None for view in views) else ()
 
-    def _origin(self, address: Address, atom: Any) -> Origin | None:
-        value = self._value(address, atom)
-        if value is None and not compat.is_literal(atom) and (address, atom) in self._views:
-            return Origin.of_leaf("", len(atom.aval.shape))
-        is_factor = value is not None and self.is_leaf(value) and len(atom.aval.shape) == 0
-        if value is None or not value.parents or is_factor:  # weights may be scaled by a factor
-            return None
-        return Origin.of_leaf(str(value.number), len(atom.aval.shape))
+    def _origin(self, atom: Any, x: _Node) -> Origin | None:
+        value, ndim = x.value, len(atom.aval.shape)
+        if value is None:
+            return Origin.of_leaf("", ndim) if x.is_view else None
+        # Weights may be scaled by a factor.
+        is_factor = value.number in self._leaves and ndim == 0
+        return Origin.of_leaf(str(value.number), ndim) if value.parents and not is_factor else None
 
     def _is_split_off(self, value: Value, aval: Any, as_weight: bool) -> bool:
         sizes = zip(value.fixed, aval.shape, strict=True)
@@ -322,15 +324,9 @@ class KnownValues:
         return sum(self.sizes[parent] for parent in value.parents)
 
 
-def _inside(eqn: Eqn) -> Sequence[Body]:
-    """Returns the functions inside an equation. Those of a primitive that the walk does not know
-    are taken to have its last operands.
-    """
-    count, others = len(eqn.invars), []
-    for i, jaxpr in enumerate(compat.sub_jaxprs(eqn)):
-        start = count - len(jaxpr.invars)
-        others.append(Body(jaxpr, (i,) if i else (), range(start, count) if start >= 0 else ()))
-    return bodies(eqn) or others
+def _is_inline(eqn: Eqn) -> bool:
+    """Whether the inside of an equation is looked at as if it were outside."""
+    return eqn.primitive.name in INLINE and compat.name_of_jit(eqn) != HIDDEN
 
 
 def _hashable(eqn: Eqn) -> Any:
@@ -611,7 +607,7 @@ def known_values(call: Call) -> KnownValues:
         or (keys[0].idx == 0 and keys[1].idx in argnums and tuple(leaf.shape) == ())
         for path, keys, leaf in zip(call.paths, call.keys, call.leaves, strict=True)
     ]
-    return KnownValues(call.jaxpr, are_known, "all")
+    return KnownValues(call.jaxpr, call.consts, are_known, "all")
 
 
 def _offer(values: KnownValues, value: Value, aval: Any) -> str:

@@ -271,11 +271,17 @@ def nested(leaves: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
 AGAIN = "make the plan again with jqx.make_plan(f, policy)(*args)."
 
 
+def type_text(x: Any) -> str:
+    """Returns the dtype that an array has inside JAX, and its shape, as text; "none" for `None`."""
+    if x is None:
+        return "none"
+    # Typed keys of random numbers have an extended dtype.
+    return f"{dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)}{list(x.shape)}"
+
+
 def parameter_line(path: str, leaf: Any) -> str:
     """The line of a signature that describes one parameter."""
-    # That of NumPy's arrays inside JAX; typed keys of random numbers have an extended one.
-    dtype = dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-    return line_of(path, dtype, leaf.shape)
+    return f"parameter {path}: {type_text(leaf)}"
 
 
 def line_of(path: str, dtype: Any, shape: Sequence[int]) -> str:

@@ -484,11 +484,15 @@ class Plan(Tabular):
 
     def split_of(self, path: str | None) -> Split | None:
         """Returns the split of the parameter with a path, or `None` if it is not split."""
-        return next((split for split in self.splits if split.path == path), None)
+        return self._splits.get(path)
 
     def whole_of(self, path: str) -> str:
         """Returns the path of the weight that a path is a part of, or the path itself."""
         return self._wholes.get(path, path)
+
+    @functools.cached_property
+    def _splits(self) -> dict[str | None, Split]:
+        return {split.path: split for split in self.splits}
 
     @functools.cached_property
     def _wholes(self) -> dict[str, str]:

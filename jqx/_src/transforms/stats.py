@@ -640,9 +640,6 @@ def renumbered(elements: Any, starts_of: Mapping[str, int], others: Mapping[str,
     return elements + xp.asarray(moved, elements.dtype)[which]
 
 
-Known = Sequence[_Elements | None]
-
-
 def places_of(
     plan: Plan, call: Call, entries: Sequence[Entry]
 ) -> dict[str, Callable[[], jax.Array]]:
@@ -719,7 +716,7 @@ class _Follower(Followed[_Elements]):
         return super().body(eqn, body, values, where)
 
 
-def _viewed(eqn: Eqn, inputs: Known) -> Sequence[_Elements | None]:
+def _viewed(eqn: Eqn, inputs: Sequence[_Elements | None]) -> Sequence[_Elements | None]:
     """Returns the result of a view of weights; nothing if it reads other values as well."""
     weights = [x for x in inputs if x is not None]
     weight = weights[0]

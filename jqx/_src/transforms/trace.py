@@ -22,7 +22,7 @@ from ..tensor.layout import check_dtypes
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Segments, check_read
 from .arguments import evaluating
-from .find import check_split, contractions, origins_of, splits_of, with_reads
+from .find import Found, check_split, contractions, origins_of, splits_of, with_reads
 from .higher_order import FORMS, Records, Runner
 from .paths import (
     AGAIN,
@@ -75,6 +75,7 @@ class Traced(NamedTuple):
     jaxpr: Any
     consts: list[Any]
     out_tree: Any
+    found: dict[Any, list[Found]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Call:
       splits: the parameters that are in parts; each part is a leaf.
       returned: the parameters whose parts are leaves, and which the function returns unchanged as
         they are given, by the index of the result.
+      found: its contractions, once they are known, by the jaxpr and how its sites are counted.
+        Calls of a function that is traced once share them.
     """
 
     jaxpr: Any
@@ -106,6 +109,7 @@ class Call:
     lines: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
     returned: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    found: dict[Any, list[Found]] = dataclasses.field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -118,12 +122,12 @@ class TracedOnce:
     calibration and a conversion then read the same jaxpr.
 
     It stores its traces, which may hold tracers of an enclosing trace. So it is made for one call,
-    and does not outlive the call.
+    and does not outlive the call. One that is made of another shares its traces.
     """
 
     def __init__(self, f: Callable[..., Any]):
-        self.f = f
-        self._traces: list[tuple[Any, Traced]] = []
+        self.f: Callable[..., Any] = f.f if isinstance(f, TracedOnce) else f
+        self._traces: list[tuple[Any, Traced]] = f._traces if isinstance(f, TracedOnce) else []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.f(*args, **kwargs)
@@ -200,7 +204,8 @@ def trace_call(
     paths_of_keys = [None if key is None else path_of(key) for key in keys]
     keys_of_arrays = [keys for keys, leaf in flat if is_array(leaf)]
     names = renamed(paths_of_keys, paths)
-    call = Call(*traced[:2], leaves, paths, names, traced.out_tree, keys_of_arrays, lines)
+    out_tree, found = traced.out_tree, traced.found
+    call = Call(*traced[:2], leaves, paths, names, out_tree, keys_of_arrays, lines, found=found)
     return unstack(function, call, weights.splits)
 
 
@@ -219,7 +224,7 @@ def _trace(f: Callable[..., Any], tree: Any, arrays_given: Sequence[Any]) -> Tra
 
     arrays = [x for x in arrays_given if not isinstance(x, _Same)]
     jaxpr, consts = compat.trace(flat_f, *arrays)
-    return Traced(live(jaxpr), consts, out_tree)
+    return Traced(live(jaxpr), consts, out_tree, {})
 
 
 def as_params(function: str, params: Any) -> Params:

@@ -3,6 +3,7 @@ rules of views: how they move the axes of weights, and how they are applied to c
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -81,7 +82,7 @@ class Origin:
     @classmethod
     def of_leaf(cls, path: str, rank: int) -> "Origin":
         """The weight itself."""
-        return cls(path, tuple(frozenset({axis}) for axis in range(rank)))
+        return cls(path, _axes_in_place(rank))
 
     @classmethod
     def joined(cls, parts: Iterable["Origin | None"]) -> "Origin | None":
@@ -154,6 +155,12 @@ class Origin:
         dims = set(dims)
         dropped = set().union(*(axes for dim, axes in enumerate(self.dims) if dim not in dims))
         return close_over_merges(frozenset(range(rank)) - dropped, self.merged)
+
+
+@functools.cache
+def _axes_in_place(rank: int) -> tuple[frozenset[int], ...]:
+    """Returns the axes of a value that is a weight itself."""
+    return tuple(frozenset({axis}) for axis in range(rank))
 
 
 def close_over_merges(

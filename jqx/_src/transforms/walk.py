@@ -98,15 +98,6 @@ def passed_on(eqn: Eqn) -> list[bool]:
     ]
 
 
-def passed_on_alone(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands of an equation, with `None` for carried values that steps change."""
-    operands, state = list(operands), carried(eqn)
-    if state.start < state.stop:
-        pairs = zip(operands[state], passed_on(eqn), strict=True)
-        operands[state] = [x if same else None for x, same in pairs]
-    return operands
-
-
 # The numbers of equations.
 
 
@@ -133,8 +124,11 @@ def holds_contraction(eqn: Eqn) -> bool:
     jaxprs = compat.sub_jaxprs(eqn)
     if not jaxprs or compat.name_of_jit(eqn) == HIDDEN:
         return False
-    inside = [inner for jaxpr in jaxprs for inner in jaxpr.eqns]
-    return any(is_lookup_or_product(inner) or holds_contraction(inner) for inner in inside)
+    for jaxpr in jaxprs:
+        for inner in jaxpr.eqns:
+            if is_lookup_or_product(inner) or holds_contraction(inner):
+                return True
+    return False
 
 
 class Addressed(NamedTuple):
@@ -231,6 +225,8 @@ class Where(NamedTuple):
       eqn: the equation, or the one that holds the function; `None` for a whole function.
       inside: the address of the loop, branch or `shard_map` that it is in.
       steps: the numbers of the steps of scans around it, in a domain that unrolls them.
+      path: its index in its function, after those of the equations and parts around it. No other
+        equation has it.
     """
 
     address: Address = ()
@@ -239,12 +235,13 @@ class Where(NamedTuple):
     eqn: Eqn | None = None
     inside: Address = ()
     steps: tuple[int, ...] = ()
+    path: Address = ()
 
     @property
     def scope(self) -> str:
         """The name scopes around it and its own, joined by `/`."""
         own_scope = "" if self.eqn is None else compat.scope_of(self.eqn)
-        return "/".join(part for part in (self.outer_scope, own_scope) if part)
+        return "/".join(filter(None, (self.outer_scope, own_scope)))
 
     @property
     def around(self) -> Address:
@@ -345,8 +342,9 @@ def walk(
     def read(atom: Any) -> V:
         return domain.literal(atom) if compat.is_literal(atom) else env[atom]
 
-    for address, eqn, marked in addressed(body, where.address):
-        place = Where(address, marked, scope, eqn, where.inside, where.steps)
+    for i, (address, eqn, marked) in enumerate(addressed(body, where.address)):
+        path = (*where.path, i)
+        place = Where(address, marked, scope, eqn, where.inside, where.steps, path)
         operands = [read(atom) for atom in eqn.invars]
         if bodies(eqn) and domain.enters(eqn, operands, place):
             results = enter(domain, eqn, operands, place)
@@ -377,7 +375,8 @@ def enter(
         for body in bodies(eqn):
             address = (*where.around, *body.part)
             outside = where.inside if name in CALLS else address
-            inside = where._replace(address=address, is_marked=True, inside=outside)
+            path = (*where.path, *body.part)
+            inside = where._replace(address=address, is_marked=True, inside=outside, path=path)
             operands = [values[i] for i in body.operands]
             inner, operands = domain.body(eqn, body, operands, where)
             results.append(run(inner, body.jaxpr, operands, inside))
@@ -396,7 +395,7 @@ def _each_step(domain: Domain[V], eqn: Eqn, values: list[V], where: Where) -> Se
     for i in reversed(steps) if eqn.params["reverse"] else steps:
         slices = [domain.part(x, i) for x in stacks]
         steps_inside, address = (*where.steps, i), where.around
-        inside = Where(address, True, where.outer_scope, eqn, address, steps_inside)
+        inside = Where(address, True, where.outer_scope, eqn, address, steps_inside, where.path)
         results = walk(domain, body.jaxpr, [*values[: state.stop], *slices], inside)
         values[state], rows[i] = results[:count], results[count:]
     columns = [[rows[i][j] for i in steps] for j in range(len(eqn.outvars) - count)]
