@@ -18,8 +18,8 @@ from ..statistics.statistics import Observer, RowWeight
 from ..tensor.segments import Lazy, read
 from ..tensor.spec import QSpec
 from ..transforms.calibrate import arguments_of, progress_bar
-from ..transforms.find import contractions
-from ..transforms.make_plan import as_plan
+from ..transforms.find import Found
+from ..transforms.make_plan import as_plan, with_contractions
 from ..transforms.plan import Plan, Site
 from ..transforms.quantize_params import dequantize_params
 from ..transforms.row_counts import (
@@ -343,6 +343,7 @@ class Traced:
     Attributes:
       plan: the plan.
       calls: the call of each batch.
+      items: the contractions of the first call, by address.
       originals: the leaves of the parameters, by their index among the operands.
       leaf_indices: these indices, by path.
       groups: the weights.
@@ -352,6 +353,7 @@ class Traced:
 
     plan: Plan
     calls: list[Call]
+    items: Mapping[Address, Found]
     originals: Mapping[int, Any]
     leaf_indices: Mapping[str, int]
     groups: list[Group]
@@ -361,7 +363,7 @@ class Traced:
     @classmethod
     def of(
         cls,
-        f: TracedOnce,
+        f: Callable[..., Any],
         plan: Plan,
         params: Any,
         batches: Sequence[Any],
@@ -374,14 +376,16 @@ class Traced:
         `Lazy` leaves; with `ignores` rows are left out that are not finite.
         """
         weight = every_row if ignores and weight is None else weight
+        f = f if isinstance(f, TracedOnce) else TracedOnce(f)
         calls = calls_of(f, plan, params, batches, weight, lazy=lazy, ignores=ignores)
         first_call = calls[0]
-        plan = as_plan("ptq", plan, first_call, plan.parameters)
+        plan, found = with_contractions("ptq", plan, first_call, plan.parameters)
+        items = {x.address: x for x in found if x.address}
         leaf_indices = {path: i for i, path in enumerate(first_call.paths) if path is not None}
         originals = {i: first_call.leaves[i] for i in leaf_indices.values()}
         groups = Group.of_plan(plan, {path: originals[i].size for path, i in leaf_indices.items()})
-        elements = elements_of_sites(plan, first_call, groups)
-        return cls(plan, calls, originals, leaf_indices, groups, elements, ignores)
+        elements = elements_of_sites(plan, first_call, items, groups)
+        return cls(plan, calls, items, originals, leaf_indices, groups, elements, ignores)
 
     def grids(self, spec_of: Callable[[QSpec], QSpec]) -> dict[str, Grids]:
         """Returns the grids of all weights, rounded to nearest, by the paths of their groups."""
@@ -406,7 +410,8 @@ class Traced:
         programs = Programs()
         for call in self.calls:
             if id(call.jaxpr) not in scope_of_jaxpr:
-                as_plan("ptq", self.plan, call, self.plan.parameters)
+                if call.jaxpr is not self.calls[0].jaxpr:
+                    as_plan("ptq", self.plan, call, self.plan.parameters)
                 options = blocks, programs, returns, self.ignores
                 scope_of_jaxpr[id(call.jaxpr)] = whole(self.plan, call, is_own_site, *options)
         return [scope_of_jaxpr[id(call.jaxpr)] for call in self.calls]
@@ -483,14 +488,14 @@ def calibrate_stages(
       NotImplementedError: an observed site is inside a loop other than a scan, or a `shard_map`,
         which runs as a whole.
     """
-    batch_list, f = list(batches), TracedOnce(f)
     ignores = check_mode("ptq", on_nonfinite)
     params = dequantize_params(params)
-    traced = Traced.of(f, plan, params, batch_list, weight, lazy=True, ignores=ignores)
+    traced = Traced.of(f, plan, params, list(batches), weight, lazy=True, ignores=ignores)
     weight = every_row if ignores and weight is None else weight
     plan, first_call = traced.plan, traced.calls[0]
     checked = check_observers("ptq", observers)
-    entries = entries_of("ptq", plan, first_call.jaxpr, contractions(first_call), checked, weight)
+    items = [*traced.items.values()]
+    entries = entries_of("ptq", plan, first_call.jaxpr, items, checked, weight)
     scans = scans_around(plan, first_call.jaxpr)
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
     if beyond:

@@ -20,8 +20,8 @@ from ..statistics.calibrators import Affine, Calibrator
 from ..statistics.statistics import places
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
-from ..transforms.find import contractions
-from ..transforms.make_plan import as_plan, plan_call
+from ..transforms.find import Found
+from ..transforms.make_plan import plan_call, with_contractions
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.stats import Entry, observed_parts, places_of, renumbered
@@ -368,11 +368,12 @@ class Elements:
         return numbers
 
 
-def elements_of_sites(plan: Plan, call: Call, groups: Sequence[Group]) -> dict[str, Elements]:
+def elements_of_sites(
+    plan: Plan, call: Call, items: Mapping[Address, Found], groups: Sequence[Group]
+) -> dict[str, Elements]:
     """Returns which elements of its group each site multiplies by, by the key of its operand. They
     are computed site by site, from shapes alone.
     """
-    items = {item.address: item for item in contractions(call) if item.address}
     of_path: dict[str | None, Group] = {path: group for group in groups for path in group.sizes}
     entries = [
         Entry(part.key, site, places, part)
@@ -483,6 +484,7 @@ class Every(NamedTuple):
       elements: which elements of its leaf each site multiplies by, by the key of its operand.
       once: addresses of sites whose matrices no other site multiplies by.
       call: the traced function.
+      items: its contractions, by address.
     """
 
     call_plan: Plan
@@ -490,16 +492,18 @@ class Every(NamedTuple):
     elements: dict[str, Elements]
     once: set[Address]
     call: Call
+    items: dict[Address, Found]
 
 
 def every_site(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any]) -> Every:
     """Returns the contractions of a function with weights, traced at its arguments."""
     call = trace_call(function, f, plan.parameters, args, {})
-    call_plan = as_plan(function, plan, call, plan.parameters)
-    full_plan = plan_call(function, call, _EVERY, plan.parameters)
+    call_plan, found = with_contractions(function, plan, call, plan.parameters)
+    full_plan = plan_call(function, call, _EVERY, plan.parameters, found)
+    items = {item.address: item for item in found if item.address}
     named = zip(call.paths, call.leaves, strict=True)
     groups = Group.of_plan(full_plan, {path: x.size for path, x in named if path is not None})
-    elements_of_key = elements_of_sites(full_plan, call, groups) if full_plan.sites else {}
+    elements_of_key = elements_of_sites(full_plan, call, items, groups)
     joined = {
         x.key
         for site in full_plan.sites
@@ -508,4 +512,4 @@ def every_site(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[
     }
     elements = {key: x for key, x in elements_of_key.items() if key not in joined}
     once = sites_once(full_plan, groups, call.jaxpr, elements)
-    return Every(call_plan, full_plan, elements, once, call)
+    return Every(call_plan, full_plan, elements, once, call, items)

@@ -20,7 +20,7 @@ from .. import compat
 from ..compat import Eqn
 from ..contractions.problem import OperandAxes
 from ..statistics.statistics import ObservedSite
-from ..transforms.find import Found, contractions
+from ..transforms.find import Found
 from ..transforms.plan import Plan, Site
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.trace import Call
@@ -676,7 +676,7 @@ class ChannelDomain(Domain[Any], abc.ABC):
         self.names: list[str | None] = names_of(call, self.plan.params)
         self.shapes: list[tuple[int, ...]] = [np.shape(leaf) for leaf in call.leaves]
         self.sizes: list[int] = [math.prod(shape) for shape in self.shapes]
-        self.items: dict[Address, Found] = {x.address: x for x in contractions(call) if x.address}
+        self.items: dict[Address, Found] = traced.items
         self.elsewhere: dict[int, str] = {}
         self._used: dict[int, Array] = {}
         self._whole: set[int] = set()

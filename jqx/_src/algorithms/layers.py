@@ -38,7 +38,6 @@ from ..tensor.segments import Lazy
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import AlgorithmResult
 from ..transforms.calibrate import calibrate_batches, progress_bar, tell
-from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.quantize_params import check_finite_weight
 from ..transforms.row_counts import count_operand, is_counted, value_of
@@ -418,9 +417,9 @@ class LayerByLayer:
         A weight that several sites share, or that a loop uses in all of its steps, is processed
         first, with the sum over its uses of float inputs.
         """
-        traced_once = TracedOnce(f)
-        run = _Run(self, traced_once, plan, params, list(batches), on_nonfinite)
-        return run.chosen(traced_once, params, progress)
+        f = f if isinstance(f, TracedOnce) else TracedOnce(f)
+        run = _Run(self, f, plan, params, list(batches), on_nonfinite)
+        return run.chosen(f, params, progress)
 
     def made_of(self, plan: Plan, calls: Sequence[Call]) -> dict[str, str]:
         """Returns digests of everything that the codes of a run depend on."""
@@ -464,9 +463,10 @@ class _Run(Walk):
                     fix += "leave `checkpoint` out."
                     raise fail(solver.function, problem, fix=fix)
             self._checkpoint = Checkpoint(solver.function, solver.checkpoint, digests or {})
-        items = {item.address: item for item in contractions(call) if item.address}
         self._parts = {
-            site.address: {x.observed.role: x for x in observed_parts(site, items[site.address])}
+            site.address: {
+                x.observed.role: x for x in observed_parts(site, traced.items[site.address])
+            }
             for site in self.plan.sites
         }
         once = sites_once(self.plan, traced.groups, call.jaxpr, traced.elements)

@@ -16,7 +16,6 @@ from ..table import Printed
 from ..transforms.algorithm import AlgorithmResult, Inapplicable
 from ..transforms.calibrate import arguments_of
 from ..transforms.channel_map import ChannelMap
-from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import OnNonfinite, observed_parts
 from .channels import Named
@@ -657,10 +656,9 @@ def _rotated_products(
         expected = f"names of such sites of the plan: {some(map(repr, names))}"
         fix = "add a rule for them to the policy, without weight=, or match other names."
         raise fail(_NAME, problem, given=detail, expected=expected, fix=fix)
-    items = {item.address: item for item in contractions(traced.call)}
     rotations = {}
     for site in products:
-        lhs, rhs, *_ = observed_parts(site, items[site.address])
+        lhs, rhs, *_ = observed_parts(site, traced.items[site.address])
         count = math.prod(int(site.shapes[0][axis]) for axis in lhs.observed.contracted)
         matrix = Orthogonal.any(count, seed).times(np.eye(count))
         both = ChannelMap(factors=(jnp.asarray(matrix, jnp.float32),))

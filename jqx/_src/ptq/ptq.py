@@ -487,7 +487,8 @@ def ptq(
         inputs = inputs_of(first_batch)
         check_arguments("ptq", argnums, params)
         bound = split_off(original, hoist, inputs)
-        planned = make_plan(bound.f, policy, params=bound.argnums, names=bound.names)
+        f_once = TracedOnce(bound.f)
+        planned = make_plan(f_once, policy, params=bound.argnums, names=bound.names)
         plan = planned(*bound.arguments(bound.params, inputs))
         choice = Choice(algorithm)
         if algorithm is None:
@@ -514,20 +515,18 @@ def ptq(
                 return plans_by_shape(batches, first_batch, plan, plan_of)
 
             arguments = bound.arguments(bound.params, inputs)
-            choice = fitted(choice, bound.f, plan, arguments, other_plans)
+            choice = fitted(choice, f_once, plan, arguments, other_plans)
         choice, row_weight = weighted(choice, plan, weight or padding)
         observing = Observing(row_weight, ignores, progress)
-        mapped = Mapped(bound.f, plan, basis=Basis())
-        result = _run(choice, mapped, bound.params, batches, observing)
+        result = _run(choice, Mapped(f_once, plan, basis=Basis()), bound.params, batches, observing)
+        mapped = dataclasses.replace(result.mapped, f=bound.f)
         report = model_report.report_of(plan, result.values, lambda: result.codes)
         if text is not None:
             notes = [text.written or "without data"]
         choice.notes.extend(([str(padding)] if padding else []) + notes)
         report = dataclasses.replace(report, codes=str(choice))
         shapes = abstract(inputs)
-        quantized = quantized_of(
-            result.mapped, result.scales, result.codes, report, shapes, platform
-        )
+        quantized = quantized_of(mapped, result.scales, result.codes, report, shapes, platform)
         reports = [x for x in result.reports if x is not None]
         details = reports[0] if len(reports) == 1 else tuple(reports)
         return dataclasses.replace(quantized, details=details or None)
@@ -553,8 +552,8 @@ def _run(
 ) -> _Result:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     if mapped.plan.splits and choice.reads_batches:
-        parts = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
-        mapped_parts = dataclasses.replace(mapped, f=parts.function, plan=parts.plan)
+        parts = Unstacked(mapped.plan, values, mapped.f)
+        mapped_parts = dataclasses.replace(mapped, f=TracedOnce(parts.function), plan=parts.plan)
         result = _run(choice, mapped_parts, parts.params, batches, observing)
         values, codes = parts.together(result.values), parts.together(result.codes)
         mapped = result.mapped.restacked(mapped)
@@ -582,8 +581,8 @@ def _run(
 
     def checked(outcome: AlgorithmResult) -> Any:
         """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
-        rounded = quantize_params(dequantize_params(outcome.params), plan)
-        return merge_codes("ptq", outcome.params, rounded)
+        floats = jax.tree.map(_without_codes, outcome.params, is_leaf=is_quantized)
+        return merge_codes("ptq", outcome.params, quantize_params(floats, plan))
 
     for algorithm in rewrites:
         outcome = choice.attempt(
@@ -623,6 +622,12 @@ def _run(
     codes = _restore_quantized(given_values, floats, codes)
     codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
     return _Result(values, codes, scales, mapped, reports)
+
+
+def _without_codes(leaf: Any) -> Any:
+    """Returns the shape of the array that codes stand for, and any other leaf unchanged."""
+    kind = abstract_leaf(leaf)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype) if is_quantized(kind) else leaf
 
 
 def _restore_quantized(params: Any, floats: Any, codes: Any) -> Any:
