@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,7 @@ from ..statistics.statistics import Hessian, ObservedSite, RowWeight, has_rows, 
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import flags_of
 from .grids import Group
-from .interface import UNKNOWN, MatrixReport, effective, left_rounded, name_of, reached, why_few
+from .interface import MatrixReport, effective, name_of, reached, why_few
 
 Array = np.ndarray
 
@@ -372,13 +371,6 @@ def with_settled_scales(
         )
     ]
     return np.where(worse[..., None], nearest, rounded), entries
-
-
-def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:
-    """Returns the report of weights whose matrices are not known: rounded to nearest."""
-    sites = [x.name for x in plan.sites if not set(group.sizes).isdisjoint(plan.weights_in(x))]
-    rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
-    return left_rounded(tuple(sites), (), (), group.path, (rows, columns), UNKNOWN)
 
 
 def stacked(matrices: Sequence[Matrix]) -> Array:

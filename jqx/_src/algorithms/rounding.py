@@ -27,7 +27,7 @@ from ..transforms.row_counts import counts_of, is_counted, value_of
 from ..transforms.stats import OnNonfinite, check_mode
 from ..transforms.trace import TracedOnce
 from ..transforms.views import Address
-from .engine import Leaves, Pairs, Stream, Traced, Walk
+from .engine import Pairs, Stream, Traced, Walk
 from .gptq import Stack
 from .grids import Grids, Part, apart, bodies_of, calibrated
 from .interface import (
@@ -870,7 +870,7 @@ class auto_round:
         scopes = traced.scopes(lambda site: site.address in learned_sites, labels)
         leaves = walk.current, dict(traced.originals)
         offload = Offload(self.offload)
-        streams = [Stream(Leaves(x), offload) for x in leaves]
+        streams = [Stream(x, offload) for x in leaves]
         walk.bar = progress_bar("auto_round", "block") if progress else None
         walk.go(traced.frames(scopes, streams))
         if walk.bar is not None:
