@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ import numpy as np
 
 from ..compat import Eqn
 from ..errors import fail
-from ..statistics.statistics import ObservedSite
 from ..transforms.algorithm import Unstacked
 from ..transforms.channel_map import ChannelMap, Channels
+from ..transforms.paths import as_arguments, by_argument
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.stats import observed_parts
 from ..transforms.trace import is_array
 from ..transforms.views import Address
-from .grids import Elements, Every
+from .grids import Every
 from .labels import (
     FIXED,
     VIEWED,
@@ -31,6 +31,7 @@ from .labels import (
     Labels,
     Parameter,
     Value,
+    Visit,
     axes_of_rows,
     channels_of,
     components,
@@ -47,38 +48,6 @@ from .stages import Steps
 # The algebra of scaling. A value is labelled if each of its channels may be multiplied by a
 # positive factor. Producers, such as the output axis of a weight, the gain of a norm or a bias,
 # create labels. Sites compensate for the factor where they sum over channels.
-
-
-@dataclasses.dataclass(frozen=True)
-class Visit:
-    """A site in one step of the scans around it.
-
-    Attributes:
-      site: the site, of the plan of everything that may be a site.
-      steps: the numbers of the steps.
-      leaf_index: the index of the leaf of its weight.
-      element_ids: which elements of its weight its matrices hold, over all steps.
-      inputs: labels of channels, [*batch, channels].
-      outputs: labels of rows, [*batch, rows].
-      observed_site: what observers get to know about the operand that is not a weight.
-      shape: shape of that operand.
-      reason: why its inputs are fixed, if they are.
-    """
-
-    site: Site
-    steps: Steps
-    leaf_index: int
-    element_ids: Elements
-    inputs: Array
-    outputs: Array
-    observed_site: ObservedSite
-    shape: tuple[int, ...]
-    reason: str
-
-    @property
-    def elements(self) -> Array:
-        """Numbers of elements of its matrices, [*batch, rows, channels]; computed at each call."""
-        return self.element_ids[self.steps]
 
 
 class ScalingDomain(ChannelDomain):
@@ -243,15 +212,6 @@ def followed_through(traced: Every) -> ScalingDomain:
 # The sites and the parameters of a function, by their names in a plan.
 
 
-class Step(Protocol):
-    """A site in one step of the scans around it, and the index of the leaf of its weight."""
-
-    @property
-    def site(self) -> Site: ...
-    @property
-    def leaf_index(self) -> int: ...
-
-
 class Named:
     """The sites and the parameters of a function.
 
@@ -271,28 +231,26 @@ class Named:
         kinds = {True, False}
         return [x for x in self.plan.sites if {o.path is None for o in x.operands} == kinds]
 
-    def site(self, visit: Step) -> Site:
+    def site(self, visit: Visit) -> Site:
         """The site of the plan; for one that the plan leaves in float, that of the full plan."""
         return self.plan.site_at(visit.site.address) or visit.site
 
-    def key(self, visit: Step) -> str:
+    def key(self, visit: Visit) -> str:
         """The name of the operand that a site multiplies its weight by."""
         return next(x.key for x in self.site(visit).operands if x.path is None)
 
-    def name(self, visit: Step) -> str:
+    def name(self, visit: Visit) -> str:
         """The name of a site."""
         return self.site(visit).name
 
-    def weight(self, visit: Step) -> Weight | None:
+    def weight(self, visit: Visit) -> Weight | None:
         """Returns the weight of a site if the plan quantizes it."""
         return self.plan.weight_at(self.names[visit.leaf_index])
 
     def leaves(self, params: Any) -> dict[int, Any]:
         """Returns the leaves of parameters by index, as in `Visit.leaf_index`."""
-        unstacked = Unstacked(self.plan, params).params
-        leaves = [
-            x for tree in self._trees(unstacked) for x in jax.tree.leaves(tree) if is_array(x)
-        ]
+        tree = by_argument(self.plan.params, Unstacked(self.plan, params).params)
+        leaves = list(filter(is_array, jax.tree.leaves(tree)))
         if len(leaves) != len(self._places):
             problem = "the parameters do not have the leaves of those that were quantized: "
             problem += f"{len(leaves)} arrays, and not {len(self._places)}."
@@ -301,26 +259,12 @@ class Named:
             raise fail("Quantized.basis", problem, fix=fix)
         return dict(zip(self._places, leaves, strict=True))
 
-    def _trees(self, params: Any) -> list[Any]:
-        """Returns the parameters of each position, in the order of the positions."""
-        if isinstance(self.plan.params, int):
-            return [params]
-        return [params[i] for i in np.argsort(self.plan.params)]
-
     def with_leaves(self, params: Any, leaves: Mapping[int, Any]) -> Any:
         """Returns parameters with some leaves replaced."""
-        new_leaves, unstacked = (
-            (leaves[leaf_index] for leaf_index in self._places),
-            Unstacked(self.plan, params),
-        )
-        trees = [
-            jax.tree.map(lambda x: next(new_leaves) if is_array(x) else x, tree)
-            for tree in self._trees(unstacked.params)
-        ]
-        if isinstance(self.plan.params, int):
-            return unstacked.together(trees[0])
-        order = np.argsort(self.plan.params).tolist()
-        return unstacked.together(tuple(trees[order.index(i)] for i in range(len(trees))))
+        unstacked, new_leaves = Unstacked(self.plan, params), map(leaves.get, self._places)
+        tree = by_argument(self.plan.params, unstacked.params)
+        tree = jax.tree.map(lambda x: next(new_leaves) if is_array(x) else x, tree)
+        return unstacked.together(as_arguments(self.plan.params, tree))
 
 
 # Which factor each element of the parameters takes when channels are scaled.

@@ -51,9 +51,9 @@ from ..transforms.stats import (
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import HOLDING, Enclosing, addressed, contractions_in
-from .channels import Folds, Visit
+from .channels import Folds
 from .interface import Few, algorithm
-from .labels import Array
+from .labels import Array, Visit
 from .scaling import find_pairs
 from .stages import body_of
 

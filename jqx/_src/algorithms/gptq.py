@@ -2,7 +2,6 @@
 errors of earlier ones."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -37,7 +36,6 @@ from .matrices import (
     ledoit_wolf_damping,
     order_of,
     stacked,
-    with_settled_scales,
 )
 from .store import Where
 
@@ -713,9 +711,8 @@ class gptq(LayerByLayer):
         return AlgorithmResult(quantized, AlgorithmReport(tuple(entries)))
 
     def _solve(
-        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
-    ) -> list[MatrixReport]:
-        start = time.perf_counter()
+        self, matrices: Sequence[Matrix], grids: Grids, spec: QSpec
+    ) -> tuple[Stack, Array, list[float | None], list[str]]:
         order = self.order or ("activation" if self.groups == "static" else "groups")
         stack = Stack.of(matrices, grids, spec, order)
         few_reasons = [x.why_few(self.least_inputs) for x in matrices]
@@ -724,30 +721,18 @@ class gptq(LayerByLayer):
             for matrix, order, is_left in zip(matrices, stack.order, few_reasons, strict=True)
         ]
         good = [i for i, solution in enumerate(solved) if solution is not None]
-        bad = [i for i, solution in enumerate(solved) if solution is None]
-        rounded = np.empty_like(stack.w)
-        for i in bad:
-            if not few_reasons[i]:
-                self._refuse(matrices[i])
-        if good:
-            solvable = (
-                [matrices[i] for i in good],
-                stack.of_some(good),
-                [x for x in solved if x is not None],
-            )
-            rounded[good] = self._rounded(*solvable)
-        nearest = stack.nearest()  # with scales that the loop may have computed
-        rounded[bad] = nearest[bad]
-        damping = [None if solution is None else solution.damping for solution in solved]
         reasons = [
             (is_left or "its Hessian is not positive definite") if solution is None else ""
             for solution, is_left in zip(solved, few_reasons, strict=True)
         ]
-        rounded, entries = with_settled_scales(
-            matrices, path, stack.w, nearest, rounded, damping, start, reasons
-        )
-        grids.write(stack.element_ids, rounded)
-        return entries
+        for matrix, solution, is_left in zip(matrices, solved, few_reasons, strict=True):
+            if solution is None and not is_left:
+                self._refuse(matrix)
+        rounded = np.zeros_like(stack.w)
+        if good:
+            factors = [x for x in solved if x is not None]
+            rounded[good] = self._rounded([matrices[i] for i in good], stack.of_some(good), factors)
+        return stack, rounded, [x and x.damping for x in solved], reasons
 
     def _factor(self, matrix: Matrix, order: Array) -> Factor | None:
         damping = self.damping

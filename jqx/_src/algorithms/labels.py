@@ -26,7 +26,7 @@ from ..transforms.rules import CONTRACTIONS
 from ..transforms.trace import Call
 from ..transforms.views import SHARDINGS, Address
 from ..transforms.walk import Domain, Where, bodies, carried, walk
-from .grids import Every
+from .grids import Elements, Every
 from .stages import Steps
 
 # Labels of channels. Channels with one label have one factor. Labels that must have the same
@@ -116,6 +116,11 @@ class Labelled:
     def fixed(cls, shape: Sequence[int], reason: str = "", label: int = FIXED) -> Self:
         """Returns a value that has no factor."""
         return cls(np.full((1,) * len(shape), label, np.int32), tuple(shape), reason)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is the value that has these labels, and nothing was done to it."""
+        return self.gains is None
 
     @property
     def is_fixed(self) -> bool:
@@ -370,11 +375,11 @@ def moved(eqn: Eqn, operands: Sequence[Any]) -> list[Array]:
     return [np.asarray(x) for x in compat.bind(eqn, [jnp.asarray(x) for x in operands])]
 
 
-def _kept(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
-    """Operations whose result scales like the operand."""
+def kept(f: Constraints, eqn: Eqn, values: Sequence[Any], inputs: Any) -> list[Any]:
+    """Operations that apply the same linear function to each element, or nearly."""
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return f.stop_at(eqn, values)
-    return [Labelled(x.labels, v.aval.shape) for x, v in zip(values, eqn.outvars, strict=False)]
+    return [*values]
 
 
 def _alike(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
@@ -452,8 +457,8 @@ def _reduced(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> li
     return [Labelled(np.squeeze(even.labels, tuple(axes)), shape)]
 
 
-def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
-    """Running sums and maxima, and windows, over elements with one factor."""
+def along(f: Constraints, eqn: Eqn, values: Sequence[Any], inputs: Any) -> list[Any]:
+    """Running sums and maxima, and windows, over elements that change alike."""
     x, p = values[0], eqn.params
     if "axis" in p:
         axes = [p["axis"]]
@@ -462,9 +467,9 @@ def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list
         windows = enumerate(zip(*(p[name] for name in names), p["padding"], strict=True))
         axes = [i for i, (*sizes, ends) in windows if any(n != 1 for n in sizes) or any(ends)]
     even = x.even(axes)
-    if even is None:
+    if even is None or not even.is_bare:
         return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
-    return [Labelled(even.labels, eqn.outvars[0].aval.shape)]
+    return [dataclasses.replace(even, shape=eqn.outvars[0].aval.shape)]
 
 
 def viewed(
@@ -538,18 +543,18 @@ def axes_of_rows(x: Labelled, observed_site: ObservedSite) -> list[int]:
     return [axis for axis in range(len(x.shape)) if axis not in channel_axes]
 
 
-def gathered(f: Labels, eqn: Eqn, x: Labelled, indices: Value) -> Labelled:
-    """A lookup in a value."""
+def gathered(f: Constraints, eqn: Eqn, x: Labelled, indices: Any = None) -> Any:
+    """A lookup in a value, at indices that may be known."""
     shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
     if x.is_fixed:
-        return Labelled.fixed(shape, x.reason)
+        return f.value.fixed(shape, x.reason)
     if isinstance(indices, Known):
-        return Labelled.of(moved(eqn, [x.whole(), indices.value])[0], shape)
+        return f.value.of(moved(eqn, [x.whole(), indices.value])[0], shape)
     even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
-    if even is None:
+    if even is None or not even.is_bare:
         return f.stop_at(eqn, [x])[0]
     zeros = np.zeros(eqn.invars[1].aval.shape, eqn.invars[1].aval.dtype)
-    return Labelled.of(moved(eqn, [even.whole(), zeros])[0], shape)
+    return f.value.of(moved(eqn, [even.whole(), zeros])[0], shape)
 
 
 def product(f: Labels, eqn: Eqn, values: Sequence[Labelled]) -> Labelled:
@@ -600,13 +605,13 @@ VIEWED = {
 _SAME = {"neg", "copy", "abs", "stop_gradient", "convert_element_type", "reduce_precision"}
 _SAME |= {"optimization_barrier", "pvary", *SHARDINGS}
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_SAME, _kept),
+    **dict.fromkeys(_SAME, kept),
     **dict.fromkeys(("add", "sub", "add_any", "max", "min", "clamp", "select_n"), _alike),
     **dict.fromkeys(("mul", "div"), _times),
     **dict.fromkeys(("gt", "ge", "lt", "le"), _compared),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"), _reduced),
-    **dict.fromkeys(("cumsum", "cummax", "cummin", "reduce_window_sum"), _along),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _along),
+    **dict.fromkeys(("cumsum", "cummax", "cummin", "reduce_window_sum"), along),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), along),
     **dict.fromkeys(VIEWED, viewed),
 }
 _CLIPPED = {*VIEWED, *_SAME} - {"neg", "abs"} | {"gt", "ge", "lt", "le", "select_n"}
@@ -812,6 +817,40 @@ class ChannelDomain(Domain[Any], abc.ABC):
             dataclasses.replace(x, elements=narrowed(elements), shape=shape)
             for elements, shape in zip(views, shapes, strict=True)
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A site in one step of the scans around it.
+
+    Attributes:
+      site: the site, of the plan of everything that may be a site.
+      steps: the numbers of the steps.
+      leaf_index: the index of the leaf of its weight; -1 if it is not a leaf.
+      element_ids: which elements of its weight its matrices hold, over all steps; `None` if the
+        weight has another use, or is not a plain matrix.
+      inputs: labels of channels, [*batch, channels].
+      outputs: labels of rows, [*batch, rows].
+      observed_site: what observers get to know about the operand that is not a weight.
+      shape: shape of that operand.
+      reason: why its inputs are fixed, if they are.
+    """
+
+    site: Site
+    steps: Steps
+    leaf_index: int
+    element_ids: Elements | None
+    inputs: Array
+    outputs: Array
+    observed_site: ObservedSite
+    shape: tuple[int, ...]
+    reason: str
+
+    @property
+    def elements(self) -> Array:
+        """Numbers of elements of its matrices, [*batch, rows, channels]; computed at each call."""
+        assert self.element_ids is not None
+        return self.element_ids[self.steps]
 
 
 def is_lookup_of_rows(eqn: Eqn) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
@@ -59,6 +60,7 @@ from .matrices import (
     matrices_of,
     observers_of,
     parted,
+    settled,
     stacked,
 )
 from .stages import Scope, Steps
@@ -254,13 +256,23 @@ class LayerByLayer:
 
     def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
         """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
-        spec = self.spec_of(weight.spec)
-        return [x for part in parted(matrices) for x in self._solve(part, grids, weight.path, spec)]
+        entries: list[MatrixReport] = []
+        for part in parted(matrices):
+            start = time.perf_counter()
+            stack, *solved = self._solve(part, grids, self.spec_of(weight.spec))
+            nearest = stack.nearest()  # with scales that the solver may have computed
+            rounded, reports = settled(part, weight.path, stack.w, nearest, *solved, start)
+            grids.write(stack.element_ids, rounded)
+            entries += reports
+        return entries
 
     def _solve(
-        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
-    ) -> list[MatrixReport]:
-        """Rounds matrices that fit into memory together."""
+        self, matrices: Sequence[Matrix], grids: Grids, spec: QSpec
+    ) -> tuple[Any, Array, Sequence[float | None], Sequence[str]]:
+        """Rounds matrices that fit into memory together. Returns their `Stack`, their values on the
+        grid, the damping of each Hessian, and why some are to be rounded to nearest; empty for
+        others.
+        """
         raise NotImplementedError
 
     def run(

@@ -317,18 +317,18 @@ def counted(rows: Array, counts: Array | None) -> tuple[Array, Array]:
     return np.minimum(rows, counts[..., 0]), np.broadcast_to(counts[..., 1], rows.shape)
 
 
-def with_settled_scales(
+def settled(
     matrices: Sequence[Matrix],
     path: str,
     w: Array,
     nearest: Array,
     rounded: Array,
     damping: Sequence[float | None],
+    reasons: Sequence[str],
     start: float,
-    reasons: Sequence[str] | None = None,
 ) -> tuple[Array, list[MatrixReport]]:
-    """Returns rounded matrices, with rows rounded to nearest where that has a smaller error, and
-    the report of each.
+    """Returns rounded matrices, with matrices rounded to nearest for a reason, and rows where that
+    has a smaller error; and the report of each.
 
     Args:
       matrices: matrices of one shape.
@@ -337,9 +337,10 @@ def with_settled_scales(
       nearest: the values rounded to nearest.
       rounded: the values as they were chosen.
       damping: damping of the Hessian of each.
+      reasons: why some are rounded to nearest; empty for others.
       start: the start time, from `time.perf_counter`.
-      reasons: why some were rounded to nearest; empty for others.
     """
+    rounded = np.where(np.array(reasons)[:, None, None] == "", rounded, nearest)
     losses = [
         matrix.losses(x, y, z)
         for matrix, x, y, z in zip(matrices, w, nearest, rounded, strict=True)
@@ -367,7 +368,7 @@ def with_settled_scales(
             effective_inputs=effective(np.trace(matrix.hessian), matrix.fourth),
         )
         for matrix, added, reason, is_worse, (nearest_loss, chosen_loss) in zip(
-            matrices, damping, reasons or [""] * len(matrices), worse, losses, strict=True
+            matrices, damping, reasons, worse, losses, strict=True
         )
     ]
     return np.where(worse[..., None], nearest, rounded), entries

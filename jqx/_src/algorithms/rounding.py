@@ -35,13 +35,12 @@ from .interface import (
     BlockReport,
     BlocksReport,
     Few,
-    MatrixReport,
     algorithm,
     check_options,
     name_of,
 )
 from .layers import LayerByLayer
-from .matrices import Matrix, Unsupported, with_settled_scales
+from .matrices import Matrix, Unsupported
 from .stages import Replaced, Scope, Stage, Steps, labels_of
 from .store import InMemory, Offload, Where, on_device
 
@@ -240,9 +239,8 @@ class adaround(LayerByLayer):
         )
 
     def _solve(
-        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
-    ) -> list[MatrixReport]:
-        start = time.perf_counter()
+        self, matrices: Sequence[Matrix], grids: Grids, spec: QSpec
+    ) -> tuple[Stack, Array, list[float | None], list[str]]:
         stack = Stack.of(matrices, grids, spec, "given")
         for matrix in matrices:
             if bad := int(np.sum(~np.isfinite(matrix.hessian))):
@@ -270,14 +268,8 @@ class adaround(LayerByLayer):
                 pull=self.pull,
             )
         )
-        reasons, nearest = [x.why_few() for x in matrices], stack.nearest()
-        learned = np.where(np.array(reasons)[:, None, None] == "", learned, nearest)
-        damping = [None if reason else 0.0 for reason in reasons]
-        rounded, entries = with_settled_scales(
-            matrices, path, stack.w, nearest, learned, damping, start, reasons
-        )
-        grids.write(stack.element_ids, rounded)
-        return entries
+        reasons = [x.why_few() for x in matrices]
+        return stack, learned, [None if reason else 0.0 for reason in reasons], reasons
 
 
 # Parts of weights whose rounding is learned: shifts before rounding, and factors of ranges, which

@@ -30,7 +30,6 @@ from ..transforms.stats import OnNonfinite
 from .channels import (
     Folds,
     Pair,
-    Visit,
     at_most_one,
     clips_of,
     followed_through,
@@ -40,7 +39,7 @@ from .channels import (
 )
 from .grids import every_site
 from .interface import Few, algorithm
-from .labels import Array, channels_of, components
+from .labels import Array, Visit, channels_of, components
 
 # The common part of algorithms that scale channels: the pairs of a function, and statistics of
 # channels.
