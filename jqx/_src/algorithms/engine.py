@@ -50,7 +50,7 @@ from ..transforms.stats import (
 from ..transforms.trace import Call, TracedOnce, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import bodies, carried
-from .grids import Elements, Grids, Group, elements_of_sites, scans_around
+from .grids import Elements, Grids, Group, elements_of_sites, reached_sites
 from .interface import name_of
 from .stages import Division, Scope, Source, Stage, Steps
 from .store import Offload, on_device
@@ -355,12 +355,23 @@ class Traced:
         lazy: bool = False,
         ignores: bool = False,
     ) -> "Traced":
-        """Traces a function. `weight` returns the weights of the rows of batches; `lazy` allows
-        `Lazy` leaves; with `ignores` rows are left out that are not finite.
+        """Traces a function. `weight` returns the weights of the rows of batches, and their values
+        carry these; `lazy` allows `Lazy` leaves; `ignores` leaves out rows that are not finite.
         """
         weight = every_row if ignores and weight is None else weight
         f = f if isinstance(f, TracedOnce) else TracedOnce(f)
-        calls = calls_of(f, plan, params, batches, weight, lazy=lazy, ignores=ignores)
+        calls = []
+        for batch in batches:
+            arguments = arguments_of(plan, params, batch)
+            call = trace_call("ptq", f, plan.parameters, arguments, {}, lazy=lazy)
+            named = zip(call.leaves, call.paths, strict=True)
+            # Numbers among the parameters are read.
+            leaves = [read(x) if path is None else x for x, path in named]
+            if weight is not None:
+                counts = weights_of("ptq", weight, plan.params, arguments, {})
+                leaves = count_arguments("ptq", counts, plan.params, call, leaves)
+                leaves = list(map(tainted, leaves)) if ignores else leaves
+            calls.append(dataclasses.replace(call, leaves=leaves))
         first_call = calls[0]
         plan, found = with_contractions("ptq", plan, first_call, plan.parameters)
         items = {x.address: x for x in found if x.address}
@@ -411,36 +422,6 @@ class Traced:
         return frames
 
 
-def calls_of(
-    f: Any,
-    plan: Plan,
-    params: Any,
-    batches: Iterable[Any],
-    weight: Any = None,
-    *,
-    lazy: bool = False,
-    ignores: bool = False,
-) -> list[Call]:
-    """Returns a function traced for each batch. With a weight, the values of a batch carry the
-    weights of their rows. Numbers among the parameters are read if leaves may be `lazy`.
-    """
-    calls = []
-    for batch in batches:
-        arguments = arguments_of(plan, params, batch)
-        call = trace_call("ptq", f, plan.parameters, arguments, {}, lazy=lazy)
-        named = zip(call.leaves, call.paths, strict=True)
-        call = dataclasses.replace(
-            call, leaves=[read(x) if path is None else x for x, path in named]
-        )
-        if weight is not None:
-            counts = weights_of("ptq", weight, plan.params, arguments, {})
-            leaves = count_arguments("ptq", counts, plan.params, call, call.leaves)
-            leaves = list(map(tainted, leaves)) if ignores else leaves
-            call = dataclasses.replace(call, leaves=leaves)
-        calls.append(call)
-    return calls
-
-
 # Calibration stage by stage, for functions whose leaves are read when a stage needs them.
 
 
@@ -481,7 +462,10 @@ def calibrate_stages(
     checked = check_observers("ptq", observers)
     items = [*traced.items.values()]
     entries = entries_of("ptq", plan, first_call.jaxpr, items, checked, weight)
-    scans = scans_around(plan, first_call.jaxpr)
+    scans = {
+        site.address: tuple(x.address for x in forms if x.name == "scan")
+        for site, forms in reached_sites(plan, first_call.jaxpr)
+    }
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
     if beyond:
         problem = "the inputs of a site cannot be observed between stages, and its parameters are "

@@ -409,7 +409,7 @@ def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
     innermost body of a scan or of `jax.checkpoint` around it, or `None`.
     """
     bodies: dict[Address, Address | None] = {}
-    for site, forms in _reached(plan, jaxpr):
+    for site, forms in reached_sites(plan, jaxpr):
         scans = tuple(x.address for x in forms if x.name == "scan")
         weights = sum(x.path is not None for x in site.operands)
         if weights == 1 and tuple(loop.address for loop in site.loops) == scans:
@@ -418,15 +418,7 @@ def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
     return bodies
 
 
-def scans_around(plan: Plan, jaxpr: Any) -> dict[Address, tuple[Address, ...]]:
-    """Returns the sites that a walk over stages reaches, each with the scans around it."""
-    return {
-        site.address: tuple(x.address for x in forms if x.name == "scan")
-        for site, forms in _reached(plan, jaxpr)
-    }
-
-
-def _reached(plan: Plan, jaxpr: Any) -> Iterator[tuple[Site, tuple[Enclosing, ...]]]:
+def reached_sites(plan: Plan, jaxpr: Any) -> Iterator[tuple[Site, tuple[Enclosing, ...]]]:
     """Yields the sites outside of `while` and `shard_map`, each with the equations around it."""
     for address, forms in contractions_in(jaxpr):
         site = plan.site_at(address)
