@@ -13,11 +13,10 @@ import numpy as np
 from ..compat import Eqn
 from ..errors import fail
 from ..transforms.algorithm import Unstacked
-from ..transforms.channel_map import ChannelMap, Channels
+from ..transforms.channel_map import ChannelMap
 from ..transforms.paths import as_arguments, by_argument
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.rules import CONTRACTIONS
-from ..transforms.stats import observed_parts
 from ..transforms.trace import is_array
 from ..transforms.views import Address
 from .grids import Every
@@ -145,7 +144,7 @@ class ScalingDomain(ChannelDomain):
     ) -> Labelled:
         name, site = eqn.primitive.name, self.site_at(address)
         if site is not None:
-            return self._site(site, eqn, inputs, address, steps)
+            return self._site(site, eqn, inputs, steps)
         if name == "gather":
             return self._gather(eqn, inputs)
         where = with_line(eqn)
@@ -159,34 +158,26 @@ class ScalingDomain(ChannelDomain):
         reason = "; ".join(dict.fromkeys(x.reason for x in values if x.reason))
         return dataclasses.replace(result, reason=reason or result.reason)
 
-    def _site(
-        self, site: Site, eqn: Eqn, operands: Sequence[Value], address: Address, steps: Steps
-    ) -> Labelled:
-        parts = observed_parts(site, self.items[site.address])
-        (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
-        weight_operand = site.operands[1 - argnum]
-        x = self.labelled(operands[argnum], site.name)
-        leaf, weight_ids = operands[1 - argnum], self._elements.get(weight_operand.key)
-        if address not in self._once or weight_ids is None or not isinstance(leaf, Parameter):
+    def _site(self, site: Site, eqn: Eqn, operands: Sequence[Value], steps: Steps) -> Labelled:
+        weight_argnum, x, observed_site, weight_ids = self.at_site(site, operands)
+        leaf, shape = operands[weight_argnum], eqn.outvars[0].aval.shape
+        if weight_ids is None or not isinstance(leaf, Parameter):
             reason = f"the weight of {site.name} has another use, or is not a plain matrix"
             self.labels.stop(x.labels, reason)
-            return Labelled.fixed(eqn.outvars[0].aval.shape, reason)
+            return Labelled.fixed(shape, reason)
         elements = weight_ids[steps]
         reason = f"the rows that {site.name} multiplies differ in their channels"
-        labels = self.labels.join_along(x.labels, axes_of_rows(x, parts[argnum].observed), reason)
-        inputs = channels_of(labels, x.shape, parts[argnum].observed)
+        labels = self.labels.join_along(x.labels, axes_of_rows(x, observed_site), reason)
+        inputs = channels_of(labels, x.shape, observed_site)
         batch, rows, columns = elements.shape[:-2], *elements.shape[-2:]
         inputs = np.broadcast_to(inputs, (*batch, columns))
         outputs = self.labels.new(math.prod((*batch, rows))).reshape(*batch, rows)
         self.use(leaf.leaf_index, elements)
-        weight_operand = parts[argnum].observed, x.shape, x.reason
+        operand = observed_site, x.shape, x.reason
         self.visits.append(
-            Visit(site, steps, leaf.leaf_index, weight_ids, inputs, outputs, *weight_operand)
+            Visit(site, steps, leaf.leaf_index, weight_ids, inputs, outputs, *operand)
         )
-        if site.op == "ragged_dot":  # a row may go to any of the matrices
-            outputs = self.labels.join_along(outputs, [0], with_line(eqn))[0]
-        shape = eqn.outvars[0].aval.shape
-        return self.labels.made(Channels.of_result(eqn, 1 - argnum).spread(outputs, shape), shape)
+        return self.labels.made(self.labels_of_result(site, eqn, weight_argnum, outputs), shape)
 
     def _gather(self, eqn: Eqn, inputs: Sequence[Value]) -> Labelled:
         source, indices = inputs

@@ -20,9 +20,11 @@ from .. import compat
 from ..compat import Eqn
 from ..contractions.problem import OperandAxes
 from ..statistics.statistics import ObservedSite
+from ..transforms.channel_map import Channels
 from ..transforms.find import Found
 from ..transforms.plan import Plan, Site
 from ..transforms.rules import CONTRACTIONS
+from ..transforms.stats import observed_parts
 from ..transforms.trace import Call
 from ..transforms.views import SHARDINGS, Address
 from ..transforms.walk import Domain, Where, bodies, carried, walk
@@ -796,6 +798,26 @@ class ChannelDomain(Domain[Any], abc.ABC):
         site = self.plan.site_at(address)
         is_one = site is not None and sum(x.path is not None for x in site.operands) == 1
         return site if is_one else None
+
+    def at_site(
+        self, site: Site, operands: Sequence[Any]
+    ) -> tuple[int, Any, ObservedSite, Elements | None]:
+        """Returns the position of the weight of a site, the other operand with labels, what
+        observers get to know about that, and which elements of a leaf the weight holds, over all
+        steps; `None` if the weight has another use, or is not a plain matrix.
+        """
+        (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
+        observed_site = observed_parts(site, self.items[site.address])[argnum].observed
+        x, weight_argnum = self.labelled(operands[argnum], site.name), 1 - argnum
+        is_known = site.address in self._once and isinstance(operands[weight_argnum], Parameter)
+        key = site.operands[weight_argnum].key
+        return weight_argnum, x, observed_site, self._elements.get(key) if is_known else None
+
+    def labels_of_result(self, site: Site, eqn: Eqn, weight_argnum: int, outputs: Array) -> Array:
+        """Returns the labels of the result of a site, given those of the rows of its weight."""
+        if site.op == "ragged_dot":  # a row may go to any of the matrices
+            outputs = self.labels.join_along(outputs, [0], with_line(eqn))[0]
+        return Channels.of_result(eqn, weight_argnum).spread(outputs, eqn.outvars[0].aval.shape)
 
     def use(self, leaf_index: int, elements: Array) -> None:
         """Marks elements of a leaf as used."""

@@ -16,10 +16,8 @@ import numpy as np
 
 from ..compat import Eqn
 from ..statistics.statistics import ObservedSite
-from ..transforms.channel_map import Channels
 from ..transforms.plan import Operand, Site
 from ..transforms.rules import CONTRACTIONS
-from ..transforms.stats import observed_parts
 from ..transforms.views import SHARDINGS, Address
 from .grids import Elements, Every
 from .labels import (
@@ -759,7 +757,7 @@ class RotationDomain(ChannelDomain):
     ) -> Rotatable:
         name, site = eqn.primitive.name, self.site_at(address)
         if site is not None:
-            return self._site(site, eqn, inputs, address, steps)
+            return self._site(site, eqn, inputs, steps)
         if name == "gather":
             return self._gather(eqn, inputs, address, steps)
         if name == "dot_general" and self._skipped(eqn, inputs, address, steps):
@@ -769,23 +767,15 @@ class RotationDomain(ChannelDomain):
             return product(self.labels, eqn, values)
         return self.labels.stop_at(eqn, values)[0]
 
-    def _site(
-        self, site: Site, eqn: Eqn, operands: Sequence[Any], address: Address, steps: Steps
-    ) -> Rotatable:
+    def _site(self, site: Site, eqn: Eqn, operands: Sequence[Any], steps: Steps) -> Rotatable:
         shape = eqn.outvars[0].aval.shape
-        parts = observed_parts(site, self.items[site.address])
-        (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
-        weight_operand, observed_site = site.operands[1 - argnum], parts[argnum].observed
-        x, leaf = self.labelled(operands[argnum], site.name), operands[1 - argnum]
+        weight_argnum, x, observed_site, weight_ids = self.at_site(site, operands)
         if x.is_squared or (observed_site.patches is not None and observed_site.patches.groups > 1):
             self.labels.stop(x.labels, with_line(eqn, "a square or groups of channels"))
             x = Rotatable.fixed(x.shape)
         inputs, order, gains = channels_at(self.labels, x, observed_site, site.name)
-        weight_ids = self._elements.get(weight_operand.key) if isinstance(leaf, Parameter) else None
-        where = leaf.leaf_index if isinstance(leaf, Parameter) else -1
+        where = getattr(operands[weight_argnum], "leaf_index", -1)
         weight_steps, outputs = (), np.empty(0, np.int32)
-        if address not in self._once:
-            weight_ids = None
         if weight_ids is not None:
             batch, rows = weight_ids.shape[len(steps) : -2], weight_ids.shape[-2]
             inputs = np.broadcast_to(inputs, (*batch, inputs.shape[-1]))
@@ -797,9 +787,7 @@ class RotationDomain(ChannelDomain):
         self.reads.append(read)
         if weight_ids is None:
             return Rotatable.fixed(shape)
-        if site.op == "ragged_dot":  # a row may go to any of the matrices
-            outputs = self.labels.join_along(outputs, [0], with_line(eqn))[0]
-        return Rotatable.of(Channels.of_result(eqn, 1 - argnum).spread(outputs, shape), shape)
+        return Rotatable.of(self.labels_of_result(site, eqn, weight_argnum, outputs), shape)
 
     def _skipped(self, eqn: Eqn, operands: Sequence[Any], address: Address, steps: Steps) -> bool:
         """Adds a product with a parameter that is not a site of the full plan, such as a table that
