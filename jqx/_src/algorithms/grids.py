@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +78,11 @@ class Group:
         return result
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("x", "scale"),
+    meta_fields=("path", "nearest", "start", "first_scale"),
+)
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One weight of a group.
@@ -133,9 +139,15 @@ class Part:
         return labels
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("parts", "codes", "scale", "zero_point"),
+    meta_fields=("spec",),
+)
 @dataclasses.dataclass
 class Grids:
-    """Scales, zero points and codes of a group of weights, in NumPy, concatenated.
+    """Scales, zero points and codes of a group of weights, in NumPy, concatenated. A pytree of
+    these arrays.
 
     Attributes:
       spec: how values are rounded; the same for all weights of the group.

@@ -259,9 +259,11 @@ class LayerByLayer:
         entries: list[MatrixReport] = []
         for part in parted(matrices):
             start = time.perf_counter()
-            stack, *solved = self._solve(part, grids, self.spec_of(weight.spec))
+            solved = self._solve(part, grids, self.spec_of(weight.spec))
+            stack, rounded, damping, reasons = solved
             nearest = stack.nearest()  # with scales that the solver may have computed
-            rounded, reports = settled(part, weight.path, stack.w, nearest, *solved, start)
+            values = stack.w, nearest, rounded
+            rounded, reports = settled(part, weight.path, *values, damping, reasons, start)
             grids.write(stack.element_ids, rounded)
             entries += reports
         return entries

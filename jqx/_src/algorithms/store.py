@@ -278,7 +278,7 @@ class InFiles:
         self._leaves, self._spec_of, self._source = leaves, spec_of, source
         self._groups = {path: group for group in groups for path in group.sizes}
         self._numbers = {group.path: i for i, group in enumerate(self._groups.values())}
-        self._kinds: dict[str, Grids] = {}
+        self._kinds: dict[str, tuple[Any, list[Any]]] = {}
 
     def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
         """Reads the grids of a group, or computes them."""
@@ -292,18 +292,11 @@ class InFiles:
         if group.path in self._kinds:
             is_chosen = self._load(group, {})[1]
         is_chosen[where] = True
-        arrays: dict[str, Any] = {
-            "codes": grids.codes,
-            "scale": grids.scale,
-            "chosen": np.packbits(is_chosen),
-        }
-        if grids.zero_point is not None:
-            arrays["zero_point"] = grids.zero_point
-        for i, part in enumerate(grids.parts):
-            for j, x in enumerate(jax.tree.leaves(part.scale)):
-                arrays[f"scale {i} {j}"] = np.asarray(x)
-        self._folder.put(self._name(group), arrays)
-        self._kinds[group.path] = _without(grids)
+        parts = tuple(dataclasses.replace(part, x=None) for part in grids.parts)
+        leaves, tree = jax.tree.flatten(dataclasses.replace(grids, parts=parts))
+        arrays = {str(i): np.asarray(x) for i, x in enumerate(leaves)}
+        self._folder.put(self._name(group), arrays | {"chosen": np.packbits(is_chosen)})
+        self._kinds[group.path] = tree, [x.dtype for x in leaves]
         give_back()
 
     def values(self, path: str) -> jax.Array:
@@ -333,7 +326,8 @@ class InFiles:
         for path, group in self._groups.items():
             (weight,) = (x for x in group.weights if x.path == path)
             spec, source = self._spec_of(weight.spec), f"{self._source}\n{path}"
-            kind = quantize_weight(_kind(self._leaves[path]), spec)
+            leaf = self._leaves[path]
+            kind = quantize_weight(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec)
             make = partial(self._quantized, path, spec)
             leaves[path] = Lazy(kind, make, source if self._source else "")
         return leaves
@@ -349,42 +343,20 @@ class InFiles:
 
     def _load(self, group: Group, leaves: Mapping[str, Any]) -> tuple[Grids, Array]:
         """Returns the contents of a file: grids, and which elements have chosen codes."""
-        kind = self._kinds[group.path]
+        tree, dtypes = self._kinds[group.path]
         stored = self._folder.get(self._name(group))
         assert stored is not None
-        size = sum(group.sizes.values())
+        grids = tree.unflatten([stored[str(i)].view(x) for i, x in enumerate(dtypes)])
         parts = []
-        for i, part in enumerate(kind.parts):
-            kinds, structure = jax.tree.flatten(part.scale)
-            scales = [
-                jnp.asarray(stored[f"scale {i} {j}"].view(x.dtype)) for j, x in enumerate(kinds)
-            ]
-            scale, x = structure.unflatten(scales), leaves.get(part.path)
-            parts.append(dataclasses.replace(part, x=x, scale=scale))
-        zero_point = None if kind.zero_point is None else stored["zero_point"]
-        arrays = {"codes": stored["codes"].view(kind.codes.dtype), "scale": stored["scale"]}
-        if zero_point is not None and kind.zero_point is not None:
-            arrays["zero_point"] = zero_point.view(kind.zero_point.dtype)
-        is_chosen = np.unpackbits(stored["chosen"], count=size).astype(bool)
-        return dataclasses.replace(kind, parts=tuple(parts), **arrays), is_chosen
+        for part in grids.parts:
+            scale = jax.tree.map(jnp.asarray, part.scale)
+            parts.append(dataclasses.replace(part, x=leaves.get(part.path), scale=scale))
+        is_chosen = np.unpackbits(stored["chosen"], count=grids.codes.size).astype(bool)
+        return dataclasses.replace(grids, parts=tuple(parts)), is_chosen
 
 
 CodeStore = InMemory | InFiles
 """Grids of groups of weights, rounded to nearest unless other codes are chosen."""
-
-
-def _without(grids: Grids) -> Grids:
-    """Returns grids with shapes in place of arrays."""
-    parts = tuple(
-        dataclasses.replace(part, x=None, scale=jax.tree.map(_kind, part.scale))
-        for part in grids.parts
-    )
-    kinds = jax.tree.map(_kind, (grids.codes, grids.scale, grids.zero_point))
-    return Grids(grids.spec, parts, *kinds)
-
-
-def _kind(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 # The memory of a run, computed before it starts, from shapes alone.
