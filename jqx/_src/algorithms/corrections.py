@@ -50,8 +50,9 @@ from ..transforms.stats import (
 )
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
-from ..transforms.walk import HOLDING, Enclosing, addressed, contractions_in
+from ..transforms.walk import HOLDING, Enclosing, addressed
 from .channels import Folds
+from .grids import reached_sites
 from .interface import Few, algorithm
 from .labels import Array, Visit
 from .scaling import find_pairs
@@ -778,18 +779,10 @@ class _ResultMean(Mean):
         return site.role == "result" and site.has_weight and site.op != "gather"
 
     def observe(self, x: jax.Array, site: ObservedSite) -> MeanStats:
-        return _flat(super().observe(x, _of_channels(site)), x.shape, site)
-
-
-def _of_channels(site: ObservedSite) -> ObservedSite:
-    return dataclasses.replace(site, contracted=site.channels, sizes=None)
-
-
-def _flat(stats: MeanStats, shape: Sequence[int], site: ObservedSite) -> MeanStats:
-    """Returns sums `[*batch, channels]`."""
-    stack = [shape[axis] for axis in site.batch]
-    rows = stats.rows.reshape(*stack, 1) if stats.rows.ndim else stats.rows
-    return MeanStats(stats.total.reshape(*stack, -1), rows)
+        channels = dataclasses.replace(site, contracted=site.channels, sizes=None)
+        stats, stack = super().observe(x, channels), [x.shape[axis] for axis in site.batch]
+        rows = stats.rows.reshape(*stack, 1) if stats.rows.ndim else stats.rows
+        return MeanStats(stats.total.reshape(*stack, -1), rows)  # [*batch, channels]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -876,11 +869,10 @@ def _run_once(plan: Plan, jaxpr: Any) -> set[str]:
     stepped = {loop.address for site in plan.sites for loop in site.loops}
 
     def is_once(form: Enclosing) -> bool:
-        is_other = form.name not in ("while", "cond", "shard_map")
-        return form.address in stepped if form.name == "scan" else is_other
+        return form.address in stepped if form.name == "scan" else form.name != "cond"
 
-    sites = (plan.site_at(x) for x, forms in contractions_in(jaxpr) if all(map(is_once, forms)))
-    return {site.output_key for site in sites if site is not None}
+    reached = reached_sites(plan, jaxpr)
+    return {site.output_key for site, forms in reached if all(map(is_once, forms))}
 
 
 def _mean(stats: MeanStats) -> jax.Array:

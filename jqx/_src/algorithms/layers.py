@@ -23,7 +23,6 @@ from ..gradients.estimators import ste
 from ..statistics.calibrators import Calibrator
 from ..statistics.statistics import (
     HessianStats,
-    ObservedSite,
     flags,
     gram,
     has_rows,
@@ -166,13 +165,18 @@ def _observed(
     """Returns the sums of one batch, the contents of its `Drift` if there is a float input, and
     flags of both inputs.
     """
-    site = _with_rows(observed_site, x, sizes, shape)
+
+    def counts_of(x: Any) -> jax.Array:
+        return count_operand("algorithms.gptq", observed_site.path, x, shape)
+
+    weights = counts_of(x) if is_counted(x) else None
+    site = dataclasses.replace(observed_site, sizes=value_of(sizes), weights=weights)
     values = [value_of(z) for z in (x, *exact)]
     flagged = reduce(jnp.maximum, (flags.observe(z, site) for z in values))
     if ignores:
         for z in exact:  # rows of the float function that do not count
             if is_counted(z) and z.is_known:
-                counts = count_operand("algorithms.gptq", observed_site.path, z, shape)
+                counts = counts_of(z)
                 weights = jnp.ones_like(counts) if site.weights is None else site.weights
                 site = dataclasses.replace(site, weights=jnp.minimum(weights, counts))
         for i, z in enumerate(values):
@@ -182,14 +186,6 @@ def _observed(
         difference = values[1] - quantized
         drift = gram(difference, quantized, site), gram(difference, difference, site)
     return hessian.observe(quantized, site), drift, flagged
-
-
-def _with_rows(observed_site: ObservedSite, x: Any, sizes: Any, shape: Any) -> ObservedSite:
-    """Returns the site with sizes of groups and weights of rows, for observers."""
-    counts = (
-        count_operand("algorithms.gptq", observed_site.path, x, shape) if is_counted(x) else None
-    )
-    return dataclasses.replace(observed_site, sizes=value_of(sizes), weights=counts)
 
 
 # The run over the sites.
@@ -340,14 +336,15 @@ class _Run(Walk):
         self._solver, self._traced, self._batches = solver, traced, batches
         self._on_nonfinite, self.entries = on_nonfinite, list[MatrixReport]()
         self._inputs = Sums(solver.function, ignores, solver.weight is None)
-        call, lazy = traced.calls[0], [path for path in traced.leaf_indices if self._is_lazy(path)]
+        call, originals = traced.calls[0], traced.originals
+        lazy = [x for x, i in traced.leaf_indices.items() if isinstance(originals[i], Lazy)]
         self._unread, self._checkpoint, self._bar, self._count = set(lazy), None, None, 0
         digests = None
         if solver.checkpoint is not None or lazy:
             digests = solver.digests(self.plan, traced.calls)
         if solver.checkpoint is not None:
             for path in lazy:
-                leaf = traced.originals[traced.leaf_indices[path]]
+                leaf = originals[traced.leaf_indices[path]]
                 if not leaf.source:
                     problem = f"the checkpoint cannot identify the leaf {path!r}, {shown(leaf)}."
                     fix = "give it a `source` that identifies its values, as archive.lazy does, or "
@@ -367,10 +364,6 @@ class _Run(Walk):
         self._once = {x.address: x for x in sites if x is not None and self._is_known(x)}
         self._offload = Offload(solver.offload)
         self._shelf, self._current = self._stores(digests if lazy else None)
-
-    def _is_lazy(self, path: str) -> bool:
-        """Whether a leaf is read when it is needed."""
-        return isinstance(self._traced.originals[self._traced.leaf_indices[path]], Lazy)
 
     def _is_known(self, site: Site) -> bool:
         """Whether the sums of inputs of a site are known; an error may be raised later if not."""
@@ -406,10 +399,10 @@ class _Run(Walk):
             if site.address not in self._once
             and any(self.plan.weight_at(x.path) for x in site.operands)
         ]
-        memory = self._memory(scopes, shared_sites)
+        memory = self._memory(scopes, shared_sites) if self._solver.sequential else None
         count = sum(math.prod(x.shape[:-2]) for x in traced.elements.values())
         self._bar = progress_bar("quantize", "matrix", total=count) if progress else None
-        if self._solver.sequential:
+        if memory is not None:
             tell(self._bar, f"quantize: {memory}")
         if shared_sites:
             self._choose_shared(f, params, shared_sites, progress)
@@ -422,8 +415,7 @@ class _Run(Walk):
             self._bar.close()
         codes = self._shelf.quantized()
         weights = self.plan.map_weights(lambda weight, _: codes[weight.path], params)
-        shown_memory = memory if self._solver.sequential else None
-        return AlgorithmResult(weights, AlgorithmReport(tuple(self.entries), shown_memory))
+        return AlgorithmResult(weights, AlgorithmReport(tuple(self.entries), memory))
 
     @property
     def _has_float(self) -> bool:
