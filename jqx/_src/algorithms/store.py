@@ -37,8 +37,9 @@ from ..transforms.plan import Plan
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.row_counts import is_counted
 from ..transforms.trace import is_array
+from ..transforms.walk import bodies
 from .grids import Grids, Group
-from .stages import Operands, Scope, Stage
+from .stages import Scope, Stage
 
 Where = bool | Literal["disk"]
 
@@ -474,18 +475,14 @@ def _moments(scope: Scope, shared: frozenset[Any]) -> Iterable[_Moment]:
 
 def _entered(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
     """Yields the same for the function inside an equation; for branches the largest of them."""
-    (eqn,) = stage.eqns
+    moments = []
+    for branch in range(len(bodies(stage.eqns[0]))):
+        inner, operands = scope.entered(stage, branch)
+        moments += _moments(inner, frozenset(var for var, x in operands.items() if x in around))
     if stage.kind == "inline":
-        inner, operands = scope.entered(stage)
-        yield from _moments(inner, _shared(operands, around))
-        return
-    moments = [
-        moment
-        for i in range(len(eqn.params["branches"]))
-        for inner, operands in [scope.entered(stage, i)]
-        for moment in _moments(inner, _shared(operands, around))
-    ]
-    yield _Moment(max(x.live for x in moments), max(x.temporary for x in moments))
+        yield from moments
+    else:
+        yield _Moment(max(x.live for x in moments), max(x.temporary for x in moments))
 
 
 def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
@@ -503,7 +500,3 @@ def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
         yield moment.plus(through_bytes + rows - last_row)
     # Each column of rows becomes one array while the rows still exist.
     yield _Moment(through_bytes + rows + sum(bytes_of(x.aval) for x in carried), rows)
-
-
-def _shared(operands: Operands, around: Any) -> frozenset[Any]:
-    return frozenset(var for var, x in operands.items() if x in around)
