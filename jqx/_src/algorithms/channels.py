@@ -258,6 +258,29 @@ class Named:
         return unstacked.together(as_arguments(self.plan.params, tree))
 
 
+class Rewritten:
+    """Parameters that are changed in float64, and rounded once."""
+
+    def __init__(self, named: Named, params: Any):
+        self._named, self._params, self._leaves = named, params, named.leaves(params)
+        self._changed: dict[int, Array] = {}
+
+    def flat(self, leaf_index: int) -> Array:
+        """Returns the elements of a leaf, float64, to be changed in place."""
+        if leaf_index not in self._changed:
+            leaf = np.array(self._leaves[leaf_index], np.float64)
+            self._changed[leaf_index] = leaf.reshape(-1)
+        return self._changed[leaf_index]
+
+    def params(self) -> Any:
+        """Returns the parameters."""
+        leaves = dict(self._leaves)
+        for leaf_index, x in self._changed.items():
+            leaf = leaves[leaf_index]
+            leaves[leaf_index] = jnp.asarray(x.reshape(np.shape(leaf)), leaf.dtype)
+        return self._named.with_leaves(self._params, leaves)
+
+
 # Which factor each element of the parameters takes when channels are scaled.
 
 
@@ -399,26 +422,18 @@ class Folds(Named):
           factors: the factors, by number.
           site_scales: the divisors that are applied at the site, [*batch, channels].
         """
-        leaves, scaled = self.leaves(params), {}
-
-        def float64(leaf_index: int) -> Array:
-            if leaf_index not in scaled:
-                scaled[leaf_index] = np.array(leaves[leaf_index], np.float64)
-            return scaled[leaf_index]
-
+        new = Rewritten(self, params)
         for visit in self.visits:
             rows, channels = factors[self.outputs(visit)], factors[self.inputs(visit)]
             channels = channels / (site_scales(visit) if site_scales else 1)
             if np.any(rows != 1) or np.any(channels != 1):
                 scaling = rows[..., :, None] / channels[..., None, :]
-                float64(visit.leaf_index).reshape(-1)[visit.elements] *= scaling
+                new.flat(visit.leaf_index)[visit.elements] *= scaling
         for leaf_index, labels in self._made.items():
             scaling = factors[self._numbers(labels)]
             if np.any(scaling != 1):
-                float64(leaf_index)[...] *= scaling
-        for leaf_index, x in scaled.items():
-            leaves[leaf_index] = jnp.asarray(x, leaves[leaf_index].dtype)
-        return self.with_leaves(params, leaves)
+                new.flat(leaf_index).reshape(self._shapes[leaf_index])[...] *= scaling
+        return new.params()
 
 
 # Statistics of channels that a site sums over, by channel of its operand. All taps of a kernel,

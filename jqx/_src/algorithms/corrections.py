@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections import Counter
@@ -51,7 +52,7 @@ from ..transforms.stats import (
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import HOLDING, Enclosing, addressed
-from .channels import Folds
+from .channels import Folds, Rewritten
 from .grids import reached_sites
 from .interface import Few, algorithm
 from .labels import Array, Visit
@@ -240,12 +241,10 @@ def basis_of(
     """Returns a function of parameters that subtracts the products that are added at sites."""
 
     def basis(params: Any) -> Any:
-        leaves = folds.leaves(params)
-        for site_parts in parts:
-            for part in site_parts:
-                leaf_index = part[0].leaf_index
-                leaves[leaf_index] = without(leaves[leaf_index], [part])
-        return folds.with_leaves(params, leaves)
+        new = Rewritten(folds, params)
+        for visit, a, b in itertools.chain(*parts):
+            new.flat(visit.leaf_index)[visit.elements] -= np.swapaxes(a @ b, -1, -2)
+        return new.params()
 
     return basis
 
