@@ -59,8 +59,10 @@ def test_it_calls_the_function_once(preset, algorithm):
         calls.append(x)
         return jax.nn.relu(x @ params["up"]) @ params["down"]
 
-    params = {"up": normal(8, 32), "down": normal(32, 4)}
-    jqx.ptq(f, getattr(jqx.presets, preset)(), algorithm, progress=False)(params, [normal(64, 8)])
+    params = {"up": normal(0, 8, 32), "down": normal(1, 32, 4)}
+    jqx.ptq(f, getattr(jqx.presets, preset)(), algorithm, progress=False)(
+        params, [normal(2, 64, 8)]
+    )
     assert len(calls) == 1
 
 

@@ -25,9 +25,10 @@ from ..transforms.algorithm import AlgorithmResult
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.stats import OnNonfinite
+from .channels import Visit
 from .grids import Grids
 from .interface import algorithm
-from .labels import Array, Visit
+from .labels import Array
 from .matrices import objective
 from .scaling import Scaled, Unpaired, scaled_together
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..compat import Eqn
 from ..errors import fail
+from ..statistics.statistics import ObservedSite
 from ..transforms.algorithm import Unstacked
 from ..transforms.channel_map import ChannelMap
 from ..transforms.paths import as_arguments, by_argument
@@ -19,7 +20,7 @@ from ..transforms.plan import Plan, Site, Weight
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.trace import is_array
 from ..transforms.views import Address
-from .grids import Every
+from .grids import Elements, Every
 from .labels import (
     FIXED,
     VIEWED,
@@ -30,7 +31,6 @@ from .labels import (
     Labels,
     Parameter,
     Value,
-    Visit,
     axes_of_rows,
     channels_of,
     components,
@@ -47,6 +47,40 @@ from .stages import Steps
 # The algebra of scaling. A value is labelled if each of its channels may be multiplied by a
 # positive factor. Producers, such as the output axis of a weight, the gain of a norm or a bias,
 # create labels. Sites compensate for the factor where they sum over channels.
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A site in one step of the scans around it.
+
+    Attributes:
+      site: the site, of the plan of everything that may be a site.
+      steps: the numbers of the steps.
+      leaf_index: the index of the leaf of its weight; -1 if it is not a leaf.
+      element_ids: which elements of its weight its matrices hold, over all steps; `None` if the
+        weight has another use, or is not a plain matrix.
+      inputs: labels of channels, [*batch, channels].
+      outputs: labels of rows, [*batch, rows].
+      observed_site: what observers get to know about the operand that is not a weight.
+      shape: shape of that operand.
+      reason: why its inputs are fixed, if they are.
+    """
+
+    site: Site
+    steps: Steps
+    leaf_index: int
+    element_ids: Elements | None
+    inputs: Array
+    outputs: Array
+    observed_site: ObservedSite
+    shape: tuple[int, ...]
+    reason: str
+
+    @property
+    def elements(self) -> Array:
+        """Numbers of elements of its matrices, [*batch, rows, channels]; computed at each call."""
+        assert self.element_ids is not None
+        return self.element_ids[self.steps]
 
 
 class ScalingDomain(ChannelDomain):

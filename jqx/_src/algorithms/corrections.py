@@ -52,10 +52,10 @@ from ..transforms.stats import (
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
 from ..transforms.walk import HOLDING, Enclosing, addressed
-from .channels import Folds, Rewritten
+from .channels import Folds, Rewritten, Visit
 from .grids import reached_sites
 from .interface import Few, algorithm
-from .labels import Array, Visit
+from .labels import Array
 from .scaling import find_pairs
 from .stages import body_of
 

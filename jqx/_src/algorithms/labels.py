@@ -841,40 +841,6 @@ class ChannelDomain(Domain[Any], abc.ABC):
         ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Visit:
-    """A site in one step of the scans around it.
-
-    Attributes:
-      site: the site, of the plan of everything that may be a site.
-      steps: the numbers of the steps.
-      leaf_index: the index of the leaf of its weight; -1 if it is not a leaf.
-      element_ids: which elements of its weight its matrices hold, over all steps; `None` if the
-        weight has another use, or is not a plain matrix.
-      inputs: labels of channels, [*batch, channels].
-      outputs: labels of rows, [*batch, rows].
-      observed_site: what observers get to know about the operand that is not a weight.
-      shape: shape of that operand.
-      reason: why its inputs are fixed, if they are.
-    """
-
-    site: Site
-    steps: Steps
-    leaf_index: int
-    element_ids: Elements | None
-    inputs: Array
-    outputs: Array
-    observed_site: ObservedSite
-    shape: tuple[int, ...]
-    reason: str
-
-    @property
-    def elements(self) -> Array:
-        """Numbers of elements of its matrices, [*batch, rows, channels]; computed at each call."""
-        assert self.element_ids is not None
-        return self.element_ids[self.steps]
-
-
 def is_lookup_of_rows(eqn: Eqn) -> bool:
     """Whether an equation looks up whole rows of a matrix."""
     sizes, numbers = eqn.params["slice_sizes"], eqn.params["dimension_numbers"]

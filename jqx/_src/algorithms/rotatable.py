@@ -19,6 +19,7 @@ from ..statistics.statistics import ObservedSite
 from ..transforms.plan import Operand, Site
 from ..transforms.rules import CONTRACTIONS
 from ..transforms.views import SHARDINGS, Address
+from .channels import Visit
 from .grids import Elements, Every
 from .labels import (
     FIXED,
@@ -31,7 +32,6 @@ from .labels import (
     Known,
     Labelled,
     Parameter,
-    Visit,
     along,
     axes_of_rows,
     channels_of,

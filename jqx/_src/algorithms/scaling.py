@@ -30,6 +30,7 @@ from ..transforms.stats import OnNonfinite
 from .channels import (
     Folds,
     Pair,
+    Visit,
     at_most_one,
     clips_of,
     followed_through,
@@ -39,7 +40,7 @@ from .channels import (
 )
 from .grids import every_site
 from .interface import Few, algorithm
-from .labels import Array, Visit, channels_of, components
+from .labels import Array, channels_of, components
 
 
 def equalized(r1: Array, r2: Array) -> Array:
