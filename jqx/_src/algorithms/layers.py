@@ -548,8 +548,10 @@ class _Run(Walk):
                 name, arrays if zero_point is None else arrays | {"zero_point": zero_point}
             )
             return entries
-        if not np.array_equal(stored["places"], element_ids):
-            detail = f"matrices of {stored['places'].shape}, and not of {element_ids.shape}"
+        shapes = {key: x.shape for key, x in stored.items()}
+        is_whole = {"report", "places", "codes", "scale"} <= {*shapes}
+        if not (is_whole and np.array_equal(stored["places"], element_ids)):
+            detail = f"arrays of {shapes}, and not matrices of {element_ids.shape}"
             raise self._checkpoint.refusal(name, detail)
         grids.codes[element_ids] = stored["codes"].view(grids.codes.dtype)
         grids.scale[labels] = stored["scale"]
