@@ -86,6 +86,11 @@ class Replacement:
                     return self
                 self._file.close()
 
+    @property
+    def file(self) -> Any:
+        """The temporary file, open for writing."""
+        return self._file
+
     def write(self, start: int, data: Any) -> None:
         """Writes bytes at a position."""
         with self._written():

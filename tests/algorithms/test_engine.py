@@ -22,12 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 from jqx._src.algorithms import store
-from jqx._src.algorithms.engine import Frame, Scan
+from jqx._src.algorithms.engine import Entered, Frame
 from jqx._src.algorithms.grids import Grids
-from jqx._src.algorithms.layers import NAME
 from jqx._src.algorithms.matrices import Drift, Matrix
 from jqx._src.algorithms.stages import Programs
-from jqx._src.algorithms.store import OnDisk, OnHost
+from jqx._src.algorithms.store import NAME, OnDisk, OnHost
 from jqx._src.transforms import calibrate
 from jqx._src.transforms.plan import Weight
 from jqx.algorithms import gptq
@@ -160,7 +159,7 @@ def test_a_table_has_one_line_for_matrices_that_are_multiplied_by_at_once(plain)
 def held(monkeypatch):
     """A function that returns the values of batches that are held now, each once."""
     holders = weakref.WeakSet()
-    for cls in (Frame, Scan):
+    for cls in (Entered, Frame):
 
         def record(self, *args, init=cls.__init__):
             holders.add(self)

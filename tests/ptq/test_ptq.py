@@ -44,6 +44,28 @@ def test_it_is_its_steps():
     assert_same(quantized.function(quantized.params, X), jqx.convert(biased, plan, affines)(q, X))
 
 
+@pytest.mark.parametrize(
+    ("preset", "algorithm"),
+    [
+        ("w8a8", jqx.algorithms.nearest()),
+        ("w4a16", jqx.algorithms.gptq()),
+        ("w8a8", smooth_quant(strength=0.5)),
+    ],
+)
+def test_it_calls_the_function_once(preset, algorithm):
+    calls = []
+
+    def f(params, x):
+        calls.append(x)
+        return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+    params = {"up": normal(0, 8, 32), "down": normal(1, 32, 4)}
+    jqx.ptq(f, getattr(jqx.presets, preset)(), algorithm, progress=False)(
+        params, [normal(2, 64, 8)]
+    )
+    assert len(calls) == 1
+
+
 def test_without_static_scales_one_batch_is_read_and_layouts_may_stay():
     def batches():
         yield (X,)

@@ -25,9 +25,7 @@ from ..transforms.algorithm import AlgorithmResult
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.stats import OnNonfinite
-from .channels import (
-    Visit,
-)
+from .channels import Visit
 from .grids import Grids
 from .interface import algorithm
 from .labels import Array
@@ -451,7 +449,7 @@ class awq:
         rows, at_run_time = np.ones(len(best)), np.zeros(len(best), bool)
         for site in sites:
             where = set_of[site.numbers.max()]
-            names[where].append(f"{site.name}{list(site.visit.steps) or ''}")
+            names[where].append(f"{scaled.folds.name(site.visit)}{list(site.visit.steps) or ''}")
             rows[where] = max(site.rows, 1)
             without_pair = site.numbers[site.numbers >= scaled.folds.count]
             at_run_time[where] |= np.any(factors[without_pair] != 1)
@@ -473,10 +471,12 @@ class awq:
     ) -> Any:
         """Returns parameters with clipped groups, where clipping reduces the error."""
         leaves = scaled.folds.leaves(params)
-        site_of_leaf = {site.visit.leaf_index: site for site in sites}
-        for leaf_index, one_site in site_of_leaf.items():
+        visit_of_leaf = {site.visit.leaf_index: site.visit for site in sites}
+        for leaf_index, visit in visit_of_leaf.items():
             leaf_sites = [site for site in sites if site.visit.leaf_index == leaf_index]
-            grids = Grids.of({"": leaves[leaf_index]}, {"": one_site.spec})
+            weight, shape = scaled.folds.weight(visit), scaled.folds.shape(visit)
+            assert weight is not None
+            grids = Grids.of({"": leaves[leaf_index]}, {"": weight.spec})
             values = np.asarray(leaves[leaf_index], np.float32).ravel()
             label = grids.label(np.arange(values.size, dtype=np.int32))
             low, high = np.zeros((2, len(grids.scale)), np.float32)
@@ -486,7 +486,7 @@ class awq:
             for step in range(self.steps):
                 share = np.float32(1 - step / self.steps * (1 - _LEAST_RANGE))
                 cut = np.clip(values, (low * share)[label], (high * share)[label])
-                q = quantize_weight(jnp.asarray(cut.reshape(one_site.shape)), one_site.spec)
+                q = quantize_weight(jnp.asarray(cut.reshape(shape)), weight.spec)
                 change = np.asarray(q.dequantize()).ravel() - values
                 error = np.zeros(len(low))
                 for site in leaf_sites:
@@ -494,7 +494,7 @@ class awq:
                 better = error < best
                 best, part = np.where(better, error, best), np.where(better, share, part)
             cut = np.clip(values, (low * part)[label], (high * part)[label])
-            leaves[leaf_index] = jnp.asarray(cut.reshape(one_site.shape), leaves[leaf_index].dtype)
+            leaves[leaf_index] = jnp.asarray(cut.reshape(shape), leaves[leaf_index].dtype)
         return scaled.folds.with_leaves(params, leaves)
 
 
@@ -503,11 +503,7 @@ class _ErrorSite:
     """A weight in one step of the scans around its site, with statistics of its inputs.
 
     Attributes:
-      name: name of the site.
       visit: the site.
-      spec: how its weight is rounded.
-      shape: shape of the weight, over all steps.
-      elements: the numbers of its elements, [*batch, rows, channels].
       numbers: numbers of the factors of its channels, [*batch, channels]; 0 if there is none.
       w: its values, [*batch, rows, channels].
       products: the sum of products of its inputs, [*batch, channels, channels]; 0 for a matrix
@@ -520,11 +516,7 @@ class _ErrorSite:
       is_few: which of the matrices only few rows reached, [*batch].
     """
 
-    name: str
     visit: Visit
-    spec: QSpec
-    shape: tuple[int, ...]
-    elements: Array
     numbers: Array
     w: Array
     products: Array
@@ -538,18 +530,11 @@ class _ErrorSite:
     def of(
         cls, scaled: Scaled, visit: Visit, observers: Any, relative: Array, numbers: Array
     ) -> "_ErrorSite":
-        folds = scaled.folds
-        weight = folds.weight(visit)
-        assert weight is not None
         sums, means, maxima = (scaled.observed(visit, x) for x in observers)
         elements, is_few = visit.elements, scaled.is_few(visit)
         rows = np.maximum(np.asarray(means.rows, np.float64), 1)
         return cls(
-            folds.name(visit),
             visit,
-            weight.spec,
-            folds.shape(visit),
-            elements,
             numbers,
             scaled.weights[visit.leaf_index][elements],
             np.where(is_few[..., None, None], 0, np.asarray(sums.products, np.float32)),
@@ -578,7 +563,7 @@ class _ErrorSite:
         products = self.products * (scaling[..., :, None] * scaling[..., None, :]).astype(
             np.float32
         )
-        elements = self.elements
+        elements = self.visit.elements
         count = elements.shape[-1]
         for element_ids, gram in zip(
             elements.reshape(-1, *elements.shape[-2:]),

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from ..compat import Eqn
 from ..errors import fail
 from ..statistics.statistics import ObservedSite
 from ..transforms.algorithm import Unstacked
-from ..transforms.channel_map import ChannelMap, Channels
+from ..transforms.channel_map import ChannelMap
+from ..transforms.paths import as_arguments, by_argument
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.rules import CONTRACTIONS
-from ..transforms.stats import observed_parts
 from ..transforms.trace import is_array
 from ..transforms.views import Address
 from .grids import Elements, Every
@@ -56,8 +56,9 @@ class Visit:
     Attributes:
       site: the site, of the plan of everything that may be a site.
       steps: the numbers of the steps.
-      leaf_index: the index of the leaf of its weight.
-      element_ids: which elements of its weight its matrices hold, over all steps.
+      leaf_index: the index of the leaf of its weight; -1 if it is not a leaf.
+      element_ids: which elements of its weight its matrices hold, over all steps; `None` if the
+        weight has another use, or is not a plain matrix.
       inputs: labels of channels, [*batch, channels].
       outputs: labels of rows, [*batch, rows].
       observed_site: what observers get to know about the operand that is not a weight.
@@ -68,7 +69,7 @@ class Visit:
     site: Site
     steps: Steps
     leaf_index: int
-    element_ids: Elements
+    element_ids: Elements | None
     inputs: Array
     outputs: Array
     observed_site: ObservedSite
@@ -78,6 +79,7 @@ class Visit:
     @property
     def elements(self) -> Array:
         """Numbers of elements of its matrices, [*batch, rows, channels]; computed at each call."""
+        assert self.element_ids is not None
         return self.element_ids[self.steps]
 
 
@@ -176,7 +178,7 @@ class ScalingDomain(ChannelDomain):
     ) -> Labelled:
         name, site = eqn.primitive.name, self.site_at(address)
         if site is not None:
-            return self._site(site, eqn, inputs, address, steps)
+            return self._site(site, eqn, inputs, steps)
         if name == "gather":
             return self._gather(eqn, inputs)
         where = with_line(eqn)
@@ -190,34 +192,26 @@ class ScalingDomain(ChannelDomain):
         reason = "; ".join(dict.fromkeys(x.reason for x in values if x.reason))
         return dataclasses.replace(result, reason=reason or result.reason)
 
-    def _site(
-        self, site: Site, eqn: Eqn, operands: Sequence[Value], address: Address, steps: Steps
-    ) -> Labelled:
-        parts = observed_parts(site, self.items[site.address])
-        (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
-        weight_operand = site.operands[1 - argnum]
-        x = self.labelled(operands[argnum], site.name)
-        leaf, weight_ids = operands[1 - argnum], self._elements.get(weight_operand.key)
-        if address not in self._once or weight_ids is None or not isinstance(leaf, Parameter):
+    def _site(self, site: Site, eqn: Eqn, operands: Sequence[Value], steps: Steps) -> Labelled:
+        weight_argnum, x, observed_site, weight_ids = self.at_site(site, operands)
+        leaf, shape = operands[weight_argnum], eqn.outvars[0].aval.shape
+        if weight_ids is None or not isinstance(leaf, Parameter):
             reason = f"the weight of {site.name} has another use, or is not a plain matrix"
             self.labels.stop(x.labels, reason)
-            return Labelled.fixed(eqn.outvars[0].aval.shape, reason)
+            return Labelled.fixed(shape, reason)
         elements = weight_ids[steps]
         reason = f"the rows that {site.name} multiplies differ in their channels"
-        labels = self.labels.join_along(x.labels, axes_of_rows(x, parts[argnum].observed), reason)
-        inputs = channels_of(labels, x.shape, parts[argnum].observed)
+        labels = self.labels.join_along(x.labels, axes_of_rows(x, observed_site), reason)
+        inputs = channels_of(labels, x.shape, observed_site)
         batch, rows, columns = elements.shape[:-2], *elements.shape[-2:]
         inputs = np.broadcast_to(inputs, (*batch, columns))
         outputs = self.labels.new(math.prod((*batch, rows))).reshape(*batch, rows)
         self.use(leaf.leaf_index, elements)
-        weight_operand = parts[argnum].observed, x.shape, x.reason
+        operand = observed_site, x.shape, x.reason
         self.visits.append(
-            Visit(site, steps, leaf.leaf_index, weight_ids, inputs, outputs, *weight_operand)
+            Visit(site, steps, leaf.leaf_index, weight_ids, inputs, outputs, *operand)
         )
-        if site.op == "ragged_dot":  # a row may go to any of the matrices
-            outputs = self.labels.join_along(outputs, [0], with_line(eqn))[0]
-        shape = eqn.outvars[0].aval.shape
-        return self.labels.made(Channels.of_result(eqn, 1 - argnum).spread(outputs, shape), shape)
+        return self.labels.made(self.labels_of_result(site, eqn, weight_argnum, outputs), shape)
 
     def _gather(self, eqn: Eqn, inputs: Sequence[Value]) -> Labelled:
         source, indices = inputs
@@ -243,15 +237,6 @@ def followed_through(traced: Every) -> ScalingDomain:
 # The sites and the parameters of a function, by their names in a plan.
 
 
-class Step(Protocol):
-    """A site in one step of the scans around it, and the index of the leaf of its weight."""
-
-    @property
-    def site(self) -> Site: ...
-    @property
-    def leaf_index(self) -> int: ...
-
-
 class Named:
     """The sites and the parameters of a function.
 
@@ -271,28 +256,26 @@ class Named:
         kinds = {True, False}
         return [x for x in self.plan.sites if {o.path is None for o in x.operands} == kinds]
 
-    def site(self, visit: Step) -> Site:
+    def site(self, visit: Visit) -> Site:
         """The site of the plan; for one that the plan leaves in float, that of the full plan."""
         return self.plan.site_at(visit.site.address) or visit.site
 
-    def key(self, visit: Step) -> str:
+    def key(self, visit: Visit) -> str:
         """The name of the operand that a site multiplies its weight by."""
         return next(x.key for x in self.site(visit).operands if x.path is None)
 
-    def name(self, visit: Step) -> str:
+    def name(self, visit: Visit) -> str:
         """The name of a site."""
         return self.site(visit).name
 
-    def weight(self, visit: Step) -> Weight | None:
+    def weight(self, visit: Visit) -> Weight | None:
         """Returns the weight of a site if the plan quantizes it."""
         return self.plan.weight_at(self.names[visit.leaf_index])
 
     def leaves(self, params: Any) -> dict[int, Any]:
         """Returns the leaves of parameters by index, as in `Visit.leaf_index`."""
-        unstacked = Unstacked(self.plan, params).params
-        leaves = [
-            x for tree in self._trees(unstacked) for x in jax.tree.leaves(tree) if is_array(x)
-        ]
+        tree = by_argument(self.plan.params, Unstacked(self.plan, params).params)
+        leaves = list(filter(is_array, jax.tree.leaves(tree)))
         if len(leaves) != len(self._places):
             problem = "the parameters do not have the leaves of those that were quantized: "
             problem += f"{len(leaves)} arrays, and not {len(self._places)}."
@@ -301,26 +284,35 @@ class Named:
             raise fail("Quantized.basis", problem, fix=fix)
         return dict(zip(self._places, leaves, strict=True))
 
-    def _trees(self, params: Any) -> list[Any]:
-        """Returns the parameters of each position, in the order of the positions."""
-        if isinstance(self.plan.params, int):
-            return [params]
-        return [params[i] for i in np.argsort(self.plan.params)]
-
     def with_leaves(self, params: Any, leaves: Mapping[int, Any]) -> Any:
         """Returns parameters with some leaves replaced."""
-        new_leaves, unstacked = (
-            (leaves[leaf_index] for leaf_index in self._places),
-            Unstacked(self.plan, params),
-        )
-        trees = [
-            jax.tree.map(lambda x: next(new_leaves) if is_array(x) else x, tree)
-            for tree in self._trees(unstacked.params)
-        ]
-        if isinstance(self.plan.params, int):
-            return unstacked.together(trees[0])
-        order = np.argsort(self.plan.params).tolist()
-        return unstacked.together(tuple(trees[order.index(i)] for i in range(len(trees))))
+        unstacked, new_leaves = Unstacked(self.plan, params), map(leaves.get, self._places)
+        tree = by_argument(self.plan.params, unstacked.params)
+        tree = jax.tree.map(lambda x: next(new_leaves) if is_array(x) else x, tree)
+        return unstacked.together(as_arguments(self.plan.params, tree))
+
+
+class Rewritten:
+    """Parameters that are changed in float64, and rounded once."""
+
+    def __init__(self, named: Named, params: Any):
+        self._named, self._params, self._leaves = named, params, named.leaves(params)
+        self._changed: dict[int, Array] = {}
+
+    def flat(self, leaf_index: int) -> Array:
+        """Returns the elements of a leaf, float64, to be changed in place."""
+        if leaf_index not in self._changed:
+            leaf = np.array(self._leaves[leaf_index], np.float64)
+            self._changed[leaf_index] = leaf.reshape(-1)
+        return self._changed[leaf_index]
+
+    def params(self) -> Any:
+        """Returns the parameters."""
+        leaves = dict(self._leaves)
+        for leaf_index, x in self._changed.items():
+            leaf = leaves[leaf_index]
+            leaves[leaf_index] = jnp.asarray(x.reshape(np.shape(leaf)), leaf.dtype)
+        return self._named.with_leaves(self._params, leaves)
 
 
 # Which factor each element of the parameters takes when channels are scaled.
@@ -464,26 +456,18 @@ class Folds(Named):
           factors: the factors, by number.
           site_scales: the divisors that are applied at the site, [*batch, channels].
         """
-        leaves, scaled = self.leaves(params), {}
-
-        def float64(leaf_index: int) -> Array:
-            if leaf_index not in scaled:
-                scaled[leaf_index] = np.array(leaves[leaf_index], np.float64)
-            return scaled[leaf_index]
-
+        new = Rewritten(self, params)
         for visit in self.visits:
             rows, channels = factors[self.outputs(visit)], factors[self.inputs(visit)]
             channels = channels / (site_scales(visit) if site_scales else 1)
             if np.any(rows != 1) or np.any(channels != 1):
                 scaling = rows[..., :, None] / channels[..., None, :]
-                float64(visit.leaf_index).reshape(-1)[visit.elements] *= scaling
+                new.flat(visit.leaf_index)[visit.elements] *= scaling
         for leaf_index, labels in self._made.items():
             scaling = factors[self._numbers(labels)]
             if np.any(scaling != 1):
-                float64(leaf_index)[...] *= scaling
-        for leaf_index, x in scaled.items():
-            leaves[leaf_index] = jnp.asarray(x, leaves[leaf_index].dtype)
-        return self.with_leaves(params, leaves)
+                new.flat(leaf_index).reshape(self._shapes[leaf_index])[...] *= scaling
+        return new.params()
 
 
 # Statistics of channels that a site sums over, by channel of its operand. All taps of a kernel,

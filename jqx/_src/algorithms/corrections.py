@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections import Counter
@@ -50,8 +51,9 @@ from ..transforms.stats import (
 )
 from ..transforms.trace import Call, is_array, is_quantized, trace_call
 from ..transforms.views import Address
-from ..transforms.walk import HOLDING, Enclosing, addressed, contractions_in
-from .channels import Folds, Visit
+from ..transforms.walk import HOLDING, Enclosing, addressed
+from .channels import Folds, Rewritten, Visit
+from .grids import reached_sites
 from .interface import Few, algorithm
 from .labels import Array
 from .scaling import find_pairs
@@ -239,12 +241,10 @@ def basis_of(
     """Returns a function of parameters that subtracts the products that are added at sites."""
 
     def basis(params: Any) -> Any:
-        leaves = folds.leaves(params)
-        for site_parts in parts:
-            for part in site_parts:
-                leaf_index = part[0].leaf_index
-                leaves[leaf_index] = without(leaves[leaf_index], [part])
-        return folds.with_leaves(params, leaves)
+        new = Rewritten(folds, params)
+        for visit, a, b in itertools.chain(*parts):
+            new.flat(visit.leaf_index)[visit.elements] -= np.swapaxes(a @ b, -1, -2)
+        return new.params()
 
     return basis
 
@@ -778,18 +778,10 @@ class _ResultMean(Mean):
         return site.role == "result" and site.has_weight and site.op != "gather"
 
     def observe(self, x: jax.Array, site: ObservedSite) -> MeanStats:
-        return _flat(super().observe(x, _of_channels(site)), x.shape, site)
-
-
-def _of_channels(site: ObservedSite) -> ObservedSite:
-    return dataclasses.replace(site, contracted=site.channels, sizes=None)
-
-
-def _flat(stats: MeanStats, shape: Sequence[int], site: ObservedSite) -> MeanStats:
-    """Returns sums `[*batch, channels]`."""
-    stack = [shape[axis] for axis in site.batch]
-    rows = stats.rows.reshape(*stack, 1) if stats.rows.ndim else stats.rows
-    return MeanStats(stats.total.reshape(*stack, -1), rows)
+        channels = dataclasses.replace(site, contracted=site.channels, sizes=None)
+        stats, stack = super().observe(x, channels), [x.shape[axis] for axis in site.batch]
+        rows = stats.rows.reshape(*stack, 1) if stats.rows.ndim else stats.rows
+        return MeanStats(stats.total.reshape(*stack, -1), rows)  # [*batch, channels]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -876,11 +868,10 @@ def _run_once(plan: Plan, jaxpr: Any) -> set[str]:
     stepped = {loop.address for site in plan.sites for loop in site.loops}
 
     def is_once(form: Enclosing) -> bool:
-        is_other = form.name not in ("while", "cond", "shard_map")
-        return form.address in stepped if form.name == "scan" else is_other
+        return form.address in stepped if form.name == "scan" else form.name != "cond"
 
-    sites = (plan.site_at(x) for x, forms in contractions_in(jaxpr) if all(map(is_once, forms)))
-    return {site.output_key for site in sites if site is not None}
+    reached = reached_sites(plan, jaxpr)
+    return {site.output_key for site, forms in reached if all(map(is_once, forms))}
 
 
 def _mean(stats: MeanStats) -> jax.Array:

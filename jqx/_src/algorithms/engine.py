@@ -18,8 +18,8 @@ from ..statistics.statistics import Observer, RowWeight
 from ..tensor.segments import Lazy, read
 from ..tensor.spec import QSpec
 from ..transforms.calibrate import arguments_of, progress_bar
-from ..transforms.find import contractions
-from ..transforms.make_plan import as_plan
+from ..transforms.find import Found
+from ..transforms.make_plan import as_plan, with_contractions
 from ..transforms.plan import Plan, Site
 from ..transforms.quantize_params import dequantize_params
 from ..transforms.row_counts import (
@@ -49,24 +49,27 @@ from ..transforms.stats import (
 )
 from ..transforms.trace import Call, TracedOnce, trace_call
 from ..transforms.views import Address
-from .grids import Elements, Grids, Group, elements_of_sites, scans_around
+from ..transforms.walk import bodies, carried
+from .grids import Elements, Grids, Group, elements_of_sites, reached_sites
 from .interface import name_of
-from .stages import Programs, Scope, Stage, Steps, whole
+from .stages import Division, Scope, Source, Stage, Steps
 from .store import Offload, on_device
 
 # The parameters of a function that runs stage by stage. Lazy leaves are read when a stage, or the
 # choice of their codes, needs them, and dropped when the next one needs others.
 
 
-class Leaves:
-    """The leaves of the parameters, by their index among the operands of the function.
+class Stream:
+    """One run of the function, with its own parameters.
 
     Args:
-      leaves: the leaves, as they are at each stage; stored without a copy.
+      leaves: the leaves of the parameters, by their index among the operands of the function, as
+        they are at each stage; stored without a copy.
+      offload: keeps values of batches between stages.
     """
 
-    def __init__(self, leaves: dict[int, Any]):
-        self._given = leaves
+    def __init__(self, leaves: dict[int, Any], offload: Offload):
+        self._given, self.offload = leaves, offload
         self._held: dict[int, Any] = {}
 
     def some(self, leaf_indices: Collection[int]) -> dict[int, Any]:
@@ -100,19 +103,6 @@ def _written(x: jax.Array, element_ids: jax.Array, values: jax.Array) -> jax.Arr
     return compat.as_type_of(x, written, x, element_ids, values)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """One run of the function, with its own parameters.
-
-    Attributes:
-      params: their leaves, as they are at each stage.
-      offload: keeps values of batches between stages.
-    """
-
-    params: Leaves
-    offload: Offload
-
-
 class Frame:
     """One batch of one stream in one scope.
 
@@ -130,7 +120,7 @@ class Frame:
     def read(self, atoms: Sequence[Any], steps: Steps) -> list[Any]:
         """Returns values as they are kept: values of the batch, or computed from parameters."""
         param_atoms = [x for x in atoms if not self.scope.is_of_batch(x)]
-        leaves = self.stream.params.some(self.scope.needs(param_atoms)) if param_atoms else {}
+        leaves = self.stream.some(self.scope.needs(param_atoms)) if param_atoms else {}
         computed = iter(self.scope.values(param_atoms, leaves, steps) if param_atoms else ())
         return [self.values[x] if self.scope.is_of_batch(x) else next(computed) for x in atoms]
 
@@ -146,28 +136,15 @@ class Frame:
         if not stage.eqns:
             return []
         operands = [on_device(self.values[x]) for x in stage.reads]
-        leaves = self.stream.params.some(self.scope.read_by(stage))
+        leaves = self.stream.some(self.scope.read_by(stage))
         results, decisions = self.scope.run(stage, leaves, steps, operands, decided, records)
         jax.block_until_ready(results)  # temporaries of several batches must not coexist
         self.put(stage, results)
         return decisions
 
-    def enter(self, stage: Stage, branch: int | None = None) -> "Frame":
-        """Returns the frame of the function inside an equation, or of a branch of it."""
-        scope, operands = self.scope.entered(stage, branch)
-        values = {var: self.values[x] for var, x in operands.items()}
-        inner = Frame(scope, self.stream, values, self.batch)
-        self.drop(stage)
-        return inner
-
     def results(self, steps: Steps) -> list[Any]:
         """Returns the results of the scope after all its stages have run."""
         return self.read(self.scope.jaxpr.outvars, steps)
-
-    def leave(self, stage: Stage, results: Sequence[Any]) -> None:
-        """Keeps the results of a stage that was entered."""
-        named = dict(zip(stage.eqns[0].outvars, results, strict=True))
-        self.put(stage, [named[var] for var in stage.gives])
 
     def put(self, stage: Stage, results: Sequence[Any]) -> None:
         """Keeps the results of a stage that others read, and drops values with no more readers."""
@@ -206,7 +183,7 @@ class Walk:
             "run": self._run,
             "site": self._site,
             "inline": self._inside,
-            "scan": self._scan,
+            "scan": self._inside,
             "branch": self._branch,
         }
 
@@ -241,18 +218,29 @@ class Walk:
         del read  # the inputs of a batch are freed when its product is done
         self.reached = [batch[0].batch for _, batch in pairs]
         for frame in pairs[0][1]:
-            frame.stream.params.some(())
+            frame.stream.some(())
         self.solve(site, steps, streams)
         del streams
         self._run(pairs, steps)
 
-    def _inside(self, pairs: Pairs, steps: Steps, branch: int | None = None) -> None:
-        """Runs the function inside an equation, or a branch of it."""
-        inner = [[frame.enter(stage, branch) for frame in batch] for stage, batch in pairs]
-        self.go(inner, steps)
-        for (stage, batch), frames in zip(pairs, inner, strict=True):
-            for frame, inner_frame in zip(batch, frames, strict=True):
-                frame.leave(stage, inner_frame.results(steps))
+    def _inside(self, pairs: Pairs, steps: Steps, branch: int = -1) -> None:
+        """Runs the function inside an equation, a branch of it, or each step of a scan."""
+        inside = [
+            [Entered(frame, stage, steps, branch) for frame in batch] for stage, batch in pairs
+        ]
+        for i in inside[0][0].order:
+            self._step(inside, i, steps)
+        for frames in inside:
+            for entered in frames:
+                entered.leave()
+
+    def _step(self, inside: "list[list[Entered]]", i: int | None, steps: Steps) -> None:
+        inner_steps = steps if i is None else (*steps, i)
+        inner = [[entered.step(i) for entered in frames] for frames in inside]
+        self.go(inner, inner_steps)
+        for frames, inner_frames in zip(inside, inner, strict=True):
+            for entered, frame in zip(frames, inner_frames, strict=True):
+                entered.take(frame.results(inner_steps))
 
     def _branch(self, pairs: Pairs, steps: Steps) -> None:
         """Runs the branch that the first stream takes, in all streams."""
@@ -266,50 +254,42 @@ class Walk:
         for i in sorted(taken):
             self._inside(taken[i], steps, i)
 
-    def _scan(self, pairs: Pairs, steps: Steps) -> None:
-        params = pairs[0][0].eqns[0].params
-        order = range(params["length"])
-        scans = [[Scan(frame, stage, steps) for frame in batch] for stage, batch in pairs]
-        for i in reversed(order) if params["reverse"] else order:
-            self._step(scans, i, steps)
-        for batch_scans in scans:
-            for scan in batch_scans:
-                scan.leave()
 
-    def _step(self, scans: "list[list[Scan]]", i: int, steps: Steps) -> None:
-        inner_steps = (*steps, i)
-        inner = [[scan.step(i) for scan in batch_scans] for batch_scans in scans]
-        self.go(inner, inner_steps)
-        for batch_scans, frames in zip(scans, inner, strict=True):
-            for scan, frame in zip(batch_scans, frames, strict=True):
-                scan.take(frame.results(inner_steps))
+class Entered:
+    """The function inside an equation in one frame, which runs once, or in each step of a scan.
 
+    Attributes:
+      order: the numbers of the steps, in the order in which they run; `None` for the only one.
+    """
 
-class Scan:
-    """A scan over weights in one frame, step by step."""
-
-    def __init__(self, frame: Frame, stage: Stage, steps: Steps):
+    def __init__(self, frame: Frame, stage: Stage, steps: Steps, branch: int):
         self.frame, self.stage, (eqn,) = frame, stage, stage.eqns
-        self.scope, operands = frame.scope.stepped(stage)
-        consts, count = compat.scan_counts(eqn)
-        inner = self.scope.jaxpr.invars
-        self._carried = inner[consts : consts + count]
-        self._carry = frame.read(eqn.invars[consts : consts + count], steps)
-        values = {var: frame.values[x] for var, x in operands.items()}
-        self._consts = {var: values[var] for var in inner[:consts] if var in values}
-        self._xs = {var: values[var] for var in inner[consts + count :] if var in values}
+        self.scope, operands = frame.scope.entered(stage, branch)
+        state, length = carried(eqn), eqn.params.get("length")
+        self._is_scan, self.order = eqn.primitive.name == "scan", [None]
+        if self._is_scan:
+            self.order = range(length)[:: -1 if eqn.params["reverse"] else 1]
+        self._carried: list[Any] = []
+        self._consts, self._xs = dict[Any, Any](), dict[Any, Any]()
+        for var, i in zip(self.scope.jaxpr.invars, bodies(eqn)[branch].operands, strict=True):
+            if state.start <= i < state.stop:
+                self._carried.append(var)
+            elif var in operands:
+                values = self._xs if i >= state.stop and self._is_scan else self._consts
+                values[var] = frame.values[operands[var]]
+        self._carry = frame.read(eqn.invars[state], steps)
         self._rows: list[list[Any]] = []
         frame.drop(stage)
 
-    def step(self, i: int) -> Frame:
+    def step(self, i: int | None) -> Frame:
         """Returns the frame of one step."""
-        carried = zip(self._carried, self._carry, strict=True)
+        carry = zip(self._carried, self._carry, strict=True)
         xs = {
             var: jax.tree.map(lambda x: x[i], spread(on_device(x))) for var, x in self._xs.items()
         }
-        values = {**self._consts, **dict(carried), **xs}
+        values = {**self._consts, **dict(carry), **xs}
         frame = Frame(self.scope, self.frame.stream, values, self.frame.batch)
-        self._carry = []
+        self._carry, self._consts = [], self._consts if self._is_scan else {}
         return frame
 
     def take(self, results: Sequence[Any]) -> None:
@@ -319,13 +299,16 @@ class Scan:
         self._rows.append(row)
 
     def leave(self) -> None:
-        """Passes the results to the surrounding frame."""
+        """Passes the results to the surrounding frame, those that no carry holds as one array."""
         (eqn,) = self.stage.eqns
-        rows = self._rows[::-1] if eqn.params["reverse"] else self._rows
-        columns = (_stacked(list(map(on_device, x))) for x in zip(*rows, strict=True))
-        results = [*self._carry, *columns]
+        results = self._rows[0]
+        if self._is_scan:
+            rows = self._rows[::-1] if eqn.params["reverse"] else self._rows
+            columns = (_stacked(list(map(on_device, x))) for x in zip(*rows, strict=True))
+            results = [*self._carry, *columns]
         self._consts, self._xs, self._carry, self._rows = {}, {}, [], []
-        self.frame.leave(self.stage, results)
+        named = dict(zip(eqn.outvars, results, strict=True))
+        self.frame.put(self.stage, [named[var] for var in self.stage.gives])
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
@@ -343,6 +326,7 @@ class Traced:
     Attributes:
       plan: the plan.
       calls: the call of each batch.
+      items: the contractions of the first call, by address.
       originals: the leaves of the parameters, by their index among the operands.
       leaf_indices: these indices, by path.
       groups: the weights.
@@ -352,6 +336,7 @@ class Traced:
 
     plan: Plan
     calls: list[Call]
+    items: Mapping[Address, Found]
     originals: Mapping[int, Any]
     leaf_indices: Mapping[str, int]
     groups: list[Group]
@@ -361,7 +346,7 @@ class Traced:
     @classmethod
     def of(
         cls,
-        f: TracedOnce,
+        f: Callable[..., Any],
         plan: Plan,
         params: Any,
         batches: Sequence[Any],
@@ -370,18 +355,31 @@ class Traced:
         lazy: bool = False,
         ignores: bool = False,
     ) -> "Traced":
-        """Traces a function. `weight` returns the weights of the rows of batches; `lazy` allows
-        `Lazy` leaves; with `ignores` rows are left out that are not finite.
+        """Traces a function. `weight` returns the weights of the rows of batches, and their values
+        carry these; `lazy` allows `Lazy` leaves; `ignores` leaves out rows that are not finite.
         """
         weight = every_row if ignores and weight is None else weight
-        calls = calls_of(f, plan, params, batches, weight, lazy=lazy, ignores=ignores)
+        f = f if isinstance(f, TracedOnce) else TracedOnce(f)
+        calls = []
+        for batch in batches:
+            arguments = arguments_of(plan, params, batch)
+            call = trace_call("ptq", f, plan.parameters, arguments, {}, lazy=lazy)
+            named = zip(call.leaves, call.paths, strict=True)
+            # Numbers among the parameters are read.
+            leaves = [read(x) if path is None else x for x, path in named]
+            if weight is not None:
+                counts = weights_of("ptq", weight, plan.params, arguments, {})
+                leaves = count_arguments("ptq", counts, plan.params, call, leaves)
+                leaves = list(map(tainted, leaves)) if ignores else leaves
+            calls.append(dataclasses.replace(call, leaves=leaves))
         first_call = calls[0]
-        plan = as_plan("ptq", plan, first_call, plan.parameters)
+        plan, found = with_contractions("ptq", plan, first_call, plan.parameters)
+        items = {x.address: x for x in found if x.address}
         leaf_indices = {path: i for i, path in enumerate(first_call.paths) if path is not None}
         originals = {i: first_call.leaves[i] for i in leaf_indices.values()}
         groups = Group.of_plan(plan, {path: originals[i].size for path, i in leaf_indices.items()})
-        elements = elements_of_sites(plan, first_call, groups)
-        return cls(plan, calls, originals, leaf_indices, groups, elements, ignores)
+        elements = elements_of_sites(plan, first_call, items, groups)
+        return cls(plan, calls, items, originals, leaf_indices, groups, elements, ignores)
 
     def grids(self, spec_of: Callable[[QSpec], QSpec]) -> dict[str, Grids]:
         """Returns the grids of all weights, rounded to nearest, by the paths of their groups."""
@@ -401,14 +399,17 @@ class Traced:
         *,
         returns: bool = True,
     ) -> list[Scope]:
-        """Returns the scope of each call; equal calls share one. See `whole`."""
+        """Returns the scope of each call; equal calls share one. Arguments as in `Division`."""
         scope_of_jaxpr: dict[int, Scope] = {}
-        programs = Programs()
+        division = Division(self.plan, is_own_site, blocks or {}, returns, self.ignores)
         for call in self.calls:
             if id(call.jaxpr) not in scope_of_jaxpr:
-                as_plan("ptq", self.plan, call, self.plan.parameters)
-                options = blocks, programs, returns, self.ignores
-                scope_of_jaxpr[id(call.jaxpr)] = whole(self.plan, call, is_own_site, *options)
+                if call.jaxpr is not self.calls[0].jaxpr:
+                    as_plan("ptq", self.plan, call, self.plan.parameters)
+                operands = enumerate(zip(call.jaxpr.invars, call.paths, strict=True))
+                sources = {var: Source(None, i) for i, (var, path) in operands if path is not None}
+                scope = Scope(division, call.jaxpr, call.consts, sources)
+                scope_of_jaxpr[id(call.jaxpr)] = scope
         return [scope_of_jaxpr[id(call.jaxpr)] for call in self.calls]
 
     def frames(self, scopes: Sequence[Scope], streams: Sequence[Stream]) -> list[list[Frame]]:
@@ -419,36 +420,6 @@ class Traced:
             values = {var: x for var, x, path in operands if path is None}
             frames.append([Frame(scope, stream, values, batch_index) for stream in streams])
         return frames
-
-
-def calls_of(
-    f: Any,
-    plan: Plan,
-    params: Any,
-    batches: Iterable[Any],
-    weight: Any = None,
-    *,
-    lazy: bool = False,
-    ignores: bool = False,
-) -> list[Call]:
-    """Returns a function traced for each batch. With a weight, the values of a batch carry the
-    weights of their rows. Numbers among the parameters are read if leaves may be `lazy`.
-    """
-    calls = []
-    for batch in batches:
-        arguments = arguments_of(plan, params, batch)
-        call = trace_call("ptq", f, plan.parameters, arguments, {}, lazy=lazy)
-        named = zip(call.leaves, call.paths, strict=True)
-        call = dataclasses.replace(
-            call, leaves=[read(x) if path is None else x for x, path in named]
-        )
-        if weight is not None:
-            counts = weights_of("ptq", weight, plan.params, arguments, {})
-            leaves = count_arguments("ptq", counts, plan.params, call, call.leaves)
-            leaves = list(map(tainted, leaves)) if ignores else leaves
-            call = dataclasses.replace(call, leaves=leaves)
-        calls.append(call)
-    return calls
 
 
 # Calibration stage by stage, for functions whose leaves are read when a stage needs them.
@@ -483,15 +454,18 @@ def calibrate_stages(
       NotImplementedError: an observed site is inside a loop other than a scan, or a `shard_map`,
         which runs as a whole.
     """
-    batch_list, f = list(batches), TracedOnce(f)
     ignores = check_mode("ptq", on_nonfinite)
     params = dequantize_params(params)
-    traced = Traced.of(f, plan, params, batch_list, weight, lazy=True, ignores=ignores)
+    traced = Traced.of(f, plan, params, list(batches), weight, lazy=True, ignores=ignores)
     weight = every_row if ignores and weight is None else weight
     plan, first_call = traced.plan, traced.calls[0]
     checked = check_observers("ptq", observers)
-    entries = entries_of("ptq", plan, first_call.jaxpr, contractions(first_call), checked, weight)
-    scans = scans_around(plan, first_call.jaxpr)
+    items = [*traced.items.values()]
+    entries = entries_of("ptq", plan, first_call.jaxpr, items, checked, weight)
+    scans = {
+        site.address: tuple(x.address for x in forms if x.name == "scan")
+        for site, forms in reached_sites(plan, first_call.jaxpr)
+    }
     beyond = [x.site for x in entries.recorded.values() if x.site.address not in scans]
     if beyond:
         problem = "the inputs of a site cannot be observed between stages, and its parameters are "
@@ -506,7 +480,7 @@ def calibrate_stages(
     scopes = traced.scopes(lambda site: site.address in scans, returns=needed)
     bar = progress_bar("calibrate", "site", total=len(entries.recorded)) if progress else None
     watch = _Watch(plan, entries, scans, bar, ignores)
-    stream = Stream(Leaves(dict(traced.originals)), Offload(False))
+    stream = Stream(dict(traced.originals), Offload(False))
     watch.go(traced.frames(scopes, [stream]))
     if bar is not None:
         bar.close()

@@ -2,8 +2,7 @@
 errors of earlier ones."""
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -21,13 +20,10 @@ from ..tensor.grid import rounded_to
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import AlgorithmResult
-from ..transforms.calibrate import calibrate_batches
 from ..transforms.plan import Plan
-from ..transforms.stats import OnNonfinite
-from .engine import calls_of
 from .grids import Grids, Group
 from .interface import AlgorithmReport, MatrixReport, algorithm, check_options
-from .layers import Checkpoint, LayerByLayer, chosen
+from .layers import LayerByLayer
 from .matrices import (
     Factor,
     Matrix,
@@ -38,11 +34,8 @@ from .matrices import (
     damped,
     factor,
     ledoit_wolf_damping,
-    matrices_of,
     order_of,
     stacked,
-    unknown,
-    with_settled_scales,
 )
 from .store import Where
 
@@ -705,58 +698,21 @@ class gptq(LayerByLayer):
 
     def __call__(self, plan: Plan, params: Any, stats: Any) -> AlgorithmResult:
         """Returns parameters with codes chosen from statistics of float inputs, in one pass."""
-        return self._one_pass(plan, params, stats)
-
-    def _one_pass(
-        self, plan: Plan, params: Any, stats: Any, checkpoint: Checkpoint | None = None
-    ) -> AlgorithmResult:
         entries: list[MatrixReport] = []
         leaves: dict[str, Any] = {}
         plan.map_weights(lambda weight, x: leaves.setdefault(weight.path, x), params)
         codes: dict[str, QTensor] = {}
         for group in Group.of_plan(plan, {path: x.size for path, x in leaves.items()}):
-            grids, matrices = Grids.of_group(group, leaves, self.spec_of), []
-            try:
-                matrices = matrices_of("algorithms.gptq", plan, group, stats or {})
-            except NotImplementedError:
-                if self.unsupported == "error":
-                    raise
-                entries.append(unknown(plan, group, leaves[next(iter(group.sizes))].shape))
-            for same in by_shape(matrices):
-                get = partial(list, same)
-                entries += chosen(checkpoint, self, get, stacked(same), grids, group.whole)
+            grids = Grids.of_group(group, leaves, self.spec_of)
+            for same in by_shape(self.matrices(plan, group, leaves, stats or {}, entries)):
+                entries += self.solve(same, grids, group.whole)
             codes |= grids.quantized()
         quantized = plan.map_weights(lambda weight, _: codes[weight.path], params)
         return AlgorithmResult(quantized, AlgorithmReport(tuple(entries)))
 
-    def run(
-        self,
-        f: Callable[..., Any],
-        plan: Plan,
-        params: Any,
-        batches: Iterable[Any],
-        *,
-        progress: bool = True,
-        on_nonfinite: OnNonfinite = "error",
-    ) -> AlgorithmResult:
-        """Returns parameters with codes chosen from batches: layer by layer, or in one pass."""
-        options: Any = {"progress": progress, "on_nonfinite": on_nonfinite}
-        if self.sequential:
-            return super().run(f, plan, params, batches, **options)
-        checkpoint = None
-        if self.checkpoint is not None:
-            batches = list(batches)
-            digests = self.made_of(plan, calls_of(f, plan, params, batches, self.weight))
-            checkpoint = Checkpoint(self.function, self.checkpoint, digests)
-        stats, options["observers"] = {}, self.observers
-        if any(x.path is None for site in plan.sites for x in site.operands):
-            stats = calibrate_batches(f, plan, params, batches, **options)
-        return self._one_pass(plan, params, stats, checkpoint)
-
     def _solve(
-        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
-    ) -> list[MatrixReport]:
-        start = time.perf_counter()
+        self, matrices: Sequence[Matrix], grids: Grids, spec: QSpec
+    ) -> tuple[Stack, Array, list[float | None], list[str]]:
         order = self.order or ("activation" if self.groups == "static" else "groups")
         stack = Stack.of(matrices, grids, spec, order)
         few_reasons = [x.why_few(self.least_inputs) for x in matrices]
@@ -765,30 +721,18 @@ class gptq(LayerByLayer):
             for matrix, order, is_left in zip(matrices, stack.order, few_reasons, strict=True)
         ]
         good = [i for i, solution in enumerate(solved) if solution is not None]
-        bad = [i for i, solution in enumerate(solved) if solution is None]
-        rounded = np.empty_like(stack.w)
-        for i in bad:
-            if not few_reasons[i]:
-                self._refuse(matrices[i])
-        if good:
-            solvable = (
-                [matrices[i] for i in good],
-                stack.of_some(good),
-                [x for x in solved if x is not None],
-            )
-            rounded[good] = self._rounded(*solvable)
-        nearest = stack.nearest()  # with scales that the loop may have computed
-        rounded[bad] = nearest[bad]
-        damping = [None if solution is None else solution.damping for solution in solved]
         reasons = [
             (is_left or "its Hessian is not positive definite") if solution is None else ""
             for solution, is_left in zip(solved, few_reasons, strict=True)
         ]
-        rounded, entries = with_settled_scales(
-            matrices, path, stack.w, nearest, rounded, damping, start, reasons
-        )
-        grids.write(stack.element_ids, rounded)
-        return entries
+        for matrix, solution, is_left in zip(matrices, solved, few_reasons, strict=True):
+            if solution is None and not is_left:
+                self._refuse(matrix)
+        rounded = np.zeros_like(stack.w)
+        if good:
+            factors = [x for x in solved if x is not None]
+            rounded[good] = self._rounded([matrices[i] for i in good], stack.of_some(good), factors)
+        return stack, rounded, [x and x.damping for x in solved], reasons
 
     def _factor(self, matrix: Matrix, order: Array) -> Factor | None:
         damping = self.damping

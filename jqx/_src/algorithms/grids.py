@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,8 @@ from ..statistics.calibrators import Affine, Calibrator
 from ..statistics.statistics import places
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
-from ..transforms.find import contractions
-from ..transforms.make_plan import as_plan, plan_call
+from ..transforms.find import Found
+from ..transforms.make_plan import plan_call, with_contractions
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.stats import Entry, observed_parts, places_of, renumbered
@@ -77,6 +78,11 @@ class Group:
         return result
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("x", "scale"),
+    meta_fields=("path", "nearest", "start", "first_scale"),
+)
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One weight of a group.
@@ -133,9 +139,15 @@ class Part:
         return labels
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("parts", "codes", "scale", "zero_point"),
+    meta_fields=("spec",),
+)
 @dataclasses.dataclass
 class Grids:
-    """Scales, zero points and codes of a group of weights, in NumPy, concatenated.
+    """Scales, zero points and codes of a group of weights, in NumPy, concatenated. A pytree of
+    these arrays.
 
     Attributes:
       spec: how values are rounded; the same for all weights of the group.
@@ -368,11 +380,12 @@ class Elements:
         return numbers
 
 
-def elements_of_sites(plan: Plan, call: Call, groups: Sequence[Group]) -> dict[str, Elements]:
+def elements_of_sites(
+    plan: Plan, call: Call, items: Mapping[Address, Found], groups: Sequence[Group]
+) -> dict[str, Elements]:
     """Returns which elements of its group each site multiplies by, by the key of its operand. They
     are computed site by site, from shapes alone.
     """
-    items = {item.address: item for item in contractions(call) if item.address}
     of_path: dict[str | None, Group] = {path: group for group in groups for path in group.sizes}
     entries = [
         Entry(part.key, site, places, part)
@@ -408,7 +421,7 @@ def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
     innermost body of a scan or of `jax.checkpoint` around it, or `None`.
     """
     bodies: dict[Address, Address | None] = {}
-    for site, forms in _reached(plan, jaxpr):
+    for site, forms in reached_sites(plan, jaxpr):
         scans = tuple(x.address for x in forms if x.name == "scan")
         weights = sum(x.path is not None for x in site.operands)
         if weights == 1 and tuple(loop.address for loop in site.loops) == scans:
@@ -417,15 +430,7 @@ def bodies_of(plan: Plan, jaxpr: Any) -> dict[Address, Address | None]:
     return bodies
 
 
-def scans_around(plan: Plan, jaxpr: Any) -> dict[Address, tuple[Address, ...]]:
-    """Returns the sites that a walk over stages reaches, each with the scans around it."""
-    return {
-        site.address: tuple(x.address for x in forms if x.name == "scan")
-        for site, forms in _reached(plan, jaxpr)
-    }
-
-
-def _reached(plan: Plan, jaxpr: Any) -> Iterator[tuple[Site, tuple[Enclosing, ...]]]:
+def reached_sites(plan: Plan, jaxpr: Any) -> Iterator[tuple[Site, tuple[Enclosing, ...]]]:
     """Yields the sites outside of `while` and `shard_map`, each with the equations around it."""
     for address, forms in contractions_in(jaxpr):
         site = plan.site_at(address)
@@ -483,6 +488,7 @@ class Every(NamedTuple):
       elements: which elements of its leaf each site multiplies by, by the key of its operand.
       once: addresses of sites whose matrices no other site multiplies by.
       call: the traced function.
+      items: its contractions, by address.
     """
 
     call_plan: Plan
@@ -490,16 +496,18 @@ class Every(NamedTuple):
     elements: dict[str, Elements]
     once: set[Address]
     call: Call
+    items: dict[Address, Found]
 
 
 def every_site(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[Any]) -> Every:
     """Returns the contractions of a function with weights, traced at its arguments."""
     call = trace_call(function, f, plan.parameters, args, {})
-    call_plan = as_plan(function, plan, call, plan.parameters)
-    full_plan = plan_call(function, call, _EVERY, plan.parameters)
+    call_plan, found = with_contractions(function, plan, call, plan.parameters)
+    full_plan = plan_call(function, call, _EVERY, plan.parameters, found)
+    items = {item.address: item for item in found if item.address}
     named = zip(call.paths, call.leaves, strict=True)
     groups = Group.of_plan(full_plan, {path: x.size for path, x in named if path is not None})
-    elements_of_key = elements_of_sites(full_plan, call, groups) if full_plan.sites else {}
+    elements_of_key = elements_of_sites(full_plan, call, items, groups)
     joined = {
         x.key
         for site in full_plan.sites
@@ -508,4 +516,4 @@ def every_site(function: str, f: Callable[..., Any], plan: Plan, args: Sequence[
     }
     elements = {key: x for key, x in elements_of_key.items() if key not in joined}
     once = sites_once(full_plan, groups, call.jaxpr, elements)
-    return Every(call_plan, full_plan, elements, once, call)
+    return Every(call_plan, full_plan, elements, once, call, items)

@@ -16,11 +16,6 @@ _MOST = 64
 """Larger rotations are Kronecker products of two smaller ones."""
 
 
-def is_order(n: int) -> bool:
-    """Whether a Hadamard matrix of a size is available."""
-    return _made(n) is not None
-
-
 @functools.cache
 def hadamard(n: int) -> Array:
     """Returns a Hadamard matrix, entries 1 and -1, int8 [n, n].
@@ -38,6 +33,11 @@ def hadamard(n: int) -> Array:
         problem = f"no Hadamard matrix of size {n} is available."
         raise fail("algorithms.rotate", problem, fix="rotate blocks of channels: block=64.")
     return matrix
+
+
+def is_order(n: int) -> bool:
+    """Whether a Hadamard matrix of a size is available."""
+    return _made(n) is not None
 
 
 def orthogonal(n: int) -> Array:

@@ -20,13 +20,15 @@ from .. import compat
 from ..compat import Eqn
 from ..contractions.problem import OperandAxes
 from ..statistics.statistics import ObservedSite
-from ..transforms.find import Found, contractions
+from ..transforms.channel_map import Channels
+from ..transforms.find import Found
 from ..transforms.plan import Plan, Site
 from ..transforms.rules import CONTRACTIONS
+from ..transforms.stats import observed_parts
 from ..transforms.trace import Call
 from ..transforms.views import SHARDINGS, Address
 from ..transforms.walk import Domain, Where, bodies, carried, walk
-from .grids import Every
+from .grids import Elements, Every
 from .stages import Steps
 
 # Labels of channels. Channels with one label have one factor. Labels that must have the same
@@ -116,6 +118,11 @@ class Labelled:
     def fixed(cls, shape: Sequence[int], reason: str = "", label: int = FIXED) -> Self:
         """Returns a value that has no factor."""
         return cls(np.full((1,) * len(shape), label, np.int32), tuple(shape), reason)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is the value that has these labels, and nothing was done to it."""
+        return self.gains is None
 
     @property
     def is_fixed(self) -> bool:
@@ -370,11 +377,11 @@ def moved(eqn: Eqn, operands: Sequence[Any]) -> list[Array]:
     return [np.asarray(x) for x in compat.bind(eqn, [jnp.asarray(x) for x in operands])]
 
 
-def _kept(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
-    """Operations whose result scales like the operand."""
+def kept(f: Constraints, eqn: Eqn, values: Sequence[Any], inputs: Any) -> list[Any]:
+    """Operations that apply the same linear function to each element, or nearly."""
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return f.stop_at(eqn, values)
-    return [Labelled(x.labels, v.aval.shape) for x, v in zip(values, eqn.outvars, strict=False)]
+    return [*values]
 
 
 def _alike(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
@@ -452,8 +459,8 @@ def _reduced(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> li
     return [Labelled(np.squeeze(even.labels, tuple(axes)), shape)]
 
 
-def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list[Labelled]:
-    """Running sums and maxima, and windows, over elements with one factor."""
+def along(f: Constraints, eqn: Eqn, values: Sequence[Any], inputs: Any) -> list[Any]:
+    """Running sums and maxima, and windows, over elements that change alike."""
     x, p = values[0], eqn.params
     if "axis" in p:
         axes = [p["axis"]]
@@ -462,9 +469,9 @@ def _along(f: Labels, eqn: Eqn, values: Sequence[Labelled], inputs: Any) -> list
         windows = enumerate(zip(*(p[name] for name in names), p["padding"], strict=True))
         axes = [i for i, (*sizes, ends) in windows if any(n != 1 for n in sizes) or any(ends)]
     even = x.even(axes)
-    if even is None:
+    if even is None or not even.is_bare:
         return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
-    return [Labelled(even.labels, eqn.outvars[0].aval.shape)]
+    return [dataclasses.replace(even, shape=eqn.outvars[0].aval.shape)]
 
 
 def viewed(
@@ -538,18 +545,18 @@ def axes_of_rows(x: Labelled, observed_site: ObservedSite) -> list[int]:
     return [axis for axis in range(len(x.shape)) if axis not in channel_axes]
 
 
-def gathered(f: Labels, eqn: Eqn, x: Labelled, indices: Value) -> Labelled:
-    """A lookup in a value."""
+def gathered(f: Constraints, eqn: Eqn, x: Labelled, indices: Any = None) -> Any:
+    """A lookup in a value, at indices that may be known."""
     shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
     if x.is_fixed:
-        return Labelled.fixed(shape, x.reason)
+        return f.value.fixed(shape, x.reason)
     if isinstance(indices, Known):
-        return Labelled.of(moved(eqn, [x.whole(), indices.value])[0], shape)
+        return f.value.of(moved(eqn, [x.whole(), indices.value])[0], shape)
     even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
-    if even is None:
+    if even is None or not even.is_bare:
         return f.stop_at(eqn, [x])[0]
     zeros = np.zeros(eqn.invars[1].aval.shape, eqn.invars[1].aval.dtype)
-    return Labelled.of(moved(eqn, [even.whole(), zeros])[0], shape)
+    return f.value.of(moved(eqn, [even.whole(), zeros])[0], shape)
 
 
 def product(f: Labels, eqn: Eqn, values: Sequence[Labelled]) -> Labelled:
@@ -600,13 +607,13 @@ VIEWED = {
 _SAME = {"neg", "copy", "abs", "stop_gradient", "convert_element_type", "reduce_precision"}
 _SAME |= {"optimization_barrier", "pvary", *SHARDINGS}
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_SAME, _kept),
+    **dict.fromkeys(_SAME, kept),
     **dict.fromkeys(("add", "sub", "add_any", "max", "min", "clamp", "select_n"), _alike),
     **dict.fromkeys(("mul", "div"), _times),
     **dict.fromkeys(("gt", "ge", "lt", "le"), _compared),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"), _reduced),
-    **dict.fromkeys(("cumsum", "cummax", "cummin", "reduce_window_sum"), _along),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _along),
+    **dict.fromkeys(("cumsum", "cummax", "cummin", "reduce_window_sum"), along),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), along),
     **dict.fromkeys(VIEWED, viewed),
 }
 _CLIPPED = {*VIEWED, *_SAME} - {"neg", "abs"} | {"gt", "ge", "lt", "le", "select_n"}
@@ -676,7 +683,7 @@ class ChannelDomain(Domain[Any], abc.ABC):
         self.names: list[str | None] = names_of(call, self.plan.params)
         self.shapes: list[tuple[int, ...]] = [np.shape(leaf) for leaf in call.leaves]
         self.sizes: list[int] = [math.prod(shape) for shape in self.shapes]
-        self.items: dict[Address, Found] = {x.address: x for x in contractions(call) if x.address}
+        self.items: dict[Address, Found] = traced.items
         self.elsewhere: dict[int, str] = {}
         self._used: dict[int, Array] = {}
         self._whole: set[int] = set()
@@ -791,6 +798,26 @@ class ChannelDomain(Domain[Any], abc.ABC):
         site = self.plan.site_at(address)
         is_one = site is not None and sum(x.path is not None for x in site.operands) == 1
         return site if is_one else None
+
+    def at_site(
+        self, site: Site, operands: Sequence[Any]
+    ) -> tuple[int, Any, ObservedSite, Elements | None]:
+        """Returns the position of the weight of a site, the other operand with labels, what
+        observers get to know about that, and which elements of a leaf the weight holds, over all
+        steps; `None` if the weight has another use, or is not a plain matrix.
+        """
+        (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
+        observed_site = observed_parts(site, self.items[site.address])[argnum].observed
+        x, weight_argnum = self.labelled(operands[argnum], site.name), 1 - argnum
+        is_known = site.address in self._once and isinstance(operands[weight_argnum], Parameter)
+        key = site.operands[weight_argnum].key
+        return weight_argnum, x, observed_site, self._elements.get(key) if is_known else None
+
+    def labels_of_result(self, site: Site, eqn: Eqn, weight_argnum: int, outputs: Array) -> Array:
+        """Returns the labels of the result of a site, given those of the rows of its weight."""
+        if site.op == "ragged_dot":  # a row may go to any of the matrices
+            outputs = self.labels.join_along(outputs, [0], with_line(eqn))[0]
+        return Channels.of_result(eqn, weight_argnum).spread(outputs, eqn.outvars[0].aval.shape)
 
     def use(self, leaf_index: int, elements: Array) -> None:
         """Marks elements of a leaf as used."""

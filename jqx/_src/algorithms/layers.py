@@ -2,16 +2,12 @@
 are quantized already.
 """
 
-import contextlib
 import dataclasses
-import hashlib
-import io
 import json
 import math
-import os
 import re
+import time
 import weakref
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -22,12 +18,11 @@ import numpy as np
 
 from ..checks import shown
 from ..errors import fail
-from ..files import Path, Replacement, as_path
+from ..files import Path
 from ..gradients.estimators import ste
 from ..statistics.calibrators import Calibrator
 from ..statistics.statistics import (
     HessianStats,
-    ObservedSite,
     flags,
     gram,
     has_rows,
@@ -38,15 +33,23 @@ from ..tensor.segments import Lazy
 from ..tensor.spec import QSpec
 from ..transforms.algorithm import AlgorithmResult
 from ..transforms.calibrate import calibrate_batches, progress_bar, tell
-from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site, Weight
 from ..transforms.quantize_params import check_finite_weight
 from ..transforms.row_counts import count_operand, is_counted, value_of
 from ..transforms.stats import OnNonfinite, check_finite, check_mode, observed_parts, warn_left_out
-from ..transforms.trace import Call, TracedOnce, is_array
-from .engine import Inputs, Leaves, Stream, Traced, Walk, calibrate_stages
+from ..transforms.trace import Call, TracedOnce
+from ..transforms.views import Address
+from .engine import Inputs, Stream, Traced, Walk, calibrate_stages
 from .grids import Grids, Group, calibrated, sites_once
-from .interface import UNREACHED, AlgorithmReport, MatrixReport, left_rounded, name_of, reached
+from .interface import (
+    UNKNOWN,
+    UNREACHED,
+    AlgorithmReport,
+    MatrixReport,
+    left_rounded,
+    name_of,
+    reached,
+)
 from .matrices import (
     Drift,
     Matrix,
@@ -56,11 +59,12 @@ from .matrices import (
     matrices_of,
     observers_of,
     parted,
+    settled,
     stacked,
-    unknown,
 )
 from .stages import Scope, Steps
 from .store import (
+    Checkpoint,
     CodeStore,
     InFiles,
     InMemory,
@@ -70,6 +74,7 @@ from .store import (
     bytes_of_activations,
     bytes_of_sums,
     bytes_of_weights,
+    digest,
     on_device,
 )
 
@@ -160,13 +165,18 @@ def _observed(
     """Returns the sums of one batch, the contents of its `Drift` if there is a float input, and
     flags of both inputs.
     """
-    site = _with_rows(observed_site, x, sizes, shape)
+
+    def counts_of(x: Any) -> jax.Array:
+        return count_operand("algorithms.gptq", observed_site.path, x, shape)
+
+    weights = counts_of(x) if is_counted(x) else None
+    site = dataclasses.replace(observed_site, sizes=value_of(sizes), weights=weights)
     values = [value_of(z) for z in (x, *exact)]
     flagged = reduce(jnp.maximum, (flags.observe(z, site) for z in values))
     if ignores:
         for z in exact:  # rows of the float function that do not count
             if is_counted(z) and z.is_known:
-                counts = count_operand("algorithms.gptq", observed_site.path, z, shape)
+                counts = counts_of(z)
                 weights = jnp.ones_like(counts) if site.weights is None else site.weights
                 site = dataclasses.replace(site, weights=jnp.minimum(weights, counts))
         for i, z in enumerate(values):
@@ -176,182 +186,6 @@ def _observed(
         difference = values[1] - quantized
         drift = gram(difference, quantized, site), gram(difference, difference, site)
     return hessian.observe(quantized, site), drift, flagged
-
-
-def _with_rows(observed_site: ObservedSite, x: Any, sizes: Any, shape: Any) -> ObservedSite:
-    """Returns the site with sizes of groups and weights of rows, for observers."""
-    counts = (
-        count_operand("algorithms.gptq", observed_site.path, x, shape) if is_counted(x) else None
-    )
-    return dataclasses.replace(observed_site, sizes=value_of(sizes), weights=counts)
-
-
-# Checkpoints: results so far in a folder, from which an interrupted run continues.
-
-
-NAME = "checkpoint.json"
-
-
-class Checkpoint:
-    """Matrices with chosen codes, in the order in which they were chosen.
-
-    Matrices that are chosen together share one file, which is written as a whole. A run with the
-    same inputs processes them in the same order.
-
-    Args:
-      function: name of the function, for errors.
-      path: the folder; it is created if necessary.
-      made_of: digests of everything that the codes depend on, by name.
-
-    Raises:
-      OSError: the folder cannot be created or written to.
-      ValueError: the folder holds something else, or the results of another run.
-    """
-
-    def __init__(self, function: str, path: Path, made_of: Mapping[str, str]):
-        self._function, self.folder, self._count = function, as_path(function, path), 0
-        name, stored = os.path.join(self.folder, NAME), None
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            is_new = not os.listdir(self.folder)
-        except OSError:
-            is_new = False
-        if is_new:
-            self._write(name, json.dumps(made_of, indent=1).encode())
-        with contextlib.suppress(OSError, ValueError), open(name, "rb") as file:
-            stored = json.load(file)
-        if not isinstance(stored, dict):
-            problem = f"`checkpoint` is not a checkpoint folder: it has no readable {NAME}."
-            fix = "pass the folder of an interrupted run, or one that is empty or new."
-            raise fail(function, problem, given=repr(self.folder), fix=fix)
-        differ = [name for name in made_of if stored.get(name) != made_of[name]]
-        if differ:
-            problem = "the checkpoint belongs to another run."
-            detail = f"{self.folder!r}, made with other {', '.join(differ)}"
-            fix = "pass another folder, or delete this one to start again."
-            raise fail(function, problem, given=detail, fix=fix)
-
-    def read(self, grids: Grids, element_ids: Array) -> list[MatrixReport] | None:
-        """Writes the next matrices to a weight and returns their report, if the checkpoint has
-        them.
-        """
-        path = self._path()
-        if not os.path.exists(path):
-            return None
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in ("places", "codes", "scale", "report")}
-                zero_point = file["zero_point"] if "zero_point" in file else None
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            arrays, zero_point, contents = None, None, str(error)
-        else:
-            contents = f"matrices of {arrays['places'].shape}"
-        if not (arrays is not None and np.array_equal(arrays["places"], element_ids)):
-            problem = "a file of the checkpoint is not what this run wrote."
-            detail = f"{path!r}: {contents}, and not matrices of {element_ids.shape}"
-            fix = "delete that file and those with higher numbers."
-            raise fail(self._function, problem, given=detail, fix=fix)
-        assert arrays is not None
-        label = _labels(grids, element_ids)
-        grids.codes[element_ids] = arrays["codes"].view(grids.codes.dtype)
-        grids.scale[label] = arrays["scale"]
-        if grids.zero_point is not None:
-            grids.zero_point[label] = zero_point
-        self._count += 1
-        entries: Any = json.loads(str(arrays["report"]))
-        for entry in entries:  # lists of JSON are tuples
-            entry |= {name: tuple(x) for name, x in entry.items() if isinstance(x, list)}
-        return [MatrixReport(**entry) for entry in entries]
-
-    def write(self, grids: Grids, element_ids: Array, entries: Sequence[MatrixReport]) -> None:
-        """Writes matrices that were just chosen."""
-        scale, zero_point = grids.at(_labels(grids, element_ids))
-        codes = grids.codes[element_ids]  # as integers: files support only NumPy's own dtypes
-        codes = codes.view(f"u{codes.dtype.itemsize}")
-        arrays: dict[str, Any] = {"places": element_ids, "codes": codes, "scale": scale}
-        if zero_point is not None:
-            arrays["zero_point"] = zero_point
-        report = json.dumps([dataclasses.asdict(entry) for entry in entries])
-        data = io.BytesIO()
-        np.savez(data, report=np.array(report), **arrays)
-        self._write(self._path(), data.getbuffer())
-        self._count += 1
-
-    def _write(self, path: str, data: Any) -> None:
-        with Replacement(self._function, path) as file:
-            file.write(0, data)
-            file.commit()
-
-    def _path(self) -> str:
-        return os.path.join(self.folder, f"{self._count:06}.npz")
-
-
-def chosen(
-    checkpoint: Checkpoint | None,
-    solver: "LayerByLayer",
-    matrices: Callable[[], Sequence[Matrix]],
-    element_ids: Array,
-    grids: Grids,
-    weight: Weight,
-) -> list[MatrixReport]:
-    """Rounds matrices of one shape, in place, and returns their reports: from a checkpoint if it
-    has them, otherwise by a solver.
-    """
-    stored = None if checkpoint is None else checkpoint.read(grids, element_ids)
-    if stored is not None:
-        return stored
-    entries = solver.solve(matrices(), grids, weight)
-    if checkpoint is not None:
-        checkpoint.write(grids, element_ids, entries)
-    return entries
-
-
-def _labels(grids: Grids, element_ids: Array) -> Array:
-    """Returns the distinct indices of the scales of some elements."""
-    return np.flatnonzero(np.bincount(grids.label(element_ids).ravel()))
-
-
-def made_of(plan: Plan, solver: Any, calls: Sequence[Call]) -> dict[str, str]:
-    """Returns digests of everything that the codes of a run depend on, by name, except the version
-    of JAX and the devices.
-
-    Args:
-      plan: the plan.
-      solver: chooses the codes.
-      calls: the function, traced for each batch.
-    """
-    functions = {id(call.jaxpr): call for call in calls}.values()
-    weights = [(x.path, dataclasses.replace(x.spec, gradient=ste)) for x in plan.weights]
-    first_leaves = list(zip(calls[0].leaves, calls[0].paths, strict=True))
-    batches = [
-        [x for x, path in zip(call.leaves, call.paths, strict=True) if path is None]
-        for call in calls
-    ]
-    return {
-        "function": digest([(call.jaxpr, call.consts) for call in functions]),
-        "plan": digest([plan.fingerprint, weights]),
-        "options": digest(solver),
-        "parameters": digest([(x, path) for x, path in first_leaves if path is not None]),
-        "batches": digest(batches),
-    }
-
-
-def digest(tree: Any) -> str:
-    """Returns a digest of the leaves of a pytree, and of its structure."""
-    leaves, structure = jax.tree.flatten(tree)
-    sha = hashlib.sha256(str(structure).encode())
-    for leaf in leaves:
-        if not is_array(leaf):
-            sha.update(re.sub(r" at 0x[0-9a-f]+", "", repr(leaf)).encode())
-            continue
-        if isinstance(leaf, Lazy):
-            sha.update(f"{leaf.dtype}{leaf.shape}{leaf.source}".encode())
-            continue
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        sha.update(f"{x.dtype}{x.shape}".encode())
-        sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
-    return sha.hexdigest()
 
 
 # The run over the sites.
@@ -368,6 +202,7 @@ class LayerByLayer:
     Attributes:
       function: name of the function, for errors.
       calibrator: computes the scales; `None` takes that of each spec.
+      sequential: whether sites are processed one by one. Otherwise all see float inputs.
       propagation: how a weight makes up for the error of its inputs; `"none"` if it does not.
       unsupported: what to do with weights whose inputs cannot be observed.
       weight: weights of the rows of inputs, a function of the values of a batch; or `None`.
@@ -376,6 +211,7 @@ class LayerByLayer:
     """
 
     function: ClassVar[str]
+    sequential: Any = True
     calibrator: Calibrator | None
     propagation: Any
     unsupported: Unsupported
@@ -392,15 +228,49 @@ class LayerByLayer:
         """Returns a spec with the calibrator that computes scales."""
         return calibrated(spec, self.calibrator)
 
+    def matrices(
+        self,
+        plan: Plan,
+        group: Group,
+        leaves: Mapping[str, Any],
+        stats: Mapping[str, Any],
+        entries: list[MatrixReport],
+    ) -> list[Matrix]:
+        """Returns the matrices of weights, from statistics. If these are not known, and that is no
+        error, there are none, and the report says so.
+        """
+        try:
+            return matrices_of(self.function, plan, group, stats)
+        except NotImplementedError:
+            if self.unsupported == "error":
+                raise
+        sites = [x.name for x in plan.sites if not {*group.sizes}.isdisjoint(plan.weights_in(x))]
+        *rows, columns = leaves[next(iter(group.sizes))].shape or (1,)
+        shape = math.prod(rows), columns
+        entries.append(left_rounded(tuple(sites), (), (), group.path, shape, UNKNOWN))
+        return []
+
     def solve(self, matrices: Sequence[Matrix], grids: Grids, weight: Weight) -> list[MatrixReport]:
         """Rounds the elements of matrices of one shape, in place, and returns a report of each."""
-        spec = self.spec_of(weight.spec)
-        return [x for part in parted(matrices) for x in self._solve(part, grids, weight.path, spec)]
+        entries: list[MatrixReport] = []
+        for part in parted(matrices):
+            start = time.perf_counter()
+            solved = self._solve(part, grids, self.spec_of(weight.spec))
+            stack, rounded, damping, reasons = solved
+            nearest = stack.nearest()  # with scales that the solver may have computed
+            values = stack.w, nearest, rounded
+            rounded, reports = settled(part, weight.path, *values, damping, reasons, start)
+            grids.write(stack.element_ids, rounded)
+            entries += reports
+        return entries
 
     def _solve(
-        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
-    ) -> list[MatrixReport]:
-        """Rounds matrices that fit into memory together."""
+        self, matrices: Sequence[Matrix], grids: Grids, spec: QSpec
+    ) -> tuple[Any, Array, Sequence[float | None], Sequence[str]]:
+        """Rounds matrices that fit into memory together. Returns their `Stack`, their values on the
+        grid, the damping of each Hessian, and why some are to be rounded to nearest; empty for
+        others.
+        """
         raise NotImplementedError
 
     def run(
@@ -418,14 +288,30 @@ class LayerByLayer:
         A weight that several sites share, or that a loop uses in all of its steps, is processed
         first, with the sum over its uses of float inputs.
         """
-        traced_once = TracedOnce(f)
-        run = _Run(self, traced_once, plan, params, list(batches), on_nonfinite)
-        return run.chosen(traced_once, params, progress)
+        f = f if isinstance(f, TracedOnce) else TracedOnce(f)
+        run = _Run(self, f, plan, params, list(batches), on_nonfinite)
+        return run.chosen(f, params, progress)
 
-    def made_of(self, plan: Plan, calls: Sequence[Call]) -> dict[str, str]:
-        """Returns digests of everything that the codes of a run depend on."""
-        options: Any = {"offload": False, "checkpoint": None}
-        return made_of(plan, dataclasses.replace(self, **options), calls)  # type: ignore[type-var]
+    def digests(self, plan: Plan, calls: Sequence[Call]) -> dict[str, str]:
+        """Returns digests of everything that the codes of a run depend on, by name, except the
+        version of JAX and the devices. `calls` are the function, traced for each batch.
+        """
+        without_places: Any = {"offload": False, "checkpoint": None}
+        functions = {id(call.jaxpr): call for call in calls}.values()
+        weights = [(x.path, dataclasses.replace(x.spec, gradient=ste)) for x in plan.weights]
+        first_leaves = list(zip(calls[0].leaves, calls[0].paths, strict=True))
+        batches = [
+            [x for x, path in zip(call.leaves, call.paths, strict=True) if path is None]
+            for call in calls
+        ]
+        parts = {
+            "function": [(call.jaxpr, call.consts) for call in functions],
+            "plan": [plan.fingerprint, weights],
+            "options": dataclasses.replace(self, **without_places),  # type: ignore[type-var]
+            "parameters": [(x, path) for x, path in first_leaves if path is not None],
+            "batches": batches,
+        }
+        return {name: digest(x) for name, x in parts.items()}
 
 
 class _Run(Walk):
@@ -450,33 +336,34 @@ class _Run(Walk):
         self._solver, self._traced, self._batches = solver, traced, batches
         self._on_nonfinite, self.entries = on_nonfinite, list[MatrixReport]()
         self._inputs = Sums(solver.function, ignores, solver.weight is None)
-        call, lazy = traced.calls[0], [path for path in traced.leaf_indices if self._is_lazy(path)]
-        self._unread, self._checkpoint, self._bar = set(lazy), None, None
+        call, originals = traced.calls[0], traced.originals
+        lazy = [x for x, i in traced.leaf_indices.items() if isinstance(originals[i], Lazy)]
+        self._unread, self._checkpoint, self._bar, self._count = set(lazy), None, None, 0
         digests = None
         if solver.checkpoint is not None or lazy:
-            digests = solver.made_of(self.plan, traced.calls)
+            digests = solver.digests(self.plan, traced.calls)
         if solver.checkpoint is not None:
             for path in lazy:
-                leaf = traced.originals[traced.leaf_indices[path]]
+                leaf = originals[traced.leaf_indices[path]]
                 if not leaf.source:
                     problem = f"the checkpoint cannot identify the leaf {path!r}, {shown(leaf)}."
                     fix = "give it a `source` that identifies its values, as archive.lazy does, or "
                     fix += "leave `checkpoint` out."
                     raise fail(solver.function, problem, fix=fix)
             self._checkpoint = Checkpoint(solver.function, solver.checkpoint, digests or {})
-        items = {item.address: item for item in contractions(call) if item.address}
         self._parts = {
-            site.address: {x.observed.role: x for x in observed_parts(site, items[site.address])}
+            site.address: {
+                x.observed.role: x for x in observed_parts(site, traced.items[site.address])
+            }
             for site in self.plan.sites
         }
-        once = sites_once(self.plan, traced.groups, call.jaxpr, traced.elements)
+        once = set[Address]()
+        if solver.sequential:
+            once = sites_once(self.plan, traced.groups, call.jaxpr, traced.elements)
         sites = (self.plan.site_at(address) for address in sorted(once))
         self._once = {x.address: x for x in sites if x is not None and self._is_known(x)}
+        self._offload = Offload(solver.offload)
         self._shelf, self._current = self._stores(digests if lazy else None)
-
-    def _is_lazy(self, path: str) -> bool:
-        """Whether a leaf is read when it is needed."""
-        return isinstance(self._traced.originals[self._traced.leaf_indices[path]], Lazy)
 
     def _is_known(self, site: Site) -> bool:
         """Whether the sums of inputs of a site are known; an error may be raised later if not."""
@@ -484,27 +371,27 @@ class _Run(Walk):
         is_refused = self._solver.unsupported == "error"
         return activation is not None and (is_refused or has_rows(activation.observed))
 
-    def _stores(self, digests: Mapping[str, str] | None) -> tuple[CodeStore, Leaves]:
+    def _stores(self, digests: Mapping[str, str] | None) -> tuple[CodeStore, Stream]:
         """Returns the store of grids, and the parameters as they are at each stage. `digests` are
         those of lazy parameters.
         """
         traced, current = self._traced, dict(self._traced.originals)
         if digests is None:
-            return InMemory(traced.grids(self._solver.spec_of)), Leaves(current)
+            grids = traced.grids(self._solver.spec_of)
+            return InMemory(grids), Stream(current, self._offload)
         leaves = {path: traced.originals[i] for path, i in traced.leaf_indices.items()}
         is_known = all(not isinstance(x, Lazy) or x.source for x in leaves.values())
         source = json.dumps(digests) if is_known else ""
-        folder = None if self._checkpoint is None else self._checkpoint.folder
-        code_store = InFiles(folder, traced.groups, leaves, self._solver.spec_of, source)
+        code_store = InFiles(self._checkpoint, traced.groups, leaves, self._solver.spec_of, source)
         for group in traced.groups:
             current.update(
                 {traced.leaf_indices[path]: code_store.current(path) for path in group.sizes}
             )
-        return code_store, Leaves(current)
+        return code_store, Stream(current, self._offload)
 
     def chosen(self, f: Any, params: Any, progress: bool) -> AlgorithmResult:
         """Returns the parameters with codes, and a report."""
-        solver, traced = self._solver, self._traced
+        traced = self._traced
         scopes = traced.scopes(lambda site: site.address in self._once, returns=False)
         shared_sites = [
             site
@@ -512,15 +399,15 @@ class _Run(Walk):
             if site.address not in self._once
             and any(self.plan.weight_at(x.path) for x in site.operands)
         ]
-        memory = self._memory(scopes, shared_sites)
+        memory = self._memory(scopes, shared_sites) if self._solver.sequential else None
         count = sum(math.prod(x.shape[:-2]) for x in traced.elements.values())
         self._bar = progress_bar("quantize", "matrix", total=count) if progress else None
-        tell(self._bar, f"quantize: {memory}")
+        if memory is not None:
+            tell(self._bar, f"quantize: {memory}")
         if shared_sites:
             self._choose_shared(f, params, shared_sites, progress)
-        leaves, offload = (self._current, Leaves(dict(traced.originals))), Offload(solver.offload)
-        streams = [Stream(x, offload) for x in leaves[: 1 + self._has_float]]
-        self.go(traced.frames(scopes, streams))
+        streams = self._current, Stream(dict(traced.originals), self._offload)
+        self.go(traced.frames(scopes, streams[: 1 + self._has_float]))
         for site in self._once.values():
             self._leave(site)
         self._inputs.warn()
@@ -575,14 +462,8 @@ class _Run(Walk):
         for group in traced.groups:
             if used.isdisjoint(group.sizes):
                 continue
-            try:
-                matrices = matrices_of(solver.function, plan, group, stats)
-            except NotImplementedError:
-                if solver.unsupported == "error":
-                    raise
-                shape = traced.originals[traced.leaf_indices[next(iter(group.sizes))]].shape
-                self.entries.append(unknown(plan, group, shape))
-                continue
+            leaves = {path: traced.originals[traced.leaf_indices[path]] for path in group.sizes}
+            matrices = solver.matrices(plan, group, leaves, stats, self.entries)
             for same in by_shape(x for x in matrices if not single_sites.issuperset(x.sites)):
                 self._choose(lambda same=same: same, stacked(same), group)
 
@@ -628,7 +509,7 @@ class _Run(Walk):
                 self._unread.remove(path)
                 check_finite_weight(self._solver.function, leaves[i], path)
         grids = self._shelf.take(group, {path: leaves[i] for path, i in leaf_indices.items()})
-        self.entries += chosen(self._checkpoint, self._solver, matrices, where, grids, group.whole)
+        self.entries += self._rounded(matrices, where, grids, group.whole)
         start = 0
         for path, size in group.sizes.items():
             numbers = where
@@ -640,6 +521,46 @@ class _Run(Walk):
         self._shelf.put(group, grids, where)
         if self._bar is not None:
             self._bar.update(len(where))
+
+    def _rounded(
+        self,
+        matrices: Callable[[], Sequence[Matrix]],
+        element_ids: Array,
+        grids: Grids,
+        weight: Weight,
+    ) -> list[MatrixReport]:
+        """Rounds matrices of one shape, in place, and returns their reports: from the checkpoint if
+        it has them, in the order in which they were chosen, otherwise by the solver.
+        """
+        if self._checkpoint is None:
+            return self._solver.solve(matrices(), grids, weight)
+        name, self._count = f"{self._count:06}", self._count + 1
+        labels = np.flatnonzero(np.bincount(grids.label(element_ids).ravel()))
+        stored = self._checkpoint.get(name)
+        if stored is None:
+            entries = self._solver.solve(matrices(), grids, weight)
+            report = json.dumps([dataclasses.asdict(entry) for entry in entries])
+            codes = grids.codes[element_ids]
+            arrays = {"report": np.array(report), "places": element_ids}
+            arrays["codes"] = codes.view(f"u{codes.dtype.itemsize}")
+            arrays["scale"], zero_point = grids.at(labels)
+            self._checkpoint.put(
+                name, arrays if zero_point is None else arrays | {"zero_point": zero_point}
+            )
+            return entries
+        shapes = {key: x.shape for key, x in stored.items()}
+        is_whole = {"report", "places", "codes", "scale"} <= {*shapes}
+        if not (is_whole and np.array_equal(stored["places"], element_ids)):
+            detail = f"arrays of {shapes}, and not matrices of {element_ids.shape}"
+            raise self._checkpoint.refusal(name, detail)
+        grids.codes[element_ids] = stored["codes"].view(grids.codes.dtype)
+        grids.scale[labels] = stored["scale"]
+        if grids.zero_point is not None:
+            grids.zero_point[labels] = stored["zero_point"]
+        entries: Any = json.loads(str(stored["report"]))
+        for entry in entries:  # lists of JSON are tuples
+            entry |= {name: tuple(x) for name, x in entry.items() if isinstance(x, list)}
+        return [MatrixReport(**entry) for entry in entries]
 
     def _leave(self, site: Site) -> None:
         """Reports the matrices of a site that no batch reached: they are rounded to nearest."""

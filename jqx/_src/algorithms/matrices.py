@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,7 @@ from ..statistics.statistics import Hessian, ObservedSite, RowWeight, has_rows, 
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import flags_of
 from .grids import Group
-from .interface import UNKNOWN, MatrixReport, effective, left_rounded, name_of, reached, why_few
+from .interface import MatrixReport, effective, name_of, reached, why_few
 
 Array = np.ndarray
 
@@ -318,18 +317,18 @@ def counted(rows: Array, counts: Array | None) -> tuple[Array, Array]:
     return np.minimum(rows, counts[..., 0]), np.broadcast_to(counts[..., 1], rows.shape)
 
 
-def with_settled_scales(
+def settled(
     matrices: Sequence[Matrix],
     path: str,
     w: Array,
     nearest: Array,
     rounded: Array,
     damping: Sequence[float | None],
+    reasons: Sequence[str],
     start: float,
-    reasons: Sequence[str] | None = None,
 ) -> tuple[Array, list[MatrixReport]]:
-    """Returns rounded matrices, with rows rounded to nearest where that has a smaller error, and
-    the report of each.
+    """Returns rounded matrices, with matrices rounded to nearest for a reason, and rows where that
+    has a smaller error; and the report of each.
 
     Args:
       matrices: matrices of one shape.
@@ -338,9 +337,10 @@ def with_settled_scales(
       nearest: the values rounded to nearest.
       rounded: the values as they were chosen.
       damping: damping of the Hessian of each.
+      reasons: why some are rounded to nearest; empty for others.
       start: the start time, from `time.perf_counter`.
-      reasons: why some were rounded to nearest; empty for others.
     """
+    rounded = np.where(np.array(reasons)[:, None, None] == "", rounded, nearest)
     losses = [
         matrix.losses(x, y, z)
         for matrix, x, y, z in zip(matrices, w, nearest, rounded, strict=True)
@@ -368,17 +368,10 @@ def with_settled_scales(
             effective_inputs=effective(np.trace(matrix.hessian), matrix.fourth),
         )
         for matrix, added, reason, is_worse, (nearest_loss, chosen_loss) in zip(
-            matrices, damping, reasons or [""] * len(matrices), worse, losses, strict=True
+            matrices, damping, reasons, worse, losses, strict=True
         )
     ]
     return np.where(worse[..., None], nearest, rounded), entries
-
-
-def unknown(plan: Plan, group: Group, shape: tuple[int, ...]) -> MatrixReport:
-    """Returns the report of weights whose matrices are not known: rounded to nearest."""
-    sites = [x.name for x in plan.sites if not set(group.sizes).isdisjoint(plan.weights_in(x))]
-    rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
-    return left_rounded(tuple(sites), (), (), group.path, (rows, columns), UNKNOWN)
 
 
 def stacked(matrices: Sequence[Matrix]) -> Array:

@@ -1,8 +1,6 @@
 """Text that a language model writes itself, to calibrate it with."""
 
 import dataclasses
-import io
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,11 +12,11 @@ from jax import lax
 
 from ..checks import called, check_integer, shown
 from ..errors import fail, message, warn
-from ..files import Path, Replacement
+from ..files import Path
 from ..transforms.arguments import check_concrete, check_function
 from ..transforms.calibrate import advancing, arrays_of
-from .layers import Checkpoint, digest
 from .stepwise import Unable, stepwise
+from .store import Checkpoint, digest
 
 # One step of a language model, from a step function or from a plain function of tokens.
 
@@ -227,6 +225,9 @@ _CHUNK = 32
 _SAVED = 4
 """Calls after which a checkpoint is written."""
 
+_TEXT = "text"
+"""The name of the text so far, and of its cache, in a checkpoint."""
+
 
 @called(_NAME, "pass for example own_text(step, params, cache) or own_text(f, params).")
 def own_text(
@@ -347,8 +348,8 @@ def written(
     if checkpoint is not None:
         options = first_tokens, rows, length, jax.random.key_data(key), temperature, banned
         made_of = {"function": str(jaxpr), "parameters": arrays, "options": options}
-        saved = _Saved(checkpoint, {name: digest(x) for name, x in made_of.items()})
-        begun, state = saved.read(state)
+        saved = Checkpoint(_NAME, checkpoint, {name: digest(x) for name, x in made_of.items()})
+        begun, state = _saved(saved, state)
     tokens, state_cache, is_good = state
     current, text, state = tokens[:, begun], (tokens, is_good), None
     with advancing("write", "token", rows * (length - 1), progress) as advance:
@@ -367,36 +368,23 @@ def written(
                 raise fail(_NAME, problem, fix=fix)
             advance(rows * (end - begin))
             if saved is not None and (end % (_SAVED * _CHUNK) == 0 or end == length - 1):
-                saved.write(end, (text[0], state_cache, text[1]))
+                leaves = map(np.asarray, jax.tree.leaves((text[0], state_cache, text[1])))
+                arrays = [np.asarray(end), *(x.reshape(-1).view(np.uint8) for x in leaves)]
+                saved.put(_TEXT, {f"arr_{i}": x for i, x in enumerate(arrays)})
     return text[0]
 
 
-class _Saved:
-    """The text so far and its cache, in a folder."""
-
-    def __init__(self, path: Path, made_of: dict[str, str]):
-        self._file = os.path.join(Checkpoint(_NAME, path, made_of).folder, "text.npz")
-
-    def write(self, position: int, state: Any) -> None:
-        """Writes what the next position reads."""
-        leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
-        data = io.BytesIO()  # as bytes: files support only NumPy's own dtypes
-        np.savez(data, np.asarray(position), *[x.reshape(-1).view(np.uint8) for x in leaves])
-        with Replacement(_NAME, self._file) as file:
-            file.write(0, data.getbuffer())
-            file.commit()
-
-    def read(self, state: Any) -> tuple[int, Any]:
-        """Returns the next position and what it reads; without a file, the first."""
-        if not os.path.exists(self._file):
-            return 0, state
-        leaves, tree = jax.tree.flatten(state)
-        with np.load(self._file, allow_pickle=False) as file:
-            position, *arrays = (file[name] for name in file.files)
-        pairs = zip(arrays, leaves, strict=True)
-        return int(position), tree.unflatten(
-            [jax.device_put(x.view(y.dtype).reshape(y.shape), y.sharding) for x, y in pairs]
-        )
+def _saved(checkpoint: Checkpoint, state: Any) -> tuple[int, Any]:
+    """Returns the next position and what it reads, from a checkpoint; without one, the first."""
+    stored = checkpoint.get(_TEXT)
+    if stored is None:
+        return 0, state
+    leaves, tree = jax.tree.flatten(state)
+    position, *arrays = stored.values()
+    pairs = zip(arrays, leaves, strict=True)
+    return int(position), tree.unflatten(
+        [jax.device_put(x.view(y.dtype).reshape(y.shape), y.sharding) for x, y in pairs]
+    )
 
 
 def _vocabulary(decoding: Decoding, arrays: Any, rows: int) -> tuple[int, Any]:

@@ -16,11 +16,10 @@ import numpy as np
 
 from ..compat import Eqn
 from ..statistics.statistics import ObservedSite
-from ..transforms.channel_map import Channels
 from ..transforms.plan import Operand, Site
 from ..transforms.rules import CONTRACTIONS
-from ..transforms.stats import observed_parts
 from ..transforms.views import SHARDINGS, Address
+from .channels import Visit
 from .grids import Elements, Every
 from .labels import (
     FIXED,
@@ -33,13 +32,15 @@ from .labels import (
     Known,
     Labelled,
     Parameter,
+    along,
     axes_of_rows,
     channels_of,
     components,
+    gathered,
     is_key,
     is_lookup_of_rows,
+    kept,
     looked_up,
-    moved,
     of_product,
     starts_at,
     viewed,
@@ -249,13 +250,6 @@ def _together(f: Rotations, x: Rotatable, axes: Sequence[int], reason: str) -> R
     return dataclasses.replace(x, labels=labels)
 
 
-def _kept(f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any) -> Sequence[Rotatable]:
-    """Operations that apply the same linear function to each element."""
-    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
-        return f.stop_at(eqn, values)
-    return values
-
-
 def _alike(f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any) -> Sequence[Rotatable]:
     """Sums and choices: all operands have the same rotation."""
     shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
@@ -319,14 +313,6 @@ def _summed(
     return [Rotatable.fixed(shape)]
 
 
-def _along(f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any) -> Sequence[Rotatable]:
-    """Running sums over elements with one rotation."""
-    even = values[0].even([eqn.params["axis"]])
-    if even is None or not even.is_bare:
-        return f.stop_at(eqn, values, f"{eqn.primitive.name} over channels")
-    return [even]
-
-
 def _viewed(
     f: Rotations, eqn: Eqn, values: Sequence[Rotatable], inputs: Any
 ) -> Sequence[Rotatable]:
@@ -338,18 +324,6 @@ def _viewed(
         return f.stop_at(eqn, values[:start], f"{name} after a gain")
     written = "it is written to a value that cannot be rotated,"
     return viewed(f, eqn, values[:start], inputs, f"{name} of channels", written)
-
-
-def gathered(f: Rotations, eqn: Eqn, x: Rotatable, indices: Any) -> Rotatable:
-    """A lookup in a value."""
-    shape, sizes = eqn.outvars[0].aval.shape, eqn.params["slice_sizes"]
-    even = x.even([i for i, n in enumerate(x.shape) if sizes[i] < n])
-    if x.is_fixed:
-        return Rotatable.fixed(shape)
-    if even is None or not even.is_bare:
-        return f.stop_at(eqn, [x])[0]
-    zeros = np.zeros(eqn.invars[1].aval.shape, eqn.invars[1].aval.dtype)
-    return Rotatable.of(moved(eqn, [even.whole(), zeros])[0], shape)
 
 
 def product(f: Rotations, eqn: Eqn, values: Sequence[Rotatable]) -> Rotatable:
@@ -437,12 +411,12 @@ _ELEMENTWISE = {
 _SAME = {"neg", "copy", "stop_gradient", "convert_element_type", "reduce_precision"}
 _SAME |= {"optimization_barrier", "pvary", *SHARDINGS}
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_SAME, _kept),
+    **dict.fromkeys(_SAME, kept),
     **dict.fromkeys(("add", "sub", "add_any", "select_n"), _alike),
     **dict.fromkeys(("mul", "div"), _times),
     **dict.fromkeys(("square", "integer_pow"), _squared),
     "reduce_sum": _summed,
-    "cumsum": _along,
+    "cumsum": along,
     **dict.fromkeys(VIEWED, _viewed),
 }
 
@@ -451,39 +425,25 @@ RULES: dict[str, Rule] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
-    """A contraction of a rotated value with a weight, in one step of the scans around it.
+class Read(Visit):
+    """A contraction of a rotated value with a weight, in one step of the scans around it. Channels
+    are in the order of the axes of the operand; rows of a weight that cannot take rotations have no
+    labels.
 
     Attributes:
-      site: the site, of the plan of everything that may be a site.
-      steps: the numbers of the steps.
-      leaf_index: the index of the leaf of its weight; -1 if it is not a leaf.
-      element_ids: which elements of the leaf its matrices hold, over all steps; `None` if the leaf
-        has another use, or is not a plain matrix.
-      inputs: labels of channels, [*batch, channels], in the order of the axes of the operand.
-      order: their positions in the order in which the site sums; `None` if that is the same.
-      outputs: labels of rows, [*batch, rows]; empty if it cannot take rotations.
-      gains: labels of the gains of channels, [*batch, channels], 0 if there is none; or `None`.
       value: identifies the operand: contractions of one value have the same object.
-      observed_site: what observers get to know about the operand.
+      order: the positions of channels in the order in which the site sums; `None` if that is the
+        same.
+      gains: labels of the gains of channels, [*batch, channels], 0 if there is none; or `None`.
       weight_steps: the numbers of the steps that `element_ids` depend on.
       is_site: whether it is a site of the full plan; otherwise its weight is also looked up.
-      reason: why its operand is not rotated, if known.
     """
 
-    site: Site
-    steps: Steps
-    leaf_index: int
-    element_ids: Elements | None
-    inputs: Array
-    order: Array | None
-    outputs: Array
-    gains: Array | None
     value: object
-    observed_site: ObservedSite
+    order: Array | None
+    gains: Array | None
     weight_steps: Steps = ()
     is_site: bool = True
-    reason: str = ""
 
     @property
     def address(self) -> Address:
@@ -601,8 +561,8 @@ def read_of_table(
     numbers = numbers.transpose(*weight_axes.kept, *weight_axes.contracted)
     element_ids = Elements.of(numbers.reshape(-1, inputs.shape[-1]))
     where, empty = (site, steps, leaf.leaf_index, element_ids), np.empty(0, np.int32)
-    options: dict[str, Any] = {"is_site": False, "reason": x.reason}
-    return Read(*where, inputs, order, empty, gains, x, observed_site, **options)
+    operand = observed_site, x.shape, x.reason, x, order, gains
+    return Read(*where, inputs, empty, *operand, is_site=False)
 
 
 _FLAT = {*VIEWED, "convert_element_type", "copy", "stop_gradient"}
@@ -797,7 +757,7 @@ class RotationDomain(ChannelDomain):
     ) -> Rotatable:
         name, site = eqn.primitive.name, self.site_at(address)
         if site is not None:
-            return self._site(site, eqn, inputs, address, steps)
+            return self._site(site, eqn, inputs, steps)
         if name == "gather":
             return self._gather(eqn, inputs, address, steps)
         if name == "dot_general" and self._skipped(eqn, inputs, address, steps):
@@ -807,36 +767,27 @@ class RotationDomain(ChannelDomain):
             return product(self.labels, eqn, values)
         return self.labels.stop_at(eqn, values)[0]
 
-    def _site(
-        self, site: Site, eqn: Eqn, operands: Sequence[Any], address: Address, steps: Steps
-    ) -> Rotatable:
+    def _site(self, site: Site, eqn: Eqn, operands: Sequence[Any], steps: Steps) -> Rotatable:
         shape = eqn.outvars[0].aval.shape
-        parts = observed_parts(site, self.items[site.address])
-        (argnum,) = (i for i, x in enumerate(site.operands) if x.path is None)
-        weight_operand, observed_site = site.operands[1 - argnum], parts[argnum].observed
-        x, leaf = self.labelled(operands[argnum], site.name), operands[1 - argnum]
+        weight_argnum, x, observed_site, weight_ids = self.at_site(site, operands)
         if x.is_squared or (observed_site.patches is not None and observed_site.patches.groups > 1):
             self.labels.stop(x.labels, with_line(eqn, "a square or groups of channels"))
             x = Rotatable.fixed(x.shape)
         inputs, order, gains = channels_at(self.labels, x, observed_site, site.name)
-        weight_ids = self._elements.get(weight_operand.key) if isinstance(leaf, Parameter) else None
-        where = leaf.leaf_index if isinstance(leaf, Parameter) else -1
+        where = getattr(operands[weight_argnum], "leaf_index", -1)
         weight_steps, outputs = (), np.empty(0, np.int32)
-        if address not in self._once:
-            weight_ids = None
         if weight_ids is not None:
             batch, rows = weight_ids.shape[len(steps) : -2], weight_ids.shape[-2]
             inputs = np.broadcast_to(inputs, (*batch, inputs.shape[-1]))
             gains = None if gains is None else np.broadcast_to(gains, inputs.shape)
             weight_steps, outputs = steps, self.labels.new(*batch, rows)
             self.use(where, weight_ids[steps])
-        fields = site, steps, where, weight_ids, inputs, order, outputs, gains, x, observed_site
-        self.reads.append(Read(*fields, weight_steps, reason=x.reason))
+        operand = observed_site, x.shape, x.reason, x, order, gains
+        read = Read(site, steps, where, weight_ids, inputs, outputs, *operand, weight_steps)
+        self.reads.append(read)
         if weight_ids is None:
             return Rotatable.fixed(shape)
-        if site.op == "ragged_dot":  # a row may go to any of the matrices
-            outputs = self.labels.join_along(outputs, [0], with_line(eqn))[0]
-        return Rotatable.of(Channels.of_result(eqn, 1 - argnum).spread(outputs, shape), shape)
+        return Rotatable.of(self.labels_of_result(site, eqn, weight_argnum, outputs), shape)
 
     def _skipped(self, eqn: Eqn, operands: Sequence[Any], address: Address, steps: Steps) -> bool:
         """Adds a product with a parameter that is not a site of the full plan, such as a table that
@@ -853,7 +804,7 @@ class RotationDomain(ChannelDomain):
         return read is not None
 
     def _gather(self, eqn: Eqn, inputs: Sequence[Any], address: Address, steps: Steps) -> Rotatable:
-        source, indices = inputs
+        source = inputs[0]
         is_table = isinstance(source, Parameter) and not source.varies and not source.offset
         if is_table and is_lookup_of_rows(eqn) and address in self.items:
             table_ids = source.elements
@@ -865,7 +816,7 @@ class RotationDomain(ChannelDomain):
                 where = source.leaf_index, Elements.of(table_ids)
                 self.lookups.append(Lookup(address, steps, *where, labels))
                 return Rotatable.of(looked_up(eqn, labels), eqn.outvars[0].aval.shape)
-        return gathered(self.labels, eqn, self.labelled(source, with_line(eqn)), indices)
+        return gathered(self.labels, eqn, self.labelled(source, with_line(eqn)))
 
     def joined(self, values: Sequence[Any], reason: str) -> Any:
         """Joins the labels of the results of branches."""

@@ -16,10 +16,9 @@ from ..table import Printed
 from ..transforms.algorithm import AlgorithmResult, Inapplicable
 from ..transforms.calibrate import arguments_of
 from ..transforms.channel_map import ChannelMap
-from ..transforms.find import contractions
 from ..transforms.plan import Plan, Site
 from ..transforms.stats import OnNonfinite, observed_parts
-from .channels import Named
+from .channels import Named, Rewritten
 from .grids import Every, every_site
 from .hadamard import Orthogonal, factors_of, largest_block
 from .interface import algorithm
@@ -259,13 +258,11 @@ def _products(
 _SIDES = "lhs", "rhs"
 
 
-class RotatedParams:
-    """Parameters with rotated channels, computed in float64 and rounded once."""
+class RotatedParams(Rewritten):
+    """Parameters with rotated channels."""
 
     def __init__(self, named: Named, params: Any):
-        self._named, self._params = named, params
-        self._leaves = named.leaves(params)
-        self._found: dict[int, Array] = {}
+        super().__init__(named, params)
         self._folded: dict[str, None] = {}
 
     @property
@@ -300,7 +297,7 @@ class RotatedParams:
                 is_rotated = offline.sizes(read.inputs) > 0
                 factors = np.where(is_rotated, self.gains(offline, read.gains), 1)
                 factors = np.repeat(factors, read.elements.shape[-1] // factors.shape[-1], -1)
-                self._flat(read.leaf_index)[read.elements] *= factors[..., None, :]
+                self.flat(read.leaf_index)[read.elements] *= factors[..., None, :]
         for read in offline.folded:
             if read.leaf_index not in offline.tied:
                 turned(read.leaf_index, read.elements, read.inputs, -1)
@@ -314,7 +311,7 @@ class RotatedParams:
             leaf_index, elements = streams.elements_of(gains)
             rotated_gains = elements[offline.sizes(labels) > 0]
             if rotated_gains.size:
-                self._flat(leaf_index)[rotated_gains] = 1 - streams.offsets[leaf_index]
+                self.flat(leaf_index)[rotated_gains] = 1 - streams.offsets[leaf_index]
                 self._folded[self._named.names[leaf_index]] = None
 
     def gains(self, offline: Offline, labels: Array) -> Array:
@@ -327,28 +324,15 @@ class RotatedParams:
             factors[is_gain] = leaf[elements] + offline.streams.offsets[leaf_index]
         return factors
 
-    def _flat(self, leaf_index: int) -> Array:
-        if leaf_index not in self._found:
-            self._found[leaf_index] = np.array(self._leaves[leaf_index], np.float64).reshape(-1)
-        return self._found[leaf_index]
-
     def _change(
         self, leaf_index: int, elements: Array, axis: int, to: Callable[[Array], Array], count: int
     ) -> None:
         """Changes vectors of a number of channels along an axis; taps vary fastest."""
-        flat = self._flat(leaf_index)
+        flat = self.flat(leaf_index)
         moved = np.moveaxis(elements, axis, -1)
         w = flat[moved].reshape(*moved.shape[:-1], count, -1)
         w = np.moveaxis(to(np.moveaxis(w, -2, -1)), -1, -2)
         flat[moved] = w.reshape(moved.shape)
-
-    def params(self) -> Any:
-        """Returns the parameters."""
-        leaves = dict(self._leaves)
-        for leaf_index, x in self._found.items():
-            leaf = leaves[leaf_index]
-            leaves[leaf_index] = jnp.asarray(x.reshape(np.shape(leaf)), leaf.dtype)
-        return self._named.with_leaves(self._params, leaves)
 
 
 def maps_of(
@@ -657,10 +641,9 @@ def _rotated_products(
         expected = f"names of such sites of the plan: {some(map(repr, names))}"
         fix = "add a rule for them to the policy, without weight=, or match other names."
         raise fail(_NAME, problem, given=detail, expected=expected, fix=fix)
-    items = {item.address: item for item in contractions(traced.call)}
     rotations = {}
     for site in products:
-        lhs, rhs, *_ = observed_parts(site, items[site.address])
+        lhs, rhs, *_ = observed_parts(site, traced.items[site.address])
         count = math.prod(int(site.shapes[0][axis]) for axis in lhs.observed.contracted)
         matrix = Orthogonal.any(count, seed).times(np.eye(count))
         both = ChannelMap(factors=(jnp.asarray(matrix, jnp.float32),))

@@ -16,7 +16,7 @@ from ..files import Path
 from ..gradients.estimators import straight_through
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import E8M0, format_of
-from ..numerics.qtype import Integer, QType
+from ..numerics.qtype import Integer
 from ..statistics.calibrators import Affine, Calibrator
 from ..statistics.granularity import Groups
 from ..tensor.spec import QSpec
@@ -27,7 +27,7 @@ from ..transforms.row_counts import counts_of, is_counted, value_of
 from ..transforms.stats import OnNonfinite, check_mode
 from ..transforms.trace import TracedOnce
 from ..transforms.views import Address
-from .engine import Leaves, Pairs, Stream, Traced, Walk
+from .engine import Pairs, Stream, Traced, Walk
 from .gptq import Stack
 from .grids import Grids, Part, apart, bodies_of, calibrated
 from .interface import (
@@ -35,13 +35,12 @@ from .interface import (
     BlockReport,
     BlocksReport,
     Few,
-    MatrixReport,
     algorithm,
     check_options,
     name_of,
 )
 from .layers import LayerByLayer
-from .matrices import Matrix, Unsupported, with_settled_scales
+from .matrices import Matrix, Unsupported
 from .stages import Replaced, Scope, Stage, Steps, labels_of
 from .store import InMemory, Offload, Where, on_device
 
@@ -64,11 +63,6 @@ _BETA = (20.0, 2.0)
 
 _MOMENTS, _EPSILON = (0.9, 0.999), 1e-8
 """Parameters of Adam."""
-
-
-def _up(v: jax.Array) -> jax.Array:
-    """Returns the position of numbers between their neighbours, 0 (lower) to 1 (upper)."""
-    return jnp.clip(jax.nn.sigmoid(v) * (1 + 2 * _STRETCH) - _STRETCH, 0, 1)
 
 
 @partial(jax.jit, static_argnames=("spec", "steps", "rate", "pull"))
@@ -138,6 +132,11 @@ def solve(
     nearest = (part >= 0.5).astype(np.float32)
     h = jnp.where(lost(h) <= lost(nearest), h, nearest)
     return values(_descended(h, gap * scale, W - values(h), H))
+
+
+def _up(v: jax.Array) -> jax.Array:
+    """Returns the position of numbers between their neighbours, 0 (lower) to 1 (upper)."""
+    return jnp.clip(jax.nn.sigmoid(v) * (1 + 2 * _STRETCH) - _STRETCH, 0, 1)
 
 
 def _descended(h: jax.Array, gap: jax.Array, error: jax.Array, products: jax.Array) -> jax.Array:
@@ -240,9 +239,8 @@ class adaround(LayerByLayer):
         )
 
     def _solve(
-        self, matrices: Sequence[Matrix], grids: Grids, path: str, spec: QSpec
-    ) -> list[MatrixReport]:
-        start = time.perf_counter()
+        self, matrices: Sequence[Matrix], grids: Grids, spec: QSpec
+    ) -> tuple[Stack, Array, list[float | None], list[str]]:
         stack = Stack.of(matrices, grids, spec, "given")
         for matrix in matrices:
             if bad := int(np.sum(~np.isfinite(matrix.hessian))):
@@ -270,21 +268,41 @@ class adaround(LayerByLayer):
                 pull=self.pull,
             )
         )
-        reasons, nearest = [x.why_few() for x in matrices], stack.nearest()
-        learned = np.where(np.array(reasons)[:, None, None] == "", learned, nearest)
-        damping = [None if reason else 0.0 for reason in reasons]
-        rounded, entries = with_settled_scales(
-            matrices, path, stack.w, nearest, learned, damping, start, reasons
-        )
-        grids.write(stack.element_ids, rounded)
-        return entries
+        reasons = [x.why_few() for x in matrices]
+        return stack, learned, [None if reason else 0.0 for reason in reasons], reasons
 
 
-# Parts of weights whose rounding is learned, and their grids.
+# Parts of weights whose rounding is learned: shifts before rounding, and factors of ranges, which
+# are learned by signed gradient descent.
 
 
-class TileValues(NamedTuple):
-    """The numbers of a tile.
+_LEAST = 0.05
+"""The smallest range, relative to the initial one."""
+
+
+class Shifts(NamedTuple):
+    """The learned values of a tile.
+
+    Attributes:
+      shift: what is added to each number before it is rounded, in steps of the grid.
+      low: factor of the lower end of each range; `None` if both ends share one scale, or ranges are
+        not learned.
+      high: factor of the upper end, or of both; `None` if ranges are not learned.
+    """
+
+    shift: jax.Array
+    low: jax.Array | None
+    high: jax.Array | None
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "scale", "zero_point", "mask", "fixed"],
+    meta_fields=["spec", "groups", "kind", "ranges"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class TileValues:
+    """The numbers of a tile, and how they are rounded. A pytree of its arrays.
 
     Attributes:
       x: the float values, float32.
@@ -293,58 +311,90 @@ class TileValues(NamedTuple):
       mask: which of the numbers are learned; `None` for all.
       fixed: which of the numbers, and of the scales, stay as they are, because few rows reached
         their matrix; `None` for none.
+      spec: spec of the weight.
+      groups: which of the numbers share a scale.
+      kind: the dtype in which scales are stored.
+      ranges: whether scales and zero points may change. That requires that no other tile shares
+        them, and that scales are floats and zero points integers.
     """
 
     x: jax.Array
     scale: jax.Array
     zero_point: jax.Array | None
     mask: jax.Array | None
-    fixed: tuple[jax.Array, jax.Array] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Rounding:
-    """How a tile is rounded.
-
-    Attributes:
-      spec: spec of the weight.
-      groups: which of its numbers share a scale.
-      scale: the dtype in which scales are stored.
-      ranges: whether scales and zero points may change. That requires that no other tile shares
-        them, and that scales are floats and zero points integers.
-    """
-
+    fixed: tuple[jax.Array, jax.Array] | None
     spec: QSpec
     groups: Groups
-    scale: Any
+    kind: Any
     ranges: bool
 
-    @property
-    def form(self) -> QType:
-        """The format of its codes."""
-        return format_of(self.spec.qtype)
+    def nearest(self, ranges: bool) -> Shifts:
+        """Returns the values that round to nearest; `ranges` says whether ranges may be learned."""
+        high = jnp.ones_like(self.scale) if ranges and self.ranges else None
+        low = None if self.zero_point is None else high
+        return Shifts(jnp.zeros_like(self.x), low, high)
 
-    def clipped(self, x: jax.Array, zero: jax.Array) -> jax.Array:
-        """Clips numbers, in units of their scales, to the range of the format."""
-        return jnp.clip(x, self.form.low - zero, self.form.high - zero)
-
-    def on_grid(self, x: jax.Array, zero: jax.Array, mode: RoundMode | None = None) -> jax.Array:
-        """Rounds numbers, in units of their scales and within the range."""
-        return self.form.round(x + zero, mode or self.spec.rounding) - zero
-
-    def step(self, x: jax.Array, zero: jax.Array) -> jax.Array:
-        """Returns the distance of the two grid points around each number; 0 for numbers on a grid
-        with uneven steps.
+    def rounded(self, shifts: Shifts) -> tuple[jax.Array, Affine]:
+        """Returns the rounded numbers, with the gradient of the identity for rounding, and their
+        scales and zero points.
         """
-        if isinstance(self.form, Integer):
-            return jnp.ones_like(x)
-        fixed = jax.lax.stop_gradient(self.clipped(x, zero))
-        up, down = (self.on_grid(fixed, zero, mode) for mode in (RoundMode.UP, RoundMode.DOWN))
-        return up - down
+        affine, groups, form = self._affine(shifts), self.groups, format_of(self.spec.qtype)
+        scale = groups.split_scale(affine.scale)
+        zero = jnp.zeros_like(scale)
+        if affine.zero_point is not None:
+            zero = groups.split_scale(affine.zero_point)
 
-    def kept(self, scale: jax.Array) -> jax.Array:
+        def clipped(x: jax.Array) -> jax.Array:
+            return jnp.clip(x, form.low - zero, form.high - zero)
+
+        def on_grid(x: jax.Array, mode: RoundMode) -> jax.Array:
+            return form.round(x + zero, mode) - zero
+
+        # Numbers in units of their scales, in groups. Numbers with scale 0 are 0.
+        exact = jnp.where(scale != 0, groups.split(self.x) / jnp.where(scale != 0, scale, 1), 0)
+        step = jnp.ones_like(exact)
+        if not isinstance(form, Integer):  # the distance of the two grid points around each number
+            fixed = jax.lax.stop_gradient(clipped(exact))
+            step = on_grid(fixed, RoundMode.UP) - on_grid(fixed, RoundMode.DOWN)
+        moved = clipped(exact + groups.split(shifts.shift) * step)
+        quantized = on_grid(moved, self.spec.rounding)
+        return groups.join(straight_through(quantized, moved) * scale), affine
+
+    def moved(self, shifts: Shifts, slope: Shifts, rate: jax.Array) -> Shifts:
+        """Returns learned values after a step of a given length against the signs of a gradient;
+        what is fixed stays.
+        """
+
+        def limited(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else jnp.clip(x, _LEAST, 1)
+
+        if self.fixed is not None:
+            shift, scale = self.fixed
+            ends = (None if x is None else jnp.where(scale, 0, x) for x in slope[1:])
+            slope = Shifts(jnp.where(shift, 0, slope.shift), *ends)
+        shift, low, high = jax.tree.map(lambda x, d: x - rate * jnp.sign(d), shifts, slope)
+        return Shifts(shift, limited(low), limited(high))
+
+    def _affine(self, shifts: Shifts) -> Affine:
+        """Returns scales and zero points, float32; differentiable."""
+        scale, zero_point, form = self.scale, self.zero_point, format_of(self.spec.qtype)
+        if shifts.high is None:
+            return Affine(scale, zero_point)  # pyright: ignore
+        if shifts.low is None:
+            return Affine(self._stored(scale * shifts.high), None)
+        assert zero_point is not None
+        low, high = (
+            scale * (end - zero_point) * factor
+            for end, factor in ((form.low, shifts.low), (form.high, shifts.high))
+        )
+        scale = self._stored((high - low) / (form.high - form.low))
+        offset = form.low - low / jnp.where(scale != 0, scale, 1)
+        rounded_offset = jnp.clip(jnp.round(offset), form.low, form.high)
+        return Affine(scale, straight_through(rounded_offset, offset))
+
+    def _stored(self, scale: jax.Array) -> jax.Array:
         """Returns scales as they are stored, with the gradient of the identity."""
-        return straight_through(scale.astype(self.scale).astype(np.float32), scale)
+        return straight_through(scale.astype(self.kind).astype(np.float32), scale)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -358,7 +408,6 @@ class Tile:
       labels: the indices of its scales, likewise.
       grids: the grids of that group.
       values: its numbers.
-      rounding: how it is rounded.
     """
 
     leaf_index: int
@@ -367,7 +416,6 @@ class Tile:
     labels: Array
     grids: Grids
     values: TileValues
-    rounding: Rounding
 
     @classmethod
     def of(
@@ -390,118 +438,29 @@ class Tile:
         is_real = part.scale is None and kind.scale.dtype != E8M0
         local_groups = Groups(shape[depth:], groups.sizes[depth:])
         ranges = bool(is_separate and is_whole and is_real and mask.all())
+        is_fixed = np.isin(elements + part.start, [] if fixed is None else fixed)
+        fixed_labels = grids.label(elements[is_fixed] + part.start)
         values = TileValues(
             jnp.asarray(part.x)[index].astype(np.float32),
             jnp.asarray(scale),
             None if zero_point is None else jnp.asarray(zero_point.astype(np.float32)),
             None if mask.all() else jnp.asarray(mask),
-            _fixed(grids, elements + part.start, labels, fixed),
+            (jnp.asarray(is_fixed), jnp.asarray(np.isin(labels, fixed_labels)))
+            if is_fixed.any()
+            else None,
+            grids.spec,
+            local_groups,
+            kind.scale.dtype,
+            ranges,
         )
-        rounding = Rounding(grids.spec, local_groups, kind.scale.dtype, ranges)
-        return cls(leaf_index, index, elements[mask] + part.start, labels, grids, values, rounding)
+        return cls(leaf_index, index, elements[mask] + part.start, labels, grids, values)
 
     def write(self, values: Array, affine: Affine) -> None:
         """Writes numbers on the grid with given scales to the grids of the weight."""
-        if self.rounding.ranges:
+        if self.values.ranges:
             self.grids.put(self.labels, affine)
         mask = self.values.mask
         self.grids.write(self.numbers, values.ravel() if mask is None else values[np.asarray(mask)])
-
-
-def _fixed(
-    grids: Grids, elements: Array, labels: Array, fixed: Array | None
-) -> tuple[jax.Array, jax.Array] | None:
-    """Returns which elements of a tile and which of its scales are fixed, if any."""
-    is_fixed = np.isin(elements, [] if fixed is None else fixed)
-    if not is_fixed.any():
-        return None
-    return jnp.asarray(is_fixed), jnp.asarray(np.isin(labels, grids.label(elements[is_fixed])))
-
-
-# Shifts before rounding, and factors of ranges, which are learned by signed gradient descent.
-
-
-_LEAST = 0.05
-"""The smallest range, relative to the initial one."""
-
-
-class Shifts(NamedTuple):
-    """The learned values of a tile.
-
-    Attributes:
-      shift: what is added to each number before it is rounded, in steps of the grid.
-      low: factor of the lower end of each range; `None` if both ends share one scale, or ranges are
-        not learned.
-      high: factor of the upper end, or of both; `None` if ranges are not learned.
-    """
-
-    shift: jax.Array
-    low: jax.Array | None
-    high: jax.Array | None
-
-
-def nearest(rounding: Rounding, values: TileValues, ranges: bool) -> Shifts:
-    """Returns the values that round to nearest; `ranges` says whether ranges may be learned."""
-    high = jnp.ones_like(values.scale) if ranges and rounding.ranges else None
-    low = None if values.zero_point is None else high
-    return Shifts(jnp.zeros_like(values.x), low, high)
-
-
-def rounded(rounding: Rounding, values: TileValues, shifts: Shifts) -> tuple[jax.Array, Affine]:
-    """Returns the rounded numbers of a tile, with the gradient of the identity for rounding, and
-    their scales and zero points.
-    """
-    affine, groups = _affine(rounding, values, shifts), rounding.groups
-    scale = groups.split_scale(affine.scale)
-    zero = jnp.zeros_like(scale)
-    if affine.zero_point is not None:
-        zero = groups.split_scale(affine.zero_point)
-    # Numbers in units of their scales, in groups. Numbers with scale 0 are 0.
-    exact = jnp.where(scale != 0, groups.split(values.x) / jnp.where(scale != 0, scale, 1), 0)
-    moved = groups.split(shifts.shift) * rounding.step(exact, zero)
-    moved = rounding.clipped(exact + moved, zero)
-    quantized = rounding.on_grid(moved, zero)
-    return groups.join(straight_through(quantized, moved) * scale), affine
-
-
-def moved(
-    shifts: list[Shifts], slope: list[Shifts], rate: jax.Array, values: list[TileValues]
-) -> list[Shifts]:
-    """Returns learned values after a step of a given length against the signs of a gradient."""
-
-    def limited(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else jnp.clip(x, _LEAST, 1)
-
-    slope = [_free(x, d) for x, d in zip(values, slope, strict=True)]
-    steps = jax.tree.map(lambda x, d: x - rate * jnp.sign(d), shifts, slope)
-    return [x._replace(low=limited(x.low), high=limited(x.high)) for x in steps]
-
-
-def _free(values: TileValues, slope: Shifts) -> Shifts:
-    """Returns a gradient that is 0 for what is fixed."""
-    if values.fixed is None:
-        return slope
-    shift, scale = values.fixed
-    low, high = (None if x is None else jnp.where(scale, 0, x) for x in (slope.low, slope.high))
-    return Shifts(jnp.where(shift, 0, slope.shift), low, high)
-
-
-def _affine(rounding: Rounding, values: TileValues, shifts: Shifts) -> Affine:
-    """Returns scales and zero points, float32; differentiable."""
-    scale, zero_point, form = values.scale, values.zero_point, rounding.form
-    if shifts.high is None:
-        return Affine(scale, zero_point)  # pyright: ignore
-    if shifts.low is None:
-        return Affine(rounding.kept(scale * shifts.high), None)
-    assert zero_point is not None
-    low, high = (
-        scale * (end - zero_point) * factor
-        for end, factor in ((form.low, shifts.low), (form.high, shifts.high))
-    )
-    scale = rounding.kept((high - low) / (form.high - form.low))
-    offset = form.low - low / jnp.where(scale != 0, scale, 1)
-    rounded_offset = jnp.clip(jnp.round(offset), form.low, form.high)
-    return Affine(scale, straight_through(rounded_offset, offset))
 
 
 _CHECKS = 8
@@ -617,7 +576,7 @@ class _Learning(Walk):
         block = self._prepared(pairs, steps, self._tiles(sites, steps))
         entry, shifts = self._learned(block)
         for tile, tile_shifts in zip(block.tiles, shifts, strict=True):
-            values, affine = rounded(tile.rounding, tile.values, tile_shifts)
+            values, affine = tile.values.rounded(tile_shifts)
             tile.write(np.asarray(values), affine)
             leaf, mask = self.current[tile.leaf_index], tile.values.mask
             self.current[tile.leaf_index] = Replaced(leaf, values, mask, tile.index, False).whole()
@@ -641,7 +600,7 @@ class _Learning(Walk):
         def mean(shifts: list[Shifts]) -> float:
             return float(np.mean([self._call("lost", block, i, shifts) for i in checked]))
 
-        shifts = [nearest(tile.rounding, tile.values, options.ranges) for tile in block.tiles]
+        shifts = [x.nearest(options.ranges) for x in block.values]
         initial = lowest = mean(shifts)
         if not np.isfinite(initial):
             raise self._not_finite(block, initial, None)
@@ -742,7 +701,7 @@ class _Learning(Walk):
 
     def _program(self, name: str, block: _Block, stage: Stage, scope: Scope) -> Any:
         """Returns the program of a loss or a step, compiled once for equal blocks."""
-        kinds = [(x.leaf_index, x.rounding, x.index == tuple(block.steps)) for x in block.tiles]
+        kinds = [(x.leaf_index, x.index == tuple(block.steps)) for x in block.tiles]
         key = name, id(stage), tuple(kinds)
         if key in self._programs:
             return self._programs[key]
@@ -753,8 +712,8 @@ class _Learning(Walk):
             indices, steps = position
             leaves = dict(params)
             tiles = zip(kinds, tile_values, indices, shifts, strict=True)
-            for (leaf_index, rounding, stepped), x, index, tile_shifts in tiles:
-                values, _ = rounded(rounding, x, tile_shifts)
+            for (leaf_index, stepped), x, index, tile_shifts in tiles:
+                values, _ = x.rounded(tile_shifts)
                 where = steps if stepped else index
                 leaves[leaf_index] = Replaced(leaves[leaf_index], values, x.mask, where, stepped)
             inputs, targets, decided = batch
@@ -764,7 +723,8 @@ class _Learning(Walk):
         def step(*arguments: Any) -> tuple[list[Shifts], jax.Array]:
             *values, shifts, rate = arguments
             loss, slope = jax.value_and_grad(partial(lost, *values))(shifts)
-            return moved(shifts, slope, rate, arguments[0]), loss
+            tiles = zip(arguments[0], shifts, slope, strict=True)
+            return [x.moved(*learned, rate) for x, *learned in tiles], loss
 
         self._programs[key] = jax.jit({"lost": lost, "step": step}[name])
         return self._programs[key]
@@ -853,7 +813,7 @@ class auto_round:
     ) -> AlgorithmResult:
         """Returns the parameters with learned codes, and a report."""
         batch_list, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
-        f = TracedOnce(f)
+        f = f if isinstance(f, TracedOnce) else TracedOnce(f)
         few_rows = Few(look_at_batches(_FUNCTION, f, plan, params, batch_list, on_nonfinite))
         traced = Traced.of(f, plan, params, batch_list, self.weight, ignores=ignores)
         plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)
@@ -870,7 +830,7 @@ class auto_round:
         scopes = traced.scopes(lambda site: site.address in learned_sites, labels)
         leaves = walk.current, dict(traced.originals)
         offload = Offload(self.offload)
-        streams = [Stream(Leaves(x), offload) for x in leaves]
+        streams = [Stream(x, offload) for x in leaves]
         walk.bar = progress_bar("auto_round", "block") if progress else None
         walk.go(traced.frames(scopes, streams))
         if walk.bar is not None:

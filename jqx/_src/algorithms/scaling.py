@@ -42,8 +42,17 @@ from .grids import every_site
 from .interface import Few, algorithm
 from .labels import Array, channels_of, components
 
-# The common part of algorithms that scale channels: the pairs of a function, and statistics of
-# channels.
+
+def equalized(r1: Array, r2: Array) -> Array:
+    """Returns by what each channel is multiplied so that it has the range `sqrt(r1 r2)` in both
+    weights: `1 / s` with `s = sqrt(r1 r2) / r2`, equation 11 of the paper; 1 without a range.
+
+    Args:
+      r1: the range of each channel in the weights that produce it, [channels].
+      r2: its range in the weights that read it, [channels].
+    """
+    has_ranges = (r1 > 0) & (r2 > 0)
+    return np.sqrt(np.where(has_ranges, r2, 1) / np.where(has_ranges, r1, 1))
 
 
 # Pairs: channels that can be scaled in the weights before a site and in its own weight, so that
@@ -604,8 +613,7 @@ class equalize:
             previous = factors.copy()
             for group in groups:
                 produced, read = ranges(group)
-                group = group[(produced[group] > 0) & (read[group] > 0)]
-                factors[group] *= np.sqrt(read[group] / produced[group])
+                factors[group] *= equalized(produced[group], read[group])
             if np.max(np.abs(np.log(factors / previous))) < _STILL:
                 break
         factors = at_most_one(folds, factors)

@@ -23,9 +23,8 @@ from ..heap import give_back
 from ..transforms.interpret import followed
 from ..transforms.plan import Plan, Site
 from ..transforms.row_counts import is_counted, value_of
-from ..transforms.trace import Call
 from ..transforms.views import Address
-from ..transforms.walk import HOLDING, addressed, bodies, bound, evaluate
+from ..transforms.walk import HOLDING, addressed, bodies, bound, carried, evaluate
 
 # Blocks: contractions whose weights are learned together, and the equations between them.
 
@@ -388,6 +387,32 @@ class Replaced:
         return self.values.astype(self.leaf.dtype) if is_enough else None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Division:
+    """How a function is divided into stages.
+
+    Attributes:
+      plan: the plan.
+      is_own_site: says which sites are stages, or parts of blocks.
+      blocks: for each such site the block that it belongs to, by address.
+      returns: whether results are needed, such as logits; if not, nothing runs after the last site.
+      ignores: whether rows that are not finite are left out.
+      programs: the programs of all stages.
+    """
+
+    plan: Plan
+    is_own_site: Callable[[Site], bool]
+    blocks: Mapping[Address, Any]
+    returns: bool
+    ignores: bool
+    programs: Programs = dataclasses.field(default_factory=Programs)
+
+    def sites_in(self, address: Address) -> list[Site]:
+        """Returns the sites inside an equation that are stages, or parts of blocks."""
+        n = len(address)
+        return [x for x in self.plan.sites if x.address[:n] == address and self.is_own_site(x)]
+
+
 class Scope:
     """A jaxpr whose operands are known to be values of batches or made of parameters alone.
 
@@ -399,22 +424,14 @@ class Scope:
 
     def __init__(
         self,
-        plan: Plan,
+        division: Division,
         jaxpr: Any,
         consts: Sequence[Any],
         sources: Mapping[Any, Source],
         address: Address = (),
         depth: int = 0,
-        is_own_site: Callable[[Site], bool] = lambda site: True,
-        blocks: Mapping[Address, Any] | None = None,
-        programs: Programs | None = None,
-        returns: bool = True,
-        ignores: bool = False,
     ):
-        self._returns, self._ignores = returns, ignores
-        self._programs = Programs() if programs is None else programs
-        self.plan, self.jaxpr, self.depth, self.is_own_site = plan, jaxpr, depth, is_own_site
-        self._blocks = {} if blocks is None else blocks
+        self._division, self.jaxpr, self.depth = division, jaxpr, depth
         self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
         self._sources = dict(sources)
         self._made: dict[Any, Eqn] = {}
@@ -441,9 +458,9 @@ class Scope:
             else:
                 groups += [(kind, [eqn], (eqn_address,)), ("run", [], ())]
         needed = set(filter(self.is_of_batch, self.jaxpr.outvars))
-        if not self._returns:
+        if not (self._division.returns or address):
             groups[-1], needed = ("run", [], ()), set()
-        if self._blocks:
+        if self._division.blocks:
             groups = grouped(groups, self._label, address, self.is_of_batch, needed)
         stages: list[Stage] = []
         for kind, eqns, entered in reversed(groups):
@@ -461,11 +478,11 @@ class Scope:
 
     def _kind(self, eqn: Eqn, address: Address) -> str:
         """Returns how to run an equation that is a site, or may have some inside."""
-        name, site = eqn.primitive.name, self.plan.site_at(address)
+        division, name = self._division, eqn.primitive.name
+        site = division.plan.site_at(address)
         if site is not None:
-            return "site" if self.is_own_site(site) else "run"
-        n = len(address)
-        if not any(x.address[:n] == address and self.is_own_site(x) for x in self.plan.sites):
+            return "site" if division.is_own_site(site) else "run"
+        if not division.sites_in(address):
             return "run"
         if name == "scan":
             return "scan" if eqn.params["length"] else "run"
@@ -475,9 +492,8 @@ class Scope:
 
     def _label(self, kind: str, address: Address) -> Any:
         """Returns the block that an equation belongs to as a whole; `None` if there is none."""
-        n = len(address)
-        sites = [x for x in self.plan.sites if x.address[:n] == address and self.is_own_site(x)]
-        labels = {self._blocks[x.address] for x in sites}
+        sites = self._division.sites_in(address)
+        labels = {self._division.blocks[x.address] for x in sites}
         stepped = any(len(x.loops) > self.depth for x in sites)
         is_whole = kind in ("site", "inline") and len(labels) == 1 and not stepped
         return labels.pop() if is_whole else None
@@ -558,9 +574,10 @@ class Scope:
             params: Params, steps: Steps, operands: Sequence[Any], decided: Sequence[Any] | None
         ) -> tuple[list[Any], list[Any]]:
             env, memo = dict(zip(stage.reads, operands, strict=True)), {}
-            decisions = Decisions(self.plan, decided, self._ignores)
+            plan, ignores = self._division.plan, self._division.ignores
+            decisions = Decisions(plan, decided, ignores)
             is_plain = decided is None and not records
-            plainly = partial(followed, self.plan, leaves_out=self._ignores)
+            plainly = partial(followed, plan, leaves_out=ignores)
             results_of = plainly if is_plain else decisions.evaluate
 
             def read(atom: Any) -> Any:
@@ -575,7 +592,7 @@ class Scope:
         if any(isinstance(x, Replaced) for x in params.values()):
             return run(params, steps, list(operands), decided)
         key = "run", id(stage), records
-        return self._programs.call(key, run, params, steps, list(operands), decided)
+        return self._division.programs.call(key, run, params, steps, list(operands), decided)
 
     def values(self, atoms: Sequence[Any], params: Params, steps: Steps) -> list[Any]:
         """Returns values that depend on parameters alone."""
@@ -585,49 +602,26 @@ class Scope:
             return [jnp.asarray(self.read(x, params, steps, memo)) for x in atoms]
 
         atom_keys = tuple(id(x) if compat.is_literal(x) else x for x in atoms)
-        return self._programs.call(("values", id(self), atom_keys), read, params, steps)
+        return self._division.programs.call(("values", id(self), atom_keys), read, params, steps)
 
-    def entered(self, stage: Stage, branch: int | None = None) -> "tuple[Scope, Operands]":
+    def entered(self, stage: Stage, branch: int = -1) -> "tuple[Scope, Operands]":
         """Returns the scope of the function inside an equation, or of a branch of it, and its
-        operands that are values of batches, with the values here that they come from.
+        operands that are values of batches, with the values here that they come from. What a scan
+        carries depends on batches.
         """
         (eqn,) = stage.eqns
-        if branch is None:
-            return self._inside(stage, body_of(eqn), eqn.invars)
-        return self._inside(stage, eqn.params["branches"][branch], eqn.invars[1:], (branch,))
-
-    def stepped(self, stage: Stage) -> "tuple[Scope, Operands]":
-        """Returns the same for a scan that the host steps through. Its carry depends on batches."""
-        (eqn,) = stage.eqns
-        consts, count = compat.scan_counts(eqn)
-        xs_start = consts + count
-        carried = eqn.invars[consts:xs_start]
-        steps = range(xs_start, len(eqn.invars))
-        return self._inside(stage, eqn.params["jaxpr"], eqn.invars, (), carried, steps)
-
-    def _inside(
-        self,
-        stage: Stage,
-        body: Any,
-        atoms: Sequence[Any],
-        part: Address = (),
-        carried: Sequence[Any] = (),
-        steps: Sequence[int] | None = None,
-    ) -> "tuple[Scope, Operands]":
-        address = (*stage.here, *part)
+        body, state, is_scan = bodies(eqn)[branch], carried(eqn), eqn.primitive.name == "scan"
+        address = (*stage.here, *body.part)
         if address not in self._inner:
-            inner, consts = compat.open_jaxpr(body)
-            carry_start = 0 if steps is None else len(atoms) - len(steps) - len(carried)
-            changing = range(carry_start, carry_start + len(carried))
+            inner, consts = compat.open_jaxpr(body.jaxpr)
             sources, operands = {}, {}
-            for i, (var, atom) in enumerate(zip(inner.invars, atoms, strict=True)):
-                if self.is_of_batch(atom):
-                    operands[var] = atom
-                elif i not in changing:
-                    sources[var] = Source(self, atom, steps is not None and i in steps)
-            depth = self.depth + (steps is not None)
-            shared = self.is_own_site, self._blocks, self._programs, True, self._ignores
-            scope = Scope(self.plan, inner, consts, sources, address, depth, *shared)
+            for var, i in zip(inner.invars, body.operands, strict=True):
+                if self.is_of_batch(eqn.invars[i]):
+                    operands[var] = eqn.invars[i]
+                elif not state.start <= i < state.stop:
+                    sources[var] = Source(self, eqn.invars[i], is_scan and i >= state.stop)
+            depth = self.depth + is_scan
+            scope = Scope(self._division, inner, consts, sources, address, depth)
             self._inner[address] = scope, operands
         return self._inner[address]
 
@@ -636,41 +630,3 @@ Operands = Mapping[Any, Any]
 """Maps operands of a function inside an equation that are values of batches to the operands of the
 equation that they come from.
 """
-
-
-def whole(
-    plan: Plan,
-    call: Call,
-    is_own_site: Callable[[Site], bool],
-    blocks: Mapping[Address, Any] | None = None,
-    programs: Programs | None = None,
-    returns: bool = True,
-    ignores: bool = False,
-) -> Scope:
-    """Returns the scope of a call.
-
-    Args:
-      plan: the plan.
-      call: the call.
-      is_own_site: says which sites are stages, or parts of blocks, by their address.
-      blocks: for each such site the block that it belongs to.
-      programs: the programs of other calls.
-      returns: whether results are needed, such as logits; if not, nothing runs after the last site.
-      ignores: whether rows that are not finite are left out.
-    """
-    sources = {
-        var: Source(None, argnum)
-        for argnum, (var, path) in enumerate(zip(call.jaxpr.invars, call.paths, strict=True))
-        if path is not None
-    }
-    return Scope(
-        plan,
-        call.jaxpr,
-        call.consts,
-        sources,
-        is_own_site=is_own_site,
-        blocks=blocks,
-        programs=programs,
-        returns=returns,
-        ignores=ignores,
-    )

@@ -164,25 +164,26 @@ Rules = Mapping[str, Callable[[Steps, Eqn, Sequence[Any]], list[Any]]]
 # Elements, reductions and orders along other axes than that of positions.
 
 
-def each(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Elements of one place of all operands."""
-    axis, product, values = steps.alike(eqn, xs)
-    return [At(x, axis, product) for x in compat.bind(eqn, values)]
-
-
 def moved(new_axis: Callable[[Eqn, int], int | None]) -> Callable[..., list[Any]]:
-    """Returns the rule of a primitive with one operand, whose axis of positions becomes another
-    one; `None` if the primitive combines positions.
+    """Returns the rule of a primitive that computes each position from the same position of its
+    operands, and whose axis of positions becomes another one; `None` if it combines positions.
     """
 
     def rule(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-        (x,) = xs
-        axis = new_axis(eqn, x.axis)
-        if axis is None:
-            raise steps.over(eqn, x)
-        return [At(y, axis, x.product) for y in compat.bind(eqn, [x.value])]
+        axis, product, values = steps.alike(eqn, xs)
+        result_axis = new_axis(eqn, axis)
+        if result_axis is None:
+            raise steps.over(eqn, At(values[0], axis, product))
+        return [At(y, result_axis, product) for y in compat.bind(eqn, values)]
 
     return rule
+
+
+def _same(eqn: Eqn, axis: int) -> int:
+    return axis
+
+
+each = moved(_same)
 
 
 def _without(name: str) -> Callable[[Eqn, int], int | None]:
@@ -223,14 +224,10 @@ def along(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     return [At(steps.at(y, x.axis), x.axis) for y in compat.bind(eqn, [steps.whole(x)])]
 
 
-def ordered(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Orders along another axis."""
-    last_axis = eqn.invars[0].aval.ndim - 1
-    along = eqn.params.get("dimension", eqn.params.get("axis", last_axis))
-    axis, product, values = steps.alike(eqn, xs)
-    if axis == along % (last_axis + 1):
-        raise steps.over(eqn, At(values[0], axis, product))
-    return [At(x, axis, product) for x in compat.bind(eqn, values)]
+def _ordered(eqn: Eqn, axis: int) -> int | None:
+    count = eqn.invars[0].aval.ndim
+    ordered = eqn.params.get("dimension", eqn.params.get("axis", count - 1))
+    return None if axis == ordered % count else axis
 
 
 _ELEMENTS = """
@@ -248,7 +245,7 @@ ELEMENTS: dict[str, Any] = {
         moved(_without("axes")),
     ),
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), along),
-    **dict.fromkeys(("sort", "top_k"), ordered),
+    **dict.fromkeys(("sort", "top_k"), moved(_ordered)),
 }
 
 
@@ -440,19 +437,8 @@ SCANS: dict[str, Any] = {**dict.fromkeys(_CALLS.split(), called), "scan": scanne
 # Views, and what puts values together, along other axes than that of positions.
 
 
-def joined(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Concatenations along another axis."""
-    axis, product, values = steps.alike(eqn, xs)
-    if axis == eqn.params["dimension"]:
-        raise steps.over(eqn, At(values[0], axis, product))
-    return [At(x, axis, product) for x in compat.bind(eqn, values)]
-
-
-def stacked(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Operands along a new axis."""
-    axis, product, values = steps.alike(eqn, xs)
-    axis += eqn.params["axis"] <= axis
-    return [At(x, axis, product) for x in compat.bind(eqn, values)]
+def _stacked_after(eqn: Eqn, axis: int) -> int:
+    return axis + (eqn.params["axis"] <= axis)
 
 
 def padded(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
@@ -526,7 +512,7 @@ def unchanged(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
 VIEWS: dict[str, Any] = {
     **dict.fromkeys(("optimization_barrier", "pvary", "reshard", "sharding_constraint"), unchanged),
     "broadcast_in_dim": broadcast,
-    "concatenate": joined,
+    "concatenate": moved(_outside("dimension")),
     "dynamic_slice": dynamically_sliced,
     "dynamic_update_slice": updated,
     "pad": padded,
@@ -535,7 +521,7 @@ VIEWS: dict[str, Any] = {
     "slice": sliced,
     "split": moved(_outside("axis")),
     "squeeze": moved(_without("dimensions")),
-    "stack": stacked,
+    "stack": moved(_stacked_after),
     "tile": moved(_tiled),
     "transpose": moved(_transposed),
     "unstack": moved(_without("axis")),

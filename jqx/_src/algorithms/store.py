@@ -1,14 +1,21 @@
-"""Where values of batches are kept between stages: on the devices, on the host, or in files."""
+"""What a run keeps: values of batches between stages, on the devices, on the host, or in files;
+results from which an interrupted run continues; and the codes of weights.
+"""
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import compat
+from ..errors import fail
+from ..files import Path, Replacement, as_path
 from ..heap import give_back
 from ..statistics.statistics import hessian
 from ..tensor.qtensor import QTensor
@@ -27,8 +36,10 @@ from ..transforms.calibrate import bytes_of, in_bytes
 from ..transforms.plan import Plan
 from ..transforms.quantize_params import quantize_weight
 from ..transforms.row_counts import is_counted
+from ..transforms.trace import is_array
+from ..transforms.walk import bodies
 from .grids import Grids, Group
-from .stages import Operands, Scope, Stage
+from .stages import Scope, Stage
 
 Where = bool | Literal["disk"]
 
@@ -113,11 +124,118 @@ def temporary_folder(owner: Any) -> str:
     return path
 
 
-# Where the grids of weights are stored: in memory, or, for lazy weights, in files from the moment
-# their first codes are chosen.
+# Arrays in the files of a folder, by name: results from which an interrupted run continues, and
+# weights that are not in memory.
 
 
 Array = np.ndarray
+
+
+class Folder:
+    """Arrays in files of a folder, by name. A file is written as a whole.
+
+    Args:
+      function: name of the function, for errors.
+      path: the folder; `None` makes a temporary one, which is deleted with this object.
+    """
+
+    def __init__(self, function: str, path: str | None = None):
+        self._function = function
+        self.folder = temporary_folder(self) if path is None else path
+
+    def put(self, name: str, arrays: Mapping[str, Array]) -> None:
+        """Writes arrays; those of dtypes that are not NumPy's own as integers."""
+        bare: dict[str, Any] = {
+            key: x if x.dtype.isbuiltin == 1 or x.dtype.kind == "U" else x.view(f"u{x.itemsize}")
+            for key, x in arrays.items()
+        }
+        with Replacement(self._function, self._path(name)) as replacement:
+            np.savez(replacement.file, **bare)
+            replacement.commit()
+
+    def get(self, name: str) -> dict[str, Array] | None:
+        """Returns arrays, as they are written; `None` if there are none of this name."""
+        path = self._path(name)
+        if not os.path.exists(path):
+            return None
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return {key: file[key] for key in file.files}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise self.refusal(name, str(error)) from error
+
+    def refusal(self, name: str, contents: str) -> Exception:
+        """Returns the error of a file with other contents than expected."""
+        problem = "a file of the checkpoint is not what this run wrote."
+        fix = "delete that file and those with higher numbers."
+        return fail(self._function, problem, given=f"{self._path(name)!r}: {contents}", fix=fix)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder, f"{name}.npz")
+
+
+NAME = "checkpoint.json"
+
+
+class Checkpoint(Folder):
+    """The results of a run so far. A run with the same inputs computes them in the same order.
+
+    Args:
+      function: name of the function, for errors.
+      path: the folder; it is created if necessary.
+      made_of: digests of everything that the results depend on, by name.
+
+    Raises:
+      OSError: the folder cannot be created or written to.
+      ValueError: the folder holds something else, or the results of another run.
+    """
+
+    def __init__(self, function: str, path: Path, made_of: Mapping[str, str]):
+        super().__init__(function, as_path(function, path))
+        name, stored = os.path.join(self.folder, NAME), None
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            is_new = not os.listdir(self.folder)
+        except OSError:
+            is_new = False
+        if is_new:
+            with Replacement(function, name) as file:
+                file.write(0, json.dumps(made_of, indent=1).encode())
+                file.commit()
+        with contextlib.suppress(OSError, ValueError), open(name, "rb") as file:
+            stored = json.load(file)
+        if not isinstance(stored, dict):
+            problem = f"`checkpoint` is not a checkpoint folder: it has no readable {NAME}."
+            fix = "pass the folder of an interrupted run, or one that is empty or new."
+            raise fail(function, problem, given=repr(self.folder), fix=fix)
+        differ = [name for name in made_of if stored.get(name) != made_of[name]]
+        if differ:
+            problem = "the checkpoint belongs to another run."
+            detail = f"{self.folder!r}, made with other {', '.join(differ)}"
+            fix = "pass another folder, or delete this one to start again."
+            raise fail(function, problem, given=detail, fix=fix)
+
+
+def digest(tree: Any) -> str:
+    """Returns a digest of the leaves of a pytree, and of its structure."""
+    leaves, structure = jax.tree.flatten(tree)
+    sha = hashlib.sha256(str(structure).encode())
+    for leaf in leaves:
+        if not is_array(leaf):
+            sha.update(re.sub(r" at 0x[0-9a-f]+", "", repr(leaf)).encode())
+            continue
+        if isinstance(leaf, Lazy):
+            sha.update(f"{leaf.dtype}{leaf.shape}{leaf.source}".encode())
+            continue
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        sha.update(f"{x.dtype}{x.shape}".encode())
+        sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return sha.hexdigest()
+
+
+# Where the grids of weights are stored: in memory, or, for lazy weights, in files from the moment
+# their first codes are chosen.
 
 
 class InMemory:
@@ -142,7 +260,7 @@ class InFiles:
     """Grids with chosen codes are in files; all others are computed when needed.
 
     Args:
-      folder: for the files; `None` creates one that lives as long as whatever reads from it.
+      folder: for the files; `None` makes one that lives as long as whatever reads from it.
       groups: the weights.
       leaves: the weights, by path.
       spec_of: returns the spec with the calibrator that computes scales.
@@ -151,17 +269,17 @@ class InFiles:
 
     def __init__(
         self,
-        folder: str | None,
+        folder: Folder | None,
         groups: Iterable[Group],
         leaves: Mapping[str, Any],
         spec_of: Callable[[QSpec], QSpec],
         source: str,
     ):
-        folder = temporary_folder(self) if folder is None else folder
-        self._folder, self._leaves, self._spec_of, self._source = folder, leaves, spec_of, source
+        self._folder = folder or Folder("ptq")
+        self._leaves, self._spec_of, self._source = leaves, spec_of, source
         self._groups = {path: group for group in groups for path in group.sizes}
         self._numbers = {group.path: i for i, group in enumerate(self._groups.values())}
-        self._kinds: dict[str, Grids] = {}
+        self._kinds: dict[str, tuple[Any, list[Any]]] = {}
 
     def take(self, group: Group, leaves: Mapping[str, Any]) -> Grids:
         """Reads the grids of a group, or computes them."""
@@ -175,22 +293,11 @@ class InFiles:
         if group.path in self._kinds:
             is_chosen = self._load(group, {})[1]
         is_chosen[where] = True
-        arrays: dict[str, Any] = {
-            "codes": grids.codes,
-            "scale": grids.scale,
-            "chosen": np.packbits(is_chosen),
-        }
-        if grids.zero_point is not None:
-            arrays["zero_point"] = grids.zero_point
-        for i, part in enumerate(grids.parts):
-            for j, x in enumerate(jax.tree.leaves(part.scale)):
-                arrays[f"scale {i} {j}"] = np.asarray(x)
-        path = self._path(group)
-        bare: dict[str, Any] = {name: _bare(x) for name, x in arrays.items()}
-        with open(f"{path}.part", "wb") as file:
-            np.savez(file, **bare)
-        os.replace(f"{path}.part", path)
-        self._kinds[group.path] = _without(grids)
+        parts = tuple(dataclasses.replace(part, x=None) for part in grids.parts)
+        leaves, tree = jax.tree.flatten(dataclasses.replace(grids, parts=parts))
+        arrays = {str(i): np.asarray(x) for i, x in enumerate(leaves)}
+        self._folder.put(self._name(group), arrays | {"chosen": np.packbits(is_chosen)})
+        self._kinds[group.path] = tree, [x.dtype for x in leaves]
         give_back()
 
     def values(self, path: str) -> jax.Array:
@@ -220,7 +327,8 @@ class InFiles:
         for path, group in self._groups.items():
             (weight,) = (x for x in group.weights if x.path == path)
             spec, source = self._spec_of(weight.spec), f"{self._source}\n{path}"
-            kind = quantize_weight(_kind(self._leaves[path]), spec)
+            leaf = self._leaves[path]
+            kind = quantize_weight(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec)
             make = partial(self._quantized, path, spec)
             leaves[path] = Lazy(kind, make, source if self._source else "")
         return leaves
@@ -231,52 +339,25 @@ class InFiles:
             return quantize_weight(read(self._leaves[path]), spec)
         return self._load(group, {})[0].quantized()[path]
 
-    def _path(self, group: Group) -> str:
-        return os.path.join(self._folder, f"weight-{self._numbers[group.path]:06}.npz")
+    def _name(self, group: Group) -> str:
+        return f"weight-{self._numbers[group.path]:06}"
 
     def _load(self, group: Group, leaves: Mapping[str, Any]) -> tuple[Grids, Array]:
         """Returns the contents of a file: grids, and which elements have chosen codes."""
-        kind = self._kinds[group.path]
-        with np.load(self._path(group), allow_pickle=False) as file:
-            stored = {name: file[name] for name in file.files}
-        size = sum(group.sizes.values())
+        tree, dtypes = self._kinds[group.path]
+        stored = self._folder.get(self._name(group))
+        assert stored is not None
+        grids = tree.unflatten([stored[str(i)].view(x) for i, x in enumerate(dtypes)])
         parts = []
-        for i, part in enumerate(kind.parts):
-            kinds, structure = jax.tree.flatten(part.scale)
-            scales = [
-                jnp.asarray(stored[f"scale {i} {j}"].view(x.dtype)) for j, x in enumerate(kinds)
-            ]
-            scale, x = structure.unflatten(scales), leaves.get(part.path)
-            parts.append(dataclasses.replace(part, x=x, scale=scale))
-        zero_point = None if kind.zero_point is None else stored["zero_point"]
-        arrays = {"codes": stored["codes"].view(kind.codes.dtype), "scale": stored["scale"]}
-        if zero_point is not None and kind.zero_point is not None:
-            arrays["zero_point"] = zero_point.view(kind.zero_point.dtype)
-        is_chosen = np.unpackbits(stored["chosen"], count=size).astype(bool)
-        return dataclasses.replace(kind, parts=tuple(parts), **arrays), is_chosen
+        for part in grids.parts:
+            scale = jax.tree.map(jnp.asarray, part.scale)
+            parts.append(dataclasses.replace(part, x=leaves.get(part.path), scale=scale))
+        is_chosen = np.unpackbits(stored["chosen"], count=grids.codes.size).astype(bool)
+        return dataclasses.replace(grids, parts=tuple(parts)), is_chosen
 
 
 CodeStore = InMemory | InFiles
 """Grids of groups of weights, rounded to nearest unless other codes are chosen."""
-
-
-def _without(grids: Grids) -> Grids:
-    """Returns grids with shapes in place of arrays."""
-    parts = tuple(
-        dataclasses.replace(part, x=None, scale=jax.tree.map(_kind, part.scale))
-        for part in grids.parts
-    )
-    kinds = jax.tree.map(_kind, (grids.codes, grids.scale, grids.zero_point))
-    return Grids(grids.spec, parts, *kinds)
-
-
-def _kind(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _bare(x: Array) -> Array:
-    """Returns an array that files support: bytes for dtypes that are not NumPy's own."""
-    return x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}")
 
 
 # The memory of a run, computed before it starts, from shapes alone.
@@ -394,24 +475,20 @@ def _moments(scope: Scope, shared: frozenset[Any]) -> Iterable[_Moment]:
 
 def _entered(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
     """Yields the same for the function inside an equation; for branches the largest of them."""
-    (eqn,) = stage.eqns
+    moments = []
+    for branch in range(len(bodies(stage.eqns[0]))):
+        inner, operands = scope.entered(stage, branch)
+        moments += _moments(inner, frozenset(var for var, x in operands.items() if x in around))
     if stage.kind == "inline":
-        inner, operands = scope.entered(stage)
-        yield from _moments(inner, _shared(operands, around))
-        return
-    moments = [
-        moment
-        for i in range(len(eqn.params["branches"]))
-        for inner, operands in [scope.entered(stage, i)]
-        for moment in _moments(inner, _shared(operands, around))
-    ]
-    yield _Moment(max(x.live for x in moments), max(x.temporary for x in moments))
+        yield from moments
+    else:
+        yield _Moment(max(x.live for x in moments), max(x.temporary for x in moments))
 
 
 def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
     """Yields the same for one step of a scan, plus the results of all steps and their stack."""
     (eqn,) = stage.eqns
-    inner, operands = scope.stepped(stage)
+    inner, operands = scope.entered(stage)
     consts, count = compat.scan_counts(eqn)
     once = frozenset(inner.jaxpr.invars[:consts])
     carried = inner.jaxpr.invars[consts : consts + count]
@@ -423,7 +500,3 @@ def _scanned(scope: Scope, stage: Stage, around: Any) -> Iterable[_Moment]:
         yield moment.plus(through_bytes + rows - last_row)
     # Each column of rows becomes one array while the rows still exist.
     yield _Moment(through_bytes + rows + sum(bytes_of(x.aval) for x in carried), rows)
-
-
-def _shared(operands: Operands, around: Any) -> frozenset[Any]:
-    return frozenset(var for var, x in operands.items() if x in around)

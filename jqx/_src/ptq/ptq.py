@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Concatenate, Literal, get_args, overload
+from typing import Any, Concatenate, Literal, cast, get_args, overload
 
 import jax
 import numpy as np
@@ -553,8 +553,8 @@ def _run(
 ) -> _Result:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     if mapped.plan.splits and choice.reads_batches:
-        parts = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
-        mapped_parts = dataclasses.replace(mapped, f=parts.function, plan=parts.plan)
+        parts = Unstacked(mapped.plan, values, cast(TracedOnce, mapped.f))
+        mapped_parts = dataclasses.replace(mapped, f=TracedOnce(parts.function), plan=parts.plan)
         result = _run(choice, mapped_parts, parts.params, batches, observing)
         values, codes = parts.together(result.values), parts.together(result.codes)
         mapped = result.mapped.restacked(mapped)
@@ -582,8 +582,8 @@ def _run(
 
     def checked(outcome: AlgorithmResult) -> Any:
         """Returns parameters with every planned weight as a QTensor of the plan; rounds floats."""
-        rounded = quantize_params(dequantize_params(outcome.params), plan)
-        return merge_codes("ptq", outcome.params, rounded)
+        floats = jax.tree.map(_without_codes, outcome.params, is_leaf=is_quantized)
+        return merge_codes("ptq", outcome.params, quantize_params(floats, plan))
 
     for algorithm in rewrites:
         outcome = choice.attempt(
@@ -621,6 +621,12 @@ def _run(
     codes = _restore_quantized(given_values, floats, codes)
     codes = jax.tree.map(partial(kept, "ptq"), given_values, codes, is_leaf=is_quantized)
     return _Result(values, codes, scales, mapped, reports)
+
+
+def _without_codes(leaf: Any) -> Any:
+    """Returns the shape of the array that codes stand for, and any other leaf unchanged."""
+    kind = abstract_leaf(leaf)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype) if is_quantized(kind) else leaf
 
 
 def _restore_quantized(params: Any, floats: Any, codes: Any) -> Any:
