@@ -4,7 +4,7 @@ A weight, a table or a loop is written in a function of few lines as models writ
 `(params, x, tokens)` with x float32 [B, 16] and tokens int32 [B], and returns an array
 [B, ...], for any B. A test takes several of them at once, in one program. Where it fails, `each`
 runs them one by one and says which. The default run takes a part of the functions for each preset
-and algorithm, the slow run two more parts, and a sweep all of them.
+and algorithm, the slow run five more parts, and a sweep all of them.
 """
 
 import functools
@@ -333,7 +333,7 @@ ROUNDINGS = {
     "default": None,
 }
 
-PARTS = 9
+PARTS = 18
 
 
 def part_of(number: int, *key: str) -> Names:
@@ -342,7 +342,7 @@ def part_of(number: int, *key: str) -> Names:
     return tuple(name for i, name in enumerate(CASES) if (i + turn) % PARTS == number)
 
 
-_MARKS = [(), *2 * [pytest.mark.slow], *(PARTS - 3) * [pytest.mark.sweep]]
+_MARKS = [(), *5 * [pytest.mark.slow], *(PARTS - 6) * [pytest.mark.sweep]]
 parts = pytest.mark.parametrize(
     "part", [pytest.param(i, marks=marks) for i, marks in enumerate(_MARKS)]
 )
