@@ -15,7 +15,7 @@ import jqx
 from jqx._src import compat
 from jqx._src.transforms.walk import Domain, bodies, walk
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..models.forms import (
     FORMS,
     LAYERS,
@@ -25,7 +25,6 @@ from ..models.forms import (
     WHILES,
     K,
     act,
-    assert_same,
     by_hand,
     function,
     gradients,

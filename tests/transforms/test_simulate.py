@@ -98,12 +98,6 @@ def test_asymmetric_activations_are_simulated():
     assert relative(jqx.simulate(mlp, plan, affines)(PARAMS, X), mlp(PARAMS, X)) < 0.02
 
 
-def test_a_policy_stands_for_its_plan():
-    plan = plan_of(mlp, w8a8_dynamic(), PARAMS, X)
-    by_plan = jqx.simulate(mlp, plan)(PARAMS, X)
-    assert jnp.array_equal(jqx.simulate(mlp, w8a8_dynamic())(PARAMS, X), by_plan)
-
-
 def twins(params, x):
     """Two weights, and two activations, that may be equal."""
     return x @ params["a"], (2 * x / 2) @ params["b"]
