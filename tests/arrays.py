@@ -1,5 +1,5 @@
 """Arrays on the device, without a program that puts them there: `jnp.asarray` of a NumPy array
-compiles one for each shape, and `jax.random` a larger one.
+compiles one for each shape, and `jax.random` a larger one. And how trees of them are compared.
 """
 
 from typing import Any
@@ -11,6 +11,13 @@ import numpy as np
 def on_device(x: Any, dtype: Any = None) -> jax.Array:
     """`jnp.asarray(x, dtype)` of what NumPy knows."""
     return jax.device_put(np.asarray(x, dtype))
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Asserts that trees have one structure, and leaves of equal dtypes, shapes and values."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -4,7 +4,7 @@ A weight, a table or a loop is written in a function of few lines as models writ
 `(params, x, tokens)` with x float32 [B, 16] and tokens int32 [B], and returns an array
 [B, ...], for any B. A test takes several of them at once, in one program. Where it fails, `each`
 runs them one by one and says which. The default run takes a part of the functions for each preset
-and algorithm, the slow run two more parts, and a sweep all of them.
+and algorithm, the slow run more parts, and a sweep all of them.
 """
 
 import functools
@@ -333,19 +333,27 @@ ROUNDINGS = {
     "default": None,
 }
 
-PARTS = 9
+PARTS, LARGER_PARTS = 18, 9
+"""Algorithms refuse functions in which they find nothing to do, so they take more at once."""
 
 
-def part_of(number: int, *key: str) -> Names:
-    """Returns one of `PARTS` parts of the functions, another one for each key."""
+def part_of(number: int, *key: str, count: int = PARTS) -> Names:
+    """Returns one of so many parts of the functions, another one for each key."""
     turn = zlib.crc32("/".join(key).encode())
-    return tuple(name for i, name in enumerate(CASES) if (i + turn) % PARTS == number)
+    return tuple(name for i, name in enumerate(CASES) if (i + turn) % count == number)
 
 
-_MARKS = [(), *2 * [pytest.mark.slow], *(PARTS - 3) * [pytest.mark.sweep]]
-parts = pytest.mark.parametrize(
-    "part", [pytest.param(i, marks=marks) for i, marks in enumerate(_MARKS)]
-)
+def of_parts(count: int) -> Any:
+    """Returns the marker of a test that takes a part: a third of them outside of the sweep."""
+    marks = [
+        (),
+        *(count // 3 - 1) * [pytest.mark.slow],
+        *(count - count // 3) * [pytest.mark.sweep],
+    ]
+    return pytest.mark.parametrize("part", [pytest.param(i, marks=m) for i, m in enumerate(marks)])
+
+
+parts = of_parts(PARTS)
 
 
 def of(names: Names) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -536,11 +544,11 @@ def test_transforms_leave_the_function_as_it_is(algorithm):
         each(run, tuple(CASES))
 
 
-@parts
+@of_parts(LARGER_PARTS)
 @pytest.mark.parametrize("algorithm", ROUNDINGS)
 def test_algorithms_run_what_is_planned(algorithm, part):
     preset = list(PRESETS)[zlib.crc32(algorithm.encode()) % len(PRESETS)]
-    run_with_algorithm(algorithm, preset, part_of(part, algorithm))
+    run_with_algorithm(algorithm, preset, part_of(part, algorithm, count=LARGER_PARTS))
 
 
 @pytest.mark.sweep

@@ -475,7 +475,7 @@ def test_modules_of_flax_are_rotated_as_functions_are():
     policy = jqx.Policy([jqx.Rule(".*", weight="int8", activation="int8:dynamic:token")])
     algorithm = rotate(offline=True)
     module, model = Linen(), Nnx(nnx.Rngs(0))
-    variables = module.init(jax.random.key(0), PROMPT)
+    variables = jax.jit(module.init)(jax.random.key(0), PROMPT)
     quantize = jqx.linen.ptq(module, policy, algorithm, progress=False)
     of_linen = quantize(variables, [PROMPT]), module.apply(variables, PROMPT)
     of_nnx = jqx.nnx.ptq(model, policy, algorithm, progress=False)([PROMPT]), model(PROMPT)

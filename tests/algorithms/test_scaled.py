@@ -636,7 +636,7 @@ def test_files_keep_clips_and_every_bind_applies_them(tmp_path):
         LinenLayers((WIDTH, 4), jax.nn.relu6),
         NnxLayers((WIDTH, WIDTH, 4), jax.nn.relu6),
     )
-    variables, args = module.init(jax.random.key(0), X), (POLICY, algorithm)
+    variables, args = jax.jit(module.init)(jax.random.key(0), X), (POLICY, algorithm)
     ways = {
         "function": (jqx.ptq(f, *args, progress=False)(TWO, batches), lambda x: x.bind(f)),
         "linen": (

@@ -97,34 +97,51 @@ Operands = Sequence[Any]
 
 
 def evaluate(
-    form: str, functions: Sequence[Callable[..., Any]], operands: Sequence[Operands]
+    form: str,
+    op: Callable[[dict[str, Any]], Callable[..., Any]],
+    cases: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]],
+    operands: Sequence[Operands],
 ) -> list[list[Any]]:
-    """Evaluates each function of its operands in one form; `vmap` maps two copies of each."""
-    actual = []
-    for i in range(0, len(functions), TOGETHER):
-        actual += _together(form, functions[i : i + TOGETHER], operands[i : i + TOGETHER])
+    """Evaluates the function of each case's attributes in one form; `vmap` maps two copies of each.
+
+    Cases that differ in values alone share a compiled function, except where values are constants.
+    """
+    operands = [[None if a is None else on_device(a) for a in arrays] for arrays in operands]
+    alike: dict[Any, list[int]] = {}
+    for i, (case, _) in enumerate(cases):
+        signature = repr((case["attrs"], jax.tree.map(jax.typeof, operands[i])))
+        alike.setdefault(signature if form in ("jit", "vmap") else i, []).append(i)
+    groups, actual = sorted(alike.values(), key=len), [[] for _ in cases]
+    for start in range(0, len(groups), TOGETHER):
+        part = groups[start : start + TOGETHER]
+        run = _together(form, [op(cases[group[0]][0]["attrs"]) for group in part])
+        for turn in range(len(part[-1])):
+            chosen = [group[min(turn, len(group) - 1)] for group in part]
+            for i, result in zip(chosen, run([operands[i] for i in chosen]), strict=True):
+                actual[i] = result
     return actual
 
 
 def _together(
-    form: str, functions: Sequence[Callable[..., Any]], operands: Sequence[Operands]
-) -> list[list[Any]]:
-    operands = [[None if a is None else on_device(a) for a in arrays] for arrays in operands]
+    form: str, functions: Sequence[Callable[..., Any]]
+) -> Callable[[Sequence[Operands]], list[list[Any]]]:
+    """Returns what evaluates functions of their operands, as one program unless it is eager."""
 
     def each(operands: Sequence[Operands]) -> list[Any]:
         return [f(*arrays) for f, arrays in zip(functions, operands, strict=True)]
 
-    match form:
-        case "eager":
-            return [[result] for result in each(operands)]
-        case "jit":
-            return [[result] for result in jax.jit(each)(operands)]
-        case "jit_constants":
-            return [[result] for result in jax.jit(lambda: each(operands))()]
-        case "vmap":
-            stacked = jax.tree.map(lambda a: np.stack([a, a]), operands)
-            return [list(result) for result in jax.jit(jax.vmap(each))(stacked)]
-    raise AssertionError(form)
+    def mapped(operands: Sequence[Operands]) -> list[list[Any]]:
+        stacked = jax.tree.map(lambda a: np.stack([a, a]), operands)
+        return [list(result) for result in of_two(stacked)]
+
+    def constant(operands: Sequence[Operands]) -> list[Any]:
+        return jax.jit(lambda: each(operands))()
+
+    of_two = jax.jit(jax.vmap(each))
+    if form == "vmap":
+        return mapped
+    forms = {"eager": each, "jit": jax.jit(each), "jit_constants": constant}
+    return lambda operands: [[result] for result in forms[form](operands)]
 
 
 def selected(cases: list, is_float64: Callable[[dict], bool]) -> list:

@@ -40,8 +40,7 @@ def _wrong(form, op, cases):
         axes = case["attrs"]["axes"]
         parameters = [_rank_restored(arrays[name], axes) for name in ("scale", "zero_point")]
         operands.append((arrays["x"], *parameters))
-    results = evaluate(form, [op(case["attrs"]) for case, _ in cases], operands)
-    return differing(results, cases)
+    return differing(evaluate(form, op, cases, operands), cases)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -73,9 +72,8 @@ def test_fake_quantize_of_openvino_gives_every_specified_value(form):
         # One case has a subnormal input range. jax 0.12 folds a part of its constants unflushed,
         # and the rest is flushed at run time: neither result that `ftz` knows of.
         cases = [(c, a) for c, a in cases if "subnormal_diff" not in c["tags"]]
-    functions = [_fake_quantize(case["attrs"]) for case, _ in cases]
     operands = [tuple(arrays[name] for name in FAKE_QUANTIZE_OPERANDS) for _, arrays in cases]
-    assert differing(evaluate(form, functions, operands), cases) == {}
+    assert differing(evaluate(form, _fake_quantize, cases, operands), cases) == {}
 
 
 without_float64 = pytest.mark.skipif(X64, reason="oneDNN has no float64 form")
@@ -96,9 +94,8 @@ def _dynamic_quantize(attrs):
 @pytest.mark.parametrize("form", FORMS)
 def test_onednn_dynamic_quantize_gives_every_specified_code(form):
     cases = list(load("onednn_dynamicquantize"))
-    functions = [_dynamic_quantize(case["attrs"]) for case, _ in cases]
     operands = [(a["src"], a["scales"], a.get("zps")) for _, a in cases]
-    assert differing(evaluate(form, functions, operands), cases) == {}
+    assert differing(evaluate(form, _dynamic_quantize, cases, operands), cases) == {}
 
 
 def _sibling(attrs):
@@ -130,9 +127,8 @@ def _operands(case, arrays):
 @pytest.mark.parametrize("form", FORMS)
 def test_onednn_siblings_give_every_specified_value(form):
     cases = list(load("onednn_siblings"))
-    functions = [_sibling(case["attrs"]) for case, _ in cases]
     operands = [tuple(_operands(case, arrays)) for case, arrays in cases]
-    assert differing(evaluate(form, functions, operands), cases) == {}
+    assert differing(evaluate(form, _sibling, cases, operands), cases) == {}
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ from jqx import QTensor, dynamic_slice, dynamic_update_slice, numerics
 from jqx._src.contractions.einsum import einsum
 from jqx.calibrators import Affine
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..oracles.contractions import gamma
 from ..oracles.numerics import as_float64, assert_floats
 from ..oracles.refusals import assert_refused
-from ..tensor.tensors import BOX, CASES, assert_equal, made, spread_out, tensor
+from ..tensor.tensors import BOX, CASES, made, spread_out, tensor
 from .blocks import magnitudes, real_values
 
 """Slices at run-time places, read and written, and caches of keys and values made of them."""
@@ -83,11 +83,11 @@ def test_tokens_are_appended_as_each_is_quantized_by_itself(name):
             return dynamic_update_slice(cache, row, (0, t, 0, 0)), None
 
         scanned, _ = jax.jit(lambda cache: lax.scan(step, cache, jnp.arange(TOKENS)))(empty)
-        assert_equal(scanned, want)
+        assert_same(scanned, want)
         cache = jax.tree.map(jnp.copy, empty)
         for t in range(TOKENS):
             cache = write(cache, x[:, t : t + 1], t)
-        assert_equal(cache, want)
+        assert_same(cache, want)
 
 
 def test_scales_that_are_quantized_themselves_keep_their_own_scale():
@@ -136,7 +136,7 @@ def test_a_calibrated_scale_stays_and_quantizes_what_is_written():
     affine = Affine(jnp.full((1, 1, 1, 1), 0.5), jnp.full((1, 1, 1, 1), 7, jnp.int8))
     spec = jqx.QSpec(jnp.int8, jqx.per_tensor(), **MINMAX)
     cache = write(QTensor.zeros(SHAPE, spec, affine=affine), x, 2)
-    assert_equal(cache[:, 2:4], jqx.QTensor.quantize(x, spec, affine))
+    assert_same(cache[:, 2:4], jqx.QTensor.quantize(x, spec, affine))
     np.testing.assert_array_equal(cache.dequantize()[:, [0, 1, 4]], 0)
 
     layers = on_device([0.5, 2.0, 8.0]).reshape(3, 1, 1)
@@ -144,7 +144,7 @@ def test_a_calibrated_scale_stays_and_quantizes_what_is_written():
     empty = QTensor.zeros((3, 4, 8), spec, affine=Affine(layers))
     x = on_device(spread_out((1, 2, 8)))
     cache = jax.jit(dynamic_update_slice)(empty, x, (jnp.int32(1), jnp.int32(-2), 0))
-    assert_equal(cache[1:2, 2:], jqx.QTensor.quantize(x, spec, Affine(layers[1:2])))
+    assert_same(cache[1:2, 2:], jqx.QTensor.quantize(x, spec, Affine(layers[1:2])))
     np.testing.assert_array_equal(cache.scale, layers)
     unwritten = cache.dequantize().at[1, 2:].set(0)
     np.testing.assert_array_equal(unwritten, 0)
@@ -165,12 +165,12 @@ def test_part_of_a_token_is_quantized_with_the_scale_it_has():
 def test_no_tokens_change_nothing():
     for name in ("uint8 asymmetric", "mxfp4"):
         cache = QTensor.zeros(SHAPE, PER_TOKEN[name])
-        assert_equal(dynamic_update_slice(cache, tokens()[:, :0], (0, 2, 0, 0)), cache)
+        assert_same(dynamic_update_slice(cache, tokens()[:, :0], (0, 2, 0, 0)), cache)
 
 
 def test_a_cache_that_is_overwritten_as_a_whole_gets_new_scales():
     spec = jqx.QSpec(jnp.int8)
-    assert_equal(
+    assert_same(
         write(QTensor.zeros(SHAPE, spec), tokens(), 0), jqx.QTensor.quantize(tokens(), spec)
     )
 
@@ -185,7 +185,7 @@ def test_sequences_may_be_at_different_places():
         read = jax.vmap(lambda cache, t: dynamic_slice(cache, (t, 0, 0), (1, *SHAPE[2:])))
         row = jax.jit(read)(cache, starts)
         expected = jqx.QTensor.quantize(x, spec)
-        assert_equal(row, expected if empty.layout is None else expected.pack(-1))
+        assert_same(row, expected if empty.layout is None else expected.pack(-1))
         for b, t in enumerate(starts):
             others = np.delete(np.asarray(cache.dequantize()[b]), int(t), axis=0)
             np.testing.assert_array_equal(others, 0)
@@ -197,9 +197,9 @@ def test_arrays_of_any_float_dtype_are_written():
         x = tokens(dtype)[:, :1]
         cache = write(QTensor.zeros(SHAPE, spec, dtype), x, 1)
         assert cache.dtype == jnp.dtype(dtype)
-        assert_equal(cache[:, 1:2], jqx.QTensor.quantize(x, spec))
+        assert_same(cache[:, 1:2], jqx.QTensor.quantize(x, spec))
         cache = write(QTensor.zeros(SHAPE, spec), x, 1)
-        assert_equal(cache[:, 1:2], jqx.QTensor.quantize(x, spec).astype(jnp.float32))
+        assert_same(cache[:, 1:2], jqx.QTensor.quantize(x, spec).astype(jnp.float32))
 
 
 def test_a_found_scale_is_rounded_to_the_dtype_that_scales_are_kept_in():
@@ -208,7 +208,7 @@ def test_a_found_scale_is_rounded_to_the_dtype_that_scales_are_kept_in():
     x = tokens()[:, :1]
     cache = write(QTensor.zeros(SHAPE, spec, affine=half), x, 0)
     scale = jqx.QTensor.quantize(x, spec).scale.astype(jnp.bfloat16)
-    assert_equal(cache[:, :1], jqx.QTensor.quantize(x, spec, Affine(scale)))
+    assert_same(cache[:, :1], jqx.QTensor.quantize(x, spec, Affine(scale)))
 
 
 @pytest.mark.parametrize("name", ["int8", "uint4 asymmetric in blocks", "mxfp4", "nvfp4"])
@@ -335,13 +335,13 @@ def test_whole_blocks_of_tokens_get_new_scales():
         cache = QTensor.zeros(x.shape, spec)
         for start, stop in itertools.pairwise(borders):
             cache = dynamic_update_slice(cache, x[:, start:stop], (0, start, 0))
-        assert_equal(cache, expected)
+        assert_same(cache, expected)
     expected_blocks = jqx.QTensor.quantize(x[:, :8], spec)
     blocks = QTensor.zeros((2, 8, 6), spec).reshape(2, 2, 4, 6)
     for i in range(2):
         part = x[:, None, 4 * i : 4 * i + 4]
         blocks = jax.jit(dynamic_update_slice)(blocks, part, (0, jnp.int32(i), 0, 0))
-    assert_equal(blocks.reshape(2, 8, 6), expected_blocks)
+    assert_same(blocks.reshape(2, 8, 6), expected_blocks)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -355,7 +355,7 @@ def test_zeros_are_zero(name, dtype):
     assert q.scale.shape == spec.granularity.scale_shape(SHAPE)
     assert (q.zero_point is None) == spec.symmetric
     again = jax.jit(lambda: QTensor.zeros(SHAPE, spec, jnp.dtype(dtype)))()
-    assert_equal(again, q)
+    assert_same(again, q)
 
 
 def test_zeros_may_have_calibrated_scales():
@@ -517,5 +517,5 @@ def test_nothing_is_written_where_an_axis_is_empty(shape, size, axes):
     q = jqx.QTensor.zeros(
         shape, jqx.QSpec(jnp.int8, jqx.per_axis(*axes) if axes else jqx.per_tensor())
     )
-    assert_equal(jqx.dynamic_update_slice(q, jnp.zeros(size), (0, 0)), q)
+    assert_same(jqx.dynamic_update_slice(q, jnp.zeros(size), (0, 0)), q)
     assert jqx.dynamic_slice(q, (0, 0), size).dequantize().shape == size

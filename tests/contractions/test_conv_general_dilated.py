@@ -16,11 +16,11 @@ from jax import lax
 import jqx
 from jqx._src.contractions.requantize import Requantization
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..oracles.contractions import chosen, gamma
 from ..oracles.numerics import as_float64, assert_codes, assert_floats, nearest
 from ..oracles.refusals import assert_refused
-from ..tensor.tensors import assert_equal, random_codes, reals, tensor
+from ..tensor.tensors import random_codes, reals, tensor
 from .blocks import random_tensor, real_values, scales, spread
 from .convolutions import GROUPS, LAYOUTS, NHWC, case, convolution, powers, uniform
 
@@ -229,7 +229,7 @@ def test_the_result_may_be_quantized(some):
     spec = jqx.QSpec(jnp.int8)
     expected = jqx.QTensor.quantize(on_device(sums, jnp.float32), spec)
     rounded = jax.jit(functools.partial(some.convolve, output=spec))(x.value, w.value)
-    assert_equal(rounded, expected)
+    assert_same(rounded, expected)
 
 
 def zeros(shape, scale=(1, 1, 1, 1), qtype="int8", **fields):

@@ -75,14 +75,27 @@ def numbered(draw):
     return left, right, numbers
 
 
-@settings(max_examples=40, deadline=None)
-@given(numbered(), st.sampled_from([("int4", "uint8"), (None, "uint4"), ("int8", None)]))
-def test_every_axis_that_is_kept_may_have_its_own_scale_and_zero_point(case, formats):
-    """Small integers and powers of two: the sums are exact in any order."""
-    layout = Layout(*case)
-    pair = pair_of(layout, formats)
-    expected = contraction(*map(reals, pair), layout.numbers)
-    assert_floats(contract(*pair, layout.numbers), expected, np.float32)
+NUMBERED = st.tuples(
+    numbered(), st.sampled_from([("int4", "uint8"), (None, "uint4"), ("int8", None)])
+)
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.lists(NUMBERED, min_size=10, max_size=10))
+def test_every_axis_that_is_kept_may_have_its_own_scale_and_zero_point(cases):
+    """Small integers and powers of two: the sums are exact in any order. In one program."""
+    layouts = [Layout(*case) for case, _ in cases]
+    pairs = [pair_of(layout, cases[i][1]) for i, layout in enumerate(layouts)]
+
+    @jax.jit
+    def run(pairs):
+        return [
+            jqx.dot_general(*pair, layout.numbers)
+            for pair, layout in zip(pairs, layouts, strict=True)
+        ]
+
+    for pair, layout, result in zip(pairs, layouts, run(pairs), strict=True):
+        assert_floats(result, contraction(*map(reals, pair), layout.numbers), np.float32)
 
 
 def test_dimension_numbers_may_be_lists_and_numpy_integers():

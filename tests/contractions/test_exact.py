@@ -334,24 +334,28 @@ def test_planes_hold_every_int32_modulo_2_to_the_32(numbers):
 @pytest.mark.parametrize("left, right", [("int8", "int8"), ("uint8", "int4"), ("int4", "uint8")])
 def test_scales_come_after_the_exact_sum(left, right):
     """Three roundings: the sum to float32, and a product with each of the scales."""
+    pairs = []
     for left_axes, right_axes in itertools.product([(), (0,)], [(), (1,)]):
         rng = np.random.default_rng([len(left_axes), len(right_axes), BYTES.index(left)])
-        lhs, rhs = (
-            tensor(
-                random_codes(rng, qtype, shape),
-                qtype,
-                rng.uniform(1e-3, 1e3, kept(shape, axes)),
-                random_codes(rng, qtype, kept(shape, axes)),
-            )
-            for qtype, shape, axes in ((left, (6, 29), left_axes), (right, (29, 5), right_axes))
+        pairs.append(
+            [
+                tensor(
+                    random_codes(rng, qtype, shape),
+                    qtype,
+                    rng.uniform(1e-3, 1e3, kept(shape, axes)),
+                    random_codes(rng, qtype, kept(shape, axes)),
+                )
+                for qtype, shape, axes in ((left, (6, 29), left_axes), (right, (29, 5), right_axes))
+            ]
         )
-        expected = contraction(reals(lhs), reals(rhs), MATRICES)
+    results = jax.jit(lambda pairs: [jqx.matmul(*pair) for pair in pairs])(pairs)
+    for pair, y in zip(pairs, results, strict=True):
+        expected = contraction(*map(reals, pair), MATRICES)
         # float64 rounds too: each of 29 terms and their sums by 2**-53, of the sum of magnitudes.
-        slack = 32 * 2.0**-52 * contraction(np.abs(reals(lhs)), np.abs(reals(rhs)), MATRICES)
-        y = product(lhs, rhs)
+        slack = 32 * 2.0**-52 * contraction(*(np.abs(reals(q)) for q in pair), MATRICES)
         assert y.dtype == jnp.float32
         assert np.all(np.abs(as_float64(y) - expected) <= gamma(3) * np.abs(expected) + slack)
-        np.testing.assert_array_equal(jqx.matmul(lhs, rhs), y)
+    np.testing.assert_array_equal(jqx.matmul(*pairs[-1]), results[-1])
 
 
 def test_an_accumulator_beyond_the_precision_of_float32_is_rounded_once():

@@ -75,17 +75,26 @@ def test_lookups_are_exact(name):
 
 
 def test_stacks_batches_and_experts():
+    @jax.jit
+    def both(q, x):
+        """The results of codes beside those of real values."""
+        y, turned = q.dequantize(), q.transpose(0, 2, 1)
+        rows, sizes = x.reshape(15, 64), jnp.array([4, 0, 11])
+        expected = jnp.einsum("ebk,enk->ebn", x, y, precision=EXACT)
+        _, steps = jax.lax.scan(lambda c, w: (c, jqx.matmul(x[0], w.T)), 0, q)
+        return (
+            (jqx.einsum("ebk,enk->ebn", x, q), expected),
+            (jqx.einsum("enk,bek->ben", q, x.transpose(1, 0, 2)), expected.transpose(1, 0, 2)),
+            (
+                jqx.ragged_dot(rows, turned, sizes),
+                jax.lax.ragged_dot(rows, turned.dequantize(), sizes, precision=EXACT),
+            ),
+            (steps, jnp.einsum("bk,enk->ebn", x[0], y, precision=EXACT)),
+        )
+
     q = QTensor.stack([matrix((16, 64), 32, seed=i) for i in range(3)])
-    y, x = q.dequantize(), normal(0, 3, 5, 64)
-    expected = jnp.einsum("ebk,enk->ebn", x, y, precision=EXACT)
-    near(jqx.einsum("ebk,enk->ebn", x, q), expected)
-    near(jqx.einsum("enk,bek->ben", q, x.transpose(1, 0, 2)), expected.transpose(1, 0, 2))
-    turned, sizes = q.transpose(0, 2, 1), jnp.array([4, 0, 11])
-    rows = x.reshape(15, 64)
-    result = jqx.ragged_dot(rows, turned, sizes)
-    near(result, jax.lax.ragged_dot(rows, turned.dequantize(), sizes, precision=EXACT))
-    _, steps = jax.lax.scan(lambda c, w: (c, jqx.matmul(x[0], w.T)), 0, q)
-    near(steps, jnp.einsum("bk,enk->ebn", x[0], y, precision=EXACT))
+    for result, expected in both(q, normal(0, 3, 5, 64)):
+        near(result, expected)
 
 
 def test_no_weight_is_made_real():
@@ -103,9 +112,8 @@ def test_gradients_of_scale_and_offset():
         y = jnp.matmul(x, w.dequantize().T, precision=EXACT) if dense else jqx.matmul(x, w.T)
         return (y**2).sum()
 
-    gradients, expected = (
-        jax.grad(loss, (0, 1))(q.scale, q.offset, dense) for dense in (False, True)
-    )
+    gradient = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    gradients, expected = (gradient(q.scale, q.offset, dense) for dense in (False, True))
     for a, b in zip(gradients, expected, strict=True):
         near(a, b, 1e-4)
 

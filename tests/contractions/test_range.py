@@ -139,7 +139,7 @@ def as_elsewhere(monkeypatch):
 def test_float16_stays_in_range_on_other_platforms(form, as_elsewhere):
     for op in ("small", "many rows", "convolution"):
         check(op, form, "float16")
-    gradient = jax.grad(lambda q, x: jnp.sum(jqx.matmul(x, q)), allow_int=True)
+    gradient = jax.jit(jax.grad(lambda q, x: jnp.sum(jqx.matmul(x, q)), allow_int=True))
     x = jnp.ones((20, 128), jnp.float16)
     assert np.all(np.isfinite(gradient(kernel_of(form, (128, 128), "float16"), x).scale))
     check("convolution", form, "float16", "float32")

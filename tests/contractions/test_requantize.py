@@ -26,7 +26,7 @@ from jqx._src.contractions.requantize import (
 from jqx.calibrators import Affine
 from jqx.numerics import Integer, format_of
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..oracles import tflite
 from ..oracles.numerics import as_int64, codes_of
 from ..oracles.refusals import assert_refused
@@ -399,8 +399,7 @@ def test_jit_and_eager_give_the_same_and_trees_keep_every_field():
     eager = requantize(x, r)
     closed = jax.jit(lambda x: requantize(x, r))(x)
     for result in (requantized(x, r), closed):
-        assert jax.tree.structure(result) == jax.tree.structure(eager)
-        jax.tree.map(np.testing.assert_array_equal, result, eager)
+        assert_same(result, eager)
     leaves, tree = jax.tree.flatten(r)
     again = jax.tree.unflatten(tree, leaves)
     for field in dataclasses.fields(r):
@@ -444,8 +443,7 @@ def test_a_float_result_is_quantized_by_its_spec():
         ((spec, affine), jqx.QTensor.quantize(y, spec, affine)),
     ):
         result = as_asked("dot_general", y, output)
-        assert jax.tree.structure(result) == jax.tree.structure(expected)
-        jax.tree.map(np.testing.assert_array_equal, result, expected)
+        assert_same(result, expected)
     for wrong in (affine, (spec, affine, spec), jnp.int8):
         with pytest.raises(TypeError, match=r"jqx.dot_general: `output` is not a QSpec"):
             as_asked("dot_general", y, wrong)

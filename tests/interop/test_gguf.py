@@ -16,6 +16,7 @@ from jqx import QTensor
 from jqx.interop import Name, named, read_gguf, tree, write
 from jqx.numerics import mxfp4
 
+from ..arrays import assert_same
 from ..oracles.refusals import assert_error
 from .files import CHECKPOINTS, TYPES, bf16, file_of, halves, q4_0, q4_1, q8_0, stored, text
 from .trees import blocks_of, halved, integers
@@ -439,8 +440,7 @@ def test_rows_of_pairs_become_halves_exactly_and_back(name, tmp_path):
     want = real(leaf).reshape(heads, 4, 2, 512).swapaxes(1, 2).reshape(shape)
     np.testing.assert_array_equal(real(q[0]), want.T)
     back = named({"q": q}, rules)["blk.0.attn_q.weight"]
-    assert jax.tree.structure(back) == jax.tree.structure(leaf)
-    jax.tree.map(np.testing.assert_array_equal, back, leaf)
+    assert_same(back, leaf)
 
 
 def test_heads_that_do_not_fit_are_refused():

@@ -17,7 +17,7 @@ import jqx
 from jqx._src.interop.tree import _fields as fields_of_map
 from jqx._src.statistics.calibrators import AbsMax
 
-from ..arrays import normal
+from ..arrays import assert_same, normal
 from ..oracles.refusals import assert_error
 
 PARTS = r"jqx\.[A-Za-z_.]+: .+(\n  given:    .+)?(\n  expected: .+)?\n  fix:      .+"
@@ -37,12 +37,6 @@ X = normal(len(NAMES), 3, 32)
 
 def f(params, x):
     return jnp.stack([x @ params[name] for name in NAMES])
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert np.asarray(x).dtype == np.asarray(y).dtype and np.array_equal(x, y)
 
 
 def quantized_of(target=None):
@@ -67,7 +61,7 @@ def test_a_clip_is_a_field_of_files_where_there_is_one(tmp_path):
     for clip in (None, jnp.full(X.shape[-1], 0.5)):
         maps = {key: (jqx.ChannelMap(scale=jnp.ones(X.shape[-1]), clip=clip),)}
         jqx.save(tmp_path / "x", dataclasses.replace(quantized, maps=maps))
-        same(dict(jqx.load(tmp_path / "x").maps), maps)
+        assert_same(dict(jqx.load(tmp_path / "x").maps), maps)
 
 
 @pytest.mark.slow
@@ -82,7 +76,7 @@ def test_maps_of_channels_are_saved(tmp_path):
     path = tmp_path / "model.safetensors"
     jqx.save(path, quantized)
     loaded = jqx.load(path)
-    same(dict(loaded.maps), dict(quantized.maps))
+    assert_same(dict(loaded.maps), dict(quantized.maps))
     bound = loaded.bind(f)
     np.testing.assert_array_equal(bound(X), quantized(X))
     again = tmp_path / "again.safetensors"
@@ -102,11 +96,11 @@ def test_what_is_bound_is_what_was_saved(saved):
         and repr(loaded).removeprefix("SavedModel") == repr(bound)[9:]
     )
     assert str(bound.report) == str(quantized.report)
-    same(bound.params, quantized.params)
-    same(bound.affines, quantized.affines)
+    assert_same(bound.params, quantized.params)
+    assert_same(bound.affines, quantized.affines)
     results = [jax.jit(q.function)(q.params, X) for q in (quantized, bound)]
-    same(*results)
-    same(bound(X), quantized(X))  # uncompiled
+    assert_same(*results)
+    assert_same(bound(X), quantized(X))  # uncompiled
 
 
 def test_a_file_does_not_depend_on_the_machine(saved, tmp_path):
@@ -115,10 +109,10 @@ def test_a_file_does_not_depend_on_the_machine(saved, tmp_path):
         other = quantized_of(target)
         jqx.save(tmp_path / "other", other)
         assert (tmp_path / "other").read_bytes() == path.read_bytes()
-        same(jqx.load(path).bind(f, target=target).params, other.params)
+        assert_same(jqx.load(path).bind(f, target=target).params, other.params)
     with jqx.interop.Archive(path) as archive:  # its weights are a tree, to whom asks for one
         assert set(archive.paths) == set(NAMES) and archive.metadata == {}
-        same(archive.read("blocks"), other.params["blocks"].pack())
+        assert_same(archive.read("blocks"), other.params["blocks"].pack())
         for weight in other.report.weights:  # a file has a byte for a zero point of 4 bits
             zeros = 32 if weight.path == "asymmetric" else 0
             assert archive.read(weight.path).nbytes == weight.bytes_packed + zeros
@@ -171,10 +165,10 @@ def test_parameters_may_be_any_pytree(name, tmp_path):
         with pytest.raises(ValueError, match="does not match the parameters") as info:
             loaded.bind(g, like={"z": W})
         assert re.match(PARTS, str(info.value))
-    same(loaded.bind(g, like=tree).params, quantized.params)
+    assert_same(loaded.bind(g, like=tree).params, quantized.params)
     bound = loaded.bind(g, like=quantized.params) if not loaded.structured else loaded.bind(g)
-    same(bound.params, quantized.params)
-    same(bound(X), quantized(X))
+    assert_same(bound.params, quantized.params)
+    assert_same(bound(X), quantized(X))
 
 
 def test_several_arguments_names_and_values_of_the_user(tmp_path):
@@ -191,7 +185,7 @@ def test_several_arguments_names_and_values_of_the_user(tmp_path):
     jqx.save(tmp_path / "a", quantized, values={"mine": mine})
     assert_error(lambda: jqx.load(tmp_path / "a"), "'mine'")
     bound = jqx.load(tmp_path / "a", values={"mine": mine}).bind(g)
-    same(bound(X, X), quantized(X, X))
+    assert_same(bound(X, X), quantized(X, X))
     assert_error(lambda: quantize(W, [(X, X)]), "are in several")
 
 
@@ -312,7 +306,7 @@ def test_a_fresh_process_computes_the_same_bits(saved, tmp_path):
     path, quantized = saved
     out = tmp_path / "out.npy"
     subprocess.run([sys.executable, "-c", FRESH, str(path), str(out)], check=True)
-    same(np.load(out), np.asarray(quantized(X)))
+    assert_same(np.load(out), np.asarray(quantized(X)))
 
 
 def test_parts_of_a_scan_come_back(tmp_path):
@@ -325,7 +319,7 @@ def test_parts_of_a_scan_come_back(tmp_path):
     jqx.save(tmp_path / "deep", quantized)
     again = jqx.load(tmp_path / "deep").bind(deep)
     assert isinstance(again.params["layers"], jqx.Segments)
-    same(again.params, quantized.params)
-    same(again(X), quantized(X))
+    assert_same(again.params, quantized.params)
+    assert_same(again(X), quantized(X))
     with pytest.raises(ValueError, match=PARTS):
         jqx.load(tmp_path / "deep").bind(lambda params, x: deep(params, x)[::-1] @ PARAMS["nf4"])

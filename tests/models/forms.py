@@ -252,13 +252,6 @@ def together(*functions):
     return jax.jit(lambda *args: [f(*args) for f in functions])
 
 
-def assert_same(actual, expected):
-    """Trees of equal structure, of leaves with equal types and bits."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
-
-
 def gradients(*functions):
     """The gradients of several functions in their first two arguments, of one program."""
 

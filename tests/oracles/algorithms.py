@@ -18,14 +18,6 @@ def assert_near(results: Any, exact: Any, share: float = 1e-5) -> None:
         assert np.abs(x - y).max() <= share * np.abs(y).max()
 
 
-def assert_same(a: Any, b: Any) -> None:
-    """Asserts that two trees have one structure, dtypes and values."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
 def divided(pairs: Any, params: Any, scales: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Parameters of the same function whose sites get operands divided by scales, and the maps that
     clip these: scales [*loops, *batch, channels] by the key of an operand.

@@ -20,10 +20,9 @@ import jqx.nnx
 from jqx.algorithms import auto_round, chain, gptq, nearest, rotate, smooth_quant
 from jqx.observers import Observer
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..models.layers import conv
 from ..models.modules import LinenLayers, NnxLayers
-from ..oracles.algorithms import assert_same
 
 RNG = np.random.default_rng(0)
 D = 32

@@ -260,7 +260,7 @@ class NnxHeads(nnx.Module):
 def calibrated_linen(policy, batches):
     """Returns the call that converts a module whose statistics come from batches."""
     module = jqx.linen.quantize(LinenHeads(), policy, mode=jqx.linen.Mode.CALIBRATE)
-    variables = LinenHeads().init(jax.random.key(0), batches[0])
+    variables = jax.jit(LinenHeads().init)(jax.random.key(0), batches[0])
     for x in batches:
         variables = {**variables, **module.apply(variables, x, mutable=["quant_stats"])[1]}
     integers = module.clone(mode=jqx.linen.Mode.CONVERT)
@@ -270,7 +270,7 @@ def calibrated_linen(policy, batches):
 def averaged_linen(policy, batches):
     """The same, with the moving average of the statistics that have one."""
     module = jqx.linen.quantize(LinenHeads(), policy, mode=jqx.linen.Mode.CALIBRATE)
-    variables = LinenHeads().init(jax.random.key(0), batches[0])
+    variables = jax.jit(LinenHeads().init)(jax.random.key(0), batches[0])
     stats, *others = (
         module.apply(variables, x, mutable=["quant_stats"])[1]["quant_stats"] for x in batches
     )

@@ -16,8 +16,7 @@ import jqx
 from jqx._src.ptq.quantized import leaves_by_path
 from jqx.algorithms import smooth_quant
 
-from ..arrays import normal, on_device
-from ..oracles.algorithms import assert_same
+from ..arrays import assert_same, normal, on_device
 
 W, X = np.linspace(-1, 1, 64 * 8, dtype=np.float32).reshape(64, 8), jnp.ones((3, 64))
 PARAMS = {"w": on_device(W), "b": jnp.zeros((1, 8))}

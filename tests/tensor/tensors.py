@@ -93,14 +93,6 @@ def reals(q: Any) -> np.ndarray:
     return differences(q) * as_float64(q.scale) if isinstance(q, jqx.QTensor) else as_float64(q)
 
 
-def assert_equal(a: Any, b: Any) -> None:
-    """Asserts that QTensors, or trees of them, have one structure and equal leaves."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
-
-
 @st.composite
 def qtensors(draw: st.DrawFn, shapes: Sequence[tuple[int, ...]] = SHAPES) -> jqx.QTensor:
     """QTensors of all granularities, with a zero point for each scale, for fewer, or for none."""

@@ -19,17 +19,10 @@ from jqx import numerics
 from jqx._src.numerics.packing import pack_bits
 from jqx._src.tensor.layout import Layout, Packing
 
+from ..arrays import assert_same
 from ..oracles.numerics import as_float64, assert_floats
 from ..oracles.refusals import assert_refused
-from .tensors import (
-    CASES,
-    assert_equal,
-    made,
-    on_host,
-    random_tensor,
-    spec,
-    spread_out,
-)
+from .tensors import CASES, made, on_host, random_tensor, spec, spread_out
 
 SWAPPED, AS_INT8 = Layout(swapped=True), Layout(int8=True)
 BOTH = Layout(swapped=True, int8=True)
@@ -102,7 +95,7 @@ def test_every_layout_holds_the_same_array(name):
     for laid, (actual, plain, codes, stored) in zip(tensors, all_of(tensors), strict=True):
         assert (laid.shape, laid.ndim, laid.size) == (q.shape, q.ndim, q.size)
         assert_floats(actual, real, np.float32)
-        assert_equal(plain, q)
+        assert_same(plain, q)
         form = numerics.format_of(q.qtype)
         as_bytes = laid.layout.packing is not None or laid.layout.int8
         assert codes.dtype.itemsize == 1 if as_bytes else codes.dtype == form.storage
@@ -133,7 +126,7 @@ def test_stored_moves_no_code_and_names_the_axes_as_they_lie(name):
         else:
             assert stored.layout == (AS_INT8 if layout.int8 else None)
             assert stored.values.shape == stored.shape
-        assert_equal(plain, swap_last(on_host(q)))
+        assert_same(plain, swap_last(on_host(q)))
 
 
 def everywhere(x):
@@ -210,8 +203,8 @@ def test_a_swap_of_the_last_axes_moves_no_code(name):
         turned = swap_last(laid)
         assert turned.values is laid.values
         assert turned.shape == swapped.shape
-        assert_equal(plain, swapped)
-        assert_equal(back, q)
+        assert_same(plain, swapped)
+        assert_same(back, q)
         assert turned.layout is None or swap_last(turned).layout == layout
         assert_floats(y, np.swapaxes(real, -1, -2), np.float32)
 
@@ -221,9 +214,9 @@ def test_a_matrix_and_a_row_turn_as_arrays_do():
     for _, laid in in_every_layout(q):
         turned = laid.T
         assert turned.shape == (6, 4)
-        assert_equal(turned.unpack(), q.T)
+        assert_same(turned.unpack(), q.T)
     row = q[0].pack()
-    assert_equal(row.T, row)
+    assert_same(row.T, row)
 
 
 def joined_again(x, positions):
@@ -254,7 +247,7 @@ def test_codes_stored_as_int8_pass_through_every_view():
         ]
 
     for view, (expected, plain, y) in zip(views, all_of(q, laid_out(q, AS_INT8)), strict=True):
-        assert_equal(plain, expected)
+        assert_same(plain, expected)
         assert_floats(y, view(real), np.float32)
 
 
@@ -278,12 +271,12 @@ def test_an_index_is_refused_exactly_where_it_changes_what_is_laid_out(data):
     if whole_last(shape, index, layout.depth):
         actual = laid[index]
         assert actual.layout == layout
-        assert_equal(actual.unpack(), q[index])
+        assert_same(actual.unpack(), q[index])
     elif layout.swapped and any(layout.follows((), {axis}) for axis in (-2, -1)):
         with contextlib.suppress(ValueError):  # it may take a part of an axis that is not packed
             actual = laid[index]
             assert actual.layout == layout
-            assert_equal(actual.unpack(), q[index])
+            assert_same(actual.unpack(), q[index])
     else:
         with pytest.raises(ValueError, match=r"QTensor\.__getitem__: the codes are "):
             laid[index]
@@ -356,13 +349,13 @@ def test_parts_of_swapped_axes_are_taken_in_the_order_of_the_values():
         for view in some:
             actual = view(laid_out(q, layout))
             assert actual.layout == layout
-            assert_equal(actual.unpack(), view(q))
+            assert_same(actual.unpack(), view(q))
 
 
 def test_codes_stored_as_int8_are_unpacked_before_they_are_packed():
     q = laid_out(random_tensor(np.random.default_rng(0), "int4", (4, 6)), AS_INT8)
     assert_refused(lambda q: q.pack(), (q,), ValueError, "QTensor.pack", "as int8", "q.unpack()")
-    assert_equal(q.unpack().pack().unpack(), q.unpack())
+    assert_same(q.unpack().pack().unpack(), q.unpack())
 
 
 def test_tensors_of_different_layouts_are_not_joined():
@@ -389,9 +382,9 @@ def test_mapping_and_scanning_over_leading_axes_keep_a_layout():
     actual = jax.jit(lambda tensors: list(map(reals_of_rows, tensors)))(tensors)
     for laid, (of_map, mapped, stored, scanned, turned) in zip(tensors, actual, strict=True):
         assert_floats(of_map, real, np.float32)
-        assert_equal(mapped, stored)
+        assert_same(mapped, stored)
         assert_floats(scanned, real, np.float32)
-        assert_equal(turned, swap_last(laid))
+        assert_same(turned, swap_last(laid))
 
 
 def test_mapping_over_a_swapped_axis_of_a_matrix_raises():
@@ -444,7 +437,7 @@ def test_a_layout_crosses_trees_copies_and_pickles_and_tells_structures_apart():
             copy.deepcopy(laid),
             jax.jit(lambda q: q)(laid),
         ):
-            assert_equal(other, laid)
+            assert_same(other, laid)
             assert type(other.layout) is type(laid.layout)
         masked = jax.tree.map(lambda leaf: None, laid)
         assert masked.layout == laid.layout and "QTensor" in repr(masked)

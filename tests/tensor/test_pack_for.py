@@ -15,10 +15,10 @@ import jqx
 from jqx import numerics
 from jqx._src.tensor.layout import Layout
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..oracles.numerics import assert_floats
 from ..oracles.refusals import assert_refusals, refusal
-from .tensors import CASES, assert_equal, made, random_tensor, spec, spread_out, tensor
+from .tensors import CASES, made, random_tensor, spec, spread_out, tensor
 
 TARGETS = ("cpu", "gpu", "tpu")
 BYTES = {"gpu": (jnp.int8, jnp.uint8), "tpu": (jnp.int4, jnp.int8, jnp.uint8)}
@@ -72,8 +72,8 @@ def test_the_layout_is_that_of_the_target_and_the_scale(name, target):
             values = (values.astype(np.int16) - (128 if qtype == jnp.uint8 else 0)).astype(np.int8)
         np.testing.assert_array_equal(laid.values, values, strict=True)
         assert laid.scale is q.scale and laid.shape == (K, N)
-        assert_equal(laid.unpack(), q)
-        assert_equal(jqx.pack_for(q, target, contracted=asked), laid)
+        assert_same(laid.unpack(), q)
+        assert_same(jqx.pack_for(q, target, contracted=asked), laid)
         assert laid.pack_for(target, contracted=asked) is laid
 
 
@@ -82,7 +82,7 @@ def test_the_layout_is_that_of_the_target_and_the_scale(name, target):
 def test_no_code_scale_or_real_value_changes(name, target):
     q, real = made(name)
     laid = jqx.pack_for(q, target)
-    assert_equal(laid.unpack(), q)
+    assert_same(laid.unpack(), q)
     assert_floats(laid.dequantize(), real, np.float32)
 
 
@@ -90,8 +90,8 @@ def test_a_layout_gives_way_to_that_of_another_target():
     q = weight(jqx.per_axis(1), jnp.uint4, symmetric=False)
     for first in (q.pack(0), q.pack(1), q, *map(q.pack_for, TARGETS)):
         for target in TARGETS:
-            assert_equal(first.pack_for(target), q.pack_for(target))
-            assert_equal(first.T.pack_for(target), q.T.pack_for(target))
+            assert_same(first.pack_for(target), q.pack_for(target))
+            assert_same(first.T.pack_for(target), q.T.pack_for(target))
     assert q.pack(0).pack_for("tpu").layout == Layout(kernel="tpu")
 
 
@@ -120,8 +120,8 @@ def test_a_stack_is_laid_out_as_each_of_it(data):
         for seed in range(2)
     ]
     laid = jqx.pack_for(jqx.QTensor.stack(tensors), target)
-    assert_equal(laid, jqx.QTensor.stack([q.pack_for(target) for q in tensors]))
-    assert_equal(laid[1], tensors[1].pack_for(target))
+    assert_same(laid, jqx.QTensor.stack([q.pack_for(target) for q in tensors]))
+    assert_same(laid[1], tensors[1].pack_for(target))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_integers_of_other_dtypes_are_stored_as_int8_only_on_cpu(qtype):
     laid = q.pack_for("cpu")
     assert laid.values.dtype == jnp.int8
     assert laid.layout.int8 and laid.values.size == q.values.size
-    assert_equal(laid.unpack(), q)
+    assert_same(laid.unpack(), q)
     assert_floats(laid.dequantize(), np.asarray(q.dequantize()), np.float32)
     for target in ("gpu", "tpu"):
         assert (q.pack(0) if form.bits < 8 else q).pack_for(target).values.dtype == form.storage
@@ -160,7 +160,7 @@ def test_codes_that_have_a_byte_each_and_are_no_unsigned_integers_stay(qtype):
     for target in ("cpu", "gpu"):
         assert q.pack_for(target) is q
         if numerics.format_of(qtype).bits < 8:
-            assert_equal(q.pack().pack_for(target), q)
+            assert_same(q.pack().pack_for(target), q)
 
 
 def test_what_has_no_axis_to_contract_keeps_its_order():
@@ -180,7 +180,7 @@ def test_axes_of_one_element_or_none_are_laid_out_like_any(shape):
         for target in TARGETS:
             laid = q.pack_for(target)
             assert laid.shape == shape
-            assert_equal(laid.unpack(), q)
+            assert_same(laid.unpack(), q)
 
 
 def tree_of_weights():
@@ -198,8 +198,8 @@ def test_every_qtensor_of_a_tree_is_laid_out_and_nothing_else(target):
     laid = jqx.pack_for(tree, target)
     assert laid["blocks"][0]["b"] is tree["blocks"][0]["b"]
     assert (laid["static"], laid["none"]) == ("relu", None)
-    assert_equal(laid["blocks"][0]["w"], tree["blocks"][0]["w"].pack_for(target))
-    assert_equal(laid["table"], tree["table"].pack_for(target))
+    assert_same(laid["blocks"][0]["w"], tree["blocks"][0]["w"].pack_for(target))
+    assert_same(laid["table"], tree["table"].pack_for(target))
     back = jax.tree.map(
         lambda q: q.unpack() if isinstance(q, jqx.QTensor) else q,
         laid,
@@ -214,7 +214,7 @@ def test_a_tree_is_laid_out_under_jit_and_of_shapes_alone():
     for target in TARGETS:
         laid = jqx.pack_for(tree, target)
         pack = functools.partial(jqx.pack_for, target=target)
-        assert_equal(jax.jit(pack)(tree), laid)
+        assert_same(jax.jit(pack)(tree), laid)
         abstract = jax.eval_shape(pack, tree)
         assert jax.tree.structure(abstract) == jax.tree.structure(laid)
         for shape, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(laid), strict=True):
@@ -228,7 +228,7 @@ def test_mapped_over_leading_axes_it_is_that_of_the_stack():
     q = random_tensor(np.random.default_rng(0), "int4", (3, K, N), (0, 2), (0, 2))
     for target in TARGETS:
         mapped = jax.vmap(lambda q, target=target: q.pack_for(target))(q)
-        assert_equal(mapped, q.pack_for(target))
+        assert_same(mapped, q.pack_for(target))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -315,7 +315,7 @@ def test_a_scale_that_is_quantized_itself_does_not_change():
     for axes in ((0, 1), (1, 0)):
         turned = q.transpose(axes)
         laid = turned.pack_for("cpu")
-        assert_equal(laid.scale, turned.scale)
+        assert_same(laid.scale, turned.scale)
         assert laid.layout == (None if axes == (0, 1) else Layout(swapped=True))
-        assert_equal(laid.in_memory_order, dataclasses.replace(q))
+        assert_same(laid.in_memory_order, dataclasses.replace(q))
         assert_floats(laid.dequantize(), np.asarray(turned.dequantize()), np.float32)

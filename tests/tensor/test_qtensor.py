@@ -20,20 +20,10 @@ import jqx
 from jqx import numerics
 from jqx._src.numerics.lookup import DTYPES
 
-from ..arrays import normal, on_device
+from ..arrays import assert_same, normal, on_device
 from ..oracles.numerics import as_float64, assert_floats, nearest
 from ..oracles.refusals import assert_error, assert_refused
-from .tensors import (
-    CASES,
-    assert_equal,
-    differences,
-    made,
-    qtensors,
-    random_tensor,
-    spec,
-    spread_out,
-    tensor,
-)
+from .tensors import CASES, differences, made, qtensors, random_tensor, spec, spread_out, tensor
 
 law = settings(max_examples=25, deadline=None)
 
@@ -148,7 +138,7 @@ def test_dequantizing_rounds_the_exact_product_once(q):
 
 def test_astype_keeps_every_code_and_scale():
     q = random_tensor(np.random.default_rng(0), "uint8", (2, 3), (0,), (0,))
-    assert_equal(q.astype(jnp.bfloat16).astype(jnp.float32), q)
+    assert_same(q.astype(jnp.bfloat16).astype(jnp.float32), q)
 
 
 def test_nbytes_counts_codes_scales_and_zero_points():
@@ -254,16 +244,16 @@ def test_shapes_batches_and_gradients_of_it_are_computed_with():
 def test_tree_map_over_two_of_them_pairs_their_arrays():
     q = full_tensor()
     stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), q, q[::-1])
-    assert_equal(stacked[0], q)
-    assert_equal(stacked[1], q[::-1])
+    assert_same(stacked[0], q)
+    assert_same(stacked[1], q[::-1])
 
 
 def test_it_is_flattened_and_pickled_without_loss():
     q = full_tensor()
     leaves, structure = jax.tree.flatten(q)
-    assert_equal(jax.tree.unflatten(structure, leaves), q)
-    assert_equal(pickle.loads(pickle.dumps(q)), q)
-    assert_equal(jax.device_put(jax.device_get(q)), q)
+    assert_same(jax.tree.unflatten(structure, leaves), q)
+    assert_same(pickle.loads(pickle.dumps(q)), q)
+    assert_same(jax.device_put(jax.device_get(q)), q)
 
 
 def test_it_crosses_jit_in_and_out_and_is_traced_once():
@@ -277,7 +267,7 @@ def test_it_crosses_jit_in_and_out_and_is_traced_once():
 
     q = full_tensor()
     turned, real = f({"w": q})
-    assert_equal(turned, q.T)
+    assert_same(turned, q.T)
     assert_floats(real, np.asarray(q.dequantize()), np.float32)
     f({"w": q[::-1]})
     assert len(traces) == 1
@@ -291,9 +281,9 @@ def test_vmap_over_an_axis_with_its_own_scales_maps_them_in_step():
     real = np.asarray(q.dequantize())
     assert_floats(jax.jit(jax.vmap(lambda q: q.dequantize()))(q), real, np.float32)
     rows = jax.vmap(lambda q: q[1])(q)
-    assert_equal(rows, q[:, 1])
+    assert_same(rows, q[:, 1])
     along_last = jax.vmap(lambda q: q.T, in_axes=2, out_axes=2)(q)
-    assert_equal(along_last, q.transpose(1, 0, 2))
+    assert_same(along_last, q.transpose(1, 0, 2))
     shared = jax.vmap(lambda x, q: x * q.dequantize(), in_axes=(0, None))
     assert_floats(shared(ones(2), q), np.stack([real, real]), np.float32)
 
@@ -311,7 +301,7 @@ def test_scan_over_layers_takes_the_scale_of_each():
         return jax.lax.scan(lambda total, w: (total + w.dequantize().sum(), w[0]), 0.0, q)
 
     total, first_rows = scanned(q)
-    assert_equal(first_rows, q[:, 0])
+    assert_same(first_rows, q[:, 0])
     expected = sum(jnp.sum(q[i].dequantize()) for i in range(3))
     # Each sum rounds 8 times at most, and they are added up in one order: both errors below.
     slack = 2 * (8 + 3) * 2.0**-24 * np.abs(as_float64(q.dequantize())).sum()
@@ -321,10 +311,10 @@ def test_scan_over_layers_takes_the_scale_of_each():
 def test_it_is_a_carry_and_the_result_of_a_branch():
     q = full_tensor((3, 3))
     turned = jax.lax.fori_loop(0, 3, lambda i, q: q[::-1], q)
-    assert_equal(turned, q[::-1])
+    assert_same(turned, q[::-1])
     choose = jax.jit(lambda p, q: jax.lax.cond(p, lambda q: q[::-1], lambda q: q, q))
-    assert_equal(choose(True, q), q[::-1])
-    assert_equal(choose(False, q), q)
+    assert_same(choose(True, q), q[::-1])
+    assert_same(choose(False, q), q)
 
 
 def test_eval_shape_gives_its_shapes_without_computing():
@@ -592,7 +582,7 @@ def test_qtensors_of_any_granularity_format_and_layout_cross():
     tree = make_all(ROWS) | {"granularities": {name: made(name)[0] for name in CASES}}
     assert len(tree["formats"]) == len(QTYPES)
     assert isinstance(tree["granularities"]["nv with a tail"].scale, jqx.QTensor)
-    assert_equal(returned(tree), tree)
+    assert_same(returned(tree), tree)
 
 
 @pytest.mark.parametrize("name", ["int2", "uint2"])
@@ -605,7 +595,7 @@ def test_two_bits_are_refused_where_jax_cannot_write_them(name):
         written(q)
     for words in ("jqx.QTensor: ", "q.pack()"):
         assert words in str(info.value)
-    assert_equal(returned(q.pack()), q.pack())
+    assert_same(returned(q.pack()), q.pack())
 
 
 def test_a_format_of_the_user_is_refused_by_name():

@@ -22,20 +22,12 @@ from jqx._src.tensor.grid import fake_quantize_as
 from jqx._src.tensor.layout import Layout, Packing
 from jqx.calibrators import Affine
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..oracles.calibrators import affine, blocks, extremes, magnitude, ordinary_floats
 from ..oracles.formats import largest, nearest_number, product, quotient
 from ..oracles.numerics import as_float64, as_int64, assert_codes, assert_floats, nearest, quantized
 from ..oracles.refusals import assert_error, assert_refused
-from .tensors import (
-    CASES,
-    SHAPES,
-    assert_equal,
-    kept,
-    random_codes,
-    spread_out,
-    tensor,
-)
+from .tensors import CASES, SHAPES, kept, random_codes, spread_out, tensor
 
 law = settings(max_examples=25, deadline=None)
 quantize = functools.partial(jax.jit, static_argnames="spec")(jqx.QTensor.quantize)
@@ -202,9 +194,9 @@ def test_a_given_scale_and_zero_point_are_used_as_they_are():
     scale, zero_point = jnp.array([[0.25, 0.5]]), jnp.array([[1, -3]], jnp.int4)
     for pair in [calibrators.Affine(scale, zero_point), (scale, zero_point)]:
         q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int4), pair)
-        assert_equal(q, tensor([[3, 7], [-2, -8]], "int4", scale, zero_point))
+        assert_same(q, tensor([[3, 7], [-2, -8]], "int4", scale, zero_point))
     q = jqx.QTensor.quantize(x, jqx.QSpec(jnp.int4), calibrators.Affine(scale))
-    assert_equal(q, tensor([[2, 7], [-3, -8]], "int4", scale))
+    assert_same(q, tensor([[2, 7], [-3, -8]], "int4", scale))
 
 
 def test_quantizing_again_with_the_same_scale_changes_nothing():
@@ -212,16 +204,16 @@ def test_quantizing_again_with_the_same_scale_changes_nothing():
     spec = jqx.QSpec(jnp.uint8, jqx.per_axis(1), symmetric=False)
     q = quantize(x, spec=spec)
     again = jqx.QTensor.quantize(q.dequantize(), spec, (q.scale, q.zero_point))
-    assert_equal(again, q)
+    assert_same(again, q)
 
 
 def test_eager_jitted_and_mapped_quantizing_agree_bit_by_bit():
     x = np.random.default_rng(3).normal(size=(3, 4, 5)).astype(np.float32)
     spec = jqx.QSpec(jnp.int8, jqx.per_axis(0, 2))
     q = jqx.QTensor.quantize(x, spec)
-    assert_equal(quantize(x, spec=spec), q)
+    assert_same(quantize(x, spec=spec), q)
     each = functools.partial(jqx.QTensor.quantize, spec=jqx.QSpec(jnp.int8, jqx.per_axis(1)))
-    assert_equal(jax.vmap(each)(x), q)
+    assert_same(jax.vmap(each)(x), q)
 
 
 def test_a_given_scale_must_fit():
@@ -436,9 +428,9 @@ def test_packing_loses_nothing_and_takes_the_bits_of_the_format(name):
     assert packed.unpack().unpack() is not packed and q.unpack() is q
     assert along_rows.layout == Layout(Packing(-2, 3)) and along_rows.shape == (3, 64)
     for actual in (*unpacked, packed.unpack()):
-        assert_equal(actual, q)
+        assert_same(actual, q)
     for actual in (*again, q.pack()):
-        assert_equal(actual, packed)
+        assert_same(actual, packed)
     for real in reals[1:]:
         assert_floats(real, np.asarray(reals[0]), np.float32)
     assert "packed" in repr(packed) and f"{packed.nbytes:,} bytes" in repr(packed)
@@ -456,7 +448,7 @@ def test_packed_codes_with_zero_points_and_a_tail_dequantize_alike(qtype):
         return q.dequantize(), packed.dequantize(), mapped, packed.unpack()
 
     real, *others, unpacked = reals(q, packed)
-    assert_equal(unpacked, q)
+    assert_same(unpacked, q)
     for actual in others:
         assert_floats(actual, np.asarray(real), np.float32)
 

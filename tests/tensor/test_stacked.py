@@ -16,9 +16,8 @@ from jqx._src.tensor.serialize import record_from_json, to_json
 from jqx._src.tensor.shardings import partition_specs
 from jqx._src.tensor.views import sliceable
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..oracles.refusals import assert_refused
-from .tensors import assert_equal
 
 SHAPE = (2, 3, 4, 32)
 ALONE = jqx.QSpec(numerics.nvfp4, jqx.per_block({2: 1, 3: 16, 0: 1, 1: 1}))
@@ -52,15 +51,15 @@ def test_each_array_of_a_stack_is_quantized_as_if_alone():
     alone = jax.jit(lambda x: jqx.QTensor.quantize(x, ALONE))
     whole = in_every_way()[STACKS.index((0, 1))]
     for i, j in itertools.product(range(2), range(3)):
-        assert_equal(whole[i : i + 1, j : j + 1], alone(x[i : i + 1, j : j + 1]))
+        assert_same(whole[i : i + 1, j : j + 1], alone(x[i : i + 1, j : j + 1]))
 
 
 def test_it_is_what_vmap_and_stack_make():
     x = stack()
     spec = jqx.QSpec(numerics.nvfp4, jqx.per_block({0: 1, 1: 1, 2: 16}))
     mapped = jax.vmap(lambda x: jqx.QTensor.quantize(x, spec))(x)
-    assert_equal(with_layers(), mapped)
-    assert_equal(jqx.QTensor.stack([jqx.QTensor.quantize(part, spec) for part in x]), mapped)
+    assert_same(with_layers(), mapped)
+    assert_same(jqx.QTensor.stack([jqx.QTensor.quantize(part, spec) for part in x]), mapped)
 
 
 def test_views_keep_the_numbers():
@@ -115,7 +114,7 @@ def test_second_scales_are_on_the_devices_of_their_arrays():
 def test_a_file_keeps_it(tmp_path):
     for i, q in enumerate(in_every_way()):
         jqx.interop.save(tmp_path / str(i), {"w": q})
-        assert_equal(jqx.interop.load(tmp_path / str(i))["w"], q)
+        assert_same(jqx.interop.load(tmp_path / str(i))["w"], q)
 
 
 def test_a_spec_reads_and_writes_as_before_where_it_has_no_stack():

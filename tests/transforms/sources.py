@@ -11,7 +11,7 @@ import pytest
 
 import jqx
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 
 STEP = 2.0**-6
 WEIGHT = jqx.QSpec(
@@ -48,12 +48,6 @@ def cases(table, slow=()):
     assert set(slow) <= set(table)
     marks = {name: [pytest.mark.slow] if name in slow else [] for name in table}
     return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
-
-
-def assert_same(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def assert_transformed(f, plan, params, expected, *args, wrap=jax.jit):

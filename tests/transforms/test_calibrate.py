@@ -17,6 +17,7 @@ from jqx._src.transforms import calibrate
 from jqx.calibrators import Affine
 from jqx.presets import w4a16, w8a8, w8a8_dynamic, w8a16
 
+from ..arrays import assert_same
 from ..models.transforms import (
     MODELS,
     eighths,
@@ -39,11 +40,6 @@ OUTPUT = jqx.Policy([jqx.Rule("w", output=jqx.QSpec(jnp.int8))])
 
 def observed(f, plan, *args):
     return jqx.calibrate(f, plan)(*args)[1]
-
-
-def assert_equal_leaves(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -89,9 +85,9 @@ def test_merged_shards_equal_one_pass(calibrator):
     everything, a, b, c = (observe(PARAMS, x)[1] for x in (X, X[:2], X[2:3], X[3:]))
     merge = partial(jqx.merge_stats, plan)
     left, right = merge(merge(a, b), c), merge(a, merge(b, c))
-    assert_equal_leaves(left, right)
+    assert_same(left, right)
     for merged in (left, right):
-        assert_equal_leaves(jqx.affines(plan, merged), jqx.affines(plan, everything))
+        assert_same(jqx.affines(plan, merged), jqx.affines(plan, everything))
 
 
 def test_an_output_spec_is_observed_too():
@@ -290,7 +286,7 @@ def test_scales_of_weights_are_those_that_they_are_quantized_with(split):
     scales = jqx.affines(plan, {}, params)
     assert set(scales) == {weight.key for weight in plan.weights}
     expected = jqx.quantize_params(params, plan)
-    assert_equal_leaves(jqx.quantize_params(params, plan, scales), expected)
+    assert_same(jqx.quantize_params(params, plan, scales), expected)
     assert jqx.affines(plan, {}) == {}
 
 

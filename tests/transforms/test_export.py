@@ -19,7 +19,8 @@ from jax import export, lax
 import jqx
 from jqx import numerics
 
-from ..models.forms import ACTIVATION, FORMS, POLICIES, K, assert_same, function, rows, weights
+from ..arrays import assert_same
+from ..models.forms import ACTIVATION, FORMS, POLICIES, K, function, rows, weights
 from ..models.transforms import close, eighths, mlp, normal, plan_of, product
 
 TOKENS = jqx.QSpec(jnp.int8, jqx.per_token(), dynamic=True)

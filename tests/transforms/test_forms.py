@@ -15,7 +15,7 @@ import jqx
 from jqx._src import compat
 from jqx._src.transforms.walk import Domain, bodies, walk
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..models.forms import (
     FORMS,
     LAYERS,
@@ -25,7 +25,6 @@ from ..models.forms import (
     WHILES,
     K,
     act,
-    assert_same,
     by_hand,
     function,
     gradients,
@@ -399,7 +398,7 @@ def test_a_backward_pass_in_bfloat16_runs_for_every_order_of_dimensions(around):
 
     if around == "vmap":
         both = jax.vmap(both, ({name: -1 for name in p}, None))
-        p = jax.tree.map(lambda w: jnp.stack([w, 2 * w], -1), p)
+        p = jax.tree.map(lambda w: np.stack([w, 2 * np.asarray(w)], -1), p)
     for integers, right in zip(*map(jax.tree.leaves, jax.jit(both)(p, x)), strict=True):
         size = np.abs(right).max()
         assert np.abs(integers - right).max() <= 2**-6 * size  # of products of two rounded factors

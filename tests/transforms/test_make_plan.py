@@ -15,8 +15,9 @@ from flax import nnx
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
+from ..arrays import assert_same
 from ..models.transforms import close, eighths, mlp, mlp_params, normal, plan_of
-from .sources import POLICY, assert_same, assert_transformed, rounded
+from .sources import POLICY, assert_transformed, rounded
 
 X, PARAMS = normal(3, 7, 16), mlp_params()
 INT8 = jqx.QSpec(jnp.int8, jqx.per_channel())

@@ -16,9 +16,9 @@ import jqx
 from jqx._src.transforms.quantize_params import _compiled
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..models.transforms import int8_grid, mlp, mlp_params, normal, plan_of, product
-from .sources import assert_same, cases
+from .sources import cases
 
 X, PARAMS = normal(3, 7, 16), mlp_params()
 

@@ -17,9 +17,10 @@ from jax.experimental import pallas as pl
 
 import jqx
 
+from ..arrays import assert_same
 from ..models.forms import FORMS, function, rows, weights
 from ..models.transforms import eighths, normal, product
-from .sources import POLICY, assert_same, assert_transformed, rounded
+from .sources import POLICY, assert_transformed, rounded
 
 X = eighths(1, 4, 8)
 OPTIONAL = jqx.Policy([dataclasses.replace(POLICY.rules[0], optional=True)])

@@ -16,7 +16,7 @@ from jqx._src.policy import Selector
 from jqx._src.transforms.trace import trace_call
 from jqx._src.transforms.walk import evaluate
 
-from ..arrays import normal, on_device
+from ..arrays import assert_same, normal, on_device
 from ..oracles.contractions import gamma
 from ..roundings import exactly
 
@@ -272,8 +272,7 @@ def test_segments_are_a_tree_that_is_saved(tmp_path):
     assert again.bounds == segments.bounds and tree == jax.tree.structure(again)
     jqx.save(tmp_path / "model.safetensors", q)
     read = jqx.load(tmp_path / "model.safetensors")
-    assert jax.tree.structure(read) == jax.tree.structure(q)
-    jax.tree.map(np.testing.assert_array_equal, read, q)
+    assert_same(read, q)
     dense = jqx.dequantize_params(q)
     assert jax.tree.structure(dense) == jax.tree.structure(PARAMS)
     packed = jqx.pack_for(q, "cpu")["layers"]["a"]
@@ -293,8 +292,7 @@ def test_an_algorithm_is_given_the_parts():
 
     mapped = plan.map_weights(choose, PARAMS)
     assert seen == {"layers/a[0:1]": (1, K, K), "layers/a[1:5]": (L - 1, K, K)}
-    assert jax.tree.structure(mapped) == jax.tree.structure(q)
-    jax.tree.map(np.testing.assert_array_equal, mapped, q)
+    assert_same(mapped, q)
     assert mapped["layers"]["b"] is PARAMS["layers"]["b"]
     seen.clear()
     plan.map_weights(lambda weight, part: seen.setdefault(weight.path, part), q)
@@ -324,8 +322,7 @@ def test_a_weight_that_is_handed_on_stays_in_parts():
     f = lambda p, x: (p, plain(p, x)[0])  # noqa: E731
     plan, q = quantized(f, MIXED)
     out, _ = jax.jit(jqx.convert(f, plan))(q, X)
-    assert jax.tree.structure(out) == jax.tree.structure(q)
-    jax.tree.map(np.testing.assert_array_equal, out, q)
+    assert_same(out, q)
     same, _ = jqx.convert(f, plan)(PARAMS, X)  # float weights are returned as they are given
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, same, PARAMS)))
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 
-from ..arrays import on_device
-from ..models.forms import POLICIES, WEIGHT, act, assert_same, by_hand, gradients, matmul, rounded
+from ..arrays import assert_same, on_device
+from ..models.forms import POLICIES, WEIGHT, act, by_hand, gradients, matmul, rounded
 from ..models.transforms import eighths
 
 D, M = 2, 2

@@ -9,20 +9,12 @@ from jax import lax
 import jqx
 from jqx.presets import w8a16
 
+from ..arrays import assert_same
 from ..models.forms import POLICIES as FORM_POLICIES
 from ..models.forms import STEP as GRID
 from ..models.forms import K, act, rows, weights
 from ..models.transforms import eighths, normal
-from .sources import (
-    POLICY,
-    WEIGHT,
-    assert_quantized,
-    assert_same,
-    assert_transformed,
-    axes_of,
-    by_hand,
-    rounded,
-)
+from .sources import POLICY, WEIGHT, assert_quantized, assert_transformed, axes_of, by_hand, rounded
 
 X = eighths(1, 4, 8)
 

@@ -13,18 +13,9 @@ from jax import lax
 import jqx
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
-from ..arrays import on_device
+from ..arrays import assert_same, on_device
 from ..models.transforms import eighths, normal, product
-from .sources import (
-    POLICY,
-    STEP,
-    assert_quantized,
-    assert_same,
-    assert_transformed,
-    axes_of,
-    cases,
-    rounded,
-)
+from .sources import POLICY, STEP, assert_quantized, assert_transformed, axes_of, cases, rounded
 
 X = eighths(1, 4, 8)
 OPTIONAL = jqx.Policy([dataclasses.replace(POLICY.rules[0], optional=True)])

@@ -14,8 +14,7 @@ import jqx
 from jqx import numerics
 from jqx.diagnostics import sensitivity
 
-from ..arrays import on_device
-from ..contractions.test_cache import assert_equal
+from ..arrays import assert_same, on_device
 from ..models.transforms import eighths, relative
 
 BATCH, TIME, HEADS, WIDTH = SHAPE = (2, 6, 2, 32)
@@ -119,7 +118,7 @@ def assert_loops(name, expected, f):
     for actual, written in others:
         assert relative(actual, y) < 2e-6  # float32 sums of at most 64 products, in another order
         for key in cache:
-            assert_equal(written[key], cache[key])
+            assert_same(written[key], cache[key])
 
 
 @pytest.mark.many
@@ -261,7 +260,7 @@ def test_state_flows_through_every_form(name):
     expected, others = run(c, x)
     for actual in others:
         for key, q in expected.items():
-            assert_equal(actual[key], q)
+            assert_same(actual[key], q)
 
 
 def test_a_mask_chooses_codes_where_it_cuts_no_scale():
@@ -299,7 +298,7 @@ def test_each_member_of_a_vmap_has_its_own_state():
     f = jax.vmap(jqx.convert(lambda p, c, x, t: put(c, x[0], t), NOTHING), (None, 0, 0, 0))
     actual = jax.jit(f)({}, c, x, jnp.array([1, 4]))
     for i, t in enumerate((1, 4)):
-        assert_equal(
+        assert_same(
             jax.tree.map(lambda leaf, i=i: leaf[i], actual),
             jqx.dynamic_update_slice(filled("int8"), x[i, 0][:, None], (0, t, 0, 0)),
         )
@@ -399,9 +398,9 @@ def test_state_is_sharded_and_exported_like_arrays():
 
     for transform in TRANSFORMS.values():
         for actual in jax.jit(transform(f, NOTHING))({}, c, x):
-            assert_equal(actual, expected)
+            assert_same(actual, expected)
     exported = export.export(jax.jit(jqx.convert(lambda p, c, x: at_3(c, x), NOTHING)))({}, c, x)
-    assert_equal(export.deserialize(exported.serialize()).call({}, c, x), expected)
+    assert_same(export.deserialize(exported.serialize()).call({}, c, x), expected)
 
 
 def test_bad_state_is_refused():
