@@ -74,7 +74,8 @@ mlir.make_ir_context = _reused(mlir.make_ir_context)
 OPTIMIZED = (
     "bench",
     "calibrators/test_ranges.py",
-    "conformance/test_runtimes.py",
+    "conformance",
+    "contractions/test_exact.py",
     "contractions/test_lowering.py",
     "contractions/test_requantize.py",
     "gradients/test_laws.py",
@@ -92,17 +93,14 @@ OPTIMIZED = (
 distance of two programs."""
 
 OPTIMIZED_IN_SLOW_RUN = (
-    "conformance/test_vectors.py",
-    "contractions/test_exact.py",
     "contractions/test_gradients.py",
     "contractions/test_dot_general.py",
     "contractions/test_formulation.py",
     "contractions/test_products.py",
     "contractions/test_range.py",
 )
-"""Files that the slow run optimizes alone, since that takes more than half of their time. Sums in
-them are exact in any order, or held to a bound of every order; and of stored vectors the slow run
-evaluates each case in three more forms.
+"""Files that the default run does not optimize, since that takes more than half of their time: sums
+in them are exact in any order, or held to a bound of every order.
 """
 
 FEW = 32

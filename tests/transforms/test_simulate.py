@@ -36,6 +36,17 @@ def test_given_scales_are_used(wrap):
     assert close(out, jnp.round(X[:, :4] * 2) / 2)
 
 
+def test_every_use_of_a_weight_sees_the_rounded_one():
+    def f(w, x):
+        return x @ w, w
+
+    w = normal(0, 16, 4)
+    plan = plan_of(f, w8a16(weight={"qtype": jnp.int4}), w, X)
+    grid = jqx.QTensor.quantize(w, plan.weights[0].spec).dequantize()
+    out, returned = jqx.simulate(f, plan)(w, X)
+    assert jnp.array_equal(returned, grid) and jnp.array_equal(out, X @ grid)
+
+
 def test_gradients_reach_given_scales():
     def f(w, x):
         return (x @ w).sum()
