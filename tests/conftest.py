@@ -75,7 +75,7 @@ OPTIMIZED = (
     "bench",
     "calibrators/test_ranges.py",
     "conformance",
-    "contractions/test_exact.py",
+    "contractions/test_integer_products.py",
     "contractions/test_lowering.py",
     "contractions/test_requantize.py",
     "gradients/test_laws.py",

@@ -26,16 +26,16 @@ WORKAROUNDS = {
         "A product of int8 with one row or column leaves the int8 library: both operands are "
         "copied to int32. So a row, or a column, is added.",
         (
-            "contractions.exact.rows_product",
-            "contractions.exact.needs_shape",
+            "contractions.integer_products.rows_product",
+            "contractions.integer_products.needs_shape",
         ),
     ),
     "a_left_operand_that_is_not_in_order_is_multiplied_as_int32": Workaround(
         "The same happens if the left operand is not contracted along its last axes. So it is "
         "transposed, with a row of zeros below that XLA does not undo.",
         (
-            "contractions.exact.needs_transpose",
-            "contractions.exact.rows_product",
+            "contractions.integer_products.needs_transpose",
+            "contractions.integer_products.rows_product",
         ),
     ),
     "sixteen_bit_floats_are_multiplied_in_some_layouts_alone": Workaround(
@@ -57,7 +57,10 @@ WORKAROUNDS = {
     "a_sum_of_codes_beside_their_product_holds_them_as_int32": Workaround(
         "A sum of int8 codes that a product or a convolution also reads holds all of them in "
         "int32. So they are summed by a product with ones.",
-        ("contractions.conv_general_dilated._kernel_sums", "contractions.exact._sums_of_rows"),
+        (
+            "contractions.conv_general_dilated._kernel_sums",
+            "contractions.integer_products._sums_of_rows",
+        ),
     ),
     "a_loop_over_narrow_codes_converts_all_of_them_before_it": Workaround(
         "Slices of 8-bit floats or 4-bit codes that a loop converts are slices of a copy of all, "

@@ -23,7 +23,7 @@ from ..transforms.algorithm import AlgorithmResult
 from ..transforms.plan import Plan
 from .grids import Grids, Group
 from .interface import AlgorithmReport, MatrixReport, algorithm, check_options
-from .layers import LayerByLayer
+from .layer_by_layer import LayerByLayer
 from .matrices import (
     Factor,
     Matrix,

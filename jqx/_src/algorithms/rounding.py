@@ -39,7 +39,7 @@ from .interface import (
     check_options,
     name_of,
 )
-from .layers import LayerByLayer
+from .layer_by_layer import LayerByLayer
 from .matrices import Matrix, Unsupported
 from .stages import Replaced, Scope, Stage, Steps, labels_of
 from .store import InMemory, Offload, Where, on_device

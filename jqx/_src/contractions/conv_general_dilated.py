@@ -35,8 +35,8 @@ from .blocks import (
     with_own_second_scales,
 )
 from .dot_general import Operand, as_operand, dot_general, result_dtype
-from .exact import as_int8, check_splittable, digits_of
 from .formulation import CPU, ELSEWHERE, PLATFORMS, Family, Planner, formulation
+from .integer_products import as_int8, check_splittable, digits_of
 from .kernels import derived_as
 from .plain import count_of, is_exact_in, numbers_of
 from .problem import (

@@ -19,7 +19,6 @@ from ..numerics.exact import common_dtype
 from ..numerics.lookup import format_of
 from ..tensor.layout import check_dtypes
 from ..tensor.qtensor import QTensor
-from .exact import INTEGERS, SUMS_OF_INTEGERS, check_splittable
 from .formulation import (
     CPU,
     PLATFORMS,
@@ -29,6 +28,7 @@ from .formulation import (
     formulation,
     formulation_of_kernels,
 )
+from .integer_products import INTEGERS, SUMS_OF_INTEGERS, check_splittable
 from .kernels import KERNELS, as_activation, multiplies_codes, products
 from .kernels_cpu import (
     PACKAGE,
@@ -40,7 +40,7 @@ from .kernels_cpu import (
     package_sums,
     plain_sums,
 )
-from .plain import FLOAT8, FLOATS
+from .plain import FLOAT8_PRODUCTS, FLOAT_PRODUCTS
 from .problem import (
     Dimensions,
     HowTo,
@@ -68,8 +68,8 @@ PRODUCTS = Planner(
     Family(lambda case: package_cpu.is_installed(), PACKAGE),
     Family(lambda case: case.rhs.layout is not None, KERNELS),
     Family(lambda case: case.are_integers, INTEGERS),
-    Family(lambda case: case.are_float8, FLOAT8),
-    Family(lambda case: case.is_beside_floats, FLOATS),
+    Family(lambda case: case.are_float8, FLOAT8_PRODUCTS),
+    Family(lambda case: case.is_beside_floats, FLOAT_PRODUCTS),
 )
 SUMS = Planner("dot_general:int32", package_sums, *SUMS_OF_INTEGERS)
 

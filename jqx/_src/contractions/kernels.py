@@ -19,9 +19,8 @@ from ..numerics.minifloats import Minifloat
 from ..numerics.qtype import Integer, QType
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import codes_and_index
-from ..tensor.targets import kernel_of, layout_for_kernel
+from ..tensor.targets import FLOAT8, kernel_of, layout_for_kernel
 from .blocks import with_own_scales
-from .exact import as_int8, integer
 from .formulation import (
     CPU,
     ELSEWHERE,
@@ -29,6 +28,7 @@ from .formulation import (
     formulation_of_kernels,
     of_slices,
 )
+from .integer_products import as_int8, integer
 from .plain import convert, dequantize, is_exact_in, tiles
 from .problem import INT32_MAX, HowTo, Pending, largest
 
@@ -253,7 +253,6 @@ def as_activation(q: QTensor, weight: QTensor, wide: Any) -> jax.Array:
 # Formulations by kernels for products of codes, or of floats that the kernel quantizes.
 
 
-FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 LEAST = 16
 """Elements of the smallest group that matrix units of a GPU multiply."""
 

@@ -23,8 +23,15 @@ from ..tensor.qtensor import QTensor
 from ..tensor.segments import codes_and_index, without_stack
 from ..tensor.targets import is_decoded, kernel_of
 from .blocks import with_own_scales
-from .exact import accumulate, as_int8, fitting, in_fitting_shapes, integer_blocks, to_rows
 from .formulation import CPU, formulation
+from .integer_products import (
+    accumulate,
+    as_int8,
+    fitting,
+    in_fitting_shapes,
+    integer_blocks,
+    to_rows,
+)
 from .kernels import derived_as, numbers_of_codes, precision_of
 from .plain import is_exact_in, tangent_tiles, tiles
 from .problem import Dimensions, HowTo, Pending, Product, is_byte, is_integer, max_products_in_int32

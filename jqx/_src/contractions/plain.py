@@ -22,8 +22,8 @@ from ..numerics.qtype import Integer
 from ..ops.affine import affine_dequantize
 from ..tensor.qtensor import QTensor
 from .blocks import in_slices, sum_of_blocks, with_own_scales, with_scales
-from .exact import as_int8, rows_product, to_rows
 from .formulation import CPU, ELSEWHERE, formulation
+from .integer_products import as_int8, rows_product, to_rows
 from .problem import Dimensions, HowTo, needs_shape
 
 
@@ -485,8 +485,8 @@ def _flat(parameter: jax.Array, columns: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(parameter, (parameter.shape[0], *columns)).reshape(len(parameter), -1)
 
 
-FLOAT8 = (float8_tiles, float8)
+FLOAT8_PRODUCTS = (float8_tiles, float8)
 """Products of two operands of 8-bit floats."""
 
-FLOATS = (convert_wide, digits, block_digits, tiles, dequantize, convert_row, convert)
+FLOAT_PRODUCTS = (convert_wide, digits, block_digits, tiles, dequantize, convert_row, convert)
 """Products of floats and codes."""

@@ -18,8 +18,8 @@ from ..tensor.targets import kernel_of
 from .blocks import item_at, with_own_scales
 from .cache import take_along
 from .dot_general import Operand, as_operand, check_operand, contract, result_dtype
-from .exact import as_int8
 from .formulation import CPU, PLATFORMS, Planner, formulation, formulation_of_kernels
+from .integer_products import as_int8
 from .kernels import (
     Rows,
     derived_as,

@@ -270,14 +270,14 @@ class Part(Wrapper):
     policy and the mode of the parent, but only the parent has statistics and scales.
     """
 
-    quant_part: Parent
+    quant_parent: Parent
     _q_is_part = True
 
     def _q_is_plain(self) -> bool:
-        return self.quant_part.mode is Mode.FLOAT and not holds_codes(nnx.state(self))
+        return self.quant_parent.mode is Mode.FLOAT and not holds_codes(nnx.state(self))
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        parent = self.quant_part
+        parent = self.quant_parent
         call, pure = self._q_function(name, run, args, kwargs)
         unscaled: Mapping[str, Any] = {}
         if needs_calibration(parent.policy) and not parent.quant_dynamic:
@@ -295,7 +295,7 @@ class Part(Wrapper):
     def _q_function(
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[QuantizedFunction, PureCall]:
-        parent = self.quant_part
+        parent = self.quant_parent
         pure = pure_call(self, name, run, args, kwargs, constant=False).inside(parent.path)
         call = QuantizedFunction(
             function=pure.function,
@@ -321,12 +321,12 @@ def make_parts(module: Any) -> None:
     with_classes(module, kinds)
     options = {name: getattr(module, name) for name in COPIED}
     for path, part in nnx.iter_modules(module):
-        if isinstance(part, Part) and "quant_part" not in vars(part):
-            part.quant_part = Parent(tuple(map(str, path)), **options, learned=False)
+        if isinstance(part, Part) and "quant_parent" not in vars(part):
+            part.quant_parent = Parent(tuple(map(str, path)), **options, learned=False)
 
 
 def update_parts(module: nnx.Module, **changes: Any) -> None:
     """Updates the parts of a module after a change."""
     for _, part in nnx.iter_modules(module):
         if isinstance(part, Part):
-            part.quant_part = dataclasses.replace(part.quant_part, **changes)
+            part.quant_parent = dataclasses.replace(part.quant_parent, **changes)

@@ -100,7 +100,7 @@ def convert(
     check_unsupported("convert", unsupported)
 
     def converted(*args: P.args, **kwargs: P.kwargs) -> R:
-        call = _without_stacks(trace_call("convert", f, params, args, kwargs))
+        call = _without_returned_stacks(trace_call("convert", f, params, args, kwargs))
         fitted = as_plan("convert", plan, call, params)
         scales = fitted.scales_of("convert", affines)
         if shardings is not None and partial_dtype is None and gather_axes is None:
@@ -121,7 +121,7 @@ def convert(
     return converted
 
 
-def _without_stacks(call: Call) -> Call:
+def _without_returned_stacks(call: Call) -> Call:
     """Returns a call without the stacks that the function returns as they are given. Joining their
     parts, which may have several formats, has no quantized form, and `_results` needs no stack.
     """

@@ -27,7 +27,7 @@ from hypothesis.extra import numpy as hnp
 
 import jqx
 from jqx import numerics
-from jqx._src.contractions.exact import TALL, integer, planes, rows_product
+from jqx._src.contractions.integer_products import TALL, integer, planes, rows_product
 from jqx._src.contractions.plain import DIGITS as FLOAT_DIGITS
 from jqx._src.contractions.plain import TINY, TOP, join, split
 from jqx._src.contractions.problem import Dimensions, HowTo

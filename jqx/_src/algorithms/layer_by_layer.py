@@ -363,7 +363,7 @@ class _Run(Walk):
         sites = (self.plan.site_at(address) for address in sorted(once))
         self._once = {x.address: x for x in sites if x is not None and self._is_known(x)}
         self._offload = Offload(solver.offload)
-        self._shelf, self._current = self._stores(digests if lazy else None)
+        self._code_store, self._current = self._stores(digests if lazy else None)
 
     def _is_known(self, site: Site) -> bool:
         """Whether the sums of inputs of a site are known; an error may be raised later if not."""
@@ -413,7 +413,7 @@ class _Run(Walk):
         self._inputs.warn()
         if self._bar is not None:
             self._bar.close()
-        codes = self._shelf.quantized()
+        codes = self._code_store.quantized()
         weights = self.plan.map_weights(lambda weight, _: codes[weight.path], params)
         return AlgorithmResult(weights, AlgorithmReport(tuple(self.entries), memory))
 
@@ -508,8 +508,8 @@ class _Run(Walk):
             if path in self._unread:  # lazy weights are checked when they are read
                 self._unread.remove(path)
                 check_finite_weight(self._solver.function, leaves[i], path)
-        grids = self._shelf.take(group, {path: leaves[i] for path, i in leaf_indices.items()})
-        self.entries += self._rounded(matrices, where, grids, group.whole)
+        grids = self._code_store.take(group, {path: leaves[i] for path, i in leaf_indices.items()})
+        self.entries += self._resumed_or_rounded(matrices, where, grids, group.whole)
         start = 0
         for path, size in group.sizes.items():
             numbers = where
@@ -518,11 +518,11 @@ class _Run(Walk):
             if numbers.size:
                 self._current.write(leaf_indices[path], numbers - start, grids.values(numbers))
             start += size
-        self._shelf.put(group, grids, where)
+        self._code_store.put(group, grids, where)
         if self._bar is not None:
             self._bar.update(len(where))
 
-    def _rounded(
+    def _resumed_or_rounded(
         self,
         matrices: Callable[[], Sequence[Matrix]],
         element_ids: Array,
