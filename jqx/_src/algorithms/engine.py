@@ -359,7 +359,7 @@ class Traced:
         carry these; `lazy` allows `Lazy` leaves; `ignores` leaves out rows that are not finite.
         """
         weight = every_row if ignores and weight is None else weight
-        f = f if isinstance(f, TracedOnce) else TracedOnce(f)
+        f = TracedOnce(f)
         calls = []
         for batch in batches:
             arguments = arguments_of(plan, params, batch)

@@ -288,7 +288,7 @@ class LayerByLayer:
         A weight that several sites share, or that a loop uses in all of its steps, is processed
         first, with the sum over its uses of float inputs.
         """
-        f = f if isinstance(f, TracedOnce) else TracedOnce(f)
+        f = TracedOnce(f)
         run = _Run(self, f, plan, params, list(batches), on_nonfinite)
         return run.chosen(f, params, progress)
 

@@ -813,7 +813,7 @@ class auto_round:
     ) -> AlgorithmResult:
         """Returns the parameters with learned codes, and a report."""
         batch_list, ignores = list(batches), check_mode(_FUNCTION, on_nonfinite)
-        f = f if isinstance(f, TracedOnce) else TracedOnce(f)
+        f = TracedOnce(f)
         few_rows = Few(look_at_batches(_FUNCTION, f, plan, params, batch_list, on_nonfinite))
         traced = Traced.of(f, plan, params, batch_list, self.weight, ignores=ignores)
         plan, bodies = traced.plan, bodies_of(traced.plan, traced.calls[0].jaxpr)

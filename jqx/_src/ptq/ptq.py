@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Concatenate, Literal, cast, get_args, overload
+from typing import Any, Concatenate, Literal, get_args, overload
 
 import jax
 import numpy as np
@@ -553,7 +553,7 @@ def _run(
 ) -> _Result:
     """Runs the algorithms: first those that rewrite weights, then rounding, then corrections."""
     if mapped.plan.splits and choice.reads_batches:
-        parts = Unstacked(mapped.plan, values, cast(TracedOnce, mapped.f))
+        parts = Unstacked(mapped.plan, values, TracedOnce(mapped.f))
         mapped_parts = dataclasses.replace(mapped, f=TracedOnce(parts.function), plan=parts.plan)
         result = _run(choice, mapped_parts, parts.params, batches, observing)
         values, codes = parts.together(result.values), parts.together(result.codes)
