@@ -325,7 +325,7 @@ class Row:
     policy: jqx.Policy
     whole: float
     quick: float | None
-    algorithm: jqx.Algorithm = NEAREST
+    algorithm: jqx.extend.Algorithm = NEAREST
 
 
 W4, W3 = linear("int4:group=128:asymmetric"), linear("int3:group=128:asymmetric")

@@ -9,7 +9,6 @@ import typing as _typing
 from . import calibrators as calibrators
 from . import gradients as gradients
 from . import numerics as numerics
-from . import observers as observers
 from . import onednn as onednn
 from . import presets as presets
 from . import tflite as tflite
@@ -49,7 +48,6 @@ from ._src.tensor.qtensor import QTensor as QTensor
 from ._src.tensor.segments import Segments as Segments
 from ._src.tensor.shardings import pack_for as pack_for
 from ._src.tensor.spec import QSpec as QSpec
-from ._src.transforms.algorithm import Algorithm as Algorithm
 from ._src.transforms.calibrate import affines as affines
 from ._src.transforms.calibrate import calibrate as calibrate
 from ._src.transforms.calibrate import calibrate_batches as calibrate_batches
@@ -83,10 +81,15 @@ else:  # type checkers report unknown names
         __name__,
         {
             "jqx.algorithms": (),
-            "jqx.diagnostics": ("compare", "explain", "lowering", "report"),
+            "jqx.diagnostics": (),
             "jqx.extend": (),
-            "jqx.interop": ("load", "save"),
+            "jqx.interop": (),
             "jqx.parallel": (),
+            "jqx._src.diagnostics.compare": ("compare",),
+            "jqx._src.diagnostics.lowering": ("explain", "lowering"),
+            "jqx._src.diagnostics.report": ("report",),
+            "jqx._src.interop.archive": ("load",),
+            "jqx._src.interop.save": ("save",),
         },
     )
 __version__ = "0.1.0"

@@ -5,70 +5,31 @@ import typing as _typing
 from ._src.late import late as _late
 
 if _typing.TYPE_CHECKING:
-    from ._src.algorithms.activation_aware import AwqReport as AwqReport
-    from ._src.algorithms.activation_aware import ScaledTogether as ScaledTogether
     from ._src.algorithms.activation_aware import awq as awq
     from ._src.algorithms.activation_aware import smooth_quant as smooth_quant
-    from ._src.algorithms.channels import Pair as Pair
-    from ._src.algorithms.corrections import BiasReport as BiasReport
-    from ._src.algorithms.corrections import Compensation as Compensation
-    from ._src.algorithms.corrections import CompensationReport as CompensationReport
-    from ._src.algorithms.corrections import SiteShift as SiteShift
     from ._src.algorithms.corrections import bias_correction as bias_correction
     from ._src.algorithms.corrections import eora as eora
     from ._src.algorithms.corrections import loftq as loftq
     from ._src.algorithms.gptq import gptq as gptq
-    from ._src.algorithms.interface import AlgorithmReport as AlgorithmReport
-    from ._src.algorithms.interface import BlockReport as BlockReport
-    from ._src.algorithms.interface import BlocksReport as BlocksReport
-    from ._src.algorithms.interface import MatrixReport as MatrixReport
     from ._src.algorithms.interface import chain as chain
     from ._src.algorithms.interface import nearest as nearest
     from ._src.algorithms.own_text import own_text as own_text
-    from ._src.algorithms.rotate import Rotation as Rotation
-    from ._src.algorithms.rotate import RotationReport as RotationReport
     from ._src.algorithms.rotate import rotate as rotate
     from ._src.algorithms.rounding import adaround as adaround
     from ._src.algorithms.rounding import auto_round as auto_round
-    from ._src.algorithms.scaling import Pairs as Pairs
     from ._src.algorithms.scaling import equalize as equalize
     from ._src.algorithms.scaling import find_pairs as find_pairs
-    from ._src.algorithms.store import Memory as Memory
-    from ._src.transforms.algorithm import AlgorithmResult as AlgorithmResult
 else:  # one algorithm does not need the others; type checkers report unknown names
     __getattr__, __dir__ = _late(
         __name__,
         {
-            "jqx._src.algorithms.activation_aware": (
-                "AwqReport",
-                "ScaledTogether",
-                "awq",
-                "smooth_quant",
-            ),
-            "jqx._src.algorithms.channels": ("Pair",),
-            "jqx._src.algorithms.corrections": (
-                "BiasReport",
-                "Compensation",
-                "CompensationReport",
-                "SiteShift",
-                "bias_correction",
-                "eora",
-                "loftq",
-            ),
+            "jqx._src.algorithms.activation_aware": ("awq", "smooth_quant"),
+            "jqx._src.algorithms.corrections": ("bias_correction", "eora", "loftq"),
             "jqx._src.algorithms.gptq": ("gptq",),
-            "jqx._src.algorithms.interface": (
-                "AlgorithmReport",
-                "BlockReport",
-                "BlocksReport",
-                "MatrixReport",
-                "chain",
-                "nearest",
-            ),
+            "jqx._src.algorithms.interface": ("chain", "nearest"),
             "jqx._src.algorithms.own_text": ("own_text",),
-            "jqx._src.algorithms.rotate": ("Rotation", "RotationReport", "rotate"),
+            "jqx._src.algorithms.rotate": ("rotate",),
             "jqx._src.algorithms.rounding": ("adaround", "auto_round"),
-            "jqx._src.algorithms.scaling": ("Pairs", "equalize", "find_pairs"),
-            "jqx._src.algorithms.store": ("Memory",),
-            "jqx._src.transforms.algorithm": ("AlgorithmResult",),
+            "jqx._src.algorithms.scaling": ("equalize", "find_pairs"),
         },
     )

@@ -5,7 +5,6 @@ import typing as _typing
 from ._src.late import unknown as _unknown
 from ._src.statistics.calibrators import AcrossDevices as AcrossDevices
 from ._src.statistics.calibrators import Affine as Affine
-from ._src.statistics.calibrators import Calibrator as Calibrator
 from ._src.statistics.calibrators import Delayed as Delayed
 from ._src.statistics.calibrators import Rounded as Rounded
 from ._src.statistics.calibrators import absmax as absmax
@@ -15,8 +14,6 @@ from ._src.statistics.calibrators import fixed as fixed
 from ._src.statistics.calibrators import minmax as minmax
 from ._src.statistics.calibrators import moving_average as moving_average
 from ._src.statistics.calibrators import rms as rms
-from ._src.statistics.granularity import Granularity as Granularity
-from ._src.statistics.granularity import Groups as Groups
 from ._src.statistics.searches import Hqq as Hqq
 from ._src.statistics.searches import Mse as Mse
 from ._src.statistics.searches import Percentile as Percentile

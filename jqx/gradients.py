@@ -2,12 +2,9 @@
 
 import typing as _typing
 
-from ._src.gradients.estimators import Gradient as Gradient
-from ._src.gradients.estimators import GradientEstimator as GradientEstimator
 from ._src.gradients.estimators import LearnedStep as LearnedStep
 from ._src.gradients.estimators import LearnedStepAndOffset as LearnedStepAndOffset
 from ._src.gradients.estimators import StochasticRounding as StochasticRounding
-from ._src.gradients.estimators import Surrogate as Surrogate
 from ._src.gradients.estimators import lsq as lsq
 from ._src.gradients.estimators import lsq_plus as lsq_plus
 from ._src.gradients.estimators import pact as pact

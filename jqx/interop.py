@@ -1,11 +1,7 @@
 """Reads and writes checkpoint files of other libraries."""
 
 from ._src.interop.archive import Archive as Archive
-from ._src.interop.archive import load as load
 from ._src.interop.archive import read as read
-from ._src.interop.gguf import Gguf as Gguf
-from ._src.interop.gguf import GgufBlocks as GgufBlocks
-from ._src.interop.gguf import GgufTensor as GgufTensor
 from ._src.interop.gguf import read_gguf as read_gguf
 from ._src.interop.named_tree import Name as Name
 from ._src.interop.named_tree import named as named
@@ -13,10 +9,7 @@ from ._src.interop.named_tree import tree as tree
 from ._src.interop.orbax import from_gemma as from_gemma
 from ._src.interop.orbax import from_orbax as from_orbax
 from ._src.interop.orbax import to_orbax as to_orbax
-from ._src.interop.save import save as save
 from ._src.interop.save import save_leaves as save_leaves
-from ._src.interop.verify import TensorCheck as TensorCheck
-from ._src.interop.verify import Verification as Verification
 from ._src.interop.verify import verify as verify
 from ._src.interop.write import write as write
 from ._src.tensor.segments import Lazy as Lazy

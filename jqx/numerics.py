@@ -14,16 +14,12 @@ from ._src.numerics.blocks import nvfp4 as nvfp4
 from ._src.numerics.codebooks import Codebook as Codebook
 from ._src.numerics.codebooks import binary as binary
 from ._src.numerics.codebooks import nf4 as nf4
-from ._src.numerics.exact import power_of_two as power_of_two
-from ._src.numerics.exact import round_to_integer as round_to_integer
-from ._src.numerics.exact import step_of as step_of
 from ._src.numerics.lookup import format_of as format_of
 from ._src.numerics.minifloats import Minifloat as Minifloat
 from ._src.numerics.minifloats import Specials as Specials
 from ._src.numerics.minifloats import float6_e2m3fn as float6_e2m3fn
 from ._src.numerics.minifloats import float6_e3m2fn as float6_e3m2fn
 from ._src.numerics.qtype import Integer as Integer
-from ._src.numerics.qtype import QType as QType
 from ._src.numerics.qtype import int3 as int3
 from ._src.numerics.qtype import int5 as int5
 from ._src.numerics.qtype import int6 as int6

@@ -5,6 +5,13 @@
        quantize dequantize
 
 gives a table of summaries, and the documentation of each name, of the current module.
+
+    .. results:: diagnostics.report
+
+       Report
+
+documents classes that public functions return, and that no public module lists: a program uses
+what they hold, and has no need of their names.
 """
 
 import ast
@@ -14,10 +21,12 @@ import importlib
 import inspect
 import re
 import textwrap
+import types
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
+from sphinx import addnodes
 from sphinx.domains.python import PyObject
 from sphinx.util.nodes import nested_parse_with_titles
 
@@ -120,30 +129,75 @@ def without_self(node, is_method):
         del first[0]
 
 
-class Names(Directive):
-    """The documentation of the names that are listed, each by its kind."""
+class Documented(Directive):
+    """A directive whose content is names of a module."""
 
     has_content = True
 
+    def names(self):
+        return " ".join(self.content).split()
+
+    def parsed(self, lines):
+        """Returns the nodes of lines of reStructuredText."""
+        node = nodes.section()
+        node.document = self.state.document
+        nested_parse_with_titles(self.state, StringList(lines, source=self.content.source(0)), node)
+        return node
+
+
+class Names(Documented):
+    """The documentation of the names that are listed, each by its kind."""
+
     def run(self):
         module = self.state.document.settings.env.ref_context["py:module"]
-        names = " ".join(self.content).split()
+        names = self.names()
         lines = [".. autosummary::", "   :nosignatures:", "", *(f"   {n}" for n in names), ""]
         for name in names:
             value = getattr(importlib.import_module(module), name)
             kind = "autoclass" if isinstance(value, type) else "autofunction"
             options = ["   :members:"] if kind == "autoclass" else []
             lines += [f".. {kind}:: {name}", *options, ""]
-        node = nodes.section()
-        node.document = self.state.document
-        nested_parse_with_titles(self.state, StringList(lines, source=self.content.source(0)), node)
+        return self.parsed(lines).children
+
+
+class Results(Documented):
+    """The documentation of classes of a private module, without the name of the module."""
+
+    required_arguments = 1
+
+    def run(self):
+        module = f"jqx._src.{self.arguments[0]}"
+        lines = [
+            line
+            for name in self.names()
+            for line in (f".. autoclass:: {module}.{name}", "   :members:", "")
+        ]
+        node = self.parsed(lines)
+        for prefix in list(node.findall(addnodes.desc_addname)):
+            prefix.parent.remove(prefix)
         return node.children
+
+
+class AllNames(Documented):
+    """All public names of the modules that are listed, each a link."""
+
+    def run(self):
+        lines = []
+        for module in self.names():
+            owner = importlib.import_module(module)
+            public = [x for x in dir(owner) if not x.startswith("_")]
+            names = [x for x in public if not isinstance(getattr(owner, x), types.ModuleType)]
+            links = " ".join(f":py:obj:`~{module}.{name}`" for name in names)
+            lines += [f"``{module}``", f"   {links}", ""]
+        return self.parsed(lines).children
 
 
 def setup(app):
     app.setup_extension("sphinx.ext.autodoc")
     app.setup_extension("sphinx.ext.autosummary")
     app.add_directive("names", Names)
+    app.add_directive("results", Results)
+    app.add_directive("all-names", AllNames)
     for field in PyObject.doc_field_types:
         if field.name == "variable":
             field.label = "Attributes"

@@ -33,10 +33,10 @@ def late(
     Args:
       module: the name of the package.
       names: for the full name of each module that is imported late, the names that the package
-        takes from it. Modules of the package are attributes too.
+        takes from it; without names the module is an attribute itself.
     """
     sources = {name: source for source, taken in names.items() for name in taken}
-    modules = {x.removeprefix(f"{module}."): x for x in names if x.startswith(f"{module}.")}
+    modules = {x.removeprefix(f"{module}."): x for x, taken in names.items() if not taken}
 
     def getattr_of_late(name: str) -> Any:
         if name == "__all__":  # for `import *`
@@ -73,7 +73,7 @@ def _unknown(module: str, name: str) -> Any:
     raise AttributeError(f"{text}: did you mean {' or '.join(near)}?" if near else text)
 
 
-_FOLDERS = ("algorithms", "calibrators", "diagnostics", "gradients", "numerics", "presets")
+_FOLDERS = "algorithms calibrators diagnostics extend gradients numerics presets".split()
 
 _OTHER_LIBRARIES = {
     **dict.fromkeys(("QArray", "QuantizedTensor", "QuantizedArray"), "QTensor"),

@@ -290,7 +290,7 @@ def test_what_is_held_grows_with_codes_alone(monkeypatch):
 def test_large_statistics_are_stated_before_they_are_taken(plan, monkeypatch, capsys):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    options = {"observers": {".*": jqx.observers.hessian}}
+    options = {"observers": {".*": jqx.extend.hessian}}
     traces = []
 
     def counted(p, x):

@@ -17,7 +17,7 @@ from jqx._src.algorithms.gptq import solve
 from jqx._src.algorithms.matrices import Drift, Matrix, carried_over, damped, factor, order_of
 from jqx.algorithms import gptq
 from jqx.calibrators import Affine
-from jqx.observers import Observer, places
+from jqx.extend import Observer, places
 
 from ..arrays import on_device
 from ..models.layers import conv

@@ -120,7 +120,7 @@ def test_weights_that_are_quantized_already_may_be_lazy_too():
 class Observing:
     """An algorithm that says that leaves may be lazy, and asks for statistics."""
 
-    lazy, observers = True, {".*": jqx.observers.hessian}
+    lazy, observers = True, {".*": jqx.extend.hessian}
 
     def __call__(self, plan, params, stats):
         return params

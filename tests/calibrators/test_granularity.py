@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx._src.statistics.granularity import is_without_blocks, members, rows_of
-from jqx.calibrators import Groups
+from jqx.extend import Groups
 
 from ..arrays import on_device
 from ..oracles.calibrators import BLOCKED, SHAPE, blocks

@@ -185,7 +185,7 @@ def test_entries_of_observers_are_left_out_but_those_of_calibrators():
     f = lambda w, x: x @ w  # noqa: E731
     w, batches = jnp.eye(2), [jnp.full((1, 2), c) for c in (8.0, 4.0)]
     plan = jqx.make_plan(f, jqx.presets.w8a8())(w, batches[0])
-    observers = {".*": (jqx.observers.hessian, jqx.observers.mean, minmax)}
+    observers = {".*": (jqx.extend.hessian, jqx.extend.mean, minmax)}
     old, new = (jqx.calibrate(f, plan, observers=observers)(w, x)[1] for x in batches)
     mixed = moving_average(old, new, 0.75)
     assert set(old) - set(mixed) == {f":dot_general:lhs@{name}" for name in ("hessian", "mean")}

@@ -10,7 +10,7 @@ import numpy as np
 import jqx
 from jqx import numerics
 from jqx._src.numerics.lookup import E8M0
-from jqx.calibrators import Groups
+from jqx.extend import Groups
 from jqx.numerics import Block, Codebook, Integer, format_of
 
 from ..arrays import on_device

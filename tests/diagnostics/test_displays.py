@@ -15,21 +15,15 @@ import pytest
 from matplotlib.figure import Figure
 
 import jqx
-from jqx._src.diagnostics.report import measure
+from jqx._src.algorithms.activation_aware import AwqReport
+from jqx._src.algorithms.corrections import BiasReport
+from jqx._src.algorithms.interface import BlocksReport
+from jqx._src.algorithms.rotate import RotationReport
+from jqx._src.diagnostics.compare import Comparison, SiteError
+from jqx._src.diagnostics.report import Report, WeightError, measure
+from jqx._src.diagnostics.sensitivity import Sensitivities, Sensitivity
 from jqx._src.table import Table
-from jqx.algorithms import AwqReport, BiasReport, BlocksReport, RotationReport
-from jqx.diagnostics import (
-    Bytes,
-    Comparison,
-    Report,
-    Sensitivities,
-    Sensitivity,
-    SiteError,
-    WeightError,
-    dashboard,
-    plots,
-    search,
-)
+from jqx.diagnostics import Bytes, dashboard, plots, search
 
 from ..arrays import normal
 

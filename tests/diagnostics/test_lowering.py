@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
+from jqx import lowering
 from jqx._src.diagnostics import lowering as targets
 from jqx._src.diagnostics.hlo import Program, bits
 from jqx._src.diagnostics.lowering import contractions_of
-from jqx.diagnostics import lowering
 from jqx.presets import w8a8, w8a8_dynamic, w8a16
 
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import jqx
-from jqx import presets
+from jqx import lowering, presets
 from jqx._src.diagnostics import lowering as targets
-from jqx.diagnostics import lowering
 
 pytestmark = pytest.mark.aot
 

@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 import jqx
-from jqx.diagnostics import Overflow, ranges
+from jqx._src.diagnostics.ranges import Overflow
+from jqx.diagnostics import ranges
 
 from ..arrays import normal, on_device
 from ..models.forms import FORMS, POLICIES, function, rows, weights

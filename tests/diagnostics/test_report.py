@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx import numerics
-from jqx._src.diagnostics.report import bits_of, measure, sqnr
+from jqx._src.diagnostics.report import WeightError, bits_of, measure, sqnr
 from jqx.calibrators import fixed, minmax
-from jqx.diagnostics import WeightError
 
 from ..arrays import normal, on_device
 from ..strategies import law

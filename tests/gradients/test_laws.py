@@ -8,10 +8,10 @@ import pytest
 import jqx
 from jqx._src.gradients import estimators
 from jqx._src.gradients.estimators import check_estimator
+from jqx.extend import Surrogate
 from jqx.gradients import (
     LearnedStep,
     StochasticRounding,
-    Surrogate,
     lsq,
     lsq_plus,
     pact,

@@ -193,7 +193,7 @@ NAMES = (
 
 def assert_holds(value, data):
     """Asserts that a value has every field that JSON says, whatever else it has."""
-    if isinstance(value, numerics.QType) and isinstance(data, str):
+    if isinstance(value, jqx.extend.QType) and isinstance(data, str):
         value = value.name
     if isinstance(data, dict):
         for field, item in data.items():

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jqx import RoundMode
-from jqx.numerics import QType
+from jqx.extend import QType
 
 GRID = 2048  # one length for all formats: op by op, each operation is then compiled once
 TINY = float(np.finfo(np.float32).tiny)

@@ -9,7 +9,7 @@ import pytest
 from jqx import RoundMode
 from jqx._src.numerics.exact import exponent_of, times_power_of_two
 from jqx._src.numerics.lookup import E8M0, PowerOfTwo, exponent_of_e8m0, times_e8m0
-from jqx.numerics import power_of_two, step_of
+from jqx.extend import power_of_two, step_of
 
 from ..arrays import on_device
 from .tables import GRID, Table, assert_conforms, assert_same_numbers, every_way, grid

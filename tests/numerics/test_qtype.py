@@ -14,7 +14,7 @@ from jqx import RoundMode, numerics
 from jqx._src.numerics.lookup import DTYPES, E8M0, PowerOfTwo, as_qtype, name_of_qtype
 from jqx._src.numerics.minifloats import MINIFLOATS
 from jqx._src.numerics.qtype import INTEGERS
-from jqx.extend import QType
+from jqx.extend import QType, round_to_integer, step_of
 from jqx.numerics import (
     Block,
     Codebook,
@@ -27,8 +27,6 @@ from jqx.numerics import (
     int3,
     mxfp4,
     nf4,
-    round_to_integer,
-    step_of,
     ternary,
 )
 
@@ -83,7 +81,7 @@ class Logarithmic(QType):
 
     def decode(self, codes: jax.Array) -> jax.Array:
         exponent = jnp.abs(codes.astype(jnp.int32)) - self.high_code
-        size = jnp.where(codes == 0, jnp.float32(0), numerics.power_of_two(exponent, jnp.float32))
+        size = jnp.where(codes == 0, jnp.float32(0), jqx.extend.power_of_two(exponent, jnp.float32))
         return size * jnp.sign(codes).astype(jnp.float32)
 
 
@@ -328,7 +326,7 @@ def test_other_dtypes_are_refused_with_their_role():
     for name in OTHERS:
         facts = [
             rf"^jqx\.caller: Weight element type \({name}\) must be a quantized type\.",
-            r"  fix:      pass as argument a jqx\.numerics\.QType, or one of int2, .*"
+            r"  fix:      pass as argument a jqx\.extend\.QType, or one of int2, .*"
             r"float8_e8m0fnu\.$",
         ]
         with pytest.raises(TypeError, match="\n".join(facts)):

@@ -13,7 +13,7 @@ from jax import lax
 import jqx
 from jqx._src.statistics.calibrators import Calibrated
 from jqx._src.statistics.statistics import flags
-from jqx.observers import ObservedSite, Observer, absmax, hessian, mean, mean_abs, places
+from jqx.extend import ObservedSite, Observer, absmax, hessian, mean, mean_abs, places
 
 from ..oracles.refusals import assert_error
 from .test_custom_observer import ROWS, WEIGHTS, K, expected, forms, integers, weights
@@ -241,11 +241,11 @@ def test_means_and_magnitudes_are_taken_in_every_form_and_merged_over_batches():
 def test_mistakes_are_errors_in_four_parts():
     """They name an observer as users write it."""
     for observer, weight, fact in [
-        (hessian, 3, "observers.hessian: `weight` is not a function"),
-        (mean_abs, 3, "observers.mean_abs: `weight` is not a function"),
+        (hessian, 3, "extend.hessian: `weight` is not a function"),
+        (mean_abs, 3, "extend.mean_abs: `weight` is not a function"),
         (mean, np.ones(3), "ndarray"),
     ]:
-        assert_error(partial(observer, weight=weight), "jqx.observers.", fact, error=TypeError)
+        assert_error(partial(observer, weight=weight), "jqx.extend.", fact, error=TypeError)
 
 
 def test_statistics_can_be_exported():
@@ -338,5 +338,5 @@ def test_hessians_of_batch_groups_are_refused():
     )
     w, x = np.ones((3, 4, 6), np.float32), np.ones((2, 5, 4), np.float32)
     plan = jqx.make_plan(f, jqx.presets.w8a16())(w, x)
-    with pytest.raises(NotImplementedError, match=r"observers\.hessian: (.|\n)*fix"):
+    with pytest.raises(NotImplementedError, match=r"extend\.hessian: (.|\n)*fix"):
         jax.eval_shape(jqx.calibrate(f, plan, observers={"": hessian}), w, x)

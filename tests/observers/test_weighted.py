@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jqx
-from jqx.observers import Observer, absmax, hessian, mean, mean_abs, places
+from jqx.extend import Observer, absmax, hessian, mean, mean_abs, places
 
 from ..oracles.refusals import assert_error
 from .test_custom_observer import MESH, ROWS, WEIGHTS, K, P, expected, forms, integers, weights

@@ -18,7 +18,7 @@ import jqx
 import jqx.linen
 import jqx.nnx
 from jqx.algorithms import auto_round, chain, gptq, nearest, rotate, smooth_quant
-from jqx.observers import Observer
+from jqx.extend import Observer
 
 from ..arrays import assert_same, on_device
 from ..models.layers import conv
@@ -268,7 +268,7 @@ class Corrected:
 
     @property
     def observers(self) -> dict[str, Any]:
-        return {".*": (jqx.observers.hessian, Rows())}
+        return {".*": (jqx.extend.hessian, Rows())}
 
     def __call__(self, plan, params, stats):
         inputs = {}
@@ -332,7 +332,7 @@ def test_what_is_no_algorithm_is_refused():
     def asks(plan, params, stats):
         return params
 
-    asks.observers = {"nowhere": jqx.observers.mean}  # pyright: ignore
+    asks.observers = {"nowhere": jqx.extend.mean}  # pyright: ignore
     for algorithm, error, fact in (
         (3, TypeError, r"jqx\.ptq: `algorithm` is not an algorithm"),
         (Corrected, TypeError, r"call the class: Corrected\(\)"),

@@ -17,7 +17,7 @@ import jqx
 import jqx.linen
 import jqx.nnx
 from jqx import algorithms, presets
-from jqx.observers import absmax, hessian, mean
+from jqx.extend import absmax, hessian, mean
 
 from ..arrays import normal, on_device
 from ..models.modules import LinenLayers, NnxLayers

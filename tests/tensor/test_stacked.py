@@ -113,8 +113,8 @@ def test_second_scales_are_on_the_devices_of_their_arrays():
 
 def test_a_file_keeps_it(tmp_path):
     for i, q in enumerate(in_every_way()):
-        jqx.interop.save(tmp_path / str(i), {"w": q})
-        assert_same(jqx.interop.load(tmp_path / str(i))["w"], q)
+        jqx.save(tmp_path / str(i), {"w": q})
+        assert_same(jqx.load(tmp_path / str(i))["w"], q)
 
 
 def test_a_spec_reads_and_writes_as_before_where_it_has_no_stack():

@@ -104,9 +104,7 @@ def calibrated(calibrator):
 
 
 CALIBRATORS = [
-    value
-    for value in vars(jqx.calibrators).values()
-    if isinstance(value, jqx.calibrators.Calibrator)
+    value for value in vars(jqx.calibrators).values() if isinstance(value, jqx.extend.Calibrator)
 ] + [jqx.calibrators.fixed(-1, 1), jqx.calibrators.rms(2.0)]
 
 GROUPS = {

@@ -21,7 +21,7 @@ from jqx._src.numerics.lookup import DTYPES, PowerOfTwo
 from jqx._src.statistics.calibrators import AbsMax
 from jqx._src.tensor.serialize import CLASSES, record_from_json, to_json
 from jqx._src.transforms.plan import Weight
-from jqx.calibrators import Groups
+from jqx.extend import Groups
 
 from ..models.forms import FORMS, POLICIES, function, rows, weights
 from ..models.transforms import jitted, jitted_params, mlp, mlp_params, normal, plan_of
@@ -97,14 +97,14 @@ def public(package, matches):
 
 QTYPES = [
     *(jnp.dtype(name) for name in DTYPES if name != "float8_e8m0fnu"),
-    *public(numerics, lambda value: isinstance(value, numerics.QType)),
+    *public(numerics, lambda value: isinstance(value, jqx.extend.QType)),
     numerics.Integer(7, narrow=True),
     numerics.Minifloat(3, 3, numerics.Specials.NAN, bias=2, saturate=False),
     numerics.Codebook((-2.5, 0.1, 1 / 3), "mine"),
     numerics.Block(numerics.nf4, 8, "mine", jnp.float8_e5m2, 0.5),
 ]
 CALIBRATORS = [
-    *public(calibrators, lambda value: isinstance(value, calibrators.Calibrator)),
+    *public(calibrators, lambda value: isinstance(value, jqx.extend.Calibrator)),
     calibrators.fixed(-1e-300, 2.5),
     calibrators.rms(3.0),
     calibrators.Percentile(99.99),

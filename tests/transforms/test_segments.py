@@ -244,7 +244,7 @@ def test_observers_of_a_weight_are_those_of_its_parts():
         calibrate = jqx.calibrate(plain, plan, observers=dict.fromkeys(patterns, mean))
         return {key: x.total.shape for key, x in jax.eval_shape(calibrate, PARAMS, X)[1].items()}
 
-    mean = jqx.observers.mean
+    mean = jqx.extend.mean
     assert kinds("layers/a") == kinds("layers/a.0:1.", "layers/a.1:3.", "layers/a.3:5.")
     assert len(kinds("layers/a")) == 3
 

@@ -116,7 +116,7 @@ class smooth_quant:
         lose least from 0.8 to 0.9, dynamic ones from 0.5 to 0.7.)
       runtime_scales: whether scales may be applied at sites at run time. If not, channels without a
         pair are unchanged, and the function does no additional work at run time.
-      weight: weights of the rows of the inputs, as in `jqx.observers.absmax`; rows of weight 0 are
+      weight: weights of the rows of the inputs, as in `jqx.extend.absmax`; rows of weight 0 are
         ignored.
 
     Raises:
@@ -350,7 +350,7 @@ class awq:
       clip: whether ranges are clipped.
       runtime_scales: whether scales may be applied at sites at run time. If not, channels without a
         pair are unchanged, and the function does no additional work at run time.
-      weight: weights of the rows of the inputs, as in `jqx.observers.hessian`.
+      weight: weights of the rows of the inputs, as in `jqx.extend.hessian`.
 
     Raises:
       TypeError: an option has the wrong type.

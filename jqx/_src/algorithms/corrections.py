@@ -133,7 +133,7 @@ class eora:
 
     Attributes:
       rank: rank of the product, at most that of the weight.
-      weight: weights of the rows, as in `jqx.observers.hessian`.
+      weight: weights of the rows, as in `jqx.extend.hessian`.
 
     Raises:
       TypeError: an option has the wrong type.
@@ -646,7 +646,7 @@ class bias_correction:
     fuses it with the operations that follow.
 
     Attributes:
-      weight: weights of the rows, as in `jqx.observers.mean`.
+      weight: weights of the rows, as in `jqx.extend.mean`.
 
     Raises:
       TypeError: `weight` is not a function.

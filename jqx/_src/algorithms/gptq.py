@@ -615,7 +615,7 @@ class gptq(LayerByLayer):
         their codes, by least squares, and then takes for each column the codes of least error,
         given all others. Scales that rows or matrices share, and those that are quantized
         themselves, stay as they are.
-      weight: weights of the rows of the inputs, as in `jqx.observers.hessian`: a function of the
+      weight: weights of the rows of the inputs, as in `jqx.extend.hessian`: a function of the
         values of a batch, such as `lambda tokens: tokens != 0` if 0 is padding. `None` gives all
         rows the same weight.
       offload: whether activations of the batches are kept on the host between stages, or, with

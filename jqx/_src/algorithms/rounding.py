@@ -190,7 +190,7 @@ class adaround(LayerByLayer):
       strength: how much of that correction is applied, 0 to 1.
       calibrator: computes the scales; `None` takes that of each spec.
       unsupported: as in `gptq`.
-      weight: weights of the rows of inputs, as in `jqx.observers.hessian`.
+      weight: weights of the rows of inputs, as in `jqx.extend.hessian`.
       offload: whether values of batches are kept on the host, or on `"disk"`, between sites.
       checkpoint: a folder for results so far, as in `gptq`.
 
@@ -758,7 +758,7 @@ class auto_round:
       ranges: whether ranges are learned too. Ranges stay fixed if scales are quantized themselves,
         or are powers of two.
       calibrator: computes the initial ranges; `None` takes that of each spec.
-      weight: weights of the rows of inputs, as in `jqx.observers.hessian`.
+      weight: weights of the rows of inputs, as in `jqx.extend.hessian`.
       offload: whether values of batches are kept on the host, or on `"disk"`, between blocks.
       seed: seed of the order of the batches.
 

@@ -32,7 +32,7 @@ from .report import scheme_of, scheme_of_site
 
 
 @dataclass(frozen=True)
-class Contraction:
+class LoweredContraction:
     """A contraction of an optimized program.
 
     Attributes:
@@ -90,7 +90,7 @@ class Lowering(Tabular):
     """
 
     target: str
-    contractions: tuple[Contraction, ...]
+    contractions: tuple[LoweredContraction, ...]
     memory: dict[str, int] = field(hash=False)
     cycles: int | None
     hlo: str = field(repr=False)
@@ -230,7 +230,7 @@ Fed = Mapping[int, Instruction]
 """Operands of a kernel by index, as the parameters of its computation."""
 
 
-def contractions_of(program: Program, platform: str) -> list[Contraction]:
+def contractions_of(program: Program, platform: str) -> list[LoweredContraction]:
     """Returns the contractions of a program for `"cpu"`, `"cuda"` or `"tpu"`, kernel by kernel."""
     return [
         _read(program, kernel, inner, platform)
@@ -239,7 +239,9 @@ def contractions_of(program: Program, platform: str) -> list[Contraction]:
     ]
 
 
-def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -> Contraction:
+def _read(
+    program: Program, kernel: Kernel, inner: Instruction, platform: str
+) -> LoweredContraction:
     # The first operands of kernels are the matrix of each tile, or which tokens count.
     start = program.leading(inner, "s32") if inner.opcode == "custom-call" else 0
     operands = program.operands_of(inner, start)
@@ -257,7 +259,7 @@ def _read(program: Program, kernel: Kernel, inner: Instruction, platform: str) -
     )
     op_name = program.name_of(kernel.instruction, inner)
     site, multiplies = SCOPE.search(op_name), MULTIPLIES.search(op_name)
-    return Contraction(
+    return LoweredContraction(
         site=site[1] if site else "",
         op_name=op_name,
         operands=tuple(
@@ -331,12 +333,12 @@ _KEYS = re.compile(r"\w+(?:\[[^\]]*\])*\['([^']*)'\]")
 """The path of an argument, such as `args[0]['up']['kernel']`: tables show the last key."""
 
 
-def multiplied(c: Contraction) -> str:
+def multiplied(c: LoweredContraction) -> str:
     """Returns the types that a contraction multiplies."""
     return f"{' x '.join(c.operands)} -> {c.result}" if c.operands else c.result
 
 
-def remarks(c: Contraction) -> str:
+def remarks(c: LoweredContraction) -> str:
     """Returns the problems of a contraction."""
     copies = [_KEYS.sub(r"\1", copy) for copy in c.widened]
     return "; ".join([*(f"writes {copy} first" for copy in copies), *filter(None, [c.left])])
@@ -516,7 +518,7 @@ class Explained:
     op: str
     plan: str
     executed_as: ExecutedAs
-    contractions: tuple[Contraction, ...]
+    contractions: tuple[LoweredContraction, ...]
     label: str = ""
 
     @property
@@ -544,7 +546,7 @@ class Explanation(Tabular):
     """
 
     sites: tuple[Explained, ...]
-    others: tuple[Contraction, ...]
+    others: tuple[LoweredContraction, ...]
     lowering: Lowering
     plain: tuple[str, ...] = ()
 
@@ -706,7 +708,7 @@ def _explained(
     """Returns the explanation of a program, whose contractions are named by a plan or as they are
     in the program.
     """
-    by_site: dict[str, list[Contraction]] = {}
+    by_site: dict[str, list[LoweredContraction]] = {}
     for contraction in program.contractions:
         by_site.setdefault(contraction.site, []).append(contraction)
     if named is None:
@@ -723,7 +725,7 @@ def _explained(
     return Explanation(tuple(sites), others, program, plain)
 
 
-def _executed_as(op: str, contractions: tuple[Contraction, ...]) -> ExecutedAs:
+def _executed_as(op: str, contractions: tuple[LoweredContraction, ...]) -> ExecutedAs:
     """Returns what a site does, from its contractions that read codes; others sum scales."""
     if not contractions:
         return "lookup" if op == "gather" else "gone"
@@ -735,7 +737,7 @@ def _executed_as(op: str, contractions: tuple[Contraction, ...]) -> ExecutedAs:
     return "codes" if all(map(_multiplies_codes, reading)) else "converted"
 
 
-def _multiplies_codes(c: Contraction) -> bool:
+def _multiplies_codes(c: LoweredContraction) -> bool:
     """Returns whether both operands are codes; or integers, or elements read as codes, if no
     product for matrices runs.
     """
@@ -749,5 +751,5 @@ def _are_codes(dtypes: tuple[str, ...]) -> bool:
     return any(CODES.fullmatch(dtype) for dtype in dtypes)
 
 
-def _cells(c: Contraction) -> tuple[str, ...]:
+def _cells(c: LoweredContraction) -> tuple[str, ...]:
     return multiplied(c), c.runs, "?" if c.times is None else str(c.times), remarks(c)

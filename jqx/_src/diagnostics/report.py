@@ -17,8 +17,8 @@ from jax.typing import ArrayLike
 
 from ... import Plan, QTensor, RoundMode, quantize_params
 from ...calibrators import Affine
-from ...extend import Site
-from ...numerics import QType, format_of
+from ...extend import QType, Site
+from ...numerics import format_of
 from ..checks import added, as_real, called, check_instance
 from ..errors import fail, some
 from ..table import Table, Tabular, decibels

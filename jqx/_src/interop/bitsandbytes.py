@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import QTensor
-from ...calibrators import Groups
+from ...extend import Groups
 from ...numerics import Codebook, Integer, nf4
 from .codec import (
     CodedLeaf,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import QTensor
-from ...calibrators import Groups
+from ...extend import Groups
 from ...numerics import Integer, format_of
 from ..checks import shown
 from ..errors import fail

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import QSpec, QTensor, per_tensor, per_token
-from ...calibrators import Groups
+from ...extend import Groups
 from ...numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
 from ..errors import fail
 from ..numerics.lookup import E8M0

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import QTensor
-from ...calibrators import Groups
+from ...extend import Groups
 from ...numerics import mxfp4
 from ..numerics.lookup import E8M0
 from .codec import (

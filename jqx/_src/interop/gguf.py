@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...calibrators import Groups
+from ...extend import Groups
 from ...numerics import Block, Integer, mxfp4
 from ..checks import called, shown
 from ..errors import fail, nesting

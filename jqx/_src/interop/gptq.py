@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import QTensor
-from ...calibrators import Groups
+from ...extend import Groups
 from ...numerics import Integer, format_of
 from .codec import (
     FLOATS,

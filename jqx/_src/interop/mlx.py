@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import QTensor
-from ...calibrators import Groups
+from ...extend import Groups
 from ...numerics import Block, Integer, format_of, mxfp4, mxfp8_e4m3, nvfp4
 from ..numerics.lookup import E8M0
 from .codec import (

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from ... import QTensor
-from ...calibrators import Groups
+from ...extend import Groups
 from ..checks import called, check_instance, shown
 from ..errors import fail
 from .codec import CodedLeaf, pack, weight

@@ -157,7 +157,7 @@ def as_qtype(function: str, argument: str, qtype: Any, role: str) -> jnp.dtype |
     dtype = as_dtype(function, argument, qtype)
     if dtype.name not in DTYPES:
         problem = f"{role} element type ({dtype.name}) must be a quantized type."
-        fix = f"pass as {argument} a jqx.numerics.QType, or one of {', '.join(DTYPES)}."
+        fix = f"pass as {argument} a jqx.extend.QType, or one of {', '.join(DTYPES)}."
         raise fail(function, problem, fix=fix, error=TypeError)
     return dtype
 
@@ -183,7 +183,7 @@ def _named(function: str, argument: str, name: str) -> jnp.dtype | QType:
     raise fail(
         function,
         f"`{argument}` is not a dtype or the name of a format: {shown(name)}.",
-        expected=f"a dtype, a jqx.numerics.QType, or one of {', '.join(formats)}",
+        expected=f"a dtype, a jqx.extend.QType, or one of {', '.join(formats)}",
         fix=f"pass {close[0]!r}." if close and ":" not in name else fix,
         error=TypeError,
     )

@@ -100,7 +100,7 @@ def quantize(
       zero_point: dtype of the codes, shape of `scale`; `None` means zero everywhere. Only integer
         formats have zero points.
       qtype: a number format: a dtype such as `jnp.int4` or `jnp.float8_e4m3fn`, or a
-        `jqx.numerics.QType`. Block formats include their scales: see `QTensor.quantize`.
+        `jqx.extend.QType`. Block formats include their scales: see `QTensor.quantize`.
       axes: axes of `x` that have their own scale, a set in any order, negatives count from the end;
         `()` means one scale for all of `x`.
       round_mode: one of the nine modes, which include the rule for ties.

@@ -71,6 +71,7 @@ from .quantized import (
     grids,
     model_report,
     quantized_of,
+    scaling,
     split_off,
     target_of,
 )
@@ -381,7 +382,7 @@ def ptq(
     Args:
       f: a function of arrays and pytrees of arrays.
       policy: what is quantized, and how, such as `jqx.presets.w8a8()`.
-      algorithm: chooses the codes of the weights, see `jqx.Algorithm`. For example,
+      algorithm: chooses the codes of the weights, see `jqx.extend.Algorithm`. For example,
         `jqx.algorithms.nearest()` rounds to nearest. `None` takes the algorithm that measured best
         for the formats of the plan; `report.codes` names it.
       effort: how long the default algorithm may take, for a model of about ten million weights on
@@ -729,9 +730,9 @@ def note_inputs(choice: Choice, reports: Sequence[Any], few_inputs: Mapping[str,
     rounded: list[tuple[str, str]] = []
     count = 0
     for report in (x for x in reports if x is not None):
-        if isinstance(report, algorithms.AlgorithmReport):
+        if isinstance(report, algorithm_report.AlgorithmReport):
             choice.notes.extend(report.calibration)
-        elif isinstance(report, algorithms.Pairs) and report.left:
+        elif isinstance(report, scaling.Pairs) and report.left:
             choice.notes.append(f"inputs of {len(report.left)} sites not scaled: no clear gain")
         matrices, total = algorithm_report.not_chosen(report)
         rounded, count = [*rounded, *matrices], count + total

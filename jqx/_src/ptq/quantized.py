@@ -46,12 +46,12 @@ from ..transforms.quantize_params import dequantize_params, lay_out_weights, nam
 from ..transforms.trace import is_array, is_quantized, trace_call
 
 if TYPE_CHECKING:
-    from ... import algorithms, diagnostics
-    from ..algorithms import engine, grids, own_text
+    from ... import algorithms
+    from ..algorithms import engine, grids, own_text, scaling
     from ..algorithms import interface as algorithm_report
     from ..diagnostics import report as model_report
 else:  # imported when `ptq` runs, so that `import jqx` stays fast
-    algorithms, diagnostics = Late("jqx.algorithms"), Late("jqx.diagnostics")
+    algorithms, scaling = Late("jqx.algorithms"), Late("jqx._src.algorithms.scaling")
     engine, grids = Late("jqx._src.algorithms.engine"), Late("jqx._src.algorithms.grids")
     own_text = Late("jqx._src.algorithms.own_text")
     algorithm_report = Late("jqx._src.algorithms.interface")
@@ -120,7 +120,7 @@ class Quantized(Generic[P, R]):
         The maps are `maps`, without effect where these correct codes. It holds no copy of
         parameters. `None` if it is not known: files have it only if no algorithm has changed what
         codes stand for, and an algorithm of yours may not return it in
-        `jqx.algorithms.AlgorithmResult`.
+        `jqx.extend.AlgorithmResult`.
       parents: after `hoist=`, the parameters of the function that was split, one tree for each
         position, with `jax.ShapeDtypeStruct` in place of arrays; otherwise `None`.
 
@@ -139,7 +139,7 @@ class Quantized(Generic[P, R]):
     params: Any
     plan: Plan
     affines: Mapping[str, Affine]
-    report: "diagnostics.Report"
+    report: "model_report.Report"
     inputs: tuple[Any, ...] | None = None
     details: Any = None
     maps: Maps = dataclasses.field(default_factory=dict)
@@ -241,7 +241,7 @@ class SavedModel:
     params: Any
     plan: Plan
     affines: Mapping[str, Affine]
-    report: "diagnostics.Report"
+    report: "model_report.Report"
     inputs: tuple[Any, ...] | None
     structured: bool = True
     maps: Maps = dataclasses.field(default_factory=dict)
@@ -350,7 +350,7 @@ def quantized_of(
     mapped: "Mapped",
     scales: Mapping[str, Affine],
     codes: Any,
-    report: "diagnostics.Report",
+    report: "model_report.Report",
     inputs: tuple[Any, ...] | None,
     target: str | Literal[False],
 ) -> Quantized:
@@ -375,7 +375,7 @@ def quantized_of(
     )
 
 
-def summary(plan: Plan, report: "diagnostics.Report") -> str:
+def summary(plan: Plan, report: "model_report.Report") -> str:
     """Returns a one-line summary: what was quantized, and how many bytes that saves."""
     count = len(plan.sites) + len(plan.skipped)
     before, after, packed = report.bytes_before, report.bytes_after, report.bytes_packed

@@ -794,7 +794,7 @@ class Calibrated(Observer):
     """Records the statistics of a calibrator, for the scales of each operand that has a spec.
 
     Attributes:
-      calibrator: a `jqx.calibrators.Calibrator`.
+      calibrator: a `jqx.extend.Calibrator`.
     """
 
     calibrator: Calibrator

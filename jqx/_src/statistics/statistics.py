@@ -224,7 +224,7 @@ class Observer(abc.ABC):
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
-      >>> class Largest(jqx.observers.Observer):
+      >>> class Largest(jqx.extend.Observer):
       ...     def empty(self, operand, site):
       ...         return jnp.zeros(())
       ...
@@ -331,7 +331,7 @@ class Weighted(OfRows):
     weight: RowWeight | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
-        check_weight(f"observers.{str(self).partition('(')[0]}", self.weight)
+        check_weight(f"extend.{str(self).partition('(')[0]}", self.weight)
 
     def __call__(self, *, weight: Any) -> Self:
         """Returns the observer with weighted rows."""
@@ -609,7 +609,7 @@ def _check_rows(site: ObservedSite) -> None:
         problem = f"{site.op} does not multiply rows of its operand by one matrix."
         details = f"the site {site.path!r}"
         fix = "leave it out of the regular expression in observers=, or write an Observer."
-        name, error = "observers.hessian", NotImplementedError
+        name, error = "extend.hessian", NotImplementedError
         raise fail(name, problem, given=details, fix=fix, error=error)
 
 

@@ -55,7 +55,7 @@ class Algorithm(Protocol):
     - `correct(f, plan, params, codes, affines, batches, progress=...)`, which is called when the
       codes of weights and the scales of activations are known. It returns parameters to use instead
       of those with codes, or `AlgorithmResult.maps`.
-    - `observers`, a dict as `jqx.calibrate` takes it, such as `{".*": jqx.observers.hessian}`. Then
+    - `observers`, a dict as `jqx.calibrate` takes it, such as `{".*": jqx.extend.hessian}`. Then
       batches are calibrated on, even without static scales, and `stats` holds what the observers
       recorded: for a site of the plan, `stats["layer0/w:dot_general:lhs@hessian"]`. The operands of
       a site have its keys and the paths of weights. A weight that several sites share has
@@ -74,7 +74,7 @@ class Algorithm(Protocol):
     Example:
       >>> import jqx, jax.numpy as jnp
       >>> class Centred:
-      ...     observers = {".*": jqx.observers.mean}
+      ...     observers = {".*": jqx.extend.mean}
       ...
       ...     def __call__(self, plan, params, stats):
       ...         return jnp.where(stats[":dot_general:lhs@mean"].total.T > 0, params, 0.0)

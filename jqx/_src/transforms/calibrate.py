@@ -147,12 +147,12 @@ def calibrate(
       f: the function that the plan was made for.
       plan: a `Plan`, or a `Policy` to plan the call with (then argument 0 holds the parameters).
       observers: other statistics to record: a dict from regular expressions to a
-        `jqx.observers.Observer` or a tuple of observers. The expressions are matched in full
+        `jqx.extend.Observer` or a tuple of observers. The expressions are matched in full
         against the paths of the sites of the plan, or the paths of the weights that they are parts
         of. Sites without a static scale are observed too; contractions that the plan skips are not.
         A calibrator observes the operands that the plan quantizes, static or not.
       weight: how much rows count, for static scales and for observers without a weight of their
-        own, as in `jqx.observers.hessian`: a function of the arguments of `f` without its
+        own, as in `jqx.extend.hessian`: a function of the arguments of `f` without its
         parameters, such as `lambda tokens: tokens != 0`. Static scales ignore rows of weight 0, and
         treat all others alike.
       on_nonfinite: what is done with rows of operands that hold a NaN or an infinity. Flags in the
@@ -188,7 +188,7 @@ def calibrate(
       >>> out, stats = jqx.calibrate(f, plan)(w, x)
       >>> float(stats[":dot_general:lhs"].largest[0, 0])
       3.0
-      >>> _, stats = jqx.calibrate(f, plan, observers={".*": jqx.observers.hessian})(w, x)
+      >>> _, stats = jqx.calibrate(f, plan, observers={".*": jqx.extend.hessian})(w, x)
       >>> stats[":dot_general:lhs@hessian"].products
       Array([[ 1., -3.],
              [-3.,  9.]], dtype=float32)
@@ -594,7 +594,7 @@ def look_at_batches(
 def elements_of(
     f: Callable[..., Any], plan: Plan, params: Any, batch: Any, patterns: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the statistics of `jqx.observers.places` for the sites that regular expressions
+    """Returns the statistics of `jqx.extend.places` for the sites that regular expressions
     match. They are the same for all batches, and nothing else of the function is computed.
     """
     if not patterns:

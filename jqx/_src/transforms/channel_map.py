@@ -23,7 +23,7 @@ class ChannelMap:
 
     The channels of an operand are the axes that are summed over. Those of a result are the axes
     that come from the weight. Leading axes `loops` are the scans that step over the weight, as
-    in the statistics of `jqx.observers`.
+    in the statistics of `jqx.extend`.
 
     Attributes:
       scale: `[*loops, *batch, channels]`, or `None`.

@@ -55,9 +55,9 @@ def check_observers(function: str, observers: GivenObservers) -> Checked:
     """Returns `observers=` as pairs, after checking that it is a dict of observers."""
     if observers is None:
         return ()
-    fix = "pass for example observers={'.*': jqx.observers.hessian}."
+    fix = "pass for example observers={'.*': jqx.extend.hessian}."
     check_instance(function, "observers", observers, Mapping, fix=fix)
-    kinds_fix = "pass a jqx.observers.Observer, a jqx.calibrators.Calibrator, or a tuple of these."
+    kinds_fix = "pass a jqx.extend.Observer, a jqx.extend.Calibrator, or a tuple of these."
     checked = []
     for pattern, value in observers.items():
         name = f"observers[{pattern!r}]"
@@ -211,7 +211,7 @@ class Entries:
       recorded: the entries that are computed, by key.
       shared: for each entry of the statistics, in order, the key of the entry that is computed. If
         operands are one value along the same axes, an observer records only the first.
-      places: the entries of `jqx.observers.places`, which depend on no value.
+      places: the entries of `jqx.extend.places`, which depend on no value.
     """
 
     recorded: Mapping[str, Entry]
@@ -644,7 +644,7 @@ def places_of(
     plan: Plan, call: Call, entries: Sequence[Entry]
 ) -> dict[str, Callable[[], jax.Array]]:
     """Returns for each entry that has one the function that computes its statistics of
-    `jqx.observers.places`.
+    `jqx.extend.places`.
     """
     if not entries:
         return {}
@@ -681,7 +681,7 @@ def _check_numbers(path: str, size: int) -> None:
     if size >= 2**31:
         problem = f"the weight {path!r} has {size} elements, more than int32 can number."
         fix = "split it: let rules select steps of the scan over it, such as 'layers[:16]'."
-        raise fail("observers.places", problem, fix=fix, error=NotImplementedError)
+        raise fail("extend.places", problem, fix=fix, error=NotImplementedError)
 
 
 @dataclass

@@ -40,7 +40,7 @@ assert_type(quantized(x), jax.Array)
 assert_type(quantized(x, scale=2.0), jax.Array)
 assert_type(quantized.function(quantized.params, x), jax.Array)
 assert_type(quantized.plan, jqx.Plan)
-assert_type(quantized.report, jqx.diagnostics.Report)
+assert_type(quantized.report.to_markdown(), str)
 
 second = jqx.ptq(g, jqx.presets.w8a16(), params=1, progress=False)(params, [x])
 assert_type(second(x), jax.Array)
@@ -53,7 +53,7 @@ class Halved:
         return {name: value / 2 for name, value in params.items()}
 
 
-algorithm: jqx.Algorithm = Halved()
+algorithm: jqx.extend.Algorithm = Halved()
 halved = jqx.ptq(f, jqx.presets.w8a16(), algorithm, progress=False)(params, [x])
 assert_type(halved(x), jax.Array)
 
