@@ -15,7 +15,7 @@ from jqx.interop import write
 from jqx.numerics import nf4
 
 from .files import CHECKPOINTS
-from .test_write import COMPRESSED_LEAVES, OF_MLX
+from .test_write import compressed_leaves, of_mlx
 from .trees import blocks_of, floats, integers, tree_of
 
 COMPRESSED = CHECKPOINTS / "compressed-tensors-0.20.0"
@@ -219,10 +219,10 @@ def test_bitsandbytes_reads_nf4(tmp_path):
 @pytest.mark.slow
 def test_mlx_reads_what_is_written(tmp_path):
     mx = pytest.importorskip("mlx.core")
-    write(tmp_path / "m", tree_of(OF_MLX), "mlx", config={})
+    write(tmp_path / "m", tree_of(of_mlx()), "mlx", config={})
     config = json.loads((tmp_path / "m" / "config.json").read_text())["quantization"]
     tensors = mx.load(str(tmp_path / "m" / "model.safetensors"))
-    for name, leaf in OF_MLX.items():
+    for name, leaf in of_mlx().items():
         defaults = {
             "group_size": config["group_size"],
             "bits": config["bits"],
@@ -243,7 +243,7 @@ def test_mlx_reads_what_is_written(tmp_path):
 def test_compressed_tensors_reads_what_is_written(tmp_path):
     pytest.importorskip("compressed_tensors")
     program = CHECKPOINTS / "read_compressed_tensors.py"
-    leaves = {name: q for name, q in COMPRESSED_LEAVES.items() if not name.startswith("order")}
+    leaves = {name: q for name, q in compressed_leaves().items() if not name.startswith("order")}
     leaves.pop("f8 ragged")
     write(tmp_path / "m", tree_of(leaves), "compressed-tensors", config={})
     out = tmp_path / "out.npz"

@@ -3,6 +3,7 @@ numbers that are none; and folders are replaced as a whole.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -23,35 +24,40 @@ from jqx import QTensor
 from jqx.interop import write
 from jqx.numerics import mxfp4, mxfp8_e4m3, nf4, nvfp4
 
+from ..arrays import on_device
 from ..command_line.files import error_of, run, saved
 from ..oracles.refusals import assert_error
 from .files import CHECKPOINTS
 from .trees import assert_same_weight, blocks_of, floats, integers, tree_of, with_scale
 
-COMPRESSED_LEAVES = {
-    **{f"int{bits}": integers(bits) for bits in range(2, 9)},
-    **{f"zeros{bits}": integers(bits, zeros=True) for bits in range(2, 9)},
-    "order": integers(4, zeros=True, order=True),
-    "order3": integers(3, order=True, block=48),
-    "rows": integers(4, block=96),
-    "experts": integers(4, shape=(2, 12, 96), zeros=True),
-    "packed": integers(4).pack(),
-    "packed rows": integers(4).pack(0),
-    "turned": integers(4, shape=(96, 12), block=12).T.T,
-    "swapped": integers(4).pack_for("cpu"),
-    "f8": floats(jqx.QSpec("float8_e4m3fn", jqx.per_axis(0))),
-    "f8 tensor": floats(jqx.QSpec("float8_e4m3fn")),
-    "f8 blocks": floats(jqx.QSpec("float8_e4m3fn", jqx.per_block({0: 16, 1: 32}))),
-    "f8 ragged": floats(jqx.QSpec("float8_e4m3fn", jqx.per_block({0: 48, 1: 64}, tail=True))),
-    "mx4": blocks_of(mxfp4, 32),
-    "mx8": blocks_of(mxfp8_e4m3, 32),
-    "nv4": blocks_of(nvfp4, 16),
-}
+
+@functools.cache
+def compressed_leaves():
+    """Weights of every kind that compressed-tensors holds."""
+    return {
+        **{f"int{bits}": integers(bits) for bits in range(2, 9)},
+        **{f"zeros{bits}": integers(bits, zeros=True) for bits in range(2, 9)},
+        "order": integers(4, zeros=True, order=True),
+        "order3": integers(3, order=True, block=48),
+        "rows": integers(4, block=96),
+        "experts": integers(4, shape=(2, 12, 96), zeros=True),
+        "packed": integers(4).pack(),
+        "packed rows": integers(4).pack(0),
+        "turned": integers(4, shape=(96, 12), block=12).T.T,
+        "swapped": integers(4).pack_for("cpu"),
+        "f8": floats(jqx.QSpec("float8_e4m3fn", jqx.per_axis(0))),
+        "f8 tensor": floats(jqx.QSpec("float8_e4m3fn")),
+        "f8 blocks": floats(jqx.QSpec("float8_e4m3fn", jqx.per_block({0: 16, 1: 32}))),
+        "f8 ragged": floats(jqx.QSpec("float8_e4m3fn", jqx.per_block({0: 48, 1: 64}, tail=True))),
+        "mx4": blocks_of(mxfp4, 32),
+        "mx8": blocks_of(mxfp8_e4m3, 32),
+        "nv4": blocks_of(nvfp4, 16),
+    }
 
 
 def test_what_is_written_as_compressed_tensors_is_read_back(tmp_path):
     tree = {
-        **tree_of(COMPRESSED_LEAVES),
+        **tree_of(compressed_leaves()),
         "norm.weight": jnp.ones(4),
         "head.weight": jnp.ones((4, 4)),
     }
@@ -60,7 +66,7 @@ def test_what_is_written_as_compressed_tensors_is_read_back(tmp_path):
         assert archive.config["model_type"] == "mine"
         assert archive.config["quantization_config"]["ignore"] == ["head"]
         assert archive.config["quantization_config"]["format"] == "mixed-precision"
-        for name, leaf in COMPRESSED_LEAVES.items():
+        for name, leaf in compressed_leaves().items():
             assert_same_weight(archive.read(f"{name}.weight"), leaf, name)
         assert archive.read("norm.weight").shape == (4,)
 
@@ -119,29 +125,32 @@ def test_what_is_written_is_read_back(tmp_path, case):
 def affine(bits, size=32, dtype=jnp.float32, shape=(8, 128)):
     q = integers(bits, block=size, shape=shape, signed=False)
     rng = np.random.default_rng(0)
-    offset = jnp.asarray(rng.normal(size=q.scale.shape), dtype)
-    return dataclasses.replace(q, scale=q.scale.astype(dtype), offset=offset, dtype=dtype)
+    offset = on_device(rng.normal(size=q.scale.shape), dtype)
+    return dataclasses.replace(q, scale=on_device(q.scale, dtype), offset=offset, dtype=dtype)
 
 
-OF_MLX = {
-    **{f"affine{bits}": affine(bits) for bits in (2, 3, 4, 5, 6, 8)},
-    "half": affine(4, 64, jnp.float16),
-    "brain": affine(4, 64, jnp.bfloat16),
-    "packed": affine(4, 128).pack(),
-    "experts": affine(4, shape=(2, 8, 64)),
-    "symmetric": integers(4, shape=(8, 96)),
-    "zeros": integers(4, shape=(8, 96), zeros=True),
-    "mxfp4": blocks_of(mxfp4, 32),
-    "mxfp8": blocks_of(mxfp8_e4m3, 32),
-}
+@functools.cache
+def of_mlx():
+    """Weights of every kind that mlx holds."""
+    return {
+        **{f"affine{bits}": affine(bits) for bits in (2, 3, 4, 5, 6, 8)},
+        "half": affine(4, 64, jnp.float16),
+        "brain": affine(4, 64, jnp.bfloat16),
+        "packed": affine(4, 128).pack(),
+        "experts": affine(4, shape=(2, 8, 64)),
+        "symmetric": integers(4, shape=(8, 96)),
+        "zeros": integers(4, shape=(8, 96), zeros=True),
+        "mxfp4": blocks_of(mxfp4, 32),
+        "mxfp8": blocks_of(mxfp8_e4m3, 32),
+    }
 
 
 def test_what_is_written_as_mlx_is_read_back(tmp_path):
-    tree = {**tree_of(OF_MLX), "head.weight": jnp.ones((4, 4))}
+    tree = {**tree_of(of_mlx()), "head.weight": jnp.ones((4, 4))}
     write(tmp_path / "m", tree, "mlx", config={"model_type": "mine"})
     with jqx.interop.read(tmp_path / "m", dtype=jnp.float32) as archive:
         assert archive.config["quantization"]["head"] is False
-        for name, leaf in OF_MLX.items():
+        for name, leaf in of_mlx().items():
             weight = archive.read(f"{name}.weight")
             real = leaf.astype(jnp.float32).dequantize()
             np.testing.assert_array_equal(weight.dequantize(), real, err_msg=name)

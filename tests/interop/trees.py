@@ -142,14 +142,14 @@ def integers(
     entries = (*shape[:-1], shape[-1] // block)
 
     def codes(shape: tuple[int, ...]) -> Any:
-        return jnp.asarray(RNG.integers(form.low, form.high + 1, shape)).astype(form.storage)
+        return on_device(RNG.integers(form.low, form.high + 1, shape), form.storage)
 
     columns = RNG.permutation(shape[-1]).astype(np.int32)
     return jqx.QTensor(
         codes(shape),
-        jnp.asarray(RNG.normal(size=entries), jnp.float16),
+        on_device(RNG.normal(size=entries), jnp.float16),
         codes(entries) if zeros else None,
-        order=jnp.asarray(columns.reshape((1,) * (len(shape) - 1) + (-1,))) if order else None,
+        order=on_device(columns.reshape((1,) * (len(shape) - 1) + (-1,))) if order else None,
         qtype=form,
         dtype=jnp.float16,
     )
@@ -157,7 +157,7 @@ def integers(
 
 def floats(spec: jqx.QSpec, shape: tuple[int, ...] = (64, 96)) -> jqx.QTensor:
     """A random QTensor of a spec."""
-    return jqx.QTensor.quantize(jnp.asarray(RNG.normal(size=shape), jnp.float32), spec)
+    return jqx.QTensor.quantize(on_device(RNG.normal(size=shape), jnp.float32), spec)
 
 
 def blocks_of(qtype: Any, size: int, shape: tuple[int, ...] = (64, 96)) -> jqx.QTensor:
