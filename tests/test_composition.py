@@ -521,7 +521,8 @@ def test_transforms_leave_the_function_as_it_is(algorithm):
 
     def float64(tree):
         return jax.tree.map(
-            lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+            lambda x: on_device(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+            tree,
         )
 
     def run(names):
