@@ -17,6 +17,8 @@ import jqx
 import jqx.linen
 import jqx.nnx
 
+from ..arrays import on_device
+
 WIDTH, HEADS, LENGTH, WORDS, LAYERS, EXPERTS = 8, 2, 8, 20, 2, 3
 
 
@@ -55,20 +57,20 @@ def normal(seed: int, *shape: int) -> jax.Array:
     rng = np.random.default_rng(seed)
     spread = np.exp(rng.normal(size=shape[-1:]) / 2)
     fan = shape[-2] if len(shape) > 1 else 1
-    return jnp.asarray((rng.normal(size=shape) * spread / fan**0.5).astype(np.float32))
+    return on_device(rng.normal(size=shape) * spread / fan**0.5, np.float32)
 
 
 def rows(*shape: int) -> tuple[tuple[Any, ...], ...]:
     """Two batches of floats, some channels of which are larger."""
     each = (np.random.default_rng(seed).normal(size=shape) for seed in (100, 101))
     sizes = np.exp(np.random.default_rng(102).normal(size=shape[-1:]))
-    return tuple((jnp.asarray((x * sizes).astype(np.float32)),) for x in each)
+    return tuple((on_device(x * sizes, np.float32),) for x in each)
 
 
 def texts(batch: int = 3, words: int = WORDS) -> tuple[tuple[Any, ...], ...]:
     """Two batches of tokens."""
     each = (np.random.default_rng(seed).integers(1, words, (batch, LENGTH)) for seed in (100, 101))
-    return tuple((jnp.asarray(x.astype(np.int32)),) for x in each)
+    return tuple((on_device(x, np.int32),) for x in each)
 
 
 def rms(x: jax.Array, gain: jax.Array) -> jax.Array:
@@ -110,7 +112,7 @@ def block_params(seed: int, *layers: int) -> dict[str, jax.Array]:
         name: normal(seed + i, *layers, *shape) for i, (name, shape) in enumerate(shapes.items())
     }
     gains = {
-        name: 1 + normal(seed + 8 + i, *layers, WIDTH) / 8
+        name: on_device(1 + np.asarray(normal(seed + 8 + i, *layers, WIDTH)) / 8)
         for i, name in enumerate(("norm", "norm2"))
     }
     return made | gains
