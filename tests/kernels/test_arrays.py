@@ -56,21 +56,21 @@ class Case:
 def random_codes(rng: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     """Returns codes of any kind: all integers of a dtype, or 8-bit floats."""
     if dtype.startswith("float"):
-        return jnp.asarray(rng.normal(size=shape) * 4, dtype)
+        return on_device(rng.normal(size=shape) * 4, dtype)
     info = jnp.iinfo(dtype)
-    return jnp.asarray(rng.integers(int(info.min), int(info.max) + 1, shape), dtype)
+    return on_device(rng.integers(int(info.min), int(info.max) + 1, shape), dtype)
 
 
 def operands(case: Case) -> tuple[Any, ...]:
     """Returns rows in float32, codes, scales and zero points or `None`, on the device."""
     rng = np.random.default_rng(case.k + case.n)
-    x = jnp.asarray(rng.normal(size=(case.m, case.k)), jnp.float32)
+    x = on_device(rng.normal(size=(case.m, case.k)), jnp.float32)
     shape = (case.k // case.size, case.n)
     codes = random_codes(rng, case.codes, (case.k, case.n))
     if case.scale == "uint8":
         scale = on_device(rng.integers(120, 134, shape).astype(np.uint8))
     else:
-        scale = jnp.asarray(rng.uniform(0.5, 2.0, shape), case.scale)
+        scale = on_device(rng.uniform(0.5, 2.0, shape), case.scale)
     zero = random_codes(rng, case.codes, shape) if case.zero else None
     return x, codes, scale, zero
 

@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
-from sklearn.datasets import load_digits
 
 import jqx
 from jqx import parallel
@@ -178,6 +177,8 @@ SUMS = {  # spec, options, whether what is lost is fed back
 
 def digits():
     """Images and labels, a part of them for each device."""
+    from sklearn.datasets import load_digits  # takes 2 s, which every collection would pay
+
     images, labels = load_digits(return_X_y=True)
     count = len(images) // COUNT * COUNT
     return jnp.asarray(images[:count] / 16, jnp.float32), jnp.asarray(labels[:count], jnp.int32)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 
+from ..arrays import on_device
 from ..models.parallel import (
     AUTO,
     EXPLICIT,
@@ -90,9 +91,9 @@ def test_weights_of_a_scan_and_seen_through_views():
         return lax.scan(layer, x, p)[0] @ p[0].reshape(256, 256).T
 
     rng = np.random.default_rng(0)
-    w = jnp.asarray(rng.integers(-127, 128, (2, 8, 32, 256)), jnp.float32)
+    w = on_device(rng.integers(-127, 128, (2, 8, 32, 256)), jnp.float32)
     w = w.at[:, 0, 0].set(127).at[:, :, :, 0].set(127)  # the largest of each row and each column
-    x = jnp.asarray(rng.integers(-3, 4, (16, 256)), jnp.float32)
+    x = on_device(rng.integers(-3, 4, (16, 256)), jnp.float32)
     parted, sharding = placed(w, mesh, P(None, "model"))
     rows, _ = placed(x, mesh, P("data"))
     plan = jqx.make_plan(heads, jqx.presets.w8a16())(parted, rows)
@@ -145,7 +146,7 @@ def test_other_axes_keep_their_parts():
 
         return lax.scan(layer, x, p)[0]
 
-    w = jnp.asarray(np.random.default_rng(0).normal(size=(2, 256, 8, 32)), jnp.float32) / 16
+    w = on_device(np.random.default_rng(0).normal(size=(2, 256, 8, 32)), jnp.float32) / 16
     parted, sharding = placed(w, mesh, P(None, "data", "model"))
     x, _ = placed(inputs(), mesh, P("data"))
     plan = jqx.make_plan(f, jqx.presets.w4a16())(parted, x)
@@ -175,7 +176,7 @@ def test_parts_of_a_stack_and_joined_weights():
     for x in w.values():  # the largest of each block
         x[..., ::32, :] = 7
     w["stack"][0, ::32] = 127
-    rows = jnp.asarray(rng.integers(-3, 4, (16, 256)), jnp.float32)
+    rows = on_device(rng.integers(-3, 4, (16, 256)), jnp.float32)
     partitions = {name: NamedSharding(mesh, P("data")) for name in w}
     partitions["stack"] = NamedSharding(mesh, P(None, "data"))
     parted, (x, _) = jax.device_put(w, partitions), placed(rows, mesh, P("data"))

@@ -145,13 +145,13 @@ class TestWeightsOfACheckpoint:
     @pytest.fixture
     def params(self):
         rng = np.random.default_rng(0)
-        old = jnp.asarray(rng.normal(size=(64, 128)), jnp.float32)
-        new = jnp.asarray(rng.normal(size=(64, 16)), jnp.float32)
+        old = on_device(rng.normal(size=(64, 128)), jnp.float32)
+        new = on_device(rng.normal(size=(64, 16)), jnp.float32)
         return {"old": jqx.QTensor.quantize(old, "int8"), "new": new}
 
     @pytest.fixture
     def batch(self):
-        return jnp.asarray(np.random.default_rng(1).normal(size=(160, 128)), jnp.float32)
+        return on_device(np.random.default_rng(1).normal(size=(160, 128)), jnp.float32)
 
     @pytest.mark.parametrize("name", ["nearest", "gptq", "rotate", None])
     def test_they_are_what_they_were(self, params, batch, name):
@@ -285,7 +285,7 @@ def test_algorithms_take_static_numbers(name):
 
 A = jnp.linspace(-1, 1, 16 * 32, dtype=jnp.float32).reshape(16, 32)
 TWO = {"a": A, "b": -A.reshape(32, 16)}
-ROWS_OF_16 = jnp.asarray(np.linspace(-3, 3, 5 * 16).reshape(5, 16) ** 3, jnp.float32)
+ROWS_OF_16 = on_device(np.linspace(-3, 3, 5 * 16).reshape(5, 16) ** 3, jnp.float32)
 
 
 def score(params, x):

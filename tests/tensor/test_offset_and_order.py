@@ -41,10 +41,10 @@ def super_blocks(rows=6, columns=256):
     rng = np.random.default_rng(1)
 
     def codes():
-        return jnp.asarray(rng.integers(0, 64, (rows, columns // 32)).astype(np.uint8))
+        return on_device(rng.integers(0, 64, (rows, columns // 32)).astype(np.uint8))
 
     def floats():
-        return jnp.asarray(rng.normal(size=(rows, columns // 128)).astype(np.float16))
+        return on_device(rng.normal(size=(rows, columns // 128)).astype(np.float16))
 
     six = {"qtype": jqx.numerics.uint6, "dtype": jnp.float32}
     return QTensor(
@@ -60,8 +60,8 @@ def double_quantized(rows=6, columns=128):
     rng = np.random.default_rng(2)
     table = jqx.numerics.Codebook(tuple(np.linspace(-1, 1, 256).tolist()), "scales")
     scale = QTensor(
-        jnp.asarray(rng.integers(0, 256, (rows, columns // 32)).astype(np.uint8)),
-        jnp.asarray(rng.random((rows // 2, 1)).astype(np.float32)),
+        on_device(rng.integers(0, 256, (rows, columns // 32)).astype(np.uint8)),
+        on_device(rng.random((rows // 2, 1)).astype(np.float32)),
         offset=jnp.full((1, 1), 0.75, jnp.float32),
         qtype=table,
     )
