@@ -70,12 +70,15 @@ if _typing.TYPE_CHECKING:
     from . import extend as extend
     from . import interop as interop
     from . import parallel as parallel
+    from . import recipes as recipes
     from ._src.diagnostics.compare import compare as compare
     from ._src.diagnostics.lowering import explain as explain
     from ._src.diagnostics.lowering import lowering as lowering
     from ._src.diagnostics.report import report as report
     from ._src.interop.archive import load as load
     from ._src.interop.save import save as save
+    from ._src.train.train import train as train
+    from ._src.train.train import train_state as train_state
 else:  # type checkers report unknown names
     __getattr__, __dir__ = _late(
         __name__,
@@ -85,11 +88,13 @@ else:  # type checkers report unknown names
             "jqx.extend": (),
             "jqx.interop": (),
             "jqx.parallel": (),
+            "jqx.recipes": (),
             "jqx._src.diagnostics.compare": ("compare",),
             "jqx._src.diagnostics.lowering": ("explain", "lowering"),
             "jqx._src.diagnostics.report": ("report",),
             "jqx._src.interop.archive": ("load",),
             "jqx._src.interop.save": ("save",),
+            "jqx._src.train.train": ("train", "train_state"),
         },
     )
 __version__ = "0.1.0"

@@ -37,7 +37,7 @@ LAYERS = [
     ("algorithms",),
     ("modules",),
     ("diagnostics",),
-    ("ptq", "parallel"),
+    ("ptq", "parallel", "train"),
     ("linen", "nnx", "interop"),
     ("command_line",),
 ]
@@ -45,7 +45,7 @@ LAYERS = [
 
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
-SATELLITES = ("diagnostics", "parallel", "interop", "command_line")
+SATELLITES = ("diagnostics", "parallel", "train", "interop", "command_line")
 """Layers that are imported late, so that they may use the public names of the core."""
 
 TOOLS = "checks compat errors files late signatures table"
@@ -62,6 +62,11 @@ INSIDE = {
     "parallel": """
         algorithms.hadamard statistics.granularity tensor.grid tensor.shardings tensor.spec
         transforms.partitioned transforms.paths transforms.plan transforms.quantize_params
+    """,
+    "train": """
+        contractions.problem numerics.exact tensor.grid tensor.spec transforms.arguments
+        transforms.higher_order transforms.interpret transforms.make_plan transforms.trace
+        transforms.views
     """,
     "interop": """
         diagnostics.compare diagnostics.report numerics.lookup numerics.packing ptq.quantized
@@ -276,9 +281,9 @@ PUBLIC = {
         make_plan map_channels ChannelMap LowRank calibrate calibrate_batches merge_stats affines
         simulate convert hoist
         quantize_params dequantize_params quantize_state
-        compare explain lowering report save load
+        compare explain lowering report save load train train_state
         algorithms calibrators diagnostics extend gradients interop numerics onednn
-        parallel presets tflite
+        parallel presets recipes tflite
     """,
     "algorithms": """
         adaround auto_round awq bias_correction chain eora equalize find_pairs gptq loftq nearest
@@ -328,6 +333,9 @@ PUBLIC = {
     "onednn": "dynamic_dequantize onednn_dequantize onednn_quantize",
     "parallel": "all_gather all_reduce all_to_all ppermute reduce_scatter shardings",
     "presets": "fp8 mxfp8 nf4 w4a16 w4a4 w4a8 w8a16 w8a8 w8a8_dynamic",
+    "recipes": """
+        Rounded Product Products Recipe fp8 fp8_block fp8_rowwise int8 mxfp8 nvfp4 quartet2
+    """,
     "tflite": "FixedPointRounding Requantization requantize",
 }
 """What users may write: of jqx itself, and of each module of it that users meet."""
@@ -389,8 +397,8 @@ def test_names_that_are_imported_late_are_those_that_type_checkers_read():
 
 HEAVY = "flax chex scipy tqdm matplotlib orbax jax.experimental.pallas jax.experimental.topologies"
 LATE = """
-    jqx.algorithms jqx.diagnostics jqx.extend jqx.interop jqx.parallel jqx.linen jqx.nnx
-    jqx._src.algorithms jqx._src.diagnostics jqx._src.interop jqx._src.command_line
+    jqx.algorithms jqx.diagnostics jqx.extend jqx.interop jqx.parallel jqx.recipes jqx.linen jqx.nnx
+    jqx._src.algorithms jqx._src.diagnostics jqx._src.interop jqx._src.command_line jqx._src.train
 """
 
 
