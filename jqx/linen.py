@@ -20,6 +20,7 @@ from ._src.linen.layers import init_lora as init_lora
 from ._src.linen.layers import merge_lora as merge_lora
 from ._src.linen.ptq import bind as bind
 from ._src.linen.ptq import ptq as ptq
+from ._src.linen.ptq import pure as pure
 from ._src.linen.quantized import Quantized as Quantized
 from ._src.linen.quantized import quantize as quantize
 from ._src.modules.quantized_function import Mode as Mode

@@ -20,6 +20,8 @@ from ._src.nnx.layers import init_lora as init_lora
 from ._src.nnx.layers import merge_lora as merge_lora
 from ._src.nnx.ptq import bind as bind
 from ._src.nnx.ptq import ptq as ptq
+from ._src.nnx.ptq import pure as pure
+from ._src.nnx.ptq import update as update
 from ._src.nnx.quantized import Quantized as Quantized
 from ._src.nnx.quantized import quantize as quantize
 from ._src.nnx.state import QParam as QParam

@@ -314,12 +314,13 @@ PUBLIC = {
         verify write
     """,
     "linen": """
-        Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind
+        Mode quantize Quantized convert fix_scales learn_scales make_plan pure ptq bind
         Conv ConvTranspose Dense DenseGeneral Einsum Embed MultiHeadAttention
         MultiHeadDotProductAttention LoRADense init_lora merge_lora
     """,
     "nnx": """
-        Mode quantize Quantized convert fix_scales learn_scales make_plan ptq bind QParam Scale Stat
+        Mode quantize Quantized convert fix_scales learn_scales make_plan pure update ptq bind
+        QParam Scale Stat
         Conv ConvTranspose Einsum Embed Linear LinearGeneral MultiHeadAttention
         LoRALinear init_lora merge_lora
     """,

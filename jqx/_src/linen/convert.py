@@ -8,11 +8,11 @@ from flax.core import DenyList, unfreeze
 
 from ..checks import check_instance
 from ..errors import fail
-from ..modules.layers import by_path
 from ..modules.quantized_function import (
     Mode,
     Scales,
     Search,
+    by_path,
     check_learnable,
     check_scales,
     flatten,

@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import meta, unfreeze
+from flax.core import unfreeze
 
 from ..checks import called, check_instance
 from ..errors import fail
 from ..modules.layers import (
     Adapter,
     add_low_rank,
-    by_path,
     check_cache,
     check_same_parameters,
     empty_cache,
@@ -23,11 +22,11 @@ from ..modules.layers import (
     merge_low_rank,
     with_cache,
 )
-from ..modules.quantized_function import nest, without
+from ..modules.quantized_function import by_path, nest, without
 from ..ptq.quantized import Quantized as PtqResult
 from ..transforms.paths import is_whole
 from ..transforms.trace import is_array
-from .quantized import QPARAMS, SCALES, Quantized
+from .quantized import QPARAMS, SCALES, Quantized, values
 
 LORA = "lora"
 """Collection of the adapters, which training differentiates."""
@@ -300,12 +299,12 @@ def init_lora(module: nn.Module, quantized: PtqResult, *args: Any, **kwargs: Any
     fix = "pass the result of jqx.linen.ptq for the float module and its variables."
     check_instance(name, "quantized", quantized, PtqResult, fix=fix)
     shapes, layers, parts = _inspect(module, args, kwargs)
-    collections = {name: unfreeze(meta.unbox(tree)) for name, tree in quantized.params.items()}
+    collections = values(quantized.params)
     params = collections.pop("params")
     products = initial_adapters(name, quantized.plan, quantized.maps, layers)
-    values = by_path(params)
-    check_same_parameters(name, by_path(shapes.get("params", {})), values, parts)
-    codes = nest({path: x for path, x in values.items() if is_whole(x)})
+    leaves = by_path(params)
+    check_same_parameters(name, by_path(shapes.get("params", {})), leaves, parts)
+    codes = nest({path: x for path, x in leaves.items() if is_whole(x)})
     adapters: dict[str, Any] = {}
     for path, (a, b) in products.items():
         prefix = path and f"{path}/"
@@ -351,7 +350,7 @@ def _inspect(
         with nn.intercept_methods(record):
             return module.init(key, *args, **kwargs)
 
-    shapes = unfreeze(meta.unbox(jax.eval_shape(init, jax.random.key(0), arrays)))
+    shapes = values(jax.eval_shape(init, jax.random.key(0), arrays))
     layers = {}
     for path, (rank, alpha) in lora_layers.items():
         node = shapes[LORA]

@@ -1,11 +1,10 @@
-"""`ptq` for a linen module, on its variables."""
+"""A linen module as a pure function of its variables, and `ptq` on them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from flax import errors
 from flax import linen as nn
-from flax.core import meta, unfreeze
 
 from ..checks import called, check_instance
 from ..errors import fail, some
@@ -17,8 +16,49 @@ from ..statistics.statistics import RowWeight
 from ..transforms.algorithm import Algorithm
 from ..transforms.stats import OnNonfinite
 from .quantized import Quantized as QuantizedModule
+from .quantized import values
 
 Variables = Mapping[str, Any]
+
+
+@called("linen.pure", "pass jqx.linen.pure(module, variables).")
+def pure(
+    module: nn.Module, variables: Variables, **kwargs: Any
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns a module as a pure function, and the tree of its values: `f, params`.
+
+    `f(params, *args)` is `module.apply(params, *args, **kwargs)`, and every transform of jqx takes
+    both. `params` are the variables as nested dicts, without boxes such as `nn.Partitioned`. Paths
+    begin with the name of the collection: `params/Dense_0/kernel`. With
+    `names={"params": "", "batch_stats": None}` they are those of `jqx.linen.ptq`, and the
+    collection `batch_stats` has no weights.
+
+    Args:
+      module: any unbound float module.
+      variables: the variables, as `module.init` returns them.
+      **kwargs: arguments of every call, as for `module.apply`, such as `method=`, `mutable=`,
+        `rngs=` and keyword arguments of the module. Calls may pass others: a training step passes
+        new keys, `f(params, x, rngs={"dropout": key})`. With `mutable=`, `f` returns `(out,
+        written)`, and `{**params, **written}` are the next variables.
+
+    Raises:
+      TypeError: if an argument has another type.
+      ValueError: if `module` is bound or quantized already.
+
+    Example:
+      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> module, x = nn.BatchNorm(use_running_average=False), jnp.ones((1, 4))
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> f, params = jqx.linen.pure(module, variables, mutable=["batch_stats"])
+      >>> out, written = jax.jit(f)(params, x)
+      >>> sorted(params), sorted(written)
+      (['batch_stats', 'params'], ['batch_stats'])
+      >>> params = {**params, **written}
+    """
+    f, fix = _as_function("linen.pure", module, kwargs), "pass what module.init returns."
+    check_instance("linen.pure", "variables", variables, Mapping, fix=fix)
+    return f, values(variables)
 
 
 @called("linen.ptq", "call it in two steps: jqx.linen.ptq(module, policy)(variables, batches).")
@@ -82,21 +122,21 @@ def ptq(
     """
     check_policy("linen.ptq", policy)
     check_effort("linen.ptq", effort, algorithm)
-    function = _applied("linen.ptq", module, kwargs)
+    function = _as_function("linen.ptq", module, kwargs)
 
     fix = "pass the variables that module.init returns, and a list of batches, such as [x]."
 
     @called("linen.ptq(module, policy)", fix)
     def quantize(variables: Variables, batches: Iterable[Any] | None = None) -> Quantized:
         check_instance("linen.ptq", "variables", variables, Mapping, fix=fix)
-        plain = {name: unfreeze(meta.unbox(tree)) for name, tree in variables.items()}
-        if "params" not in plain:
-            problem = f"the variables have no collection 'params': {some(map(repr, plain))}."
+        params = values(variables)
+        if "params" not in params:
+            problem = f"the variables have no collection 'params': {some(map(repr, params))}."
             raise fail("linen.ptq", problem, fix="pass {'params': params}.")
-        names = {name: "" if name == "params" else None for name, tree in plain.items() if tree}
+        names = {name: "" if name == "params" else None for name, tree in params.items() if tree}
         options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
         options |= {"weight": weight, "on_nonfinite": on_nonfinite, "own_text": own_text}
-        return ptq_of_function(function, policy, algorithm, names=names, **options)(plain, batches)
+        return ptq_of_function(function, policy, algorithm, names=names, **options)(params, batches)
 
     return quantize
 
@@ -137,7 +177,7 @@ def bind(
     """
     fix = "pass the result of jqx.load for a quantized module."
     check_instance("linen.bind", "saved", saved, SavedModel, fix=fix)
-    function = _applied("linen.bind", module, kwargs)
+    function = _as_function("linen.bind", module, kwargs)
     try:
         return saved.bind(function, like, target=target, check=check)
     except errors.FlaxError as error:
@@ -149,7 +189,7 @@ def bind(
         ) from error
 
 
-def _applied(function: str, module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def _as_function(function: str, module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a module as a function of its variables."""
     check_instance(function, "module", module, nn.Module, fix="pass a linen module.")
     if module.scope is not None or isinstance(module, QuantizedModule):

@@ -214,7 +214,7 @@ class Quantized(nn.Module, kw_only=True):
 
     def _q_float(self) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Returns the float module, its weights, learned scales, and other collections."""
-        variables = {key: unfreeze(meta.unbox(tree)) for key, tree in self.variables.items()}
+        variables = values(self.variables)
         params, learned = split(variables.pop("params", {}))
         params = overlay(params, variables.get(QPARAMS, {}))
         others = {key: tree for key, tree in variables.items() if key not in _COLLECTIONS.values()}
@@ -420,6 +420,11 @@ def _reached(parent: Whole, get: Get) -> Any:
             return {key: item(key) for key in value}
         return tuple(item(i) for i in range(len(value)))
     return value
+
+
+def values(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns variables as nested dicts of values, without boxes such as `nn.Partitioned`."""
+    return {name: unfreeze(meta.unbox(tree)) for name, tree in variables.items()}
 
 
 def call_method(module: Any, method: Method, *args: Any, **kwargs: Any) -> Any:

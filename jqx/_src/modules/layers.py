@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path
 from jax.typing import DTypeLike
 
 from ..caches.kv_cache import KVCache, check_format
@@ -130,12 +129,6 @@ def initial_adapters(
         fix = "make those layers of LoRADense or LoRALinear, or leave them out of the policy."
         raise fail(function, problem, fix=fix)
     return {path: _scaled(function, path, products[path], layers[path]) for path in layers}
-
-
-def by_path(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of nested dicts by path; a quantized weight is one leaf."""
-    leaves, _ = tree_flatten_with_path(tree, is_leaf=is_whole)
-    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def check_same_parameters(

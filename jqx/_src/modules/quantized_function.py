@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import jax
-from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from ..checks import check_instance
@@ -21,7 +21,7 @@ from ..tensor.segments import Segments
 from ..transforms.calibrate import affines_seen, calibrate, merge_stats
 from ..transforms.convert import convert, simulate
 from ..transforms.make_plan import make_plan
-from ..transforms.paths import is_whole, nested
+from ..transforms.paths import is_whole, nested, path_of
 from ..transforms.plan import GivenAffines, Plan
 from ..transforms.quantize_params import dequantize_params, named_leaves, quantize_params
 from ..transforms.trace import TracedOnce
@@ -69,11 +69,11 @@ class QuantizedFunction:
         if several transforms use it.
       policy: what is quantized.
       args: positional arguments after the weights.
+      caller: the name of the caller in errors.
+      converts: the call that turns the weights of the module into codes, for errors.
       kwargs: keyword arguments.
       stats: statistics by key, as far as they are known.
       scales: scales by key, as far as they are known; they take precedence over statistics.
-      caller: the name of the caller in errors.
-      converts: the call that turns the weights of the module into codes, for errors.
       dynamic: whether scales of static activations and outputs without statistics or a scale are
         computed from the values of the call; otherwise they raise an error.
       path: path of the module, for errors.
@@ -82,11 +82,11 @@ class QuantizedFunction:
     function: Callable[..., Any]
     policy: Policy
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    stats: Mapping[str, Any]
-    scales: Mapping[str, Affine]
     caller: str
     converts: str
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stats: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    scales: Mapping[str, Affine] = dataclasses.field(default_factory=dict)
     dynamic: bool = False
     path: str = ""
 
@@ -110,14 +110,14 @@ class QuantizedFunction:
             plan = self.plan(params)
             scales = self._given_scales(plan, mode)
             planned = _paths(plan)  # other weights are codes that another method uses
-            leaves = _by_path(params)
+            leaves = by_path(params)
             floats = [path for path, x in leaves.items() if path in planned and not is_whole(x)]
             if floats:
                 where = f"floats for {some(map(self._full_path, floats))}, in {Mode.CONVERT}"
                 fix = f"call {self.converts} first, and use its result; or use Mode.SIMULATE."
                 raise fail(self.caller, "weights are not converted.", given=where, fix=fix)
             params = tree_map_with_path(
-                lambda path, x: x if _name(path) in planned else dequantize_params(x),
+                lambda path, x: x if path_of(path) in planned else dequantize_params(x),
                 params,
                 is_leaf=is_whole,
             )
@@ -217,11 +217,11 @@ class QuantizedFunction:
     def quantize(self, params: Any) -> dict[str, QTensor | Segments]:
         """Returns the weights that are not yet codes as QTensors, or Segments, by path."""
         plan = self.plan(params)
-        paths, floats = _paths(plan), _by_path(params)
+        paths, floats = _paths(plan), by_path(params)
         codes = quantize_params(dequantize_params(params), plan, self._scales_of(plan))
         return {
             path: code
-            for path, code in _by_path(codes).items()
+            for path, code in by_path(codes).items()
             if path in paths and not is_whole(floats[path])
         }
 
@@ -365,19 +365,16 @@ def _estimator_name(gradient: Any) -> str:
     return next(names, repr(gradient))
 
 
-def _by_path(params: Any) -> dict[str, Any]:
+def by_path(params: Any) -> dict[str, Any]:
+    """Returns the leaves of nested dicts by path; a quantized weight is one leaf."""
     leaves, _ = tree_flatten_with_path(params, is_leaf=is_whole)
-    return {_name(path): leaf for path, leaf in leaves}
+    return {path_of(path): leaf for path, leaf in leaves}
 
 
 def _paths(plan: Plan) -> set[str]:
     """Returns the paths of the parameters that a plan quantizes, in whole or in part."""
     paths = {weight.path for weight in plan.weights}
     return paths | {*map(plan.whole_of, paths)}
-
-
-def _name(path: Any) -> str:
-    return keystr(path, simple=True, separator="/")
 
 
 # Statistics and scales by key, such as `attention/query/kernel:dot_general:lhs`, as nested dicts in

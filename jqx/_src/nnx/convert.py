@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from flax import nnx
 
 from ..checks import check_instance
@@ -23,15 +22,7 @@ from ..tensor.shardings import pack_for
 from ..tensor.targets import check_target
 from ..transforms.plan import Plan
 from .quantized import Quantized
-from .state import (
-    Path,
-    QParam,
-    SearchResult,
-    is_node,
-    is_weight,
-    replace_nodes,
-    variable_at,
-)
+from .state import QParam, SearchResult, replace_nodes, split_nodes, write_values
 
 
 def convert(
@@ -84,16 +75,8 @@ def convert(
     parts = _search(Search.CODES, model, scales, method, args, kwargs)
     codes: dict[int, QParam] = {}
     for part, results in parts:
-        if not results.get("codes"):
-            continue
-        for path, variable in _weights(part):
-            value = _at(results["codes"], path)
-            if value is not None and target is not None:
-                value = pack_for(value, target)
-            if isinstance(value, Mapping):
-                value = overlay(variable.get_value(), value)
-            if value is not None:
-                codes[id(variable)] = QParam(value)
+        of_part = results.get("codes", {})
+        codes |= write_values(part, pack_for(of_part, target) if target else of_part)
     for part, results in parts:
         _add_scales(part, results.get("scales", {}))
         part.learned_scales, part.mode = None, Mode.CONVERT
@@ -241,11 +224,9 @@ def _search(
     if scales is not None:
         check_scales(function, scales)
     # Nodes among the arguments, which the call may write, are copied too.
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
-    nodes = {i: leaf for i, leaf in enumerate(leaves) if is_node(leaf)}
-    model_copy, copies = nnx.clone((model, list(nodes.values())))
-    new = dict(zip(nodes, copies, strict=True))
-    args, kwargs = jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
+    graph, leaves, insert = split_nodes(model, args, kwargs)
+    model_copy, nodes = nnx.clone(graph)
+    args, kwargs = insert(leaves, nodes)
     parts, twins = _parts(model), _parts(model_copy)
     for twin in twins:
         twin.mode = Mode.CONVERT if search is Search.CODES else Mode.SIMULATE
@@ -271,17 +252,3 @@ def _add_scales(part: Quantized, scales: Mapping[str, Any]) -> None:
     merged = overlay(part.quant_scales.get_value(), scales)
     part.quant_scales.set_value(merged)
     part.quant_stats.set_value(unscaled(part.quant_stats.get_value(), merged))
-
-
-def _weights(part: Quantized) -> list[tuple[Path, nnx.Variable[Any]]]:
-    """Returns the weights of a quantized module, each with its path."""
-    _, state, _ = nnx.split((part, []), is_weight, ...)
-    paths = [path[1:] for path, _ in nnx.to_flat_state(state)]
-    return [(path, variable_at(part, path)) for path in paths]
-
-
-def _at(tree: Any, path: Path) -> Any:
-    """Returns the value at a path of nested dicts, or `None`."""
-    for key in path:
-        tree = tree.get(str(key)) if isinstance(tree, Mapping) else None
-    return tree

@@ -12,7 +12,6 @@ from ..errors import fail
 from ..modules.layers import (
     Adapter,
     add_low_rank,
-    by_path,
     check_cache,
     check_same_parameters,
     empty_cache,
@@ -20,12 +19,11 @@ from ..modules.layers import (
     merge_low_rank,
     with_cache,
 )
-from ..modules.quantized_function import Mode, nest
+from ..modules.quantized_function import Mode, by_path, nest
 from ..policy import Policy
 from ..ptq.quantized import Quantized as PtqResult
-from ..transforms.paths import is_whole
 from .quantized import ATTRIBUTES, Quantized
-from .state import STATE, Path, QParam, replace_nodes, variable_at, with_classes
+from .state import STATE, Path, is_random, replace_nodes, values, with_classes, write_values
 
 
 class _Layer(Quantized):
@@ -345,17 +343,8 @@ def init_lora(model: nnx.Module, quantized: PtqResult) -> None:
     layers = {path: part for path, part in parts.items() if isinstance(part, LoRALinear)}
     shapes = {path: _adapter(layer) for path, layer in layers.items()}
     adapters = initial_adapters(name, quantized.plan, quantized.maps, shapes)
-    variables, values = _variables(model), by_path(quantized.params)
-    params = {path: variable.get_value() for path, variable in variables.items()}
-    check_same_parameters(name, params, values, parts)
-
-    codes: dict[int, nnx.Variable[Any]] = {}
-    for path, variable in variables.items():
-        if is_whole(values[path]):
-            codes[id(variable)] = QParam(values[path])
-        else:
-            variable.set_value(values[path])
-    replace_nodes(model, codes)
+    check_same_parameters(name, _float_values(model), by_path(quantized.params), parts)
+    replace_nodes(model, write_values(model, quantized.params))
     for path, (a, b) in adapters.items():
         layers[path].lora_a.set_value(a)
         layers[path].lora_b.set_value(b)
@@ -374,12 +363,11 @@ def _adapter(layer: LoRALinear) -> Adapter:
     return Adapter(layer.rank, layer.alpha, a.shape, b.shape, a.dtype)
 
 
-def _variables(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
-    """Returns the variables that the float model also has, by path."""
+def _float_values(model: nnx.Module) -> dict[str, Any]:
+    """Returns the values of the variables that the float model also has, by path."""
 
     def is_state(path: Path, _: Any) -> bool:
         return any(name in STATE for name in path)
 
-    _, _, shared = nnx.split(model, (nnx.RngState, nnx.LoRAParam, is_state), ...)
-    paths = [path for path, _ in nnx.to_flat_state(shared)]
-    return {"/".join(map(str, path)): variable_at(model, path) for path in paths}
+    _, _, shared = nnx.split(model, (nnx.LoRAParam, is_random, is_state), ...)
+    return by_path(values(shared))

@@ -1,15 +1,15 @@
-"""`ptq` for an nnx model, on the values of its variables."""
+"""An nnx model as a pure function of the values of its variables, and `ptq` on them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from ..checks import called, check_instance
 from ..compat import is_concrete
 from ..errors import fail, some
+from ..modules.quantized_function import by_path, overlay, without
 from ..policy import Policy, check_policy
 from ..ptq.ptq import Effort, check_effort
 from ..ptq.ptq import ptq as ptq_of_function
@@ -19,7 +19,101 @@ from ..transforms.algorithm import Algorithm
 from ..transforms.stats import OnNonfinite
 from ..transforms.trace import is_parameter
 from .quantized import check_float
-from .state import is_node, leaves_by_path, replaced_by, values, was_written, with_values
+from .state import (
+    Path,
+    is_random,
+    replace_nodes,
+    split_call,
+    stream_of,
+    value_at,
+    write_values,
+)
+from .state import values as values_of
+
+
+def pure(
+    model: nnx.Module, *, method: str = "__call__", mutable: Any = False, **kwargs: Any
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns a model as a pure function, and the values of its variables: `f, params`.
+
+    `f(params, *args)` is `model(*args)`, and every transform of jqx takes both. `params` are nested
+    dicts of the values by path, also of arrays that are attributes. `model` is not changed, and `f`
+    keeps the settings that it has at this moment, such as those of `model.train()`.
+
+    Streams of random numbers stay in the function. A call that draws from one needs a new key:
+    `f(params, *args, rngs={"dropout": key})`, by the name of the stream. A stream that
+    `nnx.Rngs(0)` makes has the name `"default"`.
+
+    Args:
+      model: any float model.
+      method: name of the method to call.
+      mutable: which variables a call may write: `False`, `True`, or a filter of Flax such as
+        `nnx.BatchStat`. Unless it is `False`, `f` returns `(out, written)`, where `written` are
+        nested dicts of the values that the call has written; `update` puts them into `params`, or
+        into the model.
+      **kwargs: keyword arguments of every call. Calls may pass others.
+
+    Raises:
+      TypeError: if `model` is not a module.
+      ValueError: if `model` or a part of it is quantized already; in a call, if it writes a
+        variable that is not mutable, or draws random numbers without a key.
+
+    Example:
+      >>> import jax, jqx, jqx.nnx, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model, x = nnx.BatchNorm(4, use_bias=False, rngs=nnx.Rngs(0)), jnp.ones((1, 4))
+      >>> f, params = jqx.nnx.pure(model, mutable=True)
+      >>> sorted(params)
+      ['mean', 'scale', 'var']
+      >>> out, written = jax.jit(f)(params, x)
+      >>> sorted(written)
+      ['mean', 'var']
+      >>> params = jqx.nnx.update(params, written)
+    """
+    check_float("nnx.pure", model)
+    return _as_function("nnx.pure", model, method, mutable, kwargs)
+
+
+T = TypeVar("T")
+"""A model, or the values of one."""
+
+
+def update(model: T, values: Mapping[str, Any]) -> T:
+    """Writes values into the variables of a model, in place; returns the model.
+
+    A variable that gets a `jqx.QTensor` becomes a `QParam`. Nested dicts of values, such as
+    `params` of `pure`, can take the place of the model: then the result is a copy of them with the
+    new values. Codes are those of the float model only where no algorithm has scaled or rotated
+    weights, so that `quantized.maps` is empty.
+
+    Args:
+      model: the model, or nested dicts.
+      values: nested dicts of values by path, such as what a function of `pure` writes, or trained
+        `params`. They may have values for some variables only.
+
+    Raises:
+      TypeError: if `model` is neither.
+      ValueError: if the model has no variable at a path.
+
+    Example:
+      >>> import jqx, jqx.nnx, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+      >>> jqx.nnx.update(model, {"bias": jnp.ones(2)}).bias[...]
+      Array([1., 1.], dtype=float32)
+      >>> sorted(jqx.nnx.update({"bias": 0.0}, {"kernel": 1.0}))
+      ['bias', 'kernel']
+    """
+    fix = "pass the values second: jqx.nnx.update(model, values)."
+    check_instance("nnx.update", "model", model, (nnx.Module, Mapping), fix=fix)
+    check_instance("nnx.update", "values", values, Mapping, fix=fix)
+    if isinstance(model, Mapping):
+        return cast(T, overlay(model, values))
+    if unknown := by_path(without(values, values_of(nnx.state(model)))):
+        problem = f"the model has no variables at {some(map(repr, unknown))}."
+        raise fail("nnx.update", problem, fix="leave such values out, or pass those of this model.")
+    replace_nodes(model, write_values(model, values))
+    return model
 
 
 class QuantizeModel(Protocol):
@@ -50,8 +144,8 @@ def ptq(
     are nested dicts of the values of the variables by path, and of arrays that are attributes, with
     QTensors in the place of weights (`nnx.Param`).
     Streams of random numbers stay in the function. A call that writes a variable, such as a running
-    mean in training or a cache, is an error: use `jqx.nnx.quantize` for such models. `model` is not
-    changed. The weights are those that the model has when batches are passed.
+    mean in training or a cache, is an error: use `pure` or `quantize` for such models. `model` is
+    not changed. The weights are those that the model has when batches are passed.
 
     Args:
       model: any float model.
@@ -96,18 +190,16 @@ def ptq(
 
     @called("nnx.ptq(model, policy)", fix)
     def quantize(batches: Iterable[Any] | None = None) -> Quantized:
-        function, state = _as_function("nnx.ptq", model, method, kwargs)
+        function, params = _as_function("nnx.ptq", model, method, False, kwargs)
+        _, _, others = nnx.split(model, (nnx.Param, is_random), ...)
         names = {
             "/".join(map(str, path)): None
-            for path, variable in nnx.to_flat_state(state)
-            if not isinstance(variable, nnx.Param)
-            and any(map(is_parameter, jax.tree.leaves(variable)))
+            for path, variable in nnx.to_flat_state(others)
+            if any(map(is_parameter, jax.tree.leaves(variable)))
         }
         options: Any = {"effort": effort, "target": target, "progress": progress, "hoist": hoist}
         options |= {"weight": weight, "on_nonfinite": on_nonfinite, "own_text": own_text}
-        return ptq_of_function(function, policy, algorithm, names=names, **options)(
-            values(state), batches
-        )
+        return ptq_of_function(function, policy, algorithm, names=names, **options)(params, batches)
 
     return quantize
 
@@ -157,74 +249,64 @@ def bind(
             f"{some(map(repr, stateless))}.",
             fix="pass the model itself, of any values; or make the attribute an nnx.Variable.",
         )
-    return saved.bind(
-        _as_function("nnx.bind", model, method, kwargs)[0], target=target, check=check
-    )
+    function, _ = _as_function("nnx.bind", model, method, False, kwargs)
+    return saved.bind(function, target=target, check=check)
 
 
 def _stateless_attributes(model: nnx.Module) -> list[str]:
     """Returns the paths of attributes of an abstract model that take part in its graph, not in its
     state: Flax keeps arrays that are no variables there.
     """
-    variables = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+    variables = {path for path, _ in nnx.to_flat_state(nnx.state(model))}
 
     def has_no_values(x: Any) -> bool:
         is_traced = isinstance(x, jax.Array) and not is_concrete(x)
         return is_traced or isinstance(x, jax.ShapeDtypeStruct)
 
-    abstract = [
-        (*map(str, path), name, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, nnx.Pytree)
-        for name, value in vars(node).items()
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node)
-        if has_no_values(leaf)
-    ]
-    return ["/".join(path) for path in abstract if path not in variables]
+    leaves = [(path, x) for path, x in nnx.iter_graph(model) if path not in variables]
+    return ["/".join(map(str, path)) for path, x in leaves if has_no_values(x)]
 
 
 def _as_function(
-    function: str, model: nnx.Module, method: str, kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Any]:
-    """Returns a model as a function of the values of its variables, and the state of these."""
+    function: str, model: nnx.Module, method: str, mutable: Any, kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns a model as a function of the values of its variables, and these values."""
 
-    def is_random(path: Any, variable: Any) -> bool:
-        """Whether a variable belongs to a stream, or an array is a key: files store neither."""
-        dtype = getattr(variable, "dtype", None)
-        is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        return isinstance(variable, nnx.RngState) or is_key
+    def is_param(path: Path, variable: Any) -> bool:
+        return not is_random(path, variable)
 
-    graphdef, streams, state = nnx.split(model, is_random, ...)
-    empty = nnx.map_state(lambda _, variable: replaced_by(variable, None), state)
-    paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("rngs"), Mapping):
+            nnx.reseed(model, policy="match_shape", **kwargs.pop("rngs"))
+        return getattr(model, method)(*args, **kwargs)
 
-    def call(params: Any, *args: Any, **call_kwargs: Any) -> Any:
-        if missing := ["/".join(path) for path in paths if not _has_value(params, path)]:
-            problem = f"the parameters have no value for {some(map(repr, missing))} of the model."
-            raise fail(function, problem, fix="pass quantized.params, of this model.")
-        own_streams = jax.tree.map(lambda x: x, streams)  # variables of this trace
-        inner = nnx.merge(graphdef, own_streams, with_values(empty, params))
-        old = leaves_by_path(inner)
-        out = getattr(inner, method)(*args, **{**kwargs, **call_kwargs})
-        written = nnx.state(inner, lambda path, variable: was_written(path, variable, old))
-        changed = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(written)]
-        if changed:
-            raise fail(
-                function,
-                f"`{method}` writes variables, which a pure function cannot do: "
-                f"{some(map(repr, changed))}.",
-                fix="call model.eval() first, which stops dropout and running means; or use "
-                "jqx.nnx.quantize and jqx.nnx.convert, for caches too.",
-            )
-        return out
+    call, params_of_model, streams = split_call(model, is_param, run)
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, is_param))]
 
-    return call, state
+    def apply(params: Any, *args: Any, **call_kwargs: Any) -> Any:
+        missing = [(path, None) for path in paths if value_at(params, path, ...) is ...]
+        if missing:
+            problem = f"the parameters have no value for {some(map(_shown, missing))} of the model."
+            raise fail(function, problem, fix="pass the parameters of this model.")
+        options = {**kwargs, **call_kwargs}
+        out, state = call(params, streams, *args, **options)
+        seeds = options.get("rngs")
+        seeded = tuple(seeds) if isinstance(seeds, Mapping) else ()
+        written = nnx.All(is_param, mutable)
+        _, new, refused = nnx.split_state(state, lambda _, x: stream_of(x) in seeded, written, ...)
+        if refused:
+            problem = f"`{method}` writes variables, which a pure function cannot do: "
+            problem += f"{some(map(_shown, nnx.to_flat_state(refused)))}."
+            fix = "call model.eval() first, which stops dropout and running means. Or use "
+            fix += 'jqx.nnx.pure(model, mutable=True), and pass rngs={"dropout": key}, by the name '
+            fix += "of the stream, to each call; or jqx.nnx.quantize."
+            raise fail(function, problem, fix=fix)
+        return out if mutable is False else (out, values_of(new))
+
+    return apply, params_of_model
 
 
-def _has_value(params: Any, path: tuple[str, ...]) -> bool:
-    """Whether nested dicts have a value at a path."""
-    for name in path:
-        if not isinstance(params, Mapping) or name not in params:
-            return False
-        params = params[name]
-    return True
+def _shown(leaf: tuple[Path, Any]) -> str:
+    """Returns the path of a variable as it is shown in messages."""
+    path, stream = repr("/".join(map(str, leaf[0]))), stream_of(leaf[1])
+    return path if stream is None else f"{path} of the stream {stream!r}"

@@ -161,7 +161,6 @@ class Quantized(Wrapper):
             function=pure.function,
             policy=self.policy if is_main else optional(self.policy),
             args=pure.args,
-            kwargs={},
             stats=flatten(self.quant_stats.get_value()),
             scales=scales,
             dynamic=self.quant_dynamic,
@@ -296,14 +295,11 @@ class Part(Wrapper):
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[QuantizedFunction, PureCall]:
         parent = self.quant_parent
-        pure = pure_call(self, name, run, args, kwargs, constant=False).inside(parent.path)
+        pure = pure_call(self, name, run, args, kwargs, prefix=parent.path)
         call = QuantizedFunction(
             function=pure.function,
             policy=optional(parent.policy),
             args=pure.args,
-            kwargs={},
-            stats={},
-            scales={},
             dynamic=parent.quant_dynamic,
             caller=type(self).__name__,
             converts="jqx.nnx.convert(model, ...)",

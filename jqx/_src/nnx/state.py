@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..errors import fail, some
 from ..modules.layers import forwards, read
-from ..modules.quantized_function import (
-    QuantizedFunction,
-    Search,
-)
+from ..modules.quantized_function import QuantizedFunction, Search, holds_codes, overlay
 from ..tensor.qtensor import QTensor
 from ..transforms.paths import nested
 from ..transforms.plan import Plan
@@ -175,13 +173,42 @@ def with_classes(graph: Any, classes: Mapping[int, type]) -> Any:
     return jax.tree.map(lambda x: new.get(id(x), x), graph, is_leaf=is_node)
 
 
-# A method of a module as a pure function of its weights.
+# A module as a pure function of the values of its variables.
 
 
 Path = tuple[Any, ...]
 
 LATER = (abc.Iterator, abc.AsyncIterator, abc.Coroutine, contextlib.AbstractContextManager)
 """Types that compute when they are used."""
+
+
+def split_call(
+    graph: Any, is_param: Callable[[Path, Any], bool], run: Run
+) -> tuple[Callable[..., tuple[Any, Any]], dict[str, Any], Any]:
+    """Splits the call of a function of a graph of modules into a pure function and its data.
+
+    Args:
+      graph: the modules.
+      is_param: whether a variable, at a path, is a parameter.
+      run: `run(graph, *args, **kwargs)`.
+
+    Returns:
+      `function(params, rest, *args, **kwargs) -> (out, written)`, which works on a copy of the
+      graph, and where `written` is the state of the variables that `run` writes; `params`, the
+      values of the parameters as nested dicts; and `rest`, the state of the other variables.
+    """
+    graphdef, state, rest = nnx.split(graph, is_param, ...)
+    # The function holds no values of parameters.
+    empty = nnx.map_state(lambda _, variable: replaced_by(variable, None), state)
+
+    def function(params: Any, rest: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        rest = jax.tree.map(lambda x: x, rest)  # variables of this trace
+        copy = nnx.merge(graphdef, with_values(empty, params), rest)
+        old = leaves_by_path(copy)
+        out = run(copy, *args, **kwargs)
+        return out, nnx.state(copy, lambda path, variable: was_written(path, variable, old))
+
+    return function, values(state), rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,19 +235,6 @@ class PureCall:
             nnx.update(self.graph, written)
         return paths_to_nodes(out, self.graph)
 
-    def inside(self, path: tuple[str, ...]) -> "PureCall":
-        """Returns the same call, with its weights at a path inside a larger tree."""
-
-        def function(params: Any, *args: Any) -> Any:
-            for name in path:
-                params = params[name]
-            return self.function(params, *args)
-
-        params = self.params
-        for name in reversed(path):
-            params = {name: params}
-        return dataclasses.replace(self, function=function, params=params)
-
 
 def pure_call(
     module: Wrapper,
@@ -229,45 +243,46 @@ def pure_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    constant: bool,
+    constant: bool = False,
+    prefix: Path = (),
 ) -> PureCall:
     """Returns a call of `run`, named `name`, on a module as an instance of its float class.
 
-    Codes are constants, which no method writes; with `constant`, all weights are constants.
+    Codes are constants, which no method writes; with `constant`, all weights are constants. The
+    weights are at the path `prefix` of a larger tree.
     """
-    graph, leaves, insert = _split_nodes(module, args, kwargs)
-    graphdef, weights, stats, others = nnx.split(graph, is_weight, _is_state, ...)
-    caller = type(module).__name__
+    graph, leaves, insert = split_nodes(module, args, kwargs)
+    floats = nnx.clone(graph)
+    floats = with_classes(floats, {id(x): float_class(type(x)) for x in _wrappers(floats[0])})
+    graphdef = nnx.graphdef(floats)
 
-    def function(params: Any, others: Any, leaves: list[Any]) -> Any:
-        # Work on a copy of the graph, so that the module stays as it is whatever `run` does.
-        emptied = nnx.map_state(lambda _, variable: variable.replace({}), stats)
-        copy = nnx.merge(graphdef, with_values(weights, {"0": params}), emptied, others)
-        wrappers = _wrappers(copy[0])
-        copy = with_classes(copy, {id(part): float_class(type(part)) for part in wrappers})
-        old, float_graphdef = leaves_by_path(copy), nnx.graphdef(copy)
+    def run_on(copy: Any, leaves: list[Any]) -> Any:
         inner, nodes = copy
         inner_args, inner_kwargs = insert(leaves, nodes)
         out = run(inner, *inner_args, **inner_kwargs)
-        out = nodes_to_paths(caller, name, out, copy)
-        changed = [] if nnx.graphdef(copy) == float_graphdef else _changed_attributes(graph, copy)
-        if changed:
+        if nnx.graphdef(copy) != graphdef and (changed := _changed_attributes(floats, copy)):
             problem = f"`{name}` sets attributes that are not variables: {some(changed)}."
             fix = "call it before jqx.nnx.quantize, or use model.set_attributes."
-            raise fail(caller, problem, fix=fix)
+            raise fail(type(module).__name__, problem, fix=fix)
+        return nodes_to_paths(type(module).__name__, name, out, copy)
 
-        def is_written(path: Path, variable: Any) -> bool:
-            if isinstance(variable, QParam) or (constant and is_weight(path, variable)):
-                return False
-            return was_written(path, variable, old)
+    call, params, rest = split_call(floats, is_weight, run_on)
+    rest = nnx.map_state(lambda path, x: x.replace({}) if _is_state(path, x) else x, rest)
 
-        return out, nnx.state(copy, is_written)
+    def may_write(path: Path, variable: Any) -> bool:
+        return not isinstance(variable, QParam) and not (constant and is_weight(path, variable))
 
-    return PureCall(function, values(weights).get("0", {}), (others, leaves), graph)
+    def function(params: Any, *args: Any) -> Any:
+        out, written = call({"0": value_at(params, prefix)}, *args)
+        return out, nnx.filter_state(written, may_write)
+
+    weights = params.get("0", {})
+    inside = nested([(prefix, weights)]) if prefix else weights
+    return PureCall(function, inside, (rest, leaves), graph)
 
 
-def _split_nodes(
-    module: Wrapper, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def split_nodes(
+    module: nnx.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, list[Any], Callable[[list[Any], list[Any]], Any]]:
     """Splits arguments into graph nodes and other leaves.
 
@@ -381,6 +396,20 @@ def _is_state(path: Path, _: Any) -> bool:
     return path[0] == 0 and path[1] in STATE
 
 
+def is_random(_: Path, variable: Any) -> bool:
+    """Returns whether a variable belongs to a stream of random numbers, or an array is a key: files
+    store neither.
+    """
+    dtype = getattr(variable, "dtype", None)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return isinstance(variable, nnx.RngState) or is_key
+
+
+def stream_of(variable: Any) -> str | None:
+    """Returns the name of the stream of random numbers that a variable belongs to."""
+    return variable.tag if isinstance(variable, nnx.RngState) else None
+
+
 def leaves_by_path(graph: Any) -> dict[Path, list[Any]]:
     """Returns the arrays of each variable of a graph."""
     return {
@@ -409,14 +438,16 @@ def values(state: Any) -> dict[str, Any]:
 
 def with_values(state: Any, params: Any) -> Any:
     """Returns a state with other values, given as nested dicts."""
+    return nnx.map_state(lambda path, x: replaced_by(x, value_at(params, path)), state)
 
-    def replaced(path: Path, variable: Any) -> Any:
-        value = params
-        for part in path:
-            value = value[str(part)]
-        return replaced_by(variable, value)
 
-    return nnx.map_state(replaced, state)
+def value_at(tree: Any, path: Path, default: Any = None) -> Any:
+    """Returns the value at a path of nested dicts."""
+    for name in path:
+        if not isinstance(tree, Mapping) or str(name) not in tree:
+            return default
+        tree = tree[str(name)]
+    return tree
 
 
 def replaced_by(variable: Any, value: Any) -> Any:
@@ -424,7 +455,24 @@ def replaced_by(variable: Any, value: Any) -> Any:
     return variable.replace(value) if isinstance(variable, nnx.Variable) else value
 
 
-def variable_at(node: Any, path: Path) -> nnx.Variable[Any]:
+def write_values(module: Any, new: Mapping[str, Any]) -> dict[int, QParam]:
+    """Writes values, given as nested dicts, into the variables of a module. Returns a `QParam` for
+    each variable that gets codes, by the `id` of the variable, for `replace_nodes`.
+    """
+    codes, written = {}, []
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        value = value_at(new, path, ...)
+        if isinstance(value, Mapping):
+            value = overlay(variable.get_value(), value)
+        if holds_codes(value):
+            codes[id(_variable_at(module, path))] = QParam(value)
+        elif value is not ...:
+            written.append((path, replaced_by(variable, value)))
+    nnx.update(module, nnx.from_flat_state(written))
+    return codes
+
+
+def _variable_at(node: Any, path: Path) -> nnx.Variable[Any]:
     """Returns the variable at a path of a graph."""
     for key in path:
         node = getattr(node, str(key)) if isinstance(node, nnx.Pytree) else node[key]
