@@ -351,10 +351,9 @@ def _inspect(
             return module.init(key, *args, **kwargs)
 
     shapes = values(jax.eval_shape(init, jax.random.key(0), arrays))
+    lora = by_path(shapes.get(LORA, {}))
     layers = {}
     for path, (rank, alpha) in lora_layers.items():
-        node = shapes[LORA]
-        for name in path.split("/") if path else ():
-            node = node[name]
-        layers[path] = Adapter(rank, alpha, node["a"].shape, node["b"].shape, node["a"].dtype)
+        a, b = (lora[f"{path}/{name}".lstrip("/")] for name in ("a", "b"))
+        layers[path] = Adapter(rank, alpha, a.shape, b.shape, a.dtype)
     return shapes, layers, parts

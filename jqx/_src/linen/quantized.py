@@ -213,12 +213,15 @@ class Quantized(nn.Module, kw_only=True):
         return quantized, params, mutable is not False
 
     def _q_float(self) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Returns the float module, its weights, learned scales, and other collections."""
+        """Returns the float module, unbound, its weights, learned scales, and other collections."""
         variables = values(self.variables)
         params, learned = split(variables.pop("params", {}))
         params = overlay(params, variables.get(QPARAMS, {}))
         others = {key: tree for key, tree in variables.items() if key not in _COLLECTIONS.values()}
-        return self._q_float_module(), params, learned, others
+        free = self.clone(_deep_clone=True, _reset_names=True, parent=None)
+        kind = float_class(type(self))
+        module = kind(**{name: getattr(free, name) for name in _field_names(kind)}, parent=None)
+        return module, params, learned, others
 
     def _q_bound(self) -> nn.Module:
         """Returns the float module, bound to its variables in float."""
@@ -227,12 +230,6 @@ class Quantized(nn.Module, kw_only=True):
         variables = {**others, "params": dequantize_params(params)}
         rngs: Any = dict(self.scope.rngs)
         return module.bind(variables, rngs=rngs)
-
-    def _q_float_module(self) -> nn.Module:
-        """Returns the float module, unbound."""
-        free = self.clone(_deep_clone=True, _reset_names=True, parent=None)
-        kind = float_class(type(self))
-        return kind(**{name: getattr(free, name) for name in _field_names(kind)}, parent=None)
 
 
 def quantize(

@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from ..checks import check_instance
 from ..errors import fail, some
+from ..modules.layers import forwards
 from ..modules.quantized_function import (
     Mode,
-    QuantizedFunction,
     Scales,
     Search,
     check_mode,
@@ -27,17 +27,18 @@ from ..modules.quantized_function import (
 from ..policy import Policy
 from ..statistics.calibrators import Affine
 from .state import (
+    CONTAINERS,
     STATE,
-    PureCall,
+    QuantizedCall,
     Run,
     Scale,
     SearchResult,
     Stat,
     Wrapper,
-    has_members,
-    pure_call,
+    quantized_call,
     with_classes,
     wrapper_class,
+    write_back,
 )
 
 COPIED = ("policy", "mode", "backward", "quant_dynamic")
@@ -125,7 +126,7 @@ class Quantized(Wrapper):
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         check_mode(type(self).__name__, self.mode)
-        call, pure = self._q_function(name, run, args, kwargs)
+        call, params, graph = self._q_function(name, run, args, kwargs)
         result, search, codes = self.quant_found, None, {}
         if result is not None:
             search, codes = result.search, result.get_value().get("codes", {})
@@ -140,15 +141,13 @@ class Quantized(Wrapper):
         def draw_key() -> jax.Array | None:
             return None if self.quant_rng is None else self.quant_rng()
 
-        return pure.write_back(
-            call.run(pure.params, self.mode, search, store, self.backward, draw_key, codes)
-        )
+        written = call.run(params, self.mode, search, store, self.backward, draw_key, codes)
+        return write_back(graph, written)
 
     def _q_function(
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[QuantizedFunction, PureCall]:
+    ) -> QuantizedCall:
         search = None if self.quant_found is None else self.quant_found.search
-        pure = pure_call(self, name, run, args, kwargs, constant=search is Search.CODES)
         scales = flatten(self.quant_scales.get_value())
         if self.learned_scales is not None:
             learned = flatten(self.learned_scales.get_value())
@@ -157,17 +156,14 @@ class Quantized(Wrapper):
             for kind in ("scales", "learned"):
                 scales |= flatten(self.quant_found.get_value().get(kind, {}))
         is_main = name == "__call__" or search is not None
-        call = QuantizedFunction(
-            function=pure.function,
-            policy=self.policy if is_main else optional(self.policy),
-            args=pure.args,
-            stats=flatten(self.quant_stats.get_value()),
-            scales=scales,
-            dynamic=self.quant_dynamic,
-            caller=type(self).__name__,
-            converts="jqx.nnx.convert(model, ...)",
-        )
-        return call, pure
+        options = {
+            "policy": self.policy if is_main else optional(self.policy),
+            "stats": flatten(self.quant_stats.get_value()),
+            "scales": scales,
+            "dynamic": self.quant_dynamic,
+        }
+        constant = search is Search.CODES
+        return quantized_call(self, name, run, args, kwargs, constant=constant, **options)
 
 
 def quantize(
@@ -277,11 +273,11 @@ class Part(Wrapper):
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         parent = self.quant_parent
-        call, pure = self._q_function(name, run, args, kwargs)
+        call, params, graph = self._q_function(name, run, args, kwargs)
         unscaled: Mapping[str, Any] = {}
         if needs_calibration(parent.policy) and not parent.quant_dynamic:
             if parent.mode is not Mode.FLOAT:
-                unscaled = call.plan(pure.params).static_specs()
+                unscaled = call.plan(params).static_specs()
         if unscaled or parent.learned or parent.mode is Mode.CALIBRATE:
             state = "/".join(parent.path), f"in {parent.mode}"
             state += ("with learned scales",) * parent.learned
@@ -289,22 +285,14 @@ class Part(Wrapper):
             problem = f"`{name}` of a part of a quantized module is called from outside."
             fix = "call a method of the whole, which alone has scales, or quantize the parts."
             raise fail(type(self).__name__, problem, given=", ".join(state), fix=fix)
-        return pure.write_back(call(pure.params, parent.mode, parent.backward))
+        return write_back(graph, call(params, parent.mode, parent.backward))
 
     def _q_function(
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[QuantizedFunction, PureCall]:
+    ) -> QuantizedCall:
         parent = self.quant_parent
-        pure = pure_call(self, name, run, args, kwargs, prefix=parent.path)
-        call = QuantizedFunction(
-            function=pure.function,
-            policy=optional(parent.policy),
-            args=pure.args,
-            dynamic=parent.quant_dynamic,
-            caller=type(self).__name__,
-            converts="jqx.nnx.convert(model, ...)",
-        )
-        return call, pure
+        options = {"policy": optional(parent.policy), "dynamic": parent.quant_dynamic}
+        return quantized_call(self, name, run, args, kwargs, prefix=parent.path, **options)
 
 
 def make_parts(module: Any) -> None:
@@ -312,7 +300,7 @@ def make_parts(module: Any) -> None:
     kinds = {
         id(part): wrapper_class(type(part), Part, type(part).__name__)
         for _, part in nnx.iter_modules(module)
-        if part is not module and not isinstance(part, Wrapper) and has_members(type(part))
+        if not isinstance(part, Wrapper) and forwards(type(part), CONTAINERS)
     }
     with_classes(module, kinds)
     options = {name: getattr(module, name) for name in COPIED}

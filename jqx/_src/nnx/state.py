@@ -24,6 +24,9 @@ from ..transforms.plan import Plan
 Run = Callable[..., Any]
 """A function of a float module and of arguments."""
 
+QuantizedCall = tuple[QuantizedFunction, dict[str, Any], Any]
+"""A call of a function of weights, the weights as nested dicts, and the graph that it may write."""
+
 CONTAINERS = {*nnx.List.__mro__, *nnx.Dict.__mro__}
 """Bases of modules whose methods compute nothing."""
 
@@ -103,8 +106,8 @@ class Wrapper(nnx.Module):
 
     def _q_function(
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[QuantizedFunction, Any]:
-        """Returns `run`, a function of the float module, as one of weights, and as a pure call."""
+    ) -> QuantizedCall:
+        """Returns `run`, a function of the float module, as one of weights."""
         raise NotImplementedError
 
     def _q_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -121,16 +124,16 @@ class Wrapper(nnx.Module):
         """Reads the property `name` of the float class, in float if it contracts nothing."""
         run = functools.partial(read, float_class(type(self)), name=name)
         if not self._q_is_plain():
-            call, pure = self._q_function(name, run, (), {})
+            call, params, _ = self._q_function(name, run, (), {})
             with contextlib.suppress(jax.errors.ConcretizationTypeError):
-                if call.plan(pure.params).sites:
+                if call.plan(params).sites:
                     return self._q_call(name, run, (), {})
         return run(self)
 
     def _q_plan(self, name: str, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan of a call of a method."""
-        call, pure = self._q_function(name, method(name), args, kwargs)
-        return call.plan(pure.params)
+        call, params, _ = self._q_function(name, method(name), args, kwargs)
+        return call.plan(params)
 
 
 @functools.cache
@@ -144,11 +147,6 @@ def wrapper_class(kind: type[nnx.Module], base: type[Wrapper], name: str) -> typ
     wrapper = types.new_class(name, (base, kind), options, lambda space: space.update(namespace))
     wrapper._pytree__nodes = kind._pytree__nodes
     return wrapper
-
-
-def has_members(kind: type[nnx.Module]) -> bool:
-    """Returns whether a class has methods or properties other than those of containers."""
-    return bool(forwards(kind, CONTAINERS))
 
 
 def float_class(kind: type) -> type:
@@ -211,32 +209,7 @@ def split_call(
     return function, values(state), rest
 
 
-@dataclasses.dataclass(frozen=True)
-class PureCall:
-    """A call of a method, split into its weights, its state and its other graph nodes.
-
-    Attributes:
-      function: `function(params, *args) -> (out, written)`, where `written` is the state of the
-        variables that the method writes.
-      params: weights by path, as nested dicts.
-      args: the rest of the state and the arguments.
-      graph: the nodes that `written` belongs to.
-    """
-
-    function: Callable[..., Any]
-    params: dict[str, Any]
-    args: tuple[Any, ...]
-    graph: Any
-
-    def write_back(self, result: tuple[Any, Any]) -> Any:
-        """Writes the variables that the method wrote; returns the result of the method."""
-        out, written = result
-        if written:
-            nnx.update(self.graph, written)
-        return paths_to_nodes(out, self.graph)
-
-
-def pure_call(
+def quantized_call(
     module: Wrapper,
     name: str,
     run: Run,
@@ -245,11 +218,13 @@ def pure_call(
     *,
     constant: bool = False,
     prefix: Path = (),
-) -> PureCall:
-    """Returns a call of `run`, named `name`, on a module as an instance of its float class.
+    **options: Any,
+) -> QuantizedCall:
+    """Returns a call of `run`, named `name`, on a module as an instance of its float class. Its
+    result is for `write_back`.
 
     Codes are constants, which no method writes; with `constant`, all weights are constants. The
-    weights are at the path `prefix` of a larger tree.
+    weights are at the path `prefix` of a larger tree. `options` are those of a `QuantizedFunction`.
     """
     graph, leaves, insert = split_nodes(module, args, kwargs)
     floats = nnx.clone(graph)
@@ -276,9 +251,23 @@ def pure_call(
         out, written = call({"0": value_at(params, prefix)}, *args)
         return out, nnx.filter_state(written, may_write)
 
+    quantized = QuantizedFunction(
+        function=function,
+        args=(rest, leaves),
+        caller=type(module).__name__,
+        converts="jqx.nnx.convert(model, ...)",
+        **options,
+    )
     weights = params.get("0", {})
-    inside = nested([(prefix, weights)]) if prefix else weights
-    return PureCall(function, inside, (rest, leaves), graph)
+    return quantized, nested([(prefix, weights)]) if prefix else weights, graph
+
+
+def write_back(graph: Any, result: tuple[Any, Any]) -> Any:
+    """Writes the variables that a call has written; returns the result of the method."""
+    out, written = result
+    if written:
+        nnx.update(graph, written)
+    return paths_to_nodes(out, graph)
 
 
 def split_nodes(
