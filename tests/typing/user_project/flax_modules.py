@@ -55,3 +55,7 @@ assert_type(model(x), jax.Array)
 linear = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
 pure = jqx.nnx.ptq(linear, policy, progress=False)([x])
 z: jax.Array = pure(x)
+
+f, params = jqx.nnx.pure(linear)
+assert_type(jqx.nnx.update(linear, params), nnx.Linear)
+assert_type(jqx.nnx.update(params, {"bias": params["bias"]}), dict[str, Any])
