@@ -69,6 +69,7 @@ if _typing.TYPE_CHECKING:
     from . import diagnostics as diagnostics
     from . import extend as extend
     from . import interop as interop
+    from . import optim as optim
     from . import parallel as parallel
     from . import recipes as recipes
     from ._src.diagnostics.compare import compare as compare
@@ -87,6 +88,7 @@ else:  # type checkers report unknown names
             "jqx.diagnostics": (),
             "jqx.extend": (),
             "jqx.interop": (),
+            "jqx.optim": (),
             "jqx.parallel": (),
             "jqx.recipes": (),
             "jqx._src.diagnostics.compare": ("compare",),

@@ -12,6 +12,7 @@ from ._src.numerics.blocks import mxfp8_e5m2 as mxfp8_e5m2
 from ._src.numerics.blocks import mxint8 as mxint8
 from ._src.numerics.blocks import nvfp4 as nvfp4
 from ._src.numerics.codebooks import Codebook as Codebook
+from ._src.numerics.codebooks import Squares as Squares
 from ._src.numerics.codebooks import binary as binary
 from ._src.numerics.codebooks import nf4 as nf4
 from ._src.numerics.lookup import format_of as format_of

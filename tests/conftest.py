@@ -83,6 +83,7 @@ OPTIMIZED = (
     "interop/test_quantized.py",
     "numerics",
     "ops",
+    "optim/test_stochastic.py",
     "parallel/test_shardings.py",
     "test_gpu_benchmark.py",
     "test_smollm2.py",

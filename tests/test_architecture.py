@@ -37,7 +37,7 @@ LAYERS = [
     ("algorithms",),
     ("modules",),
     ("diagnostics",),
-    ("ptq", "parallel", "train"),
+    ("ptq", "parallel", "train", "optim"),
     ("linen", "nnx", "interop"),
     ("command_line",),
 ]
@@ -45,7 +45,7 @@ LAYERS = [
 
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
-SATELLITES = ("diagnostics", "parallel", "train", "interop", "command_line")
+SATELLITES = ("diagnostics", "parallel", "train", "optim", "interop", "command_line")
 """Layers that are imported late, so that they may use the public names of the core."""
 
 TOOLS = "checks compat errors files late signatures table"
@@ -68,6 +68,7 @@ INSIDE = {
         transforms.higher_order transforms.interpret transforms.make_plan transforms.trace
         transforms.views
     """,
+    "optim": "tensor.spec",
     "interop": """
         diagnostics.compare diagnostics.report numerics.lookup numerics.packing ptq.quantized
         tensor.layout tensor.segments tensor.serialize tensor.shardings tensor.spec
@@ -193,6 +194,10 @@ def test_third_parties_are_the_core_dependencies(path):
     roots = {module.split(".")[0] for module, _, _ in imports(path)} - {"jqx"}
     more = {"flax"} if layer_of(path) in ("linen", "nnx") else set()
     more |= {"scipy"} if layer_of(path) == "algorithms" else set()
+    is_late = all(
+        node in for_type_checkers(path) for name, _, node in imports(path) if name == "optax"
+    )
+    more |= {"optax"} if layer_of(path) == "optim" and is_late else set()
     more |= {"matplotlib"} if path.name == "plots.py" else set()
     yield from sorted(roots - {"jax", "chex", "numpy"} - more - set(sys.stdlib_module_names))
 
@@ -283,7 +288,7 @@ PUBLIC = {
         quantize_params dequantize_params quantize_state
         compare explain lowering report save load train train_state
         algorithms calibrators diagnostics extend gradients interop numerics onednn
-        parallel presets recipes tflite
+        optim parallel presets recipes tflite
     """,
     "algorithms": """
         adaround auto_round awq bias_correction chain eora equalize find_pairs gptq loftq nearest
@@ -327,11 +332,12 @@ PUBLIC = {
     "numerics": """
         format_of
         Block mxfp4 mxfp6_e2m3 mxfp6_e3m2 mxfp8_e4m3 mxfp8_e5m2 mxint8 nvfp4
-        Codebook binary nf4 Integer int3 int5 int6 int7 ternary uint3 uint5 uint6 uint7
+        Codebook Squares binary nf4 Integer int3 int5 int6 int7 ternary uint3 uint5 uint6 uint7
         Minifloat Specials float6_e2m3fn float6_e3m2fn
         Numerics SymmetricRange ngraph onednn onednn_runtime onnx openvino qwix tflite torchao
     """,
     "onednn": "dynamic_dequantize onednn_dequantize onednn_quantize",
+    "optim": "apply_updates quantized stochastic_bf16",
     "parallel": "all_gather all_reduce all_to_all ppermute reduce_scatter shardings",
     "presets": "fp8 mxfp8 nf4 w4a16 w4a4 w4a8 w8a16 w8a8 w8a8_dynamic",
     "recipes": """
@@ -396,10 +402,10 @@ def test_names_that_are_imported_late_are_those_that_type_checkers_read():
     assert set(PUBLIC["jqx"].split()) <= set(done.stdout.split())
 
 
-HEAVY = "flax chex scipy tqdm matplotlib orbax jax.experimental.pallas jax.experimental.topologies"
+HEAVY = """
+    flax optax chex scipy tqdm matplotlib orbax jax.experimental.pallas jax.experimental.topologies
+"""
 LATE = """
-    jqx.algorithms jqx.diagnostics jqx.extend jqx.interop jqx.parallel jqx.recipes jqx.linen jqx.nnx
-    jqx._src.algorithms jqx._src.diagnostics jqx._src.interop jqx._src.command_line jqx._src.train
 """
 
 

@@ -1,4 +1,5 @@
-"""Codebooks: a sorted table of up to 256 numbers; a code is an index into the table.
+"""Codebooks: a sorted table of up to 256 numbers; a code is an index into the table. `Squares` has
+a formula in place of its table.
 
 Source of nf4: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314,
 appendix E.
@@ -16,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import check_instance
+from ..checks import check_fields, check_instance, flag, whole
 from ..compat import explicit_sharding
 from ..errors import fail
-from .exact import RoundMode
+from .exact import RoundMode, round_to_integer
 from .qtype import QType
 
 
@@ -213,3 +214,79 @@ nf4: Codebook = Codebook(
 )
 
 binary: Codebook = Codebook((-1.0, 1.0), "binary")
+
+
+@dataclasses.dataclass(frozen=True)
+class Squares(QType):
+    """Squares of evenly spaced numbers, with their sign: fine near zero, coarse near 1.
+
+    With a sign, code `k` is `sign(k) * (k / n)**2`, `n = 2**(bits - 1) - 1`. Without one, it is
+    `((k + 1) / 2**bits)**2`: there is no zero, so it is a format of second moments, whose square
+    root divides an update. The round mode applies to the square root. NaN becomes the number
+    nearest to zero.
+
+    Attributes:
+      bits: 2 to 8.
+      signed: whether there are negative numbers, and zero.
+
+    Raises:
+      TypeError: a field has the wrong type.
+      ValueError: `bits` is not from 2 to 8.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> squares = jqx.numerics.Squares(4, signed=False)
+      >>> jqx.quantize_dequantize(jnp.array([0.0, 0.25, 1.0]), 1.0, qtype=squares)
+      Array([0.00390625, 0.25      , 1.        ], dtype=float32)
+    """
+
+    bits: int = 8  # type: ignore[assignment]
+    signed: bool = True  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        fix = "pass for example Squares(8)."
+        check_fields("numerics.Squares", self, fix, bits=whole(2, 8), signed=flag())
+
+    @property
+    def name(self) -> str:
+        return f"{'' if self.signed else 'u'}squares{self.bits}"
+
+    @property
+    def storage(self) -> jnp.dtype:
+        return jnp.dtype(jnp.int8 if self.signed else jnp.uint8)
+
+    @property
+    def low(self) -> float:
+        return -1.0 if self.signed else 4.0**-self.bits
+
+    @property
+    def high(self) -> float:
+        return 1.0
+
+    @property
+    def levels(self) -> int:
+        return 2**self.bits - self.signed
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        return (-self._steps, self._steps) if self.signed else (0, self._steps - 1)
+
+    @property
+    def _steps(self) -> int:
+        """The number of equal steps from 0 to the root of 1."""
+        return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits
+
+    def round(self, y: jax.Array, mode: RoundMode) -> jax.Array:
+        return self.decode(self.encode(y, mode)).astype(y.dtype)
+
+    def encode(self, y: jax.Array, mode: RoundMode) -> jax.Array:
+        root = jnp.sign(y) * jnp.sqrt(jnp.abs(y)) * np.asarray(self._steps, y.dtype)
+        steps = round_to_integer(jnp.where(jnp.isnan(y), np.zeros((), y.dtype), root), mode)
+        low, high = (np.asarray(code, y.dtype) for code in self.code_range)
+        return jnp.clip(steps - np.asarray(not self.signed, y.dtype), low, high).astype(
+            self.storage
+        )
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        steps = codes.astype(jnp.float32) + np.float32(not self.signed)
+        return steps * jnp.abs(steps) * np.float32(1 / self._steps**2)

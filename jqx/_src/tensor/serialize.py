@@ -37,7 +37,7 @@ from ..gradients.estimators import (
     StraightThroughUnclipped,
 )
 from ..numerics.blocks import Block
-from ..numerics.codebooks import Codebook
+from ..numerics.codebooks import Codebook, Squares
 from ..numerics.lookup import PowerOfTwo, as_qtype, format_of
 from ..numerics.minifloats import Minifloat
 from ..numerics.qtype import Integer, QType
@@ -70,6 +70,7 @@ CLASSES: dict[str, type] = {
     "Minifloat": Minifloat,
     "Numerics": Numerics,
     "PowerOfTwo": PowerOfTwo,
+    "Squares": Squares,
     "LearnedStep": LearnedStep,
     "LearnedStepAndOffset": LearnedStepAndOffset,
     "ParameterizedClipping": ParameterizedClipping,

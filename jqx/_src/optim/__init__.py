@@ -1,0 +1,1 @@
+"""Optimizers of optax whose states are codes, and parameters in bfloat16."""
