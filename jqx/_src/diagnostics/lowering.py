@@ -32,7 +32,7 @@ from .report import scheme_of, scheme_of_site
 
 
 @dataclass(frozen=True)
-class LoweredContraction:
+class CompiledContraction:
     """A contraction of an optimized program.
 
     Attributes:
@@ -90,7 +90,7 @@ class Lowering(Tabular):
     """
 
     target: str
-    contractions: tuple[LoweredContraction, ...]
+    contractions: tuple[CompiledContraction, ...]
     memory: dict[str, int] = field(hash=False)
     cycles: int | None
     hlo: str = field(repr=False)
@@ -230,7 +230,7 @@ Fed = Mapping[int, Instruction]
 """Operands of a kernel by index, as the parameters of its computation."""
 
 
-def contractions_of(program: Program, platform: str) -> list[LoweredContraction]:
+def contractions_of(program: Program, platform: str) -> list[CompiledContraction]:
     """Returns the contractions of a program for `"cpu"`, `"cuda"` or `"tpu"`, kernel by kernel."""
     return [
         _read(program, kernel, inner, platform)
@@ -241,7 +241,7 @@ def contractions_of(program: Program, platform: str) -> list[LoweredContraction]
 
 def _read(
     program: Program, kernel: Kernel, inner: Instruction, platform: str
-) -> LoweredContraction:
+) -> CompiledContraction:
     # The first operands of kernels are the matrix of each tile, or which tokens count.
     start = program.leading(inner, "s32") if inner.opcode == "custom-call" else 0
     operands = program.operands_of(inner, start)
@@ -259,7 +259,7 @@ def _read(
     )
     op_name = program.name_of(kernel.instruction, inner)
     site, multiplies = SCOPE.search(op_name), MULTIPLIES.search(op_name)
-    return LoweredContraction(
+    return CompiledContraction(
         site=site[1] if site else "",
         op_name=op_name,
         operands=tuple(
@@ -333,12 +333,12 @@ _KEYS = re.compile(r"\w+(?:\[[^\]]*\])*\['([^']*)'\]")
 """The path of an argument, such as `args[0]['up']['kernel']`: tables show the last key."""
 
 
-def multiplied(c: LoweredContraction) -> str:
+def multiplied(c: CompiledContraction) -> str:
     """Returns the types that a contraction multiplies."""
     return f"{' x '.join(c.operands)} -> {c.result}" if c.operands else c.result
 
 
-def remarks(c: LoweredContraction) -> str:
+def remarks(c: CompiledContraction) -> str:
     """Returns the problems of a contraction."""
     copies = [_KEYS.sub(r"\1", copy) for copy in c.widened]
     return "; ".join([*(f"writes {copy} first" for copy in copies), *filter(None, [c.left])])
@@ -518,7 +518,7 @@ class Explained:
     op: str
     plan: str
     executed_as: ExecutedAs
-    contractions: tuple[LoweredContraction, ...]
+    contractions: tuple[CompiledContraction, ...]
     label: str = ""
 
     @property
@@ -546,7 +546,7 @@ class Explanation(Tabular):
     """
 
     sites: tuple[Explained, ...]
-    others: tuple[LoweredContraction, ...]
+    others: tuple[CompiledContraction, ...]
     lowering: Lowering
     plain: tuple[str, ...] = ()
 
@@ -708,7 +708,7 @@ def _explained(
     """Returns the explanation of a program, whose contractions are named by a plan or as they are
     in the program.
     """
-    by_site: dict[str, list[LoweredContraction]] = {}
+    by_site: dict[str, list[CompiledContraction]] = {}
     for contraction in program.contractions:
         by_site.setdefault(contraction.site, []).append(contraction)
     if named is None:
@@ -725,7 +725,7 @@ def _explained(
     return Explanation(tuple(sites), others, program, plain)
 
 
-def _executed_as(op: str, contractions: tuple[LoweredContraction, ...]) -> ExecutedAs:
+def _executed_as(op: str, contractions: tuple[CompiledContraction, ...]) -> ExecutedAs:
     """Returns what a site does, from its contractions that read codes; others sum scales."""
     if not contractions:
         return "lookup" if op == "gather" else "gone"
@@ -737,7 +737,7 @@ def _executed_as(op: str, contractions: tuple[LoweredContraction, ...]) -> Execu
     return "codes" if all(map(_multiplies_codes, reading)) else "converted"
 
 
-def _multiplies_codes(c: LoweredContraction) -> bool:
+def _multiplies_codes(c: CompiledContraction) -> bool:
     """Returns whether both operands are codes; or integers, or elements read as codes, if no
     product for matrices runs.
     """
@@ -751,5 +751,5 @@ def _are_codes(dtypes: tuple[str, ...]) -> bool:
     return any(CODES.fullmatch(dtype) for dtype in dtypes)
 
 
-def _cells(c: LoweredContraction) -> tuple[str, ...]:
+def _cells(c: CompiledContraction) -> tuple[str, ...]:
     return multiplied(c), c.runs, "?" if c.times is None else str(c.times), remarks(c)
