@@ -248,6 +248,7 @@ PAIR = (RUN, RUN)
         (lambda: Product(RUN, RUN, hadamard=32, signs="fixed"), "16 fixed signs"),
         (lambda: Product("int8", 3), "neither a spec nor a float dtype: 3"),
         (lambda: Rounded("int8", "eden"), "int8 has no scales in a float format"),
+        (lambda: Rounded("uint8:asymmetric", "stochastic"), "is for symmetric specs"),
         (lambda: Rounded("int8", "up"), "`rounding` is unknown: 'up'"),
         (lambda: Products("int8", "int8", "int8"), "forward"),
         (lambda: Products(PAIR, PAIR, PAIR, "codes"), "`backward_from`"),

@@ -138,6 +138,8 @@ def test_calls_that_make_no_sense_are_refused():
     f, recipe = (lambda w, x: x @ w), jqx.recipes.int8()
     plan = planned(f, recipe, W, X)
     other = jqx.make_plan(f, jqx.presets.w8a8())(W, X)
+    rule = jqx.Rule(weight="int8", activation="int8:channel:dynamic", output="int8:dynamic")
+    rounded = jqx.make_plan(f, jqx.Policy([rule]))(W, X)
     scores = lambda w, x: x @ x.T + w[0, 0]  # noqa: E731
     every = jqx.Policy({".*": jqx.Rule(".*", activation="int8:token:dynamic")})
     cases = [
@@ -151,6 +153,7 @@ def test_calls_that_make_no_sense_are_refused():
             lambda: jqx.train(f, plan, jqx.recipes.fp8(exclude="other"))(W, {}, X),
             "the recipe fp8 does not",
         ),
+        (lambda: jqx.train(f, rounded, recipe)(W, {}, X), "quantizes the result"),
         (lambda: jqx.train(f, other, jqx.recipes.fp8())(W, {}, X), "another format in the plan"),
     ]
     for call, text in cases:

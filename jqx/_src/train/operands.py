@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from ... import QSpec, QTensor, RoundMode
 from ...calibrators import Affine
-from ...numerics import Block, format_of
+from ...numerics import Block, format_of, ngraph
 from ..checks import called
 from ..errors import fail
 from ..numerics.exact import divide, widen
@@ -58,6 +58,10 @@ class Rounded:
             problem = f"`rounding` is unknown: {self.rounding!r}."
             raise fail("recipes.Rounded", problem, fix="pass 'nearest', 'stochastic' or 'eden'.")
         form = format_of(own.qtype)
+        if self.rounding != "nearest" and not (own.symmetric and own.numerics == ngraph):
+            problem = f"{self.rounding} rounding is for symmetric specs of jqx's own numerics."
+            fix = "pass symmetric=True, and no numerics=, in the spec."
+            raise fail("recipes.Rounded", problem, given=str(own), fix=fix)
         if self.rounding == "eden" and not (isinstance(form, Block) and form.two_level):
             problem = f"{form.name} has no scales in a float format, which EDEN rounds."
             raise fail("recipes.Rounded", problem, fix='pass "nvfp4", or rounding="stochastic".')

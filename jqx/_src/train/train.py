@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 from jax import lax
 
-from ... import Plan, Policy
+from ... import Plan, Policy, QSpec
 from ...extend import Site
 from ..checks import called, check_instance
 from ..compat import Eqn
@@ -132,14 +132,22 @@ def _check_sites(plan: Plan, recipe: Recipe) -> None:
             facts = f"{site.op} of {' and '.join(roles)}"
             fix = "leave it out of the policy: its gradient has no quantized form."
             raise fail("train", problem, given=facts, fix=fix, error=NotImplementedError)
+        if site.output is not None:
+            problem = f"the plan quantizes the result of {site.label}, which no recipe does."
+            raise fail("train", problem, fix="make the plan with recipe.policy.")
         rule = recipe.policy.rules[site.rule]
         for operand in site.operands:
             spec = rule.weight if operand.role == "weight" else rule.activation
-            if spec is None or operand.spec is None or operand.spec.qtype != spec.qtype:
+            if spec is None or _format(operand.spec) != _format(spec):
                 problem = f"{site.label} has another format in the plan than in {recipe.name}."
                 facts = f"{operand.spec} in the plan, {spec} in the recipe"
                 fix = "make the plan with recipe.policy."
                 raise fail("train", problem, given=facts, fix=fix)
+
+
+def _format(spec: QSpec | None) -> Any:
+    """Returns what a plan and a recipe must agree on; granularities depend on the contraction."""
+    return spec and (spec.qtype, spec.symmetric, spec.calibrator, spec.numerics)
 
 
 def products_of(site: Site, recipe: Recipe) -> Products | None:
