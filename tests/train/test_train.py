@@ -35,6 +35,11 @@ FORMS = {
     "jit": (jax.jit(lambda w, x: jnp.tanh(x @ w)), W, X),
     "cond": (lambda w, x: lax.cond(x[0, 0] > 9, lambda: x @ w, lambda: x @ (2 * w)), W, X),
     "vmap": (lambda w, x: jax.vmap(lambda row: row @ w)(x), W, X),
+    "experts with any number of rows": (
+        lambda w, x: lax.ragged_dot(x, w, jnp.array([3, 0, 4])),  # and one row without an expert
+        V,
+        X,
+    ),
     "convolution": (
         lambda w, x: lax.conv_general_dilated(
             x, w, (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=2
@@ -141,6 +146,8 @@ def test_calls_that_make_no_sense_are_refused():
     rule = jqx.Rule(weight="int8", activation="int8:channel:dynamic", output="int8:dynamic")
     rounded = jqx.make_plan(f, jqx.Policy([rule]))(W, X)
     scores = lambda w, x: x @ x.T + w[0, 0]  # noqa: E731
+    experts = lambda w, x: lax.ragged_dot(x, w, jnp.array([3, 0, 5]))  # noqa: E731
+    nvfp4 = jqx.recipes.nvfp4()
     every = jqx.Policy({".*": jqx.Rule(".*", activation="int8:token:dynamic")})
     cases = [
         (lambda: jqx.train(f, plan, "int8"), "pass a value of jqx.recipes"),
@@ -152,6 +159,10 @@ def test_calls_that_make_no_sense_are_refused():
         (
             lambda: jqx.train(f, plan, jqx.recipes.fp8(exclude="other"))(W, {}, X),
             "the recipe fp8 does not",
+        ),
+        (
+            lambda: jqx.train(experts, nvfp4.policy, nvfp4)(V, {}, X, key=jax.random.key(0)),
+            "would mix the rows of experts",
         ),
         (lambda: jqx.train(f, rounded, recipe)(W, {}, X), "quantizes the result"),
         (lambda: jqx.train(f, other, jqx.recipes.fp8())(W, {}, X), "another format in the plan"),

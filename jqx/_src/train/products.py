@@ -15,8 +15,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from ... import QTensor, dot_general
+from ... import QTensor, dot_general, ragged_dot
 from ..checks import check_instance
 from ..errors import fail
 from .operands import (
@@ -134,12 +135,19 @@ def _signs(product: Product, key: jax.Array | None) -> jax.Array:
     return jax.random.rademacher(jax.random.fold_in(key, 0), (product.hadamard,), jnp.float32)
 
 
-def multiplied(lhs: Any, rhs: Any) -> jax.Array:
-    """Returns the product of two prepared operands, float32 [batch, kept of lhs, kept of rhs]."""
+def multiplied(lhs: Any, rhs: Any, sizes: jax.Array | None = None) -> jax.Array:
+    """Returns the product of two prepared operands, float32 [batch, kept of lhs, kept of rhs].
+
+    With `sizes`, `lhs` is [1, rows, summed], and the rows of each group are multiplied by the
+    matrix of the group, of `rhs` [groups, kept, summed]; the result is [1, rows, kept of rhs].
+    """
     if not isinstance(lhs, QTensor) and not isinstance(rhs, QTensor):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
-    return dot_general(lhs, rhs, _SUM_LAST, preferred_element_type=jnp.float32)
+    if sizes is None:
+        return dot_general(lhs, rhs, _SUM_LAST, preferred_element_type=jnp.float32)
+    rows, matrices = lhs.reshape(*lhs.shape[1:]), rhs.transpose(0, 2, 1)
+    return ragged_dot(rows, matrices, sizes, preferred_element_type=jnp.float32)[None]
 
 
 ProductLike = Product | tuple[OperandLike, OperandLike]
@@ -190,7 +198,13 @@ class Products:
         return "\n".join(f"{name:7}  {getattr(self, name)}" for name in names)
 
 
-def layer(x: jax.Array, w: jax.Array, products: Products, key: jax.Array | None) -> jax.Array:
+def layer(
+    x: jax.Array,
+    w: jax.Array,
+    products: Products,
+    key: jax.Array | None,
+    sizes: jax.Array | None = None,
+) -> jax.Array:
     """Returns `x w`, whose derivative computes `dgrad` and `wgrad` on rounded operands.
 
     What is kept for the backward pass is `w` and `x` in the form in which it multiplies them.
@@ -200,18 +214,18 @@ def layer(x: jax.Array, w: jax.Array, products: Products, key: jax.Array | None)
       w: [batch, outputs, inputs], float.
       products: how the three products are computed.
       key: a random key, if one of them draws random numbers.
+      sizes: how many rows each matrix multiplies, in a product of groups of rows: then `x` is
+        [1, rows, inputs], and `w` is [groups, outputs, inputs].
     """
-    return _layer(x, w, key, products)
+    return _layer(x, w, key, sizes, products)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _layer(x: jax.Array, w: jax.Array, key: jax.Array | None, products: Products) -> jax.Array:
-    return _forward(x, w, key, products)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _layer(x: Any, w: Any, key: Any, sizes: Any, products: Products) -> jax.Array:
+    return _forward(x, w, key, sizes, products)[0]
 
 
-def _forward(
-    x: jax.Array, w: jax.Array, key: jax.Array | None, products: Products
-) -> tuple[jax.Array, Any]:
+def _forward(x: Any, w: Any, key: Any, sizes: Any, products: Products) -> tuple[jax.Array, Any]:
     """Returns the result, and what the backward pass multiplies."""
     keys = _keys(key)
     forward = [prepared(a, products.forward, i, keys[0]) for i, a in enumerate((x, w))]
@@ -223,21 +237,45 @@ def _forward(
         is_rounded = products.backward_from == "rounded" and isinstance(forward[i], QTensor)
         source = _unrotated(forward[i], a, products.forward, keys[0]) if is_rounded else a
         kept.append(prepared(source.swapaxes(1, 2), product, index, keys[1 + i]))
-    out = multiplied(*forward)
+    out = multiplied(*forward, sizes)
     like = jnp.zeros((), x.dtype), jnp.zeros((), w.dtype)
-    return out.astype(jnp.promote_types(x.dtype, w.dtype)), (*kept, keys, like)
+    return out.astype(jnp.promote_types(x.dtype, w.dtype)), (*kept, keys, sizes, like)
 
 
 def _backward(products: Products, residuals: Any, dy: jax.Array) -> Any:
     """Returns the gradients of both operands."""
-    x, w, keys, like = residuals
-    dgrad, wgrad = products.dgrad, products.wgrad
-    dx = multiplied(prepared(dy, dgrad, 0, keys[2]), w)
-    dw = multiplied(x, prepared(dy.swapaxes(1, 2), wgrad, 1, keys[1])).swapaxes(1, 2)
-    return dx.astype(like[0].dtype), dw.astype(like[1].dtype), None
+    x, w, keys, sizes, like = residuals
+    dx = multiplied(prepared(dy, products.dgrad, 0, keys[2]), w, sizes)
+    turned = prepared(dy.swapaxes(1, 2), products.wgrad, 1, keys[1])
+    dw = multiplied(turned, x) if sizes is None else _summed_in_groups(turned, x, sizes)
+    return dx.astype(like[0].dtype), dw.astype(like[1].dtype), None, None
 
 
 _layer.defvjp(_forward, _backward)
+
+
+def _summed_in_groups(dy: Any, x: Any, sizes: jax.Array) -> jax.Array:
+    """Returns the sums of `dy x` over the rows of each group, float32 [groups, outputs, inputs].
+
+    Scales of rows differ within a group, and a block of rows may lie in two groups. So the operands
+    are rounded, and multiplied in float.
+    """
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (1,)), ((), ())),
+        lhs_ragged_dimensions=[1],
+        rhs_group_dimensions=[],
+    )
+    lhs, rhs = (
+        (a.dequantize() if isinstance(a, QTensor) else a).astype(jnp.float32)[0] for a in (dy, x)
+    )
+    return lax.ragged_dot_general(
+        lhs,
+        rhs,
+        sizes,
+        numbers,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _keys(key: jax.Array | None) -> Sequence[Any]:

@@ -168,14 +168,14 @@ class _Trained(Rules):
         assert products is not None
         if self.key is not None and products.needs_key:
             key = jax.random.fold_in(self.key, zlib.crc32(site.output_key.encode()))
-        lhs, rhs = map(real_of, operands)
+        lhs, rhs, *others = map(real_of, operands)
         weight = [operand.role for operand in site.operands].index("weight")
         contract = _CONTRACTIONS.get(eqn.primitive.name)
         if contract is None:
             problem = f"{eqn.primitive.name} has no quantized backward pass."
             fix = f"leave {site.label} out of the policy."
             raise fail("train", problem, fix=fix, error=NotImplementedError)
-        result = contract(eqn, lhs, rhs, weight, products, key)
+        result = contract(eqn, lhs, rhs, weight, products, key, *others)
         return result.astype(eqn.outvars[0].aval.dtype), {}
 
 
@@ -232,4 +232,26 @@ def _conv(
     return out.transpose(order)
 
 
-_CONTRACTIONS = {"dot_general": _dot, "conv_general_dilated": _conv}
+def _ragged(
+    eqn: Eqn,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    weight: int,
+    products: Products,
+    key: Any,
+    sizes: jax.Array,
+) -> jax.Array:
+    """Evaluates a `ragged_dot`, of rows in groups with one matrix for each group."""
+    if products.wgrad.hadamard:
+        problem = "a Hadamard transform along rows would mix the rows of experts."
+        fix = "pass a recipe without a transform in wgrad for these layers, such as mxfp8()."
+        raise fail("train", problem, fix=fix, error=NotImplementedError)
+    assert weight == 1
+    return layer(lhs[None], rhs.swapaxes(1, 2), products, key, sizes)[0]
+
+
+_CONTRACTIONS: dict[str, Callable[..., jax.Array]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    "ragged_dot_general": _ragged,
+}
