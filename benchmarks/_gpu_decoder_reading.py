@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from _gpu_decoder_model import ATTENTION, Config
 
 from jqx._src.diagnostics.hlo import Program, bits, kernels
-from jqx._src.diagnostics.lowering import Contraction, Lowering
+from jqx._src.diagnostics.lowering import CompiledContraction, Lowering
 
 JQX = re.compile(r"/jqx_\w+/pallas_call$")
 PARAMS = "params"  # the argument that holds the weights
@@ -69,13 +69,13 @@ def words(lowering: Lowering, copied: Mapping[str, int]) -> str:
     return text + "".join(f"; {left}" for left in dict.fromkeys(c.left for c in own if c.left))
 
 
-def _one(c: Contraction) -> str:
+def _one(c: CompiledContraction) -> str:
     runs = "jqx kernel" if JQX.search(c.op_name) else c.runs
     text = f"{runs.removesuffix(' fusion').lstrip('_')} {' x '.join(c.dtypes)}"
     read = dict.fromkeys(_not_multiplied(c))
     return text + (f", reads {'+'.join(read)}" if read else "")
 
 
-def _not_multiplied(c: Contraction) -> Iterator[str]:
+def _not_multiplied(c: CompiledContraction) -> Iterator[str]:
     for dtypes in c.reads:
         yield from (dtype for dtype in dtypes if dtype not in c.dtypes)

@@ -100,6 +100,7 @@ QTYPES = [
     *public(numerics, lambda value: isinstance(value, jqx.extend.QType)),
     numerics.Integer(7, narrow=True),
     numerics.Minifloat(3, 3, numerics.Specials.NAN, bias=2, saturate=False),
+    numerics.Squares(5),
     numerics.Codebook((-2.5, 0.1, 1 / 3), "mine"),
     numerics.Block(numerics.nf4, 8, "mine", jnp.float8_e5m2, 0.5),
 ]

@@ -237,7 +237,7 @@ def _forward(x: Any, w: Any, key: Any, sizes: Any, products: Products) -> tuple[
         is_rounded = products.backward_from == "rounded" and isinstance(forward[i], QTensor)
         source = _unrotated(forward[i], a, products.forward, keys[0]) if is_rounded else a
         kept.append(prepared(source.swapaxes(1, 2), product, index, keys[1 + i]))
-    out = multiplied(*forward, sizes)
+    out = multiplied(forward[0], forward[1], sizes)
     like = jnp.zeros((), x.dtype), jnp.zeros((), w.dtype)
     return out.astype(jnp.promote_types(x.dtype, w.dtype)), (*kept, keys, sizes, like)
 
@@ -272,7 +272,7 @@ def _summed_in_groups(dy: Any, x: Any, sizes: jax.Array) -> jax.Array:
         lhs,
         rhs,
         sizes,
-        numbers,
+        ragged_dot_dimension_numbers=numbers,
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
