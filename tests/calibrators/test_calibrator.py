@@ -20,7 +20,6 @@ from jqx import calibrators, numerics
 from jqx._src.statistics import granularity as granularity_file
 from jqx._src.statistics.calibrators import Fixed, Rms
 from jqx.calibrators import (
-    Affine,
     Delayed,
     Hqq,
     Mse,
@@ -314,7 +313,9 @@ class WidestStats(NamedTuple):
 
 
 class Widest(Calibrator):
-    """A calibrator of a user: one range for all scales, that of the widest."""
+    """A calibrator of a user: one range for all scales, that of the widest. It returns a pair, as
+    `jqx.affine_from_range` does.
+    """
 
     def empty(self, shape):
         zeros = jnp.zeros(tuple(shape), jnp.int32)
@@ -329,7 +330,7 @@ class Widest(Calibrator):
         return WidestStats(widest, a.nans + b.nans, a.observed + b.observed)
 
     def affine(self, stats, spec):
-        return Affine(jnp.full(stats.nans.shape, stats.widest / 127))
+        return jnp.full(stats.nans.shape, stats.widest / 127), None
 
 
 def test_a_calibrator_may_be_anyones():

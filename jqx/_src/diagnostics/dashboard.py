@@ -98,7 +98,17 @@ class Dashboard:
         return f'<iframe srcdoc="{inside}" sandbox title="{name}" style="{style}"></iframe>'
 
 
-@called("diagnostics.dashboard", "pass the result of jqx.ptq: dashboard(quantized).")
+def _instead(name: str) -> str | None:
+    """Returns what to write in place of an argument that does not exist."""
+    if name in ("search", "found"):
+        return "pass what jqx.diagnostics.search returns as assignment=."
+    if name in ("compare", "sensitivity", "explain", "lowering"):
+        known = {"compare": "comparison", "sensitivity": "sensitivities"}
+        return f"{name}= is called {known.get(name, 'explanation')}=."
+    return None
+
+
+@called("diagnostics.dashboard", "pass the result of jqx.ptq: dashboard(quantized).", _instead)
 def dashboard(
     model: Any,
     params: Any = None,

@@ -149,7 +149,8 @@ def search(
         always one of the schemes.
       budget: `Bytes(n)`, `Bits(mean)` or `Error(limit of the metric)`. Bytes and bits count the
         scales of the weights too.
-      metric: as in `sensitivity`.
+      metric: as in `sensitivity`. The default is a ratio of energies: its root is comparable with
+        relative L2 errors.
       additive: whether the costs of several weights add up.
       steps: whether every scan over weights is split at each of its steps, so that each layer of a
         stack gets its own scheme. `plan` must then be a policy. The policy of the result joins

@@ -76,7 +76,9 @@ class Calibrator(abc.ABC):
 
     @abc.abstractmethod
     def affine(self, stats: Any, spec: "QSpec") -> Affine:
-        """Returns the scale and zero point computed from `stats`."""
+        """Returns the scale and zero point computed from `stats`: a `jqx.calibrators.Affine`, or a
+        pair as `jqx.affine_from_range` returns it.
+        """
 
     def fit(self, x: jax.Array, spec: "QSpec") -> Affine:
         """Returns the scale and zero point for one given array, such as a weight."""

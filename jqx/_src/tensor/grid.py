@@ -26,7 +26,7 @@ from .spec import QSpec
 @partial(jax.jit, static_argnames=("spec",))
 def fit(x: jax.Array, spec: QSpec) -> Affine:
     """Returns the scale and zero point that the calibrator of `spec` finds for `x` itself."""
-    return spec.calibrator.fit(x, spec)
+    return Affine(*spec.calibrator.fit(x, spec))  # one of a user may return a plain pair
 
 
 def groups_of(
