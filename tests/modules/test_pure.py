@@ -230,6 +230,9 @@ def test_what_pure_and_update_refuse():
         "linen.pure: `module`": lambda: jqx.linen.pure(net, {}),
         "linen.pure: `variables`": lambda: jqx.linen.pure(module, [1]),
         "linen.pure: .*bound already": lambda: jqx.linen.pure(module.bind({}), {}),
+        r"linen.pure: the call writes .*not mutable(.|\n)*train=False": lambda: jqx.linen.pure(
+            LinenNet(), jax.eval_shape(LinenNet().init, jax.random.key(0), IMAGES), train=True
+        )[0](LinenNet().init(jax.random.key(0), IMAGES), IMAGES),
         "nnx.pure: `model`": lambda: jqx.nnx.pure(module),
         "nnx.pure: .*quantized already": lambda: jqx.nnx.pure(jqx.nnx.quantize(net, POLICY)),
         "nnx.pure: the parameters have no value for 'conv/bias'": lambda: f(

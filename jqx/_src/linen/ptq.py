@@ -198,6 +198,14 @@ def _as_function(function: str, module: nn.Module, kwargs: Mapping[str, Any]) ->
         raise fail(function, problem, fix="pass the float module itself, unbound.")
 
     def apply(variables: Any, *args: Any, **call_kwargs: Any) -> Any:
-        return module.apply(variables, *args, **{**kwargs, **call_kwargs})
+        options = {**kwargs, **call_kwargs}
+        try:
+            return module.apply(variables, *args, **options)
+        except errors.ModifyScopeVariableError as error:
+            problem = "the call writes variables that are not mutable."
+            facts = f"mutable == {options.get('mutable', False)!r}: {str(error).splitlines()[0]}"
+            fix = 'name their collections, mutable=["batch_stats"]; or pass the argument of the '
+            fix += "module that stops running means, such as train=False."
+            raise fail(function, problem, given=facts, fix=fix) from error
 
     return apply
