@@ -1,7 +1,7 @@
 """jqx: quantization for JAX as functional transforms.
 
 Ops with written semantics, QTensors and exact integer contractions, and transforms that plan,
-calibrate, simulate and convert any JAX function. Start with `make_plan`.
+calibrate, simulate and convert any JAX function. Start with `ptq`, which does it all in one call.
 """
 
 import typing as _typing

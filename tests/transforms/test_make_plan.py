@@ -145,6 +145,7 @@ NO_STRING = "`names` gives a name that is not a string"
     ("call", "error", "fact"),
     [
         (lambda: jqx.calibrate(mlp, "plan"), TypeError, "`plan` is not a Plan"),
+        (lambda: jqx.simulate(mlp, {".*": "int8"}), TypeError, "make a policy of the dict"),
         (lambda: jqx.simulate(None, w8a8()), TypeError, "`f` is not a function"),
         (lambda: with_names(3), TypeError, "`names` is neither a dict nor a function"),
         (lambda: with_names({"0": 1}), TypeError, NO_STRING),

@@ -73,6 +73,9 @@ def check_plan(function: str, plan: Any, *others: Any, order: str, policies: boo
         fix = f"call the preset, jqx.presets.{name}(), and plan with it: {_MAKE}."
     elif hasattr(plan, "shape") and hasattr(plan, "dtype"):
         fix = f"call it in two steps, jqx.{function}(f, plan)(params, x)."
+    elif isinstance(plan, Mapping):
+        fix = "make a policy of the dict: jqx.Policy({...})."
+        fix += "" if policies else f" Then make the plan, {_MAKE}."
     elif callable(plan):
         fix = f"call the function that jqx.make_plan returns: {_MAKE}."
     check_instance(function, "plan", plan, kinds, fix=fix)
