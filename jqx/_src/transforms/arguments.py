@@ -24,6 +24,7 @@ from ..compat import is_concrete
 from ..errors import fail, message, warn
 from ..policy import Policy, preset_of
 from ..statistics.calibrators import Affine
+from ..tensor.spec import QSpec
 from .find import Found, contractions
 from .paths import AGAIN, addresses_of, check_ranks, check_same, without_addresses
 from .plan import Plan
@@ -73,7 +74,7 @@ def check_plan(function: str, plan: Any, *others: Any, order: str, policies: boo
         fix = f"call the preset, jqx.presets.{name}(), and plan with it: {_MAKE}."
     elif hasattr(plan, "shape") and hasattr(plan, "dtype"):
         fix = f"call it in two steps, jqx.{function}(f, plan)(params, x)."
-    elif isinstance(plan, Mapping):
+    elif isinstance(plan, Mapping) and any(isinstance(x, (str, QSpec)) for x in plan.values()):
         fix = "make a policy of the dict: jqx.Policy({...})."
         fix += "" if policies else f" Then make the plan, {_MAKE}."
     elif callable(plan):
