@@ -64,11 +64,12 @@ INSIDE = {
         transforms.partitioned transforms.paths transforms.plan transforms.quantize_params
     """,
     "train": """
-        contractions.problem numerics.exact tensor.grid tensor.spec transforms.arguments
+        contractions.problem numerics.exact numerics.qtype tensor.grid tensor.spec
+        transforms.arguments
         transforms.higher_order transforms.interpret transforms.make_plan transforms.trace
         transforms.views
     """,
-    "optim": "tensor.spec",
+    "optim": "numerics.qtype tensor.grid tensor.spec",
     "interop": """
         diagnostics.compare diagnostics.report numerics.lookup numerics.packing ptq.quantized
         tensor.layout tensor.segments tensor.serialize tensor.shardings tensor.spec

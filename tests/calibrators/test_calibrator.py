@@ -339,6 +339,8 @@ def test_a_calibrator_may_be_anyones():
     q = jqx.QTensor.quantize(x, spec)
     np.testing.assert_array_equal(q.values, np.int8(x))
     np.testing.assert_array_equal(q.scale, np.ones((1, 3)))
+    around = jqx.QSpec(jnp.int8, jqx.per_axis(1), calibrator=Rounded(Widest()))
+    np.testing.assert_array_equal(jqx.QTensor.quantize(x, around).scale, np.ones((1, 3)))
 
 
 @pytest.mark.many

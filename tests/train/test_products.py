@@ -211,6 +211,22 @@ def test_the_same_key_gives_the_same_bits_and_another_key_others():
     assert all(bool((a != b).any()) for a, b in zip(first, other, strict=True))
 
 
+def test_the_transform_of_a_forward_product_is_undone_where_the_backward_pass_rounds_its_operands():
+    """With operands in int16, rounding hardly matters, and the gradients are those of float."""
+    fine = jqx.QSpec("int16", jqx.per_channel())
+    floats = (jnp.float32, jnp.float32)
+    products = Products(Product(fine, fine, hadamard=16), floats, floats, "rounded")
+
+    @jax.jit
+    def gradients(x, w, dy):
+        return jax.vjp(lambda x, w: layer(x, w, products, jax.random.key(0)), x, w)[1](dy)
+
+    expected = np.einsum("bmn,bns->bms", DY, W), np.einsum("bmn,bms->bns", DY, X)
+    for found, exact in zip(gradients(X, W, DY), expected, strict=True):
+        # half a step of 16 bits is 2**-16 of the largest number of a row
+        np.testing.assert_allclose(found, exact, rtol=0, atol=2.0**-12 * np.abs(exact).max())
+
+
 # What is kept for the backward pass.
 
 

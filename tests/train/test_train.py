@@ -104,6 +104,7 @@ def test_layers_that_a_recipe_leaves_out_are_in_float():
     recipe = jqx.recipes.fp8(exclude="head")
     plan = planned(f, recipe, params, X)
     assert [site.path for site in plan.sites] == ["a"]
+    assert jqx.recipes.fp8(exclude=".*").rules == ((".*", None),)
     text = str(jax.make_jaxpr(jqx.train(f, plan, recipe))(params, {}, X))
     assert "f8_e4m3fn" in text and text.count("custom_vjp_call") == 1
 

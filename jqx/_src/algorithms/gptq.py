@@ -14,7 +14,7 @@ from jax import lax
 from ..checks import Rule, check_fields, choice, nothing, number, whole
 from ..errors import fail
 from ..files import Path
-from ..statistics.calibrators import Affine, Calibrator
+from ..statistics.calibrators import Affine, Calibrator, fit_of
 from ..statistics.granularity import per_block
 from ..tensor.grid import rounded_to
 from ..tensor.qtensor import QTensor
@@ -107,7 +107,7 @@ def solve(
         U_block = lax.dynamic_slice(U, (start, start), (size, size))
         P_block = None if P is None else lax.dynamic_slice(P, (start, start), (size, size))
         if affine is None:
-            fitted = spec.calibrator.fit(W_block, spec)
+            fitted = fit_of(spec.calibrator, W_block, spec)
             put = partial(lax.dynamic_update_slice_in_dim, start_index=start // size, axis=0)
             scales = put(scales, fitted.scale)
             if zero_points is not None and fitted.zero_point is not None:

@@ -120,6 +120,14 @@ class QType(abc.ABC):
         return self.name
 
 
+def neighbour(form: QType, y: jax.Array, noise: jax.Array) -> jax.Array:
+    """Returns one of the two numbers of a format next to each element of `y`: with noise that is
+    uniform in [0, 1), the one whose mean is `y` within the range of the format.
+    """
+    low, high = form.round(y, RoundMode.DOWN), form.round(y, RoundMode.UP)
+    return jnp.where(noise * (high - low) < y - low, high, low)
+
+
 def _unsigned(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 

@@ -18,11 +18,13 @@ import numpy as np
 from jax import lax
 from jax.tree_util import GetAttrKey
 
-from ... import QSpec, QTensor, RoundMode, per_group
+from ... import QSpec, QTensor, per_group
 from ...extend import QType
 from ...numerics import Block, Squares, format_of
 from ..checks import called, check_instance, is_real, shown
 from ..errors import fail, message, warn
+from ..numerics.qtype import neighbour
+from ..tensor.grid import fit
 from ..tensor.spec import needed_spec
 
 if TYPE_CHECKING:
@@ -199,7 +201,7 @@ def _quantize(spec: QSpec, x: Any) -> Any:
     if _is_qtensor(x) or not _is_float(x):
         return x
     form, spec = format_of(spec.qtype), spec.resolve(x.ndim, ())
-    groups, affine, pack = spec.granularity.groups(x.shape), spec.calibrator.fit(x, spec), None
+    groups, affine, pack = spec.granularity.groups(x.shape), fit(x, spec), None
     if form.low > 0:  # blocks of zeros, such as those of a first state, stay 0
         is_filled = groups.largest_magnitude(x) != 0
         affine = affine._replace(scale=affine.scale * is_filled.astype(affine.scale.dtype))
@@ -224,8 +226,7 @@ def _dithered(x: jax.Array, scale: jax.Array, form: QType) -> jax.Array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     noise = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
-    low, high = form.round(y, RoundMode.DOWN), form.round(y, RoundMode.UP)
-    return (jnp.where(noise * (high - low) < y - low, high, low) * scale).astype(x.dtype)
+    return (neighbour(form, y, noise) * scale).astype(x.dtype)
 
 
 def _dequantize(spec: QSpec, x: Any) -> Any:

@@ -82,7 +82,7 @@ class Calibrator(abc.ABC):
 
     def fit(self, x: jax.Array, spec: "QSpec") -> Affine:
         """Returns the scale and zero point for one given array, such as a weight."""
-        return self.affine(self.observe(x, spec), spec)
+        return affine_of(self, self.observe(x, spec), spec)
 
     def observed(self, stats: Any) -> jax.Array:
         """Returns how many arrays were observed, int32."""
@@ -91,6 +91,16 @@ class Calibrator(abc.ABC):
     def nans(self, stats: Any) -> jax.Array:
         """Returns how many NaN values were observed, int32, an entry for each scale."""
         return stats.nans
+
+
+def affine_of(calibrator: Calibrator, stats: Any, spec: "QSpec") -> Affine:
+    """Returns the scale and zero point of statistics; a calibrator of a user may return a pair."""
+    return Affine(*calibrator.affine(stats, spec))
+
+
+def fit_of(calibrator: Calibrator, x: jax.Array, spec: "QSpec") -> Affine:
+    """Returns the scale and zero point for an array; a calibrator of a user may return a pair."""
+    return Affine(*calibrator.fit(x, spec))
 
 
 # What the calibrators of jqx share.
@@ -514,7 +524,7 @@ class Around(Calibrator):
 
     def affine(self, stats: Any, spec: "QSpec") -> Affine:
         """Returns the scale and zero point computed from the statistics."""
-        return self.calibrator.affine(stats, spec)
+        return affine_of(self.calibrator, stats, spec)
 
 
 # Scales rounded to 16 bits, as files of other libraries store them.
@@ -562,11 +572,11 @@ class Rounded(Around):
 
     def affine(self, stats: Any, spec: "QSpec") -> Affine:
         """Returns the rounded scale."""
-        return self._rounded(self.calibrator.affine(stats, spec), spec)
+        return self._rounded(affine_of(self.calibrator, stats, spec), spec)
 
     def fit(self, x: jax.Array, spec: "QSpec") -> Affine:
         """Returns the rounded scale for one array."""
-        return self._rounded(self.calibrator.fit(x, spec), spec)
+        return self._rounded(fit_of(self.calibrator, x, spec), spec)
 
     def _rounded(self, affine: Affine, spec: "QSpec") -> Affine:
         form = format_of(spec.qtype)

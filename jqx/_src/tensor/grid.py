@@ -15,7 +15,7 @@ from ..numerics.lookup import E8M0, format_of
 from ..numerics.packing import pack_bits
 from ..numerics.runtimes import ngraph
 from ..ops.affine import affine_dequantize, affine_fake_quantize, affine_quantize
-from ..statistics.calibrators import Affine, absmax
+from ..statistics.calibrators import Affine, absmax, fit_of
 from ..statistics.granularity import Groups
 from .layout import Layout, Packing, broadcasts, check_zero_point, inverse_of, permuted_axis, taken
 from .spec import QSpec
@@ -26,7 +26,7 @@ from .spec import QSpec
 @partial(jax.jit, static_argnames=("spec",))
 def fit(x: jax.Array, spec: QSpec) -> Affine:
     """Returns the scale and zero point that the calibrator of `spec` finds for `x` itself."""
-    return Affine(*spec.calibrator.fit(x, spec))  # one of a user may return a plain pair
+    return fit_of(spec.calibrator, x, spec)
 
 
 def groups_of(
@@ -203,6 +203,13 @@ def quantized(
         numerics=spec.numerics,
         as_bits=axis is not None,
     )
+    return with_grid(codes, grid, x, cls=cls, spec=spec, axis=axis)
+
+
+def with_grid(
+    codes: jax.Array, grid: Grid, x: jax.Array, *, cls: Any, spec: QSpec, axis: int | None = None
+) -> Any:
+    """Returns codes of `x`, in the groups of its grid, as a QTensor, packed along `axis`."""
     codes = grid.groups.join(codes)
     scale = grid.scale
     if grid.inner is not None:

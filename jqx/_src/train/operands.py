@@ -8,7 +8,7 @@ arXiv:2601.22813; the random Hadamard transform of NVFP4, arXiv:2509.25149.
 """
 
 import dataclasses
-import functools
+import importlib
 from typing import Any, Literal
 
 import jax
@@ -18,11 +18,13 @@ from jax.typing import DTypeLike
 
 from ... import QSpec, QTensor, RoundMode
 from ...calibrators import Affine
+from ...extend import QType
 from ...numerics import Block, format_of, ngraph
 from ..checks import called
 from ..errors import fail
 from ..numerics.exact import divide, widen
-from ..tensor.grid import fit, grid_of
+from ..numerics.qtype import neighbour
+from ..tensor.grid import Grid, fit, grid_of, with_grid
 from ..tensor.spec import needed_spec
 
 RoundingName = Literal["nearest", "stochastic", "eden"]
@@ -109,13 +111,9 @@ def _is_float(value: Any) -> bool:
 # A block Hadamard transform along the summed axis, which cancels in the product.
 
 
-@functools.cache
 def sylvester(size: int) -> np.ndarray:
     """Returns Sylvester's Hadamard matrix of a power of two, entries 1 and -1, [size, size]."""
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
+    return importlib.import_module("scipy.linalg").hadamard(size, np.float32)
 
 
 def rotated(x: jax.Array, size: int, signs: jax.Array) -> jax.Array:
@@ -166,25 +164,20 @@ def _stochastic(x: jax.Array, spec: QSpec, key: jax.Array) -> QTensor:
     affine = fit(x, spec)
     if isinstance(form, Block) and form.two_level:  # a scale that is rounded down would clip
         affine = Affine(affine.scale * _ROOM, affine.zero_point)
-    q = QTensor.quantize(x, spec, affine)
     grid = grid_of("train", x, spec, affine)
     scale, _ = grid.lined_up()
     units = divide(grid.groups.split(widen(x)), scale.astype(jnp.float32))
-    codes = form.encode(between(units, spec.qtype, key), spec.rounding)
-    return dataclasses.replace(q, values=grid.groups.join(codes))
+    codes = form.encode(between(units, form, key), spec.rounding)
+    return with_grid(codes, grid, x, cls=QTensor, spec=spec)
 
 
 _ROOM = 17 / 16
 """By what a scale in float8_e4m3fn may be smaller than before it was rounded."""
 
 
-def between(y: jax.Array, qtype: Any, key: jax.Array) -> jax.Array:
+def between(y: jax.Array, form: QType, key: jax.Array) -> jax.Array:
     """Returns numbers of a format next to `y`, at random, with mean `y` within its range."""
-    form = format_of(qtype)
-    low, high = form.round(y, RoundMode.DOWN), form.round(y, RoundMode.UP)
-    gap = high - low
-    chance = jnp.where(gap > 0, (y - low) / jnp.where(gap > 0, gap, 1), 0)
-    return jnp.where(jax.random.uniform(key, y.shape, y.dtype) < chance, high, low)
+    return neighbour(form, y, jax.random.uniform(key, y.shape, y.dtype))
 
 
 _EDEN_TOP = 6 / ((17 / 16) * 0.93)
@@ -205,30 +198,21 @@ def _eden(x: jax.Array, spec: QSpec, key: jax.Array, size: int) -> QTensor:
     form = format_of(spec.qtype)
     assert isinstance(form, Block)
     scale_form = format_of(form.scale_qtype)
-    wide = widen(x)
     groups = spec.granularity.groups(x.shape)
-    blocks = groups.split(wide)
-    q = QTensor.quantize(x, spec)
-    axes = tuple(i for i in range(blocks.ndim) if groups.split_scale(q.real_scale()).shape[i] == 1)
-    top = jnp.asarray(_EDEN_TOP, jnp.float32)
-    largest = divide(jnp.max(jnp.abs(blocks), axes, keepdims=True), top)
-    everything = tuple(range(1, blocks.ndim))  # one scale of scales for each member of the batch
-    inner = divide(jnp.max(largest, everything, keepdims=True), jnp.float32(_EDEN_SCALES))
+    wide = widen(x)
+    largest = divide(groups.largest_magnitude(wide), jnp.float32(_EDEN_TOP))
+    # One scale of scales for each member of the batch.
+    inner = divide(jnp.max(largest, (KEPT, SUMMED), keepdims=True), jnp.float32(_EDEN_SCALES))
     inner = jnp.where(inner == 0, 1, inner)
     codes = scale_form.round(divide(largest, inner), RoundMode.NEAREST_TOWARD_EVEN)
     codes = jnp.where(codes == 0, 1, codes)
-    units = divide(blocks, codes * inner)
+    units = divide(groups.split(wide), groups.split_scale(codes * inner))
     values = form.round(units, RoundMode.NEAREST_TOWARD_EVEN)
     u, r = (groups.join(a).reshape(*x.shape[:-1], -1, size) for a in (units, values))
     shares = jnp.sum(u * r, -1)
     correction = jnp.where(shares > 0, jnp.sum(u * u, -1) / jnp.where(shares > 0, shares, 1), 1)
-    corrected = jnp.repeat(correction, size // form.size, -1).reshape(groups.scale_shape)
-    plain = codes.reshape(groups.scale_shape) * corrected
-    new = between(jnp.minimum(plain, scale_form.high), form.scale_qtype, key)
-    stored = scale_form.encode(new, RoundMode.NEAREST_TOWARD_EVEN)
-    assert isinstance(q.scale, QTensor)
-    scale = dataclasses.replace(
-        q.scale, values=stored, scale=inner.reshape(q.scale.scale.shape).astype(jnp.float32)
-    )
+    corrected = codes * jnp.repeat(correction, size // form.size, -1)
+    scales = between(jnp.minimum(corrected, scale_form.high), scale_form, key)
+    stored = scale_form.encode(scales, RoundMode.NEAREST_TOWARD_EVEN)
     encoded = form.encode(values, RoundMode.NEAREST_TOWARD_EVEN)
-    return dataclasses.replace(q, values=groups.join(encoded), scale=scale)
+    return with_grid(encoded, Grid(stored, inner, None, groups), x, cls=QTensor, spec=spec)

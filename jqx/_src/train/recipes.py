@@ -104,7 +104,9 @@ def _planned(spec: QSpec) -> QSpec:
 def _everywhere(name: str, products: Products, exclude: Exclude) -> Recipe:
     """Returns a recipe for all layers but some."""
     left = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    return Recipe(name, {**dict.fromkeys(left), ".*": products})
+    rules: dict[str, Products | None] = dict.fromkeys(left)
+    rules.setdefault(".*", products)  # all layers may be left out
+    return Recipe(name, rules)
 
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -48,8 +48,10 @@ def train(f: Callable[..., Any], plan: Plan | Policy, recipe: Recipe) -> Callabl
 
     Raises:
       TypeError: if `f` is not a function, or an argument has another type.
-      ValueError: if the plan was made for another function; `key` is missing; or a planned
-        contraction has no weight.
+      ValueError: if the plan was made for another function, or by another policy than that of the
+        recipe; or `key` is missing.
+      NotImplementedError: a planned contraction is a lookup, has no weight or two of them, or is a
+        convolution of a weight; or `ragged_dot` would need a Hadamard transform along rows.
 
     Gradient: with respect to all float arguments, once: there are no second derivatives.
     NaN and infinities: as in the contractions; a NaN makes all values that share its scale NaN.

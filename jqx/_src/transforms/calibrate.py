@@ -23,10 +23,9 @@ from ..compat import Eqn
 from ..errors import fail, message, some, warn
 from ..policy import Policy
 from ..signatures import P, R
-from ..statistics.calibrators import Affine, needs_no_values
+from ..statistics.calibrators import Affine, affine_of, needs_no_values
 from ..statistics.statistics import RowWeight, check_weight, flags, in_total, places
 from ..tensor.segments import check_read
-from ..tensor.spec import QSpec
 from .arguments import check_batch, check_batches, check_function, check_plan, check_stats
 from .higher_order import Records
 from .interpret import Rules, interpret
@@ -393,18 +392,15 @@ def affines_seen(plan: Plan, stats: Mapping[str, Any]) -> Affines:
     merged = stats_of(stats)
     check_finite("affines", in_order(plan, merged.flags))
     scales = {
-        key: each_step(partial(_affine, spec), plan.site_of_key(key).loops)(stats[key])
+        key: each_step(partial(affine_of, spec.calibrator, spec=spec), plan.site_of_key(key).loops)(
+            stats[key]
+        )
         for key, spec in specs.items()
     }
     if bad := _nonfinite(plan, stats, scales):
         raise ValueError(nonfinite_text("affines", bad))
     _warn_of_zeros(plan, flags_of(stats), specs)
     return scales
-
-
-def _affine(spec: QSpec, stats: Any) -> Affine:
-    """Returns the scale and zero point of statistics; a calibrator of a user may return a pair."""
-    return Affine(*spec.calibrator.affine(stats, spec))
 
 
 def _nonfinite(plan: Plan, stats: Mapping[str, Any], scales: Affines) -> list[str]:
