@@ -3,12 +3,13 @@
 import typing as _typing
 
 from ._src.late import unknown as _unknown
-from ._src.train.operands import Rounded as Rounded
-from ._src.train.products import Product as Product
-from ._src.train.products import Products as Products
+from ._src.tensor.products import Product as Product
+from ._src.tensor.products import Products as Products
+from ._src.tensor.products import Rounded as Rounded
 from ._src.train.recipes import Recipe as Recipe
 from ._src.train.recipes import fp8 as fp8
 from ._src.train.recipes import fp8_block as fp8_block
+from ._src.train.recipes import fp8_delayed as fp8_delayed
 from ._src.train.recipes import fp8_rowwise as fp8_rowwise
 from ._src.train.recipes import int8 as int8
 from ._src.train.recipes import mxfp8 as mxfp8

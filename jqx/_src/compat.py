@@ -192,6 +192,11 @@ def manual_axes() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def tracks_devices() -> bool:
+    """Whether the enclosing `shard_map` knows which arrays differ from device to device."""
+    return all(varies_along(jax.lax.axis_index(axis)) for axis in manual_axes())
+
+
 def vary(x: Any, axes: frozenset[str]) -> Any:
     """Marks the arrays of a pytree as different on the devices along mesh axes."""
 

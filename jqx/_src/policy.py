@@ -10,6 +10,7 @@ from .checks import called, check_flags, check_instance, shown_as
 from .errors import fail, some
 from .numerics.lookup import formats_by_name
 from .table import Table
+from .tensor.products import Products
 from .tensor.spec import FLOAT, QSpec, as_spec, preset_instead
 
 # Steps of a scan that the path of a rule selects: `layers[0]`, `layers[-2:]/attn/.*`.
@@ -130,6 +131,8 @@ class Rule:
         none, including a product with the table.
       optional: whether the rule, or an alternative in its path, may match nothing. Otherwise that
         is an error for a rule, and a warning for an alternative, as in `(embed|haed)/kernel`.
+      products: for `jqx.train`, how the three products of a layer are rounded; a
+        `jqx.recipes.Products`. It determines `weight` and `activation`.
 
     Raises:
       TypeError: if a field has the wrong type.
@@ -152,6 +155,7 @@ class Rule:
     output: QSpec | None
     tables: QSpec | Literal["weight"] | None
     optional: bool
+    products: Products | None
 
     def __init__(
         self,
@@ -163,6 +167,7 @@ class Rule:
         output: Spec = None,
         tables: Spec = "weight",
         optional: bool = False,
+        products: Products | None = None,
     ) -> None:
         _check_regex("path", path)
         if op is not None:
@@ -178,7 +183,10 @@ class Rule:
             "output": as_spec("Rule", "output", output, "activation"),
             "tables": tables if as_is else as_spec("Rule", "tables", tables),
             "optional": optional,
+            "products": products,
         }
+        if products is not None:
+            fields |= _specs_of(products, fields)
         for field, value in fields.items():
             object.__setattr__(self, field, value)
 
@@ -234,7 +242,24 @@ class Rule:
                 parts.append(f"{field}={getattr(self, field)}")
         if self.tables != "weight":
             parts.append(f"tables={self.tables}")
+        if self.products is not None:
+            parts += [f"{field}={getattr(self.products, field)}" for field in ("dgrad", "wgrad")]
         return f"Rule({', '.join(parts)})"
+
+
+def _specs_of(products: Any, fields: Mapping[str, Any]) -> dict[str, QSpec]:
+    """Returns the specs of a rule with products, which may be given if they are the same."""
+    fix = "pass a value of jqx.recipes.Products."
+    check_instance("Rule", "products", products, Products, fix=fix)
+    activation, weight = products.planned
+    specs = {"activation": activation, "weight": weight}
+    for name, spec in specs.items():
+        if fields[name] not in (None, spec):
+            problem = f"`{name}` is not that of `products`."
+            facts = f"{fields[name]}; {spec} in the forward product"
+            fix = "leave it out: products= has all specs."
+            raise fail("Rule", problem, given=facts, fix=fix)
+    return specs
 
 
 def pattern_of(path: str) -> str:

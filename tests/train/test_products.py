@@ -8,7 +8,7 @@ import pytest
 
 import jqx
 from jqx import recipes
-from jqx._src.train.operands import FIXED_SIGNS
+from jqx._src.tensor.products import FIXED_SIGNS
 from jqx._src.train.products import layer, multiplied, prepared
 from jqx.recipes import Product, Products, Rounded
 
@@ -95,6 +95,10 @@ EXPECTED = {
         "x": lambda x: runs(x, x.shape[-1], int8),
         "wgrad": lambda x: cast(x, ml_dtypes.bfloat16).astype("f8"),
     },
+    "int8 in runs": {
+        "x": lambda x: runs(x, x.shape[-1], int8),
+        "wgrad": lambda x: runs(x, 8, int8),
+    },
     "fp8": {"x": lambda x: tensor(x, E4M3), "dy": lambda x: tensor(x, E5M2)},
     "fp8_rowwise": {"x": lambda x: runs(x, x.shape[-1], E4M3)},
     "fp8_block": {"x": lambda x: runs(x, 16, E4M3), "w": lambda x: squares(x, 16, E4M3)},
@@ -103,8 +107,12 @@ EXPECTED = {
 """How NumPy rounds: `x`, and `w`, `dy` and both operands of wgrad if they differ."""
 
 RECIPES = {
-    **{name: getattr(recipes, name)() for name in EXPECTED if name != "fp8_block"},
+    "int8": recipes.int8(),
+    "int8 in runs": recipes.int8(wgrad="int8:group=8"),
+    "fp8": recipes.fp8(),
+    "fp8_rowwise": recipes.fp8_rowwise(),
     "fp8_block": recipes.fp8_block(block=16),
+    "mxfp8": recipes.mxfp8(),
 }
 
 
@@ -124,7 +132,9 @@ def test_the_products_are_those_of_operands_that_numpy_rounds(name):
         return y, *pull(dy)[:2]
 
     y, dx, dw = jax.jit(run)(X, W, DY)
-    turned = {"x": X.swapaxes(1, 2), "w": W.swapaxes(1, 2), "dy": DY.swapaxes(1, 2)}
+    is_rounded = products.backward_from == "rounded"
+    again = {"x": x(X).astype("f4"), "w": w(W).astype("f4")} if is_rounded else {"x": X, "w": W}
+    turned = {name: a.swapaxes(1, 2) for name, a in (again | {"dy": DY}).items()}
     pairs = [
         (y, x(X), w(W)),
         (dx, dy(DY), w(turned["w"])),
@@ -231,7 +241,8 @@ def test_the_transform_of_a_forward_product_is_undone_where_the_backward_pass_ro
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("fp8", 0.26), ("fp8_block", 0.3), ("mxfp8", 0.3), ("nvfp4", 0.3)]
+    ("name", "most"),
+    [("int8", 0.26), ("fp8", 0.26), ("fp8_block", 0.3), ("mxfp8", 0.3), ("nvfp4", 0.3)],
 )
 def test_operands_are_kept_in_codes(name, most):
     """Bytes of what the backward pass keeps, relative to both operands in float32. Formats of 4

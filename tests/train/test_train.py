@@ -1,10 +1,14 @@
 """`train`: gradients through transforms and control flow, beside those of plain JAX."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jqx
 from jqx.recipes import Products, Recipe
@@ -15,6 +19,8 @@ FINE = Recipe(
     "fine", {".*": Products(("int8:token", "int8:channel"), *[(jnp.float32, jnp.float32)] * 2)}
 )
 """Gradients in float of the operands themselves, so that they equal those of a float layer."""
+
+PRODUCTS = FINE.rules[0][1]
 
 X, W, V = normal(0, 8, 32), normal(1, 32, 32), normal(2, 3, 32, 32) / 6
 
@@ -98,6 +104,41 @@ def test_each_step_of_a_scan_each_site_and_each_key_draws_numbers_of_its_own():
     assert all(different)
 
 
+def test_each_device_draws_numbers_of_its_own():
+    """Two devices with the same rows; all rounding of results' gradients is stochastic."""
+    dy = jqx.recipes.Rounded("int8:token", "stochastic")
+    mine = Recipe("mine", {".*": Products(("int8", "int8"), (dy, "float32"), ("float32", dy))})
+    f = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
+    step = jqx.train(f, planned(f, mine, W, X), mine)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        lambda w, x, key: jax.grad(lambda x: step(w, {}, x, key=key))(x),
+        mesh=mesh,
+        in_specs=(P(), P("d"), P()),
+        out_specs=P("d"),
+    )
+    first, second = np.split(jax.jit(mapped)(W, jnp.tile(X, (2, 1)), jax.random.key(0)), 2)
+    assert (first != second).any()
+    assert np.linalg.norm(first - second) < 0.3 * np.linalg.norm(first)
+
+
+def test_a_plan_shows_the_products_and_is_stored_with_them():
+    recipe = jqx.recipes.nvfp4(exclude="head")
+    params = {"a": W, "head": normal(7, 32, 4)}
+    plan = planned(lambda p, x: (x @ p["a"]) @ p["head"], recipe, params, X)
+    assert str(plan.sites[0].products) == str(recipe.rules[1][1])
+    lines = str(plan).splitlines()[-3:]
+    assert [line.split()[:3] for line in lines] == [
+        ["rule", "1", name] for name in ("forward", "dgrad", "wgrad")
+    ]
+    assert "stochastic x nvfp4_16x16" in lines[1]
+    assert "stochastic, hadamard 16" in lines[2]
+    stored = json.dumps(plan.to_dict())
+    assert jqx.Plan.from_dict(json.loads(stored)) == plan
+    floats = planned(lambda w, x: x @ w, FINE, W, X)
+    assert jqx.Plan.from_dict(json.loads(json.dumps(floats.to_dict()))) == floats
+
+
 def test_layers_that_a_recipe_leaves_out_are_in_float():
     params = {"a": W, "head": normal(7, 32, 4)}
     f = lambda p, x: (x @ p["a"]) @ p["head"]  # noqa: E731
@@ -146,27 +187,31 @@ def test_calls_that_make_no_sense_are_refused():
     other = jqx.make_plan(f, jqx.presets.w8a8())(W, X)
     rule = jqx.Rule(weight="int8", activation="int8:channel:dynamic", output="int8:dynamic")
     rounded = jqx.make_plan(f, jqx.Policy([rule]))(W, X)
-    scores = lambda w, x: x @ x.T + w[0, 0]  # noqa: E731
+    squared = lambda w, x: w @ w.T  # noqa: E731
     experts = lambda w, x: lax.ragged_dot(x, w, jnp.array([3, 0, 5]))  # noqa: E731
     nvfp4 = jqx.recipes.nvfp4()
-    every = jqx.Policy({".*": jqx.Rule(".*", activation="int8:token:dynamic")})
     cases = [
         (lambda: jqx.train(f, plan, "int8"), "pass a value of jqx.recipes"),
+        (lambda: jqx.Rule(products=recipe), "pass a value of jqx.recipes.Products"),
+        (lambda: jqx.Rule(weight="int4", products=PRODUCTS), "`weight` is not that of `products`"),
         (lambda: jqx.train(f, plan, recipe)(W), "the state is missing"),
         (lambda: jqx.train(f, plan, recipe)(W, X), "state"),
         (lambda: jqx.train(f, plan, jqx.recipes.nvfp4())(W, {}, X), "no key is given"),
         (lambda: jqx.train_state(recipe, plan), "pass the result of jqx.make_plan"),
-        (lambda: jqx.train(scores, every, recipe)(W, {}, X), "is not a product of an activation"),
+        (
+            lambda: jqx.train(squared, recipe.policy, recipe)(W, {}, X),
+            "is not a product of an activation",
+        ),
         (
             lambda: jqx.train(f, plan, jqx.recipes.fp8(exclude="other"))(W, {}, X),
-            "the recipe fp8 does not",
+            "the plan has other products",
         ),
         (
             lambda: jqx.train(experts, nvfp4.policy, nvfp4)(V, {}, X, key=jax.random.key(0)),
             "would mix the rows of experts",
         ),
-        (lambda: jqx.train(f, rounded, recipe)(W, {}, X), "quantizes the result"),
-        (lambda: jqx.train(f, other, jqx.recipes.fp8())(W, {}, X), "another format in the plan"),
+        (lambda: jqx.train(f, rounded, recipe)(W, {}, X), "the plan has other products"),
+        (lambda: jqx.train(f, other, jqx.recipes.fp8())(W, {}, X), "the plan has other products"),
     ]
     for call, text in cases:
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=text):

@@ -53,6 +53,7 @@ from ..statistics.granularity import (
     PerTensor,
 )
 from ..statistics.searches import Ceil, FourOverSix, Hqq, Mse, Percentile
+from . import products
 from .layout import Layout, values_dtype
 
 Values = Mapping[str, Any]
@@ -91,6 +92,7 @@ CLASSES: dict[str, type] = {
     "Percentile": Percentile,
     "Rms": Rms,
     "Rounded": Rounded,
+    "RoundedOperand": products.Rounded,
     "PerAxis": PerAxis,
     "PerBlock": PerBlock,
     "PerGroup": PerGroup,

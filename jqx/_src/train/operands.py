@@ -7,106 +7,22 @@ Sources: stochastic rounding, Gupta et al., arXiv:1502.02551; MS-EDEN, Panferov 
 arXiv:2601.22813; the random Hadamard transform of NVFP4, arXiv:2509.25149.
 """
 
-import dataclasses
 import importlib
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.custom_batching import custom_vmap
 
 from ... import QSpec, QTensor, RoundMode
 from ...calibrators import Affine
 from ...extend import QType
-from ...numerics import Block, format_of, ngraph
-from ..checks import called
-from ..errors import fail
+from ...numerics import Block, format_of
+from .. import compat
 from ..numerics.exact import divide, widen
 from ..numerics.qtype import neighbour
 from ..tensor.grid import Grid, fit, grid_of, with_grid
-from ..tensor.spec import needed_spec
-
-RoundingName = Literal["nearest", "stochastic", "eden"]
-
-BATCH, KEPT, SUMMED = 0, 1, 2
-"""The axes of an operand."""
-
-FIXED_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The diagonal of the Hadamard transform in NVIDIA's recipe, which is the same in each step."""
-
-
-@called("recipes.Rounded", 'pass a spec first: Rounded("nvfp4", "stochastic").')
-@dataclasses.dataclass(frozen=True, init=False)
-class Rounded:
-    """How one operand of a product is rounded.
-
-    Attributes:
-      spec: its format and granularity. Relative granularities refer to the axis that the product
-        sums over; absolute ones to the form [batch, kept, summed].
-      rounding: `"nearest"`; `"stochastic"`, up or down so that the mean is the value; or `"eden"`,
-        to nearest with stochastic scales that make the product unbiased, for formats with scales in
-        a float format (nvfp4) in a product with a random Hadamard transform.
-    """
-
-    spec: QSpec
-    rounding: RoundingName
-
-    def __init__(self, spec: QSpec | str, rounding: RoundingName = "nearest") -> None:
-        own = needed_spec("recipes.Rounded", "spec", spec, "array")
-        object.__setattr__(self, "spec", own)
-        object.__setattr__(self, "rounding", rounding)
-        if self.rounding not in ("nearest", "stochastic", "eden"):
-            problem = f"`rounding` is unknown: {self.rounding!r}."
-            raise fail("recipes.Rounded", problem, fix="pass 'nearest', 'stochastic' or 'eden'.")
-        form = format_of(own.qtype)
-        if self.rounding != "nearest" and not (own.symmetric and own.numerics == ngraph):
-            problem = f"{self.rounding} rounding is for symmetric specs of jqx's own numerics."
-            fix = "pass symmetric=True, and no numerics=, in the spec."
-            raise fail("recipes.Rounded", problem, given=str(own), fix=fix)
-        if self.rounding == "eden" and not (isinstance(form, Block) and form.two_level):
-            problem = f"{form.name} has no scales in a float format, which EDEN rounds."
-            raise fail("recipes.Rounded", problem, fix='pass "nvfp4", or rounding="stochastic".')
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether rounding draws random numbers."""
-        return self.rounding != "nearest"
-
-    def __str__(self) -> str:
-        return str(self.spec) if self.rounding == "nearest" else f"{self.spec} {self.rounding}"
-
-
-Operand = Rounded | np.dtype[Any]
-"""A rounded operand, or the float dtype in which it is multiplied."""
-
-OperandLike = Rounded | QSpec | DTypeLike
-"""What is given as an operand: also a spec, or a scheme such as `"int8:token"`."""
-
-
-def as_operand(function: str, argument: str, value: Any) -> Operand:
-    """Returns an operand that is given as a `Rounded`, a spec, a scheme or a float dtype."""
-    if isinstance(value, Rounded):
-        return value
-    if _is_float(value):
-        return jnp.dtype(value)
-    if isinstance(value, (QSpec, str)):
-        return Rounded(value)
-    problem = f"`{argument}` is neither a spec nor a float dtype: {value!r}."
-    fix = 'pass for example "int8:token", a QSpec, recipes.Rounded(...), or jnp.bfloat16.'
-    raise fail(function, problem, fix=fix, error=TypeError)
-
-
-def _is_float(value: Any) -> bool:
-    """Whether a value names a float dtype in which products run, of 16 bits or more."""
-    if value is None:  # NumPy takes it for float64
-        return False
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        return False
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
-
+from ..tensor.products import BATCH, KEPT, SUMMED, Rounded
 
 # A block Hadamard transform along the summed axis, which cancels in the product.
 
@@ -138,22 +54,71 @@ def padded(x: jax.Array, multiple: int) -> jax.Array:
 # Rounding.
 
 
-def quantized(x: jax.Array, rounded: Rounded, key: jax.Array | None, size: int) -> QTensor:
+def quantized(
+    x: jax.Array,
+    rounded: Rounded,
+    key: jax.Array | None,
+    size: int,
+    history: jax.Array | None = None,
+) -> QTensor:
     """Returns an operand as a QTensor.
 
     Args:
       x: [batch, kept, summed], rotated already if the product has a transform.
       rounded: how it is rounded.
-      key: a random key, if `rounded` needs one.
+      key: a random key, if `rounded` needs one. Each device of a `shard_map` along which `x` varies
+        draws numbers of its own.
       size: the size of the blocks of the transform, for `"eden"`.
+      history: the largest magnitudes of earlier steps, if `rounded` has delayed scales.
     """
     spec = rounded.spec.resolve(3, (BATCH, KEPT), stacked=(BATCH,))
+    if rounded.history:
+        assert history is not None
+        return QTensor.quantize(x, spec, fit(_expected(history, x), spec))
     if rounded.rounding == "nearest":
         return QTensor.quantize(x, spec)
     assert key is not None
+    for axis in sorted(compat.varies_along(x)):
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     if rounded.rounding == "stochastic":
         return _stochastic(x, spec, key)
     return _eden(x, spec, key, size)
+
+
+# Delayed scales.
+
+
+@custom_vmap
+def largest_magnitude(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude of an operand, a float32 scalar; under `vmap`, of all its
+    members, so that the gradient of a history is a maximum instead of a sum.
+    """
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+@largest_magnitude.def_vmap
+def _of_all_members(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    """The rule of `vmap`: the result has no axis of it."""
+    return largest_magnitude(x), False
+
+
+def _expected(history: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude to expect, [1, 1, 1]: that of earlier steps, or of `x` itself
+    if there are none yet.
+    """
+    seen = jnp.max(history)
+    return jnp.where(seen > 0, seen, largest_magnitude(x)).reshape(1, 1, 1)
+
+
+def remembered(history: jax.Array, largest: jax.Array) -> jax.Array:
+    """Returns a history after one more step. A step with NaN or infinity, which an optimizer
+    skips, leaves 0, which counts for nothing. The maximum over the devices that saw other data.
+    """
+    others = sorted(compat.varies_along(largest) - compat.varies_along(history))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    if others:
+        largest = jax.lax.pmax(largest, tuple(others))
+    return jnp.concatenate([largest[None], history[:-1]])
 
 
 def _stochastic(x: jax.Array, spec: QSpec, key: jax.Array) -> QTensor:

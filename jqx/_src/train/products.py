@@ -1,16 +1,11 @@
-"""The three products of a layer, each with operands that are rounded for it.
-
-    forward:  y  = x w        sums over the inputs
-    dgrad:    dx = dy w       sums over the outputs
-    wgrad:    dw = x dy       sums over the rows
-
-for x [batch, rows, inputs], w [batch, outputs, inputs] and y [batch, rows, outputs].
+"""The three products of a layer, each with operands that are rounded for it: see
+`tensor/products.py`, for x [batch, rows, inputs], w [batch, outputs, inputs] and
+y [batch, rows, outputs].
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +13,8 @@ import numpy as np
 from jax import lax
 
 from ... import QTensor, dot_general, ragged_dot
-from ..checks import check_instance
-from ..errors import fail
-from .operands import (
-    FIXED_SIGNS,
-    Operand,
-    OperandLike,
-    Rounded,
-    as_operand,
-    padded,
-    quantized,
-    rotated,
-)
-
-Signs = Literal["random", "fixed"]
+from ..tensor.products import FIXED_SIGNS, Product, Products
+from .operands import largest_magnitude, padded, quantized, remembered, rotated
 
 _SUM_LAST = (((2,), (2,)), ((0,), (0,)))
 """The contraction of all products: the last axis of both operands, for each index of the first."""
@@ -39,76 +22,19 @@ _SUM_LAST = (((2,), (2,)), ((0,), (0,)))
 _ANY = 1 << 20
 """A size that all blocks divide."""
 
-_LEAST_EDEN = 32
-"""The least block of the transform at which EDEN is unbiased: measured, 16 is not."""
+Histories = Mapping[str, jax.Array]
+"""The largest magnitudes of earlier steps, newest first, of `x`, `w` and `dy`: those that have
+delayed scales.
+"""
 
 
-@dataclasses.dataclass(frozen=True, init=False)
-class Product:
-    """How both operands of a product are rounded.
-
-    Attributes:
-      lhs: the first operand; a `Rounded`, a `QSpec`, a scheme, or a float dtype.
-      rhs: the second operand.
-      hadamard: the size of the blocks of a Hadamard transform along the summed axis of both
-        operands, which cancels in the product; 0 means none.
-      signs: its signs: `"random"`, drawn in each step, or `"fixed"`, those of NVIDIA's recipe.
-    """
-
-    lhs: Operand
-    rhs: Operand
-    hadamard: int
-    signs: Signs
-
-    def __init__(
-        self, lhs: OperandLike, rhs: OperandLike, hadamard: int = 0, signs: Signs = "random"
-    ) -> None:
-        object.__setattr__(self, "lhs", as_operand("recipes.Product", "lhs", lhs))
-        object.__setattr__(self, "rhs", as_operand("recipes.Product", "rhs", rhs))
-        object.__setattr__(self, "hadamard", hadamard)
-        object.__setattr__(self, "signs", signs)
-        has_eden = any(isinstance(x, Rounded) and x.rounding == "eden" for x in self.operands)
-        is_power = type(self.hadamard) is int and self.hadamard & (self.hadamard - 1) == 0
-        if not is_power or self.hadamard < 0:
-            problem = f"`hadamard` is not a power of two: {self.hadamard!r}."
-            raise fail("recipes.Product", problem, fix="pass 16, 32, 64 or 128; or 0 for none.")
-        if self.signs not in ("random", "fixed"):
-            problem = f"`signs` is unknown: {self.signs!r}."
-            raise fail("recipes.Product", problem, fix="pass 'random' or 'fixed'.")
-        if has_eden and self.hadamard < _LEAST_EDEN:
-            problem = "EDEN needs a Hadamard transform in blocks of 32 or more: it is biased below."
-            facts = f"hadamard == {self.hadamard}"
-            raise fail("recipes.Product", problem, given=facts, fix="pass hadamard=128, or 32.")
-        if has_eden and self.signs != "random":
-            problem = "EDEN needs random signs: it is biased for each fixed transform."
-            raise fail("recipes.Product", problem, fix='pass signs="random".')
-        if self.signs == "fixed" and self.hadamard not in (0, len(FIXED_SIGNS)):
-            problem = f"there are 16 fixed signs, and blocks of {self.hadamard}."
-            raise fail("recipes.Product", problem, fix='pass hadamard=16, or signs="random".')
-
-    @property
-    def operands(self) -> tuple[Operand, Operand]:
-        """Both operands."""
-        return self.lhs, self.rhs
-
-    @property
-    def draws_signs(self) -> bool:
-        """Whether its transform draws random numbers."""
-        return bool(self.hadamard) and self.signs == "random"
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether the product draws random numbers."""
-        rounded = [x for x in self.operands if isinstance(x, Rounded)]
-        return self.draws_signs or any(x.needs_key for x in rounded)
-
-    def __str__(self) -> str:
-        names = [x.name if isinstance(x, np.dtype) else str(x) for x in self.operands]
-        transform = f", hadamard {self.hadamard}" if self.hadamard else ""
-        return " x ".join(names) + transform
-
-
-def prepared(x: jax.Array, product: Product, index: int, key: jax.Array | None) -> Any:
+def prepared(
+    x: jax.Array,
+    product: Product,
+    index: int,
+    key: jax.Array | None,
+    history: jax.Array | None = None,
+) -> Any:
     """Returns an operand as its product multiplies it: a QTensor, or an array.
 
     Args:
@@ -116,6 +42,7 @@ def prepared(x: jax.Array, product: Product, index: int, key: jax.Array | None) 
       product: the product.
       index: 0 for its first operand, 1 for its second.
       key: the key of the product; both operands get the same, so that their transform is the same.
+      history: the largest magnitudes of earlier steps, for delayed scales.
     """
     operand = product.operands[index]
     size = product.hadamard
@@ -124,7 +51,7 @@ def prepared(x: jax.Array, product: Product, index: int, key: jax.Array | None) 
     if isinstance(operand, np.dtype):
         return x.astype(operand)
     own = None if key is None else jax.random.fold_in(key, 1 + index)
-    return quantized(x, operand, own, size)
+    return quantized(x, operand, own, size, history)
 
 
 def _signs(product: Product, key: jax.Array | None) -> jax.Array:
@@ -150,64 +77,18 @@ def multiplied(lhs: Any, rhs: Any, sizes: jax.Array | None = None) -> jax.Array:
     return ragged_dot(rows, matrices, sizes, preferred_element_type=jnp.float32)[None]
 
 
-ProductLike = Product | tuple[OperandLike, OperandLike]
-"""What is given as a product: also a pair of operands."""
-
-
-@dataclasses.dataclass(frozen=True, init=False)
-class Products:
-    """How the three products of a layer are computed in training.
-
-    Attributes:
-      forward: `x w`, activations times weights; a `Product`, or a pair of operands.
-      dgrad: `dy w`, the gradient of the activations.
-      wgrad: `x dy`, the gradient of the weights.
-      backward_from: what `dgrad` and `wgrad` round: the operands as `"float"`, or as the forward
-        product has `"rounded"` them, which is what the gradient of the rounded layer is.
-    """
-
-    forward: Product
-    dgrad: Product
-    wgrad: Product
-    backward_from: Literal["float", "rounded"]
-
-    def __init__(
-        self,
-        forward: ProductLike,
-        dgrad: ProductLike,
-        wgrad: ProductLike,
-        backward_from: Literal["float", "rounded"] = "float",
-    ) -> None:
-        for name, value in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad)):
-            product = Product(*value) if isinstance(value, tuple) else value
-            fix = "pass a Product, or a pair of operands."
-            check_instance("recipes.Products", name, product, Product, fix=fix)
-            object.__setattr__(self, name, product)
-        object.__setattr__(self, "backward_from", backward_from)
-        if self.backward_from not in ("float", "rounded"):
-            problem = f"`backward_from` is unknown: {self.backward_from!r}."
-            raise fail("recipes.Products", problem, fix="pass 'float' or 'rounded'.")
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether one of the products draws random numbers."""
-        return any(x.needs_key for x in (self.forward, self.dgrad, self.wgrad))
-
-    def __str__(self) -> str:
-        names = ("forward", "dgrad", "wgrad")
-        return "\n".join(f"{name:7}  {getattr(self, name)}" for name in names)
-
-
 def layer(
     x: jax.Array,
     w: jax.Array,
     products: Products,
     key: jax.Array | None,
     sizes: jax.Array | None = None,
+    histories: Histories | None = None,
 ) -> jax.Array:
     """Returns `x w`, whose derivative computes `dgrad` and `wgrad` on rounded operands.
 
-    What is kept for the backward pass is `w` and `x` in the form in which it multiplies them.
+    What is kept for the backward pass is `w` and `x` in the form in which it multiplies them; or,
+    if it rounds what the forward product has rounded, the codes of that product.
 
     Args:
       x: [batch, rows, inputs], float.
@@ -216,42 +97,75 @@ def layer(
       key: a random key, if one of them draws random numbers.
       sizes: how many rows each matrix multiplies, in a product of groups of rows: then `x` is
         [1, rows, inputs], and `w` is [groups, outputs, inputs].
+      histories: for delayed scales; their gradients are the histories after this step.
     """
-    return _layer(x, w, key, sizes, products)
+    return _layer(x, w, key, sizes, histories or {}, products)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _layer(x: Any, w: Any, key: Any, sizes: Any, products: Products) -> jax.Array:
-    return _forward(x, w, key, sizes, products)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _layer(
+    x: Any, w: Any, key: Any, sizes: Any, histories: Histories, products: Products
+) -> jax.Array:
+    return _forward(x, w, key, sizes, histories, products)[0]
 
 
-def _forward(x: Any, w: Any, key: Any, sizes: Any, products: Products) -> tuple[jax.Array, Any]:
-    """Returns the result, and what the backward pass multiplies."""
+def _forward(
+    x: Any, w: Any, key: Any, sizes: Any, histories: Histories, products: Products
+) -> tuple[jax.Array, Any]:
+    """Returns the result, and what the backward pass needs."""
     keys = _keys(key)
-    forward = [prepared(a, products.forward, i, keys[0]) for i, a in enumerate((x, w))]
-    kept = []
-    for i, (a, product, index) in enumerate(((x, products.wgrad, 0), (w, products.dgrad, 1))):
-        if _is_same(products.forward.operands[i], product.operands[index], product, products):
-            kept.append(forward[i].transpose(0, 2, 1))
-            continue
-        is_rounded = products.backward_from == "rounded" and isinstance(forward[i], QTensor)
-        source = _unrotated(forward[i], a, products.forward, keys[0]) if is_rounded else a
-        kept.append(prepared(source.swapaxes(1, 2), product, index, keys[1 + i]))
+    operands = {"x": x, "w": w}
+    forward = [
+        prepared(a, products.forward, i, keys[0], histories.get(name))
+        for i, (name, a) in enumerate(operands.items())
+    ]
+    kept = tuple(
+        forward[i]
+        if products.backward_from == "rounded" or _is_transpose(products, i)
+        else _turned(a, products, i, keys, histories)
+        for i, a in enumerate((x, w))
+    )
+    largest = {name: largest_magnitude(a) for name, a in operands.items() if name in histories}
     out = multiplied(forward[0], forward[1], sizes)
-    like = jnp.zeros((), x.dtype), jnp.zeros((), w.dtype)
-    return out.astype(jnp.promote_types(x.dtype, w.dtype)), (*kept, keys, sizes, like)
+    like = [jnp.zeros((0, *a.shape), a.dtype) for a in (x, w)]  # the shapes and the dtypes
+    return (
+        out.astype(jnp.promote_types(x.dtype, w.dtype)),
+        (kept, keys, sizes, histories, largest, like),
+    )
 
 
 def _backward(products: Products, residuals: Any, dy: jax.Array) -> Any:
-    """Returns the gradients of both operands."""
-    x, w, keys, sizes, like = residuals
-    dx = multiplied(prepared(dy, products.dgrad, 0, keys[2]), w, sizes)
-    turned = prepared(dy.swapaxes(1, 2), products.wgrad, 1, keys[1])
+    """Returns the gradients of both operands, and the new histories."""
+    kept, keys, sizes, histories, largest, like = residuals
+
+    def multiplied_again(i: int, a: Any) -> Any:
+        """Returns `x` or `w` as the backward pass multiplies it, from what was kept."""
+        if _is_transpose(products, i):
+            return a.transpose(0, 2, 1)
+        if products.backward_from == "float":
+            return a
+        values = _unrotated(a, like[i], products.forward, keys[0])
+        return _turned(values, products, i, keys, histories)
+
+    x, w = (multiplied_again(i, a) for i, a in enumerate(kept))
+    history = histories.get("dy")
+    dx = multiplied(prepared(dy, products.dgrad, 0, keys[2], history), w, sizes)
+    turned = prepared(dy.swapaxes(1, 2), products.wgrad, 1, keys[1], history)
     dw = multiplied(turned, x) if sizes is None else _summed_in_groups(turned, x, sizes)
-    return dx.astype(like[0].dtype), dw.astype(like[1].dtype), None, None
+    largest = {**largest, "dy": largest_magnitude(dy)} if "dy" in histories else largest
+    new = {name: remembered(histories[name], largest[name]) for name in histories}
+    return dx.astype(like[0].dtype), dw.astype(like[1].dtype), None, None, new
 
 
 _layer.defvjp(_forward, _backward)
+
+
+def _turned(
+    a: jax.Array, products: Products, i: int, keys: Sequence[Any], histories: Histories
+) -> Any:
+    """Returns `x` as wgrad multiplies it, or `w` as dgrad does."""
+    product, index = ((products.wgrad, 0), (products.dgrad, 1))[i]
+    return prepared(a.swapaxes(1, 2), product, index, keys[1 + i], histories.get("xw"[i]))
 
 
 def _summed_in_groups(dy: Any, x: Any, sizes: jax.Array) -> jax.Array:
@@ -283,10 +197,12 @@ def _keys(key: jax.Array | None) -> Sequence[Any]:
     return (None, None, None) if key is None else tuple(jax.random.split(key, 3))
 
 
-def _is_same(first: Operand, second: Operand, product: Product, products: Products) -> bool:
-    """Whether an operand has the same codes in its second product, with its axes exchanged: with
+def _is_transpose(products: Products, i: int) -> bool:
+    """Whether `x`, or `w`, has the same codes in the backward pass, with its axes exchanged: with
     one scale for all of it, or in blocks that are as high as they are wide.
     """
+    product, index = ((products.wgrad, 0), (products.dgrad, 1))[i]
+    first, second = products.forward.operands[i], product.operands[index]
     if products.forward.hadamard or product.hadamard or first != second:
         return False
     if isinstance(first, np.dtype) or first.rounding != "nearest":
@@ -296,11 +212,11 @@ def _is_same(first: Operand, second: Operand, product: Product, products: Produc
     return scales[1] == scales[2]
 
 
-def _unrotated(q: QTensor, x: jax.Array, product: Product, key: Any) -> jax.Array:
-    """Returns the values that the forward product multiplied, in the form of the operand."""
+def _unrotated(q: QTensor, like: jax.Array, product: Product, key: Any) -> jax.Array:
+    """Returns the values that the forward product multiplied, as the operand that it was given."""
     values = q.dequantize()
     if product.hadamard:
         matrix = rotated(jnp.eye(product.hadamard)[None], product.hadamard, _signs(product, key))
         blocks = values.reshape(*values.shape[:-1], -1, product.hadamard)
         values = (blocks @ matrix[0].T).reshape(values.shape)
-    return values[..., : x.shape[-1]]
+    return values[..., : like.shape[-1]].astype(like.dtype)

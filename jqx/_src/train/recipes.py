@@ -4,17 +4,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from ... import Policy, QSpec, Rule, per_block, per_channel, per_group, per_tensor
 from ...calibrators import ceil, four_over_six
 from ...extend import Granularity
-from ...numerics import Block, format_of, mxfp8_e4m3
+from ...numerics import Block, mxfp8_e4m3
 from ...numerics import nvfp4 as nvfp4_format
 from ..checks import check_instance
-from ..errors import fail
-from .operands import BATCH, KEPT, SUMMED, Rounded
-from .products import Product, Products
+from ..tensor.products import BATCH, KEPT, SUMMED, OperandLike, Product, Products, Rounded
 
 Exclude = str | Sequence[str]
 """Regular expressions of paths that stay in float: one, or several."""
@@ -30,12 +27,10 @@ class Recipe:
         `jqx.Rule`, the `Products` of these layers, or `None` for layers that stay in float.
 
     Attributes:
-      policy: what `jqx.make_plan` needs. Its rules are those of the recipe, and its specs are
-        those of the forward products.
+      policy: what `jqx.make_plan` needs: a `jqx.Rule` with these products for each path.
 
     Raises:
       TypeError: if `rules` is not a dict of `Products` or `None`.
-      ValueError: if an operand of a forward product is a float.
 
     Example:
       >>> import jqx
@@ -76,29 +71,10 @@ class Recipe:
 
 def _rule(path: str, products: Products | None) -> Rule:
     """Returns the rule of a policy for the layers of a rule."""
-    if products is None:
-        return Rule(path)
-    check_instance("recipes.Recipe", f"rules[{path!r}]", products, Products, fix="pass Products.")
-    specs = []
-    for operand in products.forward.operands:
-        if not isinstance(operand, Rounded):
-            problem = f"the forward product of {path!r} has an operand in {operand}."
-            raise fail("recipes.Recipe", problem, fix="pass None to leave these layers in float.")
-        specs.append(_planned(operand.spec))
-    activation, weight = specs
-    return Rule(path, weight=weight, activation=dataclasses.replace(activation, dynamic=True))
-
-
-def _planned(spec: QSpec) -> QSpec:
-    """Returns what a plan shows for an operand of a forward product: blocks in the form of the
-    product as runs along the axis that it sums over.
-    """
-    sizes = getattr(spec.granularity, "sizes", None)
-    if sizes is None:
-        return spec
-    size, form = dict(sizes)[SUMMED], format_of(spec.qtype)
-    qtype = dataclasses.replace(form, size=size) if isinstance(form, Block) else spec.qtype
-    return dataclasses.replace(spec, qtype=qtype, granularity=per_group(size, tail=True))
+    if products is not None:
+        name = f"rules[{path!r}]"
+        check_instance("recipes.Recipe", name, products, Products, fix="pass Products.")
+    return Rule(path, products=products)
 
 
 def _everywhere(name: str, products: Products, exclude: Exclude) -> Recipe:
@@ -115,15 +91,17 @@ _SQUARE = Block(jnp.float4_e2m1fn, 256, "nvfp4_16x16", scale_qtype=E4M3)
 """NVFP4 in blocks of 16 by 16, which are the same in both products that read a weight."""
 
 
-def int8(*, exclude: Exclude = (), wgrad: DTypeLike = jnp.bfloat16) -> Recipe:
-    """int8 with one scale for each row of an operand, and the gradient of weights in 16 bits.
+def int8(*, exclude: Exclude = (), wgrad: OperandLike = jnp.bfloat16) -> Recipe:
+    """int8 with one scale for each row of an operand, and the gradient of weights in 16 bits, from
+    the codes of the forward product.
 
     Args:
       exclude: regular expression, or several, of paths to leave in float.
-      wgrad: the dtype of the operands of the product that gives the gradient of weights.
+      wgrad: both operands of the product that gives the gradient of weights: a float dtype; or, for
+        three integer products, `"int8:group=128"`, in runs of 128 rows with a scale each.
 
     Source: Wortsman et al., "Stable and low-precision training for large-scale vision-language
-      models" (SwitchBack), arXiv:2304.13013.
+      models" (SwitchBack), arXiv:2304.13013; the runs are the sub-channels of AQT.
 
     Example:
       >>> import jqx
@@ -134,7 +112,8 @@ def int8(*, exclude: Exclude = (), wgrad: DTypeLike = jnp.bfloat16) -> Recipe:
           wgrad    bfloat16 x bfloat16
     """
     row = QSpec(jnp.int8, per_channel())
-    return _everywhere("int8", Products((row, row), (row, row), (wgrad, wgrad)), exclude)
+    products = Products((row, row), (row, row), (wgrad, wgrad), backward_from="rounded")
+    return _everywhere("int8", products, exclude)
 
 
 def fp8(*, exclude: Exclude = ()) -> Recipe:
@@ -158,6 +137,27 @@ def fp8(*, exclude: Exclude = ()) -> Recipe:
     """
     e4m3, e5m2 = QSpec(E4M3, per_tensor()), QSpec(E5M2, per_tensor())
     return _everywhere("fp8", Products((e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2)), exclude)
+
+
+def fp8_delayed(*, exclude: Exclude = (), history: int = 1024) -> Recipe:
+    """8-bit floats as in `fp8`, with scales from the largest magnitudes of earlier steps. The state
+    of training holds them; until it does, the scales are those of the current values.
+
+    Args:
+      exclude: regular expression, or several, of paths to leave in float.
+      history: the number of steps; 1 takes the scale of the last one.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; the delayed
+      scaling of TransformerEngine and flax, whose history is 1,024 too.
+
+    Example:
+      >>> import jqx
+      >>> print(jqx.recipes.fp8_delayed(history=16).rules[0][1].forward)
+      float8_e4m3fn per_tensor delayed 16 x float8_e4m3fn per_tensor delayed 16
+    """
+    e4m3, e5m2 = (Rounded(QSpec(x, per_tensor()), history=history) for x in (E4M3, E5M2))
+    products = Products((e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2))
+    return _everywhere("fp8_delayed", products, exclude)
 
 
 def fp8_rowwise(*, exclude: Exclude = ()) -> Recipe:

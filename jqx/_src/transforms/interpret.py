@@ -102,6 +102,11 @@ class Rules:
         """Evaluates a planned contraction; by default in float."""
         return compat.bind(eqn, [real_of(value_of(x)) for x in operands])[0], {}
 
+    def in_each_step(self, affine: Any, length: int, /) -> Any:
+        """Returns what sites read by a key, once for each step of a scan that does not step over
+        their weights; `None` if all steps read the same.
+        """
+
     def scope(self, address: Address, /) -> AbstractContextManager[Any]:
         """Returns the name scope in which the contraction at an address is evaluated."""
         return contextlib.nullcontext()
@@ -269,7 +274,8 @@ class _Runner(Runner):
         for name, affine in affines.items():
             loops = self.rules.plan.site_of_key(name).loops
             is_stepped = any(loop.address == self.address for loop in loops)
-            (steps if is_stepped else shared)[name] = affine
+            each = affine if is_stepped else self.rules.in_each_step(affine, length)
+            (shared if each is None else steps)[name] = affine if each is None else each
         keys = None if key is None else jax.random.split(key, length)
         return (steps, keys), (shared, None)
 

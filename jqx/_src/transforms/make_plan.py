@@ -568,6 +568,7 @@ def _site(function: str, item: Found, choice: SiteDecision, name: str) -> Site:
         result=_named(item.eqn.outvars[0].aval.shape),
         macs=_known(item.family.macs(item.eqn)),
         codes=choice.codes,
+        products=rule.products,
     )
 
 

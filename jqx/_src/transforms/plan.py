@@ -18,6 +18,7 @@ from ..numerics.qtype import Integer
 from ..statistics.calibrators import Affine
 from ..table import Table, Tabular
 from ..tensor.layout import check_zero_point
+from ..tensor.products import Products
 from ..tensor.serialize import (
     NONE,
     VERSION,
@@ -105,6 +106,7 @@ class Site:
       macs: multiply-adds when the plan was made, `None` if a size was symbolic; not compared.
       codes: the operation of the other use from which its weight takes its codes, if its own rule
         gives it none, or others: a weight has one set of codes. `None` if its own rule applies.
+      products: how the three products are rounded in training; `None` if its rule does not say.
 
     Example:
       >>> import jqx, jax.numpy as jnp
@@ -129,6 +131,7 @@ class Site:
     result: Shape = dataclasses.field(compare=False)
     macs: int | None = dataclasses.field(compare=False)
     codes: str | None = added(None)
+    products: Products | None = added(None)  # noqa: RUF009
 
     @property
     def name(self) -> str:
@@ -601,7 +604,10 @@ def _footer(plan: Any) -> str:
     shared = f"; one tensor for {some(tied)}" if tied else ""
     moved = [w.path or "(argument)" for w in plan.weights if {-1, -2} & {*w.moved}]
     order = f"; codes of {some(moved)} stay in order, as f moves its axes" if moved else ""
-    return f"{len(plan.sites)} of {count} contractions quantized{_share(plan)}{shared}{order}"
+    first = f"{len(plan.sites)} of {count} contractions quantized{_share(plan)}{shared}{order}"
+    rules = {site.rule: site.products for site in plan.sites if site.products is not None}
+    lines = [f"rule {i}  {x}" for i in sorted(rules) for x in str(rules[i]).splitlines()]
+    return "\n".join([first, *lines])
 
 
 def _share(plan: Any) -> str:
