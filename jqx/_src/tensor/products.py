@@ -270,7 +270,7 @@ class Products:
     @property
     def planned(self) -> tuple[QSpec, QSpec]:
         """The specs of activations and weights that a plan shows: those of the forward product."""
-        x, w = (_planned(operand.spec) for operand in self.forward.operands)
+        x, w = (_planned(x.spec) for x in self.forward.operands if isinstance(x, Rounded))
         return dataclasses.replace(x, dynamic=True), w
 
     def __str__(self) -> str:

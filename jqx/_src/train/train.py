@@ -233,7 +233,7 @@ class _Trained(Rules):
         assert products is not None
         if self.key is not None and products.needs_key:
             key = jax.random.fold_in(self.key, zlib.crc32(site.output_key.encode()))
-        histories = {
+        histories: dict[str, Any] = {
             name: self.affines[key] for name, key in _keys_of(site).items() if key in self.affines
         }
         lhs, rhs, *others = map(real_of, operands)
