@@ -223,6 +223,18 @@ def test_update_writes_arrays_that_are_attributes():
     assert (model.held[0] == 1).all() and (model.held[1]["x"][...] == 2).all()
 
 
+def test_a_state_with_gradients_is_what_an_optimizer_of_nnx_takes():
+    model = NnxNet(nnx.Rngs(params=0, dropout=1))
+    _, params = jqx.nnx.pure(model)
+    gradients = jax.tree.map(jnp.ones_like, params)  # with those of running statistics
+    state = jqx.nnx.update(nnx.state(model), gradients)
+    assert isinstance(state, nnx.State) and isinstance(state["out"]["bias"], nnx.Param)
+    nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param).update(model, state)
+    expected = jax.tree.map(lambda x: x - 1, params)
+    expected["norm"] |= {name: params["norm"][name] for name in ("mean", "var")}
+    assert_same(jqx.nnx.pure(model)[1], expected)
+
+
 def test_what_pure_and_update_refuse():
     module, net = of_linen.Net(), of_nnx.Net(nnx.Rngs(0))
     f, params = jqx.nnx.pure(net)
@@ -242,6 +254,9 @@ def test_what_pure_and_update_refuse():
         "nnx.update: `values`": lambda: jqx.nnx.update(net, nnx.state(net).items()),
         "nnx.update: the model has no variables at 'conv/b', 'mid/w'": lambda: jqx.nnx.update(
             net, {"conv": {"b": 1.0}, "mid": {"w": 1.0}}
+        ),
+        "nnx.update: the model has no variables at 'w'": lambda: jqx.nnx.update(
+            nnx.state(net), {"w": 1.0}
         ),
     }
     for message, call in mistakes.items():

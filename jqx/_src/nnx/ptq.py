@@ -26,6 +26,7 @@ from .state import (
     split_call,
     stream_of,
     value_at,
+    with_values,
     write_values,
 )
 from .state import values as values_of
@@ -75,7 +76,7 @@ def pure(
 
 
 T = TypeVar("T")
-"""A model, or the values of one."""
+"""A model, a state of it, or nested dicts of its values."""
 
 
 def update(model: T, values: Mapping[str, Any]) -> T:
@@ -83,17 +84,19 @@ def update(model: T, values: Mapping[str, Any]) -> T:
 
     A variable that gets a `jqx.QTensor` becomes a `QParam`. Nested dicts of values, such as
     `params` of `pure`, can take the place of the model: then the result is a copy of them with the
-    new values. Codes are those of the float model only where no algorithm has scaled or rotated
-    weights, so that `quantized.maps` is empty.
+    new values. So can a state: with gradients as its values it is what `nnx.Optimizer` takes,
+    `optimizer.update(model, jqx.nnx.update(nnx.state(model), gradients))`. Codes are those of the
+    float model only where no algorithm has scaled or rotated weights, so that `quantized.maps` is
+    empty.
 
     Args:
-      model: the model, or nested dicts.
+      model: the model, a state of it, or nested dicts.
       values: nested dicts of values by path, such as what a function of `pure` writes, or trained
         `params`. They may have values for some variables only.
 
     Raises:
-      TypeError: if `model` is neither.
-      ValueError: if the model has no variable at a path.
+      TypeError: if `model` is none of these.
+      ValueError: if the model or the state has no variable at a path.
 
     Example:
       >>> import jqx, jqx.nnx, jax.numpy as jnp
@@ -107,11 +110,14 @@ def update(model: T, values: Mapping[str, Any]) -> T:
     fix = "pass the values second: jqx.nnx.update(model, values)."
     check_instance("nnx.update", "model", model, (nnx.Module, Mapping), fix=fix)
     check_instance("nnx.update", "values", values, Mapping, fix=fix)
-    if isinstance(model, Mapping):
+    if isinstance(model, Mapping) and not isinstance(model, nnx.State):
         return cast(T, overlay(model, values))
-    if unknown := by_path(without(values, values_of(nnx.state(model)))):
+    old = values_of(model if isinstance(model, nnx.State) else nnx.state(model))
+    if unknown := by_path(without(values, old)):
         problem = f"the model has no variables at {some(map(repr, unknown))}."
         raise fail("nnx.update", problem, fix="leave such values out, or pass those of this model.")
+    if isinstance(model, nnx.State):
+        return with_values(model, overlay(old, values))
     replace_nodes(model, write_values(model, values))
     return model
 
