@@ -64,10 +64,11 @@ INSIDE = {
         transforms.partitioned transforms.paths transforms.plan transforms.quantize_params
     """,
     "train": """
-        contractions.problem numerics.exact numerics.qtype tensor.grid tensor.products
+        contractions.plain contractions.problem numerics.exact numerics.minifloats
+        numerics.qtype statistics.granularity tensor.grid tensor.layout tensor.products
         transforms.arguments
-        transforms.higher_order transforms.interpret transforms.make_plan transforms.trace
-        transforms.views
+        transforms.convert transforms.higher_order transforms.interpret transforms.make_plan
+        transforms.trace transforms.views
     """,
     "optim": "numerics.qtype tensor.grid tensor.spec",
     "interop": """
@@ -342,7 +343,8 @@ PUBLIC = {
     "parallel": "all_gather all_reduce all_to_all ppermute reduce_scatter shardings",
     "presets": "fp8 mxfp8 nf4 w4a16 w4a4 w4a8 w8a16 w8a8 w8a8_dynamic",
     "recipes": """
-        Rounded Product Products Recipe fp8 fp8_block fp8_delayed fp8_rowwise int8 mxfp8 nvfp4 quartet2
+        Rounded Product Products Recipe fp8 fp8_block fp8_delayed fp8_rowwise int8 mxfp8 nvfp4
+        quartet2
     """,
     "tflite": "FixedPointRounding Requantization requantize",
 }

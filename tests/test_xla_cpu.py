@@ -120,7 +120,7 @@ def test_the_largest_of_many_floats_is_no_NaN():
 
 @mended
 def test_codes_that_the_backward_pass_reads_are_kept_as_quotients(monkeypatch):
-    monkeypatch.setattr(convert, "_as_stored", lax.optimization_barrier)
+    monkeypatch.setattr(convert, "as_stored", lax.optimization_barrier)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (64, 256))]
     f = lambda w, x: jax.nn.relu(x @ w)  # noqa: E731
     simulated = jqx.simulate(f, jqx.presets.w8a8_dynamic(), "dynamic", backward=jnp.float32)

@@ -76,7 +76,7 @@ WORKAROUNDS = {
         "Codes that a backward pass reads again are kept as the quotients that were rounded, four "
         "times as large, and barriers are removed before. So a condition that it cannot evaluate "
         "keeps them.",
-        ("transforms.convert._as_stored",),
+        ("transforms.convert.as_stored", "train.products._forward"),
     ),
     "joining_codes_of_two_bits_ends_the_process": Workaround(
         "A program that joins arrays of 2-bit integers aborts the process while it is compiled. So "

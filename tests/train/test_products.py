@@ -9,13 +9,17 @@ import pytest
 import jqx
 from jqx import recipes
 from jqx._src.tensor.products import FIXED_SIGNS
+from jqx._src.train import products as products_file
 from jqx._src.train.products import layer, multiplied, prepared
 from jqx.recipes import Product, Products, Rounded
 
-RNG = np.random.default_rng(0)
-X, W, DY = (
-    RNG.standard_t(4, size=shape).astype("f4") for shape in ((2, 24, 48), (2, 40, 48), (2, 24, 40))
-)
+
+def heavy(seed, *shape):
+    """Random values with heavy tails, as activations and gradients have them."""
+    return np.random.default_rng(seed).standard_t(4, size=shape).astype("f4")
+
+
+X, W, DY = heavy(0, 2, 24, 48), heavy(1, 2, 40, 48), heavy(2, 2, 24, 40)
 
 
 def groups(x, size):
@@ -79,13 +83,16 @@ def tensor(x, to_grid):
     return to_grid(x, np.abs(x).max(keepdims=True)).astype("f8")
 
 
-def hadamard(x):
-    """The transform of NVIDIA's recipe along the last axis."""
-    matrix = np.array([[1]])
-    for _ in range(4):
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    matrix = np.diag(FIXED_SIGNS) @ matrix / 4
-    return (groups(x, 16) @ matrix.astype("f4")).reshape(*x.shape[:2], -1)
+SYLVESTER = np.array([[1]])
+for _ in range(4):
+    SYLVESTER = np.block([[SYLVESTER, SYLVESTER], [SYLVESTER, -SYLVESTER]])
+TRANSFORM = (np.diag(FIXED_SIGNS) @ SYLVESTER / 4).astype("f4")
+"""The transform of NVIDIA's recipe."""
+
+
+def hadamard(x, matrix=TRANSFORM):
+    """The transform along the last axis; with the transposed matrix, its inverse."""
+    return (groups(x, 16) @ matrix).reshape(*x.shape[:2], -1)
 
 
 E4M3, E5M2 = of_float(ml_dtypes.float8_e4m3fn), of_float(ml_dtypes.float8_e5m2)
@@ -145,6 +152,64 @@ def test_the_products_are_those_of_operands_that_numpy_rounds(name):
         np.testing.assert_allclose(result, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("name", ["nvfp4", *EXPECTED])
+def test_the_order_in_memory_changes_no_number(name):
+    """Operands are rounded in it, and products read codes in either order."""
+    products = products_of(RECIPES.get(name) or recipes.nvfp4())
+
+    @jax.jit
+    def both(x, w):
+        operands = []
+        for product in (products.forward, products.dgrad, products.wgrad):
+            for i, operand in enumerate((x, w)):
+                if product.needs_key or product.hadamard:
+                    continue
+                alike = [prepared(operand, product, i, None, is_turned=t) for t in (False, True)]
+                operands.append([x.dequantize() if hasattr(x, "scale") else x for x in alike])
+        return operands
+
+    operands = both(jnp.asarray(X), jnp.asarray(W))
+    assert len(operands) == (2 if name == "nvfp4" else 6)
+    for expected, result in operands:
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("turned", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_order_in_memory_changes_no_gradient(batch, turned):
+    """Products of 16-bit floats are merged with transposes, also of their results."""
+    products = products_of(recipes.int8())
+
+    def run(x, w, dy, turned):
+        y, pull = jax.vjp(lambda x, w: layer(x, w, products, None, turned=turned), x, w)
+        return y, *(d.swapaxes(1, 2) if t else d for d, t in zip(pull(dy), turned, strict=True))
+
+    args = [a[:batch] for a in (X, W, DY)]
+    for result, expected in zip(
+        jax.jit(run, static_argnums=3)(*args, turned),
+        jax.jit(run, static_argnums=3)(*args, (False, False)),
+        strict=True,
+    ):
+        if result.shape != expected.shape:
+            expected = expected.swapaxes(1, 2)
+        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_the_form_for_gpus_and_tpus_is_the_same_product(name):
+    """Elements times the scales of blocks are exact in bfloat16."""
+    product = products_of(getattr(recipes, name)()).forward
+
+    @jax.jit
+    def both(x, w):
+        operands = [prepared(a, product, i, None) for i, a in enumerate((x, w))]
+        assert all(map(products_file._has_blocks_exact_in_bfloat16, operands))
+        return multiplied(*operands), products_file._in_bfloat16(*operands)
+
+    expected, result = both(jnp.asarray(X), jnp.asarray(W))
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
 def test_operands_of_nvfp4_are_those_of_numpy():
     products = products_of(recipes.nvfp4())
     run, square = (
@@ -177,35 +242,135 @@ RANDOM = {
     "mxfp8": Product(MXFP8, MXFP8),
     "nearest, hadamard": Product(RUN, RUN, hadamard=32),
 }
-DRAWS = 256
+DRAWS = 1024
 
 
-def spread(product, x, w):
-    """The squared error of a product relative to its square, and the squared bias of the mean of
-    the draws, times their number, relative to the error.
+def drawn(f):
+    """The results of a function of a key, for many keys, [keys, ...]."""
+    keys = jax.random.split(jax.random.key(1), DRAWS)
+    return jax.jit(lambda keys: jax.lax.map(f, keys))(keys)
+
+
+def spread(draws, lhs, rhs):
+    """The squared error of draws of a product relative to its square, and the squared bias of their
+    mean, times their number, relative to the error.
     """
-    draws = jax.jit(
-        lambda keys: jax.lax.map(
-            lambda key: multiplied(prepared(x, product, 0, key), prepared(w, product, 1, key)), keys
-        )
-    )(jax.random.split(jax.random.key(1), DRAWS))
-    exact = np.einsum("bms,bns->bmn", x.astype("f8"), w.astype("f8"))
-    draws = np.asarray(draws, "f8")
-    error = ((draws - exact) ** 2).mean()
-    bias = ((draws.mean(0) - exact) ** 2).mean()
-    return error / (exact**2).mean(), DRAWS * bias / error
+    exact = np.einsum("bms,bns->bmn", lhs.astype("f8"), rhs.astype("f8"))
+    draws = np.asarray(draws)
+    error = np.square(draws - exact).mean()
+    bias = np.square(draws.mean(0, dtype="f8") - exact).mean()
+    return error / np.square(exact).mean(), DRAWS * bias / error
 
 
-@pytest.mark.parametrize("name", RANDOM)
+ALSO_IN_NVFP4 = ("nvfp4 stochastic", "nvfp4 stochastic, hadamard")
+"""Slow, since the recipe is tested below."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] if x in ALSO_IN_NVFP4 else []) for x in RANDOM],
+)
 def test_stochastic_products_are_right_in_the_mean_and_nearest_ones_are_not(name):
-    x, w = (RNG.standard_t(4, size=(1, n, 256)).astype("f4") for n in (32, 48))
-    error, bias = spread(RANDOM[name], x, w)
+    product = RANDOM[name]
+    x, w = heavy(33, 1, 24, 128), heavy(34, 1, 32, 128)
+    draws = drawn(
+        lambda key: multiplied(prepared(x, product, 0, key), prepared(w, product, 1, key))
+    )
+    error, bias = spread(draws, x, w)
     if name.startswith("nearest"):
         assert bias > 1.3
     else:
-        assert 0.85 < bias < 1.15
+        # Blocks of 32 mix outliers too little, and a thousand draws show the bias that is left.
+        assert 0.85 < bias < (1.4 if name == "eden 32" else 1.15)
     if name.startswith("eden"):  # measured .41 of the error of stochastic rounding, .052
         assert error < 0.5 * 0.052
+
+
+NVFP4, QUARTET2 = (products_of(make()) for make in (recipes.nvfp4, recipes.quartet2))
+NEAREST = Product(RUN, RUN, hadamard=128)
+BACKWARD = {
+    "nvfp4": NVFP4,
+    "quartet2": QUARTET2,
+    "nvfp4, nearest": Products(
+        NVFP4.forward, (RUN, NVFP4.dgrad.rhs), Product(RUN, RUN, hadamard=16, signs="fixed")
+    ),
+    "quartet2, nearest": Products(QUARTET2.forward, NEAREST, NEAREST, "rounded"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] if x != "nvfp4" else []) for x in BACKWARD],
+)
+def test_both_backward_products_of_a_recipe_are_right_in_the_mean(name):
+    """Right is the product of the operands as it receives them. nvfp4 rounds w, and x after its
+    transform, to nearest in the backward pass too; quartet2 receives both as the forward product
+    has rounded them. dy arrives as a float.
+    """
+    products = BACKWARD[name]
+    rows = 64 if name.startswith("nvfp4") else 128  # a block of the transform
+    x, w, dy = heavy(3, 1, rows, 32), heavy(4, 1, rows, 32), heavy(5, 1, rows, rows)
+
+    def gradients(key):
+        return jax.vjp(lambda x, w: layer(x, w, products, key), x, w)[1](jnp.asarray(dy))
+
+    dx, dw = drawn(gradients)
+    received = [prepared(a, products.forward, i, None).dequantize() for i, a in enumerate((x, w))]
+    if name.startswith("nvfp4"):
+        transformed = prepared(x.swapaxes(1, 2), products.wgrad, 0, None).dequantize()
+        received[0] = hadamard(transformed, TRANSFORM.T).swapaxes(1, 2)
+    x, w = map(np.asarray, received)
+    biases = [
+        spread(dx, dy, w.swapaxes(1, 2))[1],
+        spread(dw, dy.swapaxes(1, 2), x.swapaxes(1, 2))[1],
+    ]
+    if name.endswith("nearest"):
+        assert min(biases) > 1.3
+    else:
+        assert 0.85 < min(biases) and max(biases) < 1.15
+
+
+# Micro-batches.
+
+ROWS_OF_THEIR_OWN = {
+    "int8": (True, True),
+    "fp8_block": (True, True),
+    "mxfp8": (True, True),
+    "fp8_rowwise": (True, False),
+    "fp8": (False, False),
+}
+"""Whether the scales of the operands of forward and dgrad, and those of wgrad, do not depend on how
+many micro-batches the rows are in: per tensor they do; per row they do in wgrad, which sums rows.
+"""
+
+
+@pytest.mark.parametrize("name", ROWS_OF_THEIR_OWN)
+def test_micro_batches_have_the_codes_of_the_large_batch_where_rows_have_scales(name):
+    """And the sum of their gradients is its gradient, but for rounding in float32."""
+    products = products_of(RECIPES[name])
+    x, w, dy = heavy(3, 1, 128, 64), heavy(4, 1, 48, 64), heavy(5, 1, 128, 48)
+
+    def run(x, dy):
+        turned = x.swapaxes(1, 2), dy.swapaxes(1, 2)
+        rows = [prepared(x, products.forward, 0, None), prepared(dy, products.dgrad, 0, None)]
+        columns = [prepared(a, products.wgrad, i, None) for i, a in enumerate(turned)]
+        gradients = jax.vjp(lambda x, w: layer(x, w, products, None), x, w)[1](dy)
+        return jax.tree.leaves(rows), jax.tree.leaves(columns), gradients
+
+    @jax.jit
+    def both(x, dy):
+        parts = [a.reshape(4, 1, 32, -1) for a in (x, dy)]
+        return run(x, dy), jax.lax.map(lambda part: run(*part), parts)
+
+    large, parts = jax.tree.map(np.asarray, both(x, dy))
+    for which, axis, expected in zip((0, 1), (1, 2), ROWS_OF_THEIR_OWN[name], strict=True):
+        joined = [np.concatenate([*a], axis) for a in parts[which]]
+        assert expected == all(map(np.array_equal, joined, large[which]))
+    dx, dw = large[2]
+    joined = np.concatenate([*parts[2][0]], 1), parts[2][1].sum(0)
+    for found, exact, expected in zip(joined, (dx, dw), ROWS_OF_THEIR_OWN[name], strict=True):
+        error = np.abs(found - exact).max() / np.abs(exact).max()
+        assert error < 1e-6 if expected else error > 1e-3
 
 
 def test_the_same_key_gives_the_same_bits_and_another_key_others():

@@ -121,7 +121,10 @@ def _is_float(value: Any) -> bool:
 Signs = Literal["random", "fixed"]
 
 _LEAST_EDEN = 32
-"""The least block of the transform at which EDEN is unbiased: measured, 16 is not."""
+"""The least block of the transform for EDEN. Squared bias of a product of operands with heavy
+tails, relative to variance, over 1,024 draws and four pairs: 1.01 to 1.31 at 32, .95 to 1.12 at 64,
+.95 to 1.05 at 128, where 1 is unbiased; and 1.5 at 16.
+"""
 
 
 @dataclasses.dataclass(frozen=True, init=False)

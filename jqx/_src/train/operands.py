@@ -155,10 +155,11 @@ _EDEN_SCALES = 255.99
 def _eden(x: jax.Array, spec: QSpec, key: jax.Array, size: int) -> QTensor:
     """Rounds to nearest, and multiplies the scales by a correction that is rounded stochastically.
 
-        u = x / (s g),    r = nearest(u),    c = <u, u> / <u, r>,    s' = stochastic(s c)
+        r = nearest(x / (s g)),    c = <x, x> / <x, s g r>,    s' = stochastic(s c)
 
     for the code `s` of the scale of a block, the scale `g` of the scales, and sums over the blocks
-    of the transform. After a random transform `c r` is an unbiased estimate of `u`.
+    of the transform. After a random transform `c s g r` is an unbiased estimate of `x`. The sums
+    must be those of `x`, not of `x / (s g)`: blocks with other scales count for less.
     """
     form = format_of(spec.qtype)
     assert isinstance(form, Block)
@@ -173,9 +174,10 @@ def _eden(x: jax.Array, spec: QSpec, key: jax.Array, size: int) -> QTensor:
     codes = jnp.where(codes == 0, 1, codes)
     units = divide(groups.split(wide), groups.split_scale(codes * inner))
     values = form.round(units, RoundMode.NEAREST_TOWARD_EVEN)
-    u, r = (groups.join(a).reshape(*x.shape[:-1], -1, size) for a in (units, values))
-    shares = jnp.sum(u * r, -1)
-    correction = jnp.where(shares > 0, jnp.sum(u * u, -1) / jnp.where(shares > 0, shares, 1), 1)
+    weights = groups.split_scale(codes)  # without `g`, which may make squares too small
+    v, r = (groups.join(a * weights).reshape(*x.shape[:-1], -1, size) for a in (units, values))
+    shares = jnp.sum(v * r, -1)
+    correction = jnp.where(shares > 0, jnp.sum(v * v, -1) / jnp.where(shares > 0, shares, 1), 1)
     corrected = codes * jnp.repeat(correction, size // form.size, -1)
     scales = between(jnp.minimum(corrected, scale_form.high), scale_form, key)
     stored = scale_form.encode(scales, RoundMode.NEAREST_TOWARD_EVEN)

@@ -3,6 +3,7 @@
 y [batch, rows, outputs].
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ... import QTensor, dot_general, ragged_dot
-from ..tensor.products import FIXED_SIGNS, Product, Products
+from ... import QTensor, dot_general, per_block, per_tensor, ragged_dot
+from ...numerics import Block, format_of
+from ..contractions.plain import is_exact_in
+from ..numerics.minifloats import Minifloat
+from ..statistics.granularity import PerBlock
+from ..tensor.layout import swap_axes
+from ..tensor.products import (
+    BATCH,
+    FIXED_SIGNS,
+    KEPT,
+    SUMMED,
+    Operand,
+    Product,
+    Products,
+    Rounded,
+)
+from ..transforms.convert import as_stored
 from .operands import largest_magnitude, padded, quantized, remembered, rotated
 
 _SUM_LAST = (((2,), (2,)), ((0,), (0,)))
@@ -34,6 +50,7 @@ def prepared(
     index: int,
     key: jax.Array | None,
     history: jax.Array | None = None,
+    is_turned: bool = False,
 ) -> Any:
     """Returns an operand as its product multiplies it: a QTensor, or an array.
 
@@ -43,15 +60,56 @@ def prepared(
       index: 0 for its first operand, 1 for its second.
       key: the key of the product; both operands get the same, so that their transform is the same.
       history: the largest magnitudes of earlier steps, for delayed scales.
+      is_turned: whether `x` is the transpose of what is in memory. Codes are then made and kept in
+        the order of memory: XLA on CPU takes up to 16 times as long to round along columns of it.
+        GPUs multiply codes of 8 bits along the last axis in memory alone, so they get a transpose.
     """
     operand = product.operands[index]
     size = product.hadamard
+    exchanged = _with_axes_exchanged(operand) if is_turned and not size else None
+    if exchanged is not None:
+
+        def in_memory(x: jax.Array, history: Any) -> QTensor:
+            return quantized(x.swapaxes(1, 2), exchanged, None, size, history)
+
+        def transposed(x: jax.Array, history: Any) -> QTensor:
+            assert isinstance(operand, Rounded)
+            return quantized(x, operand, None, size, history).transpose(0, 2, 1)
+
+        on_gpu = dict.fromkeys(("cuda", "rocm"), transposed)
+        return swap_axes(lax.platform_dependent(x, history, default=in_memory, **on_gpu))
     if size:
         x = rotated(padded(x.astype(jnp.float32), size), size, _signs(product, key))
     if isinstance(operand, np.dtype):
+        if is_turned and not size and x.shape[0] == 1:  # a transpose that XLA merges into a product
+            return x.swapaxes(1, 2)[0].astype(operand).T[None]
         return x.astype(operand)
     own = None if key is None else jax.random.fold_in(key, 1 + index)
     return quantized(x, operand, own, size, history)
+
+
+_EXCHANGED = {BATCH: BATCH, KEPT: SUMMED, SUMMED: KEPT}
+
+
+def _with_axes_exchanged(operand: Operand) -> Rounded | None:
+    """Returns how the transpose of an operand is rounded to the same numbers; `None` for floats,
+    and for random numbers, which are drawn in the order of the operand. Also for 8-bit floats
+    without blocks: in a loop on CPU their products would be wrong.
+    """
+    if isinstance(operand, np.dtype) or operand.needs_key:
+        return None
+    if isinstance(format_of(operand.spec.qtype), Minifloat):
+        return None
+    granularity = operand.spec.granularity
+    if granularity.is_relative:
+        granularity = granularity.resolve(3, (BATCH, SUMMED))
+    elif isinstance(granularity, PerBlock):
+        sizes = {_EXCHANGED[axis]: size for axis, size in granularity.resolve(3, ()).sizes}
+        granularity = per_block(sizes, tail=granularity.tail)
+    elif granularity != per_tensor():
+        return None
+    spec = dataclasses.replace(operand.spec, granularity=granularity)
+    return Rounded(spec, history=operand.history)
 
 
 def _signs(product: Product, key: jax.Array | None) -> jax.Array:
@@ -71,10 +129,50 @@ def multiplied(lhs: Any, rhs: Any, sizes: jax.Array | None = None) -> jax.Array:
     if not isinstance(lhs, QTensor) and not isinstance(rhs, QTensor):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+        if sizes is None and lhs.shape[0] == 1:  # XLA merges transposes into products of matrices
+            return jnp.matmul(lhs[0], rhs[0].T, preferred_element_type=jnp.float32)[None]
+    if sizes is None and all(map(_has_blocks_exact_in_bfloat16, (lhs, rhs))):
+        return lax.platform_dependent(lhs, rhs, cpu=_multiplied, default=_in_bfloat16)
     if sizes is None:
-        return dot_general(lhs, rhs, _SUM_LAST, preferred_element_type=jnp.float32)
+        return _multiplied(lhs, rhs)
     rows, matrices = lhs.reshape(*lhs.shape[1:]), rhs.transpose(0, 2, 1)
     return ragged_dot(rows, matrices, sizes, preferred_element_type=jnp.float32)[None]
+
+
+def _multiplied(lhs: Any, rhs: Any) -> jax.Array:
+    """Returns a product as jqx chooses to compute it."""
+    return dot_general(lhs, rhs, _SUM_LAST, preferred_element_type=jnp.float32)
+
+
+def _has_blocks_exact_in_bfloat16(q: Any) -> bool:
+    """Whether bfloat16 holds all elements of a block format times their scales, which are powers of
+    two, or floats of few bits under a float32 scale.
+    """
+    form = format_of(q.qtype) if isinstance(q, QTensor) else None
+    if not isinstance(form, Block) or not is_exact_in(q, jnp.bfloat16):
+        return False
+    if not form.two_level:
+        return True
+    element, scale = form.elements, format_of(form.scale_qtype)
+    if not isinstance(element, Minifloat) or not isinstance(scale, Minifloat):
+        return False
+    return element.mantissa_bits + scale.mantissa_bits + 1 <= jnp.finfo(jnp.bfloat16).nmant
+
+
+def _in_bfloat16(*operands: QTensor) -> jax.Array:
+    """Returns a product of operands in blocks, which are exact in bfloat16 but for scales of all of
+    them. Units multiply that faster than float32, and XLA has no product of such codes.
+    """
+    second_scales, exact = [], []
+    for q in operands:
+        scale = q.scale
+        if isinstance(scale, QTensor):
+            second_scales.append(scale.real_scale())
+            scale = dataclasses.replace(scale, scale=jnp.ones_like(scale.real_scale()))
+        q = dataclasses.replace(q, scale=scale, dtype=jnp.bfloat16)
+        exact.append(q.dequantize())
+    y = lax.dot_general(exact[0], exact[1], _SUM_LAST, preferred_element_type=jnp.float32)
+    return functools.reduce(jnp.multiply, second_scales, y)
 
 
 def layer(
@@ -84,6 +182,7 @@ def layer(
     key: jax.Array | None,
     sizes: jax.Array | None = None,
     histories: Histories | None = None,
+    turned: tuple[bool, bool] = (False, False),
 ) -> jax.Array:
     """Returns `x w`, whose derivative computes `dgrad` and `wgrad` on rounded operands.
 
@@ -98,31 +197,35 @@ def layer(
       sizes: how many rows each matrix multiplies, in a product of groups of rows: then `x` is
         [1, rows, inputs], and `w` is [groups, outputs, inputs].
       histories: for delayed scales; their gradients are the histories after this step.
+      turned: whether `x` and `w` are transposes of what is in memory.
     """
-    return _layer(x, w, key, sizes, histories or {}, products)
+    x, w = jnp.asarray(x), jnp.asarray(w)  # constants of a function may be arrays of NumPy
+    return _layer(x, w, key, sizes, histories or {}, products, turned)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+Turned = tuple[bool, bool]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _layer(
-    x: Any, w: Any, key: Any, sizes: Any, histories: Histories, products: Products
+    x: Any, w: Any, key: Any, sizes: Any, histories: Histories, products: Products, turned: Turned
 ) -> jax.Array:
-    return _forward(x, w, key, sizes, histories, products)[0]
+    return _forward(x, w, key, sizes, histories, products, turned)[0]
 
 
 def _forward(
-    x: Any, w: Any, key: Any, sizes: Any, histories: Histories, products: Products
+    x: Any, w: Any, key: Any, sizes: Any, histories: Histories, products: Products, turned: Turned
 ) -> tuple[jax.Array, Any]:
     """Returns the result, and what the backward pass needs."""
     keys = _keys(key)
     operands = {"x": x, "w": w}
     forward = [
-        prepared(a, products.forward, i, keys[0], histories.get(name))
+        prepared(a, products.forward, i, keys[0], histories.get(name), turned[i])
         for i, (name, a) in enumerate(operands.items())
     ]
+    forward = [_stored(a) if _is_kept(products, i) else a for i, a in enumerate(forward)]
     kept = tuple(
-        forward[i]
-        if products.backward_from == "rounded" or _is_transpose(products, i)
-        else _turned(a, products, i, keys, histories)
+        forward[i] if _is_kept(products, i) else _turned(a, products, i, keys, histories, turned)
         for i, a in enumerate((x, w))
     )
     largest = {name: largest_magnitude(a) for name, a in operands.items() if name in histories}
@@ -134,7 +237,7 @@ def _forward(
     )
 
 
-def _backward(products: Products, residuals: Any, dy: jax.Array) -> Any:
+def _backward(products: Products, turned: Turned, residuals: Any, dy: jax.Array) -> Any:
     """Returns the gradients of both operands, and the new histories."""
     kept, keys, sizes, histories, largest, like = residuals
 
@@ -145,14 +248,17 @@ def _backward(products: Products, residuals: Any, dy: jax.Array) -> Any:
         if products.backward_from == "float":
             return a
         values = _unrotated(a, like[i], products.forward, keys[0])
-        return _turned(values, products, i, keys, histories)
+        return _turned(values, products, i, keys, histories, turned)
 
     x, w = (multiplied_again(i, a) for i, a in enumerate(kept))
     history = histories.get("dy")
-    dx = multiplied(prepared(dy, products.dgrad, 0, keys[2], history), w, sizes)
-    turned = prepared(dy.swapaxes(1, 2), products.wgrad, 1, keys[1], history)
-    dw = multiplied(turned, x) if sizes is None else _summed_in_groups(turned, x, sizes)
     largest = {**largest, "dy": largest_magnitude(dy)} if "dy" in histories else largest
+    dx = multiplied(prepared(dy, products.dgrad, 0, keys[2], history), w, sizes)
+    dy = prepared(dy.swapaxes(1, 2), products.wgrad, 1, keys[1], history, is_turned=True)
+    if sizes is not None:
+        dw = _summed_in_groups(dy, x, sizes)
+    else:  # in the order of `w` in memory
+        dw = multiplied(x, dy).swapaxes(1, 2) if turned[1] else multiplied(dy, x)
     new = {name: remembered(histories[name], largest[name]) for name in histories}
     return dx.astype(like[0].dtype), dw.astype(like[1].dtype), None, None, new
 
@@ -161,11 +267,17 @@ _layer.defvjp(_forward, _backward)
 
 
 def _turned(
-    a: jax.Array, products: Products, i: int, keys: Sequence[Any], histories: Histories
+    a: jax.Array,
+    products: Products,
+    i: int,
+    keys: Sequence[Any],
+    histories: Histories,
+    turned: Turned,
 ) -> Any:
     """Returns `x` as wgrad multiplies it, or `w` as dgrad does."""
     product, index = ((products.wgrad, 0), (products.dgrad, 1))[i]
-    return prepared(a.swapaxes(1, 2), product, index, keys[1 + i], histories.get("xw"[i]))
+    history = histories.get("xw"[i])
+    return prepared(a.swapaxes(1, 2), product, index, keys[1 + i], history, not turned[i])
 
 
 def _summed_in_groups(dy: Any, x: Any, sizes: jax.Array) -> jax.Array:
@@ -195,6 +307,16 @@ def _summed_in_groups(dy: Any, x: Any, sizes: jax.Array) -> jax.Array:
 def _keys(key: jax.Array | None) -> Sequence[Any]:
     """Returns the keys of the forward product, of wgrad and of dgrad."""
     return (None, None, None) if key is None else tuple(jax.random.split(key, 3))
+
+
+def _is_kept(products: Products, i: int) -> bool:
+    """Whether the backward pass reads the codes of the forward pass, of `x` or of `w`."""
+    return products.backward_from == "rounded" or _is_transpose(products, i)
+
+
+def _stored(a: Any) -> Any:
+    """Returns an operand whose codes are stored as codes for the backward pass."""
+    return dataclasses.replace(a, values=as_stored(a.values)) if isinstance(a, QTensor) else a
 
 
 def _is_transpose(products: Products, i: int) -> bool:

@@ -248,7 +248,8 @@ def quartet2(*, exclude: Exclude = (), hadamard: int = 128) -> Recipe:
 
     Args:
       exclude: regular expression, or several, of paths to leave in float.
-      hadamard: the size of the blocks of the transform, 32 or more.
+      hadamard: the size of the blocks of the transform, 32 or more. Blocks of 32 are a little
+        biased if operands have outliers.
 
     Source: Panferov et al., "Quartet II", arXiv:2601.22813.
 

@@ -258,16 +258,26 @@ Layer = Callable[..., jax.Array]
 def _dot(eqn: Eqn, lhs: jax.Array, rhs: jax.Array, weight: int, run: Layer) -> jax.Array:
     """Evaluates a `dot_general` as a layer: in the form [batch, kept, summed]."""
     numbers = Dimensions.of(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
-    x = _canonical(lhs, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contracting)
-    w = _canonical(rhs, numbers.rhs_batch, numbers.rhs_free, numbers.rhs_contracting)
-    out = run(x, w) if weight == 1 else run(w, x).swapaxes(1, 2)
+    turned = numbers.lhs_rank - 1 in numbers.lhs_free, numbers.rhs_rank - 1 in numbers.rhs_free
+    lefts = numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contracting
+    rights = numbers.rhs_batch, numbers.rhs_free, numbers.rhs_contracting
+    x, w = _canonical(lhs, *lefts, turned[0]), _canonical(rhs, *rights, turned[1])
+    if weight == 1:
+        out = run(x, w, turned=turned)
+    else:
+        out = run(w, x, turned=turned[::-1]).swapaxes(1, 2)
     return out.reshape(eqn.outvars[0].aval.shape)
 
 
-def _canonical(
-    x: jax.Array, batch: Sequence[int], kept: Sequence[int], summed: Sequence[int]
-) -> jax.Array:
-    """Returns an operand in the form [batch, kept, summed]."""
+Axes = Sequence[int]
+
+
+def _canonical(x: jax.Array, batch: Axes, kept: Axes, summed: Axes, is_turned: bool) -> jax.Array:
+    """Returns an operand in the form [batch, kept, summed]; `is_turned` says that its last axis is
+    kept, so that only the swap of the last two axes moves elements.
+    """
+    if is_turned:
+        return _canonical(x, batch, summed, kept, False).swapaxes(1, 2)
     sizes = [math.prod(x.shape[axis] for axis in axes) for axes in (batch, kept, summed)]
     return x.transpose(*batch, *kept, *summed).reshape(sizes)
 
@@ -296,7 +306,8 @@ def _conv(eqn: Eqn, lhs: jax.Array, rhs: jax.Array, weight: int, run: Layer) -> 
     x = rows.reshape(math.prod(sizes), groups, -1).swapaxes(0, 1)
     w = rhs.transpose(out_axis, in_axis, *window)
     w = w.reshape(groups, w.shape[0] // groups, -1)
-    out = run(x, w)  # [groups, rows, outputs]
+    turned = False, out_axis == rhs.ndim - 1
+    out = run(x, w, turned=turned)  # [groups, rows, outputs]
     out = out.swapaxes(0, 1).reshape(*sizes, -1)
     order = [0] * out.ndim
     for position, axis in enumerate((batch, *space, features)):
@@ -309,7 +320,7 @@ def _ragged(
 ) -> jax.Array:
     """Evaluates a `ragged_dot`, of rows in groups with one matrix for each group."""
     assert weight == 1
-    return run(lhs[None], rhs.swapaxes(1, 2), sizes=sizes)[0]
+    return run(lhs[None], rhs.swapaxes(1, 2), sizes=sizes, turned=(False, True))[0]
 
 
 _CONTRACTIONS: dict[str, Callable[..., jax.Array]] = {

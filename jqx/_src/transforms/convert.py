@@ -174,7 +174,7 @@ class _FakeQuantize(Rules):
         """Returns the codes for the result of `round`, without gradients."""
         fixed = jax.lax.stop_gradient((jnp.asarray(x), self.affines.get(name)))
         q = QTensor.quantize(fixed[0], spec, fixed[1])
-        return dataclasses.replace(q, values=_as_stored(q.values))
+        return dataclasses.replace(q, values=as_stored(q.values))
 
     def round(self, x: Any, spec: QSpec, name: str) -> jax.Array:
         """Rounds to the grid of a spec, with separate random numbers for each name."""
@@ -313,7 +313,7 @@ def simulate(
     return simulated
 
 
-def _as_stored(codes: jax.Array) -> jax.Array:
+def as_stored(codes: jax.Array) -> jax.Array:
     """Returns codes that are kept for the backward pass, as codes.
 
     XLA on CPU would otherwise keep the quotients, which are four times as large, and round them
