@@ -1,4 +1,4 @@
-"""Reads and writes checkpoint files of other libraries."""
+"""Reads and writes checkpoint files of other libraries, and functions as models of ONNX."""
 
 from ._src.interop.archive import Archive as Archive
 from ._src.interop.archive import read as read
@@ -12,4 +12,5 @@ from ._src.interop.orbax import to_orbax as to_orbax
 from ._src.interop.save import save_leaves as save_leaves
 from ._src.interop.verify import verify as verify
 from ._src.interop.write import write as write
+from ._src.onnx.export import to_onnx as to_onnx
 from ._src.tensor.segments import Lazy as Lazy

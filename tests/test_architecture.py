@@ -38,14 +38,14 @@ LAYERS = [
     ("modules",),
     ("diagnostics",),
     ("ptq", "parallel", "train", "optim"),
-    ("linen", "nnx", "interop"),
+    ("linen", "nnx", "interop", "onnx"),
     ("command_line",),
 ]
 """From the bottom up; each imports only from those before it."""
 
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
-SATELLITES = ("diagnostics", "parallel", "train", "optim", "interop", "command_line")
+SATELLITES = ("diagnostics", "parallel", "train", "optim", "interop", "onnx", "command_line")
 """Layers that are imported late, so that they may use the public names of the core."""
 
 TOOLS = "checks compat errors files late signatures table"
@@ -76,6 +76,12 @@ INSIDE = {
         tensor.layout tensor.segments tensor.serialize tensor.shardings tensor.spec
         transforms.calibrate transforms.channel_map transforms.map_channels transforms.paths
         transforms.quantize_params transforms.trace
+    """,
+    "onnx": """
+        contractions.problem numerics.lookup numerics.minifloats numerics.qtype
+        statistics.calibrators tensor.qtensor tensor.spec transforms.arguments
+        transforms.calibrate transforms.integers transforms.interpret transforms.make_plan
+        transforms.paths transforms.plan transforms.trace transforms.views transforms.walk
     """,
     "command_line": """
         diagnostics.report interop.archive interop.codec interop.named_tree interop.save
@@ -317,8 +323,8 @@ PUBLIC = {
         StochasticRounding stochastic stochastic_round parq
     """,
     "interop": """
-        Archive Lazy Name from_gemma from_orbax named read read_gguf save_leaves to_orbax tree
-        verify write
+        Archive Lazy Name from_gemma from_orbax named read read_gguf save_leaves to_onnx to_orbax
+        tree verify write
     """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan pure ptq bind

@@ -121,6 +121,7 @@ class Quantized(Generic[P, R]):
         parameters. `None` if it is not known: files have it only if no algorithm has changed what
         codes stand for, and an algorithm of yours may not return it in
         `jqx.extend.AlgorithmResult`.
+      source: the float function with its maps, of parameters like `params`; `to_onnx` reads it.
       parents: after `hoist=`, the parameters of the function that was split, one tree for each
         position, with `jax.ShapeDtypeStruct` in place of arrays; otherwise `None`.
 
@@ -145,6 +146,7 @@ class Quantized(Generic[P, R]):
     maps: Maps = dataclasses.field(default_factory=dict)
     parents: tuple[Any, ...] | None = None
     basis: Callable[[Any], tuple[Any, Maps]] | None = None
+    source: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
 
     def __call__(self, *batch: P.args, **kwargs: P.kwargs) -> R:
         """Returns the result of the function on its weights and the other arguments."""
@@ -194,7 +196,8 @@ class Quantized(Generic[P, R]):
         check_function("Quantized.bind", f)
         f = hoisted_like(self.plan, f, self.parents, None)
         function: Any = Mapped(f, self.plan, self.maps).converted(self.affines)
-        bound: Any = dataclasses.replace(self, function=function, inputs=None)
+        source = Mapped(f, self.plan, self.maps).function
+        bound: Any = dataclasses.replace(self, function=function, inputs=None, source=source)
         return bound
 
     def __repr__(self) -> str:
@@ -372,6 +375,7 @@ def quantized_of(
         maps=mapped.maps,
         parents=mapped.f.parents if isinstance(mapped.f, Hoisted) else None,
         basis=mapped.basis,
+        source=mapped.function,
     )
 
 

@@ -1,0 +1,1 @@
+"""Functions as ONNX models, with the quantization of their plan."""

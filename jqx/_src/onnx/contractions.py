@@ -1,0 +1,456 @@
+"""Products and convolutions in ONNX, in float and with quantized operands."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from ..compat import Eqn
+from ..contractions.problem import Dimensions
+from ..errors import fail
+from ..numerics.lookup import format_of
+from ..numerics.minifloats import Minifloat
+from ..numerics.qtype import Integer
+from ..statistics.calibrators import Affine, absmax
+from ..tensor.qtensor import QTensor
+from ..tensor.spec import QSpec
+from .graph import Graph, Operand, Value
+from .primitives import RULES, pad, refuse, row_axis
+
+# Quantized values.
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """A quantized value that the graph computes: `real = (codes - zero_point) * scale`.
+
+    Attributes:
+      codes: the name of the codes.
+      dtype: their dtype, int8 or uint8.
+      scale: float32, which broadcasts to the codes.
+      zero_point: a scalar of the dtype of the codes; or the name of a float32 value that broadcasts
+        to the codes; or `None`.
+      shape: the shape of the codes.
+      scale_shape: the shape of the scale.
+    """
+
+    codes: str
+    dtype: np.dtype[Any]
+    scale: Operand
+    zero_point: Operand | None
+    shape: tuple[Any, ...]
+    scale_shape: tuple[Any, ...]
+
+
+_IN_ONNX = ("int8", "uint8", "int4", "uint4", "int16", "uint16", "float8_e4m3fn", "float8_e5m2")
+"""The formats that `QuantizeLinear` and `DequantizeLinear` know, in opset 21."""
+
+
+def dequantized(g: Graph, q: QTensor) -> str:
+    """Returns the name of the real array of a QTensor, whose codes the file holds."""
+    q = q.unpack()
+    if q.offset is not None or q.order is not None:
+        return g.name(np.asarray(q.dequantize()))
+    form, dtype = format_of(q.qtype), np.dtype(q.dtype)
+    codes, scale = np.asarray(q.values), np.asarray(q.real_scale(), np.float32)
+    zero_point = None if q.zero_point is None else np.asarray(q.zero_point)
+    sizes = q.groups.sizes
+    several = [i for i, n in enumerate(scale.shape) if n > 1]
+    blocked = [i for i in several if q.groups.is_blocked(i)]
+    is_number = isinstance(form, (Integer, Minifloat))
+    name = codes.dtype.name if is_number else ""
+    if name in _IN_ONNX and len(blocked) <= 1 and (blocked or len(several) <= 1):
+        attributes = {}
+        if blocked:
+            full = [
+                n if i in blocked else m
+                for i, (n, m) in enumerate(zip(scale.shape, q.shape, strict=True))
+            ]
+            scale = np.broadcast_to(scale, full)
+            if zero_point is not None:
+                zero_point = np.broadcast_to(zero_point, full)
+            attributes = {"axis": blocked[0], "block_size": int(sizes[blocked[0]])}
+        else:
+            kept = several or ([] if scale.size == 1 else [0])
+            attributes = {"axis": kept[0]} if kept else {}
+            flat = (-1,) if kept else ()
+            scale = scale.reshape(flat)
+            zero_point = (
+                None
+                if zero_point is None
+                else np.broadcast_to(zero_point, q.scale.shape).reshape(flat)
+            )
+        operands = [codes, np.ascontiguousarray(scale)]
+        if zero_point is not None:
+            operands.append(np.ascontiguousarray(zero_point))
+        real = g.add("DequantizeLinear", *operands, **attributes)
+        return real if dtype == np.float32 else g.cast(real, dtype)
+    if name in _IN_ONNX:
+        real = g.cast(codes, np.float32)
+    elif form.bits <= 8:
+        table = np.asarray(form.decode(jnp.asarray(codes)), np.float32)
+        real = _looked_up(g, codes, table)
+    else:
+        return g.name(np.asarray(q.dequantize()))
+    if zero_point is not None:
+        real = g.add("Sub", real, _spread(g, zero_point.astype(np.float32), q))
+    real = g.add("Mul", real, _spread(g, scale, q))
+    return real if dtype == np.float32 else g.cast(real, dtype)
+
+
+def _looked_up(g: Graph, codes: np.ndarray, values: np.ndarray) -> str:
+    """Returns numbers by a table of the values that codes stand for."""
+    bits = codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes.astype(np.uint8)
+    table = np.zeros(int(bits.max(initial=0)) + 1, np.float32)
+    table[bits.reshape(-1)] = values.reshape(-1)
+    return g.add("Gather", table, g.cast(bits, np.int32))
+
+
+def _spread(g: Graph, x: np.ndarray, q: QTensor) -> Operand:
+    """Returns one number for each element, from one for each block."""
+    for axis, (size, n) in enumerate(zip(q.groups.sizes, q.shape, strict=True)):
+        if q.groups.is_blocked(axis):
+            x = np.repeat(x, size, axis).take(range(n), axis)
+    return x
+
+
+def quantized(
+    g: Graph, x: Value, spec: QSpec, affine: Affine | None, *, as_codes: bool
+) -> Codes | str:
+    """Returns an activation as codes; or, with `as_codes=False`, rounded to the same grid."""
+    form, groups = format_of(spec.qtype), spec.granularity.groups(_fixed(x.shape))
+    if any(map(groups.is_blocked, range(len(x.shape)))) or not isinstance(
+        form, (Integer, Minifloat)
+    ):
+        problem = f"{spec} of an activation has no form in ONNX."
+        fix = "use one scale for the tensor or for each token, in an integer or fp8 format."
+        raise fail("to_onnx", problem, fix=fix, error=NotImplementedError)
+    shared = [i for i, n in enumerate(groups.scale_shape) if n == 1]
+    scale_shape = tuple(1 if i in shared else n for i, n in enumerate(x.shape))
+    real = x.name if x.dtype == np.float32 else g.cast(x, np.float32)
+    if affine is None:
+        scale, zero_point = _current(g, real, spec, form, shared)
+    else:
+        scale, zero_point = np.asarray(affine[0], np.float32), affine[1]
+        zero_point = None if zero_point is None else np.asarray(zero_point, np.float32)
+    dtype, low, high = np.dtype(form.storage), form.low, form.high
+    if dtype == np.uint8:
+        # Runtimes multiply uint8 by int8 with sums of 16 bits on processors without VNNI, and
+        # saturate. The same codes, less 128, are int8, whose products are exact.
+        dtype, low, high = np.dtype(np.int8), low - 128, high - 128
+        if isinstance(zero_point, str):
+            zero_point = g.add("Sub", zero_point, np.float32(128))
+        else:
+            zero_point = np.asarray((0 if zero_point is None else zero_point) - np.float32(128))
+    is_whole = not isinstance(scale, str) and scale.size == 1
+    if is_whole and dtype.name in _IN_ONNX:
+        number = np.asarray(scale).reshape(())
+        numbers = np.zeros(()) if isinstance(zero_point, str | None) else zero_point
+        zero = numbers.reshape(()).astype(dtype)
+        codes = g.add("QuantizeLinear", real, number, zero)
+        if as_codes:
+            shape = (1,) * len(x.shape)
+            given = None if zero_point is None else zero
+            return Codes(codes, dtype, number.reshape(shape), given, x.shape, shape)
+        return _as(g, g.add("DequantizeLinear", codes, number, zero), x)
+    limits = np.float32(low), np.float32(high)
+    units = g.add("Div", real, scale)
+    if isinstance(form, Minifloat):
+        units = g.add("Min", g.add("Max", units, limits[0]), limits[1])
+        rounded = g.cast(g.cast(units, dtype), np.float32)
+        return _as(g, g.add("Mul", rounded, scale), x)
+    units = g.add("Round", units)
+    units = units if zero_point is None else g.add("Add", units, zero_point)
+    units = g.add("Min", g.add("Max", units, limits[0]), limits[1])
+    if as_codes:
+        return Codes(g.cast(units, dtype), dtype, scale, zero_point, x.shape, scale_shape)
+    units = units if zero_point is None else g.add("Sub", units, zero_point)
+    return _as(g, g.add("Mul", units, scale), x)
+
+
+def _as(g: Graph, rounded: str, x: Value) -> str:
+    """Returns a value in the dtype of another."""
+    return rounded if x.dtype == np.float32 else g.cast(rounded, x.dtype)
+
+
+def _fixed(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Returns a shape with a number in place of each open size. Which axes share a scale does not
+    depend on the number.
+    """
+    return tuple(7919 if export.is_symbolic_dim(n) else int(n) for n in shape)
+
+
+def _current(
+    g: Graph, x: str, spec: QSpec, form: Any, shared: Sequence[int]
+) -> tuple[str, Operand | None]:
+    """Returns the scale and zero point of the current values."""
+    axes = g.ints(*shared)
+    if spec.symmetric and spec.calibrator == absmax:
+        largest = g.add("ReduceMax", g.add("Abs", x), axes, keepdims=1)
+        scale = g.add("Div", largest, np.float32(form.high))
+        is_zero = g.add("Equal", scale, np.float32(0))
+        return g.add("Where", is_zero, np.float32(1), scale), None
+    if not spec.symmetric:
+        low = g.add("Min", g.add("ReduceMin", x, axes, keepdims=1), np.float32(0))
+        high = g.add("Max", g.add("ReduceMax", x, axes, keepdims=1), np.float32(0))
+        scale = g.add("Div", g.add("Sub", high, low), np.float32(form.high - form.low))
+        is_zero = g.add("Equal", scale, np.float32(0))
+        scale = g.add("Where", is_zero, np.float32(1), scale)
+        start = g.add("Sub", np.float32(form.low), g.add("Div", low, scale))
+        start = g.add("Min", g.add("Max", start, np.float32(form.low)), np.float32(form.high))
+        return scale, g.add("Round", start)
+    problem = f"the calibrator of {spec} has no form in ONNX for scales of current values."
+    fix = "use absmax, or calibrate static scales."
+    raise fail("to_onnx", problem, fix=fix, error=NotImplementedError)
+
+
+def real(g: Graph, x: Any) -> Operand:
+    """Returns an operand in float."""
+    return dequantized(g, x) if isinstance(x, QTensor) else x
+
+
+# Products.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How an operand of a product is brought into the form [*batch, rows, columns].
+
+    Attributes:
+      order: of its axes.
+      sizes: its shape then; `None` if the transposition has it already.
+    """
+
+    order: tuple[int, ...]
+    sizes: tuple[Any, ...] | None
+
+    def of(self, g: Graph, x: Operand) -> Operand:
+        """Returns an array or a value in this form."""
+        if isinstance(x, QTensor):
+            x = x.unpack().transpose(self.order)
+            return x if self.sizes is None else x.reshape(self.sizes)
+        if isinstance(x, np.ndarray):
+            x = x.transpose(self.order)
+            return x if self.sizes is None else x.reshape(self.sizes)
+        y = g.transpose(x, self.order)
+        return y if self.sizes is None else g.reshape(y, self.sizes)
+
+    def of_scale(self, g: Graph, scale: Operand, shape: Sequence[Any]) -> Operand:
+        """Returns a scale that broadcasts to an operand, in this form."""
+        if isinstance(scale, np.ndarray) and scale.size == 1:
+            return scale.reshape(())
+        turned = [shape[i] for i in self.order]
+        y = g.transpose(scale, self.order)
+        if self.sizes is None:
+            return y
+        return g.reshape(y, _merged(turned, self.sizes))
+
+
+def _merged(sizes: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """Returns the sizes of a scale where axes of its operand are merged at the end."""
+    count = len(like)
+    kept = list(sizes[: count - 1])
+    return [*kept, math.prod(sizes[count - 1 :])]
+
+
+def _size(shape: Sequence[Any], axes: Sequence[int]) -> Any:
+    return math.prod(shape[i] for i in axes)
+
+
+def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
+    """Returns a product: of integers if an activation is in codes, else in float."""
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    numbers = Dimensions.of(eqn.params["dimension_numbers"], *map(len, shapes))
+    batch = [shapes[0][i] for i in numbers.lhs_batch]
+    summed = _size(shapes[0], numbers.lhs_contracting)
+    rows = [shapes[0][i] for i in numbers.lhs_free]
+    columns = [shapes[1][i] for i in numbers.rhs_free]
+    keeps_rows = not batch and len(rows) >= 1
+    rows_in = rows if keeps_rows else [_size(rows, range(len(rows)))]
+    merged_lhs = len(numbers.lhs_contracting) != 1 or rows_in != rows
+    lhs = _Form(
+        (*numbers.lhs_batch, *numbers.lhs_free, *numbers.lhs_contracting),
+        (*batch, *rows_in, summed) if merged_lhs else None,
+    )
+    merged_rhs = len(numbers.rhs_contracting) != 1 or len(columns) != 1
+    rhs = _Form(
+        (*numbers.rhs_batch, *numbers.rhs_contracting, *numbers.rhs_free),
+        (*batch, summed, _size(columns, range(len(columns)))) if merged_rhs else None,
+    )
+    out_shape, dtype = eqn.outvars[0].aval.shape, np.dtype(eqn.outvars[0].aval.dtype)
+    result = _integer_product(g, lhs, rhs, x, y, shapes)
+    if result is None:
+        operand_dtype = np.dtype(eqn.invars[0].aval.dtype)
+        a, b = (form.of(g, _plain(g, v)) for form, v in ((lhs, x), (rhs, y)))
+        a, b = (real(g, v) for v in (a, b))
+        if operand_dtype.name in ("int8", "uint8") and dtype == np.int32:
+            result = g.add("MatMulInteger", a, b)
+        else:
+            result = g.add("MatMul", a, b)
+            result = result if operand_dtype == dtype else g.cast(result, dtype)
+    elif dtype != np.float32:
+        result = g.cast(result, dtype)
+    if rows_in == rows and len(columns) == 1:
+        return result
+    return g.reshape(result, out_shape)
+
+
+def _plain(g: Graph, x: Any) -> Any:
+    """Returns an operand that is not in codes for a product in float."""
+    if isinstance(x, Codes):
+        units = g.cast(x.codes, np.float32)
+        if x.zero_point is not None:
+            name = isinstance(x.zero_point, str)
+            zero = x.zero_point if name else np.float32(x.zero_point)
+            units = g.add("Sub", units, zero)
+        return g.add("Mul", units, x.scale)
+    return x
+
+
+def is_integer(q: Any) -> bool:
+    """Whether the codes of a weight may be multiplied as integers: 8 bits, and no scale varies
+    along the sum, which the form of the product then shows.
+    """
+    if not isinstance(q, QTensor) or q.offset is not None or q.order is not None:
+        return False
+    form = format_of(q.qtype)
+    return isinstance(form, Integer) and form.bits <= 8
+
+
+def _integer_product(
+    g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any, shapes: Sequence[Any]
+) -> str | None:
+    """Returns a product of integers, if one operand is in codes of the graph, and the other is a
+    weight with a scale for each result; else `None`.
+    """
+    if isinstance(x, Codes) and is_integer(y):
+        weight, codes, form_of_codes, is_rhs = rhs.of(g, y), x, lhs, True
+    elif isinstance(y, Codes) and is_integer(x):
+        weight, codes, form_of_codes, is_rhs = lhs.of(g, x), y, rhs, False
+    else:
+        return None
+    summed = -2 if is_rhs else -1
+    scale = np.asarray(weight.real_scale(), np.float32)
+    if scale.shape[summed] != 1:
+        return None
+    values = np.asarray(weight.values)
+    wide = np.dtype(np.uint8 if values.dtype.name.startswith("u") else np.int8)
+    zero = None
+    if weight.zero_point is not None:
+        zeros = np.asarray(weight.zero_point).astype(wide)
+        if zeros.size > 1 and (np.ptp(zeros.astype(int)) != 0):
+            return None
+        zero = zeros.reshape(-1)[0].reshape(())
+    stored = values if values.dtype == wide else g.cast(values, wide)
+    operands = [form_of_codes.of(g, codes.codes), stored]
+    by_row = codes.zero_point if isinstance(codes.zero_point, str) else None
+    if by_row is None and (codes.zero_point is not None or zero is not None):
+        first = np.zeros((), codes.dtype) if codes.zero_point is None else codes.zero_point
+        zeros = [first, np.zeros((), wide) if zero is None else zero]
+        operands += zeros if is_rhs else zeros[::-1]
+    operands[:2] = operands[:2] if is_rhs else operands[1::-1]
+    if by_row is not None and zero is not None:
+        return None
+    sums = g.add("MatMulInteger", *operands)
+    if by_row is not None:  # runtimes know zero points of the whole operand alone
+        rows = g.cast(form_of_codes.of_scale(g, by_row, codes.scale_shape), np.int32)
+        columns = values.astype(np.int32).sum(summed, keepdims=True, dtype=np.int32)
+        sums = g.add("Sub", sums, g.add("Mul", rows, columns))
+    sums = g.cast(sums, np.float32)
+    of_codes = form_of_codes.of_scale(g, codes.scale, codes.scale_shape)
+    sums = g.add("Mul", sums, of_codes)
+    return g.add("Mul", sums, scale.reshape(()) if scale.size == 1 else scale)
+
+
+# Convolutions.
+
+
+def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
+    """Returns a convolution, in float; runtimes fuse what dequantizes its operands into it."""
+    p, dtype = eqn.params, np.dtype(eqn.outvars[0].aval.dtype)
+    numbers = p["dimension_numbers"]
+    if p["batch_group_count"] != 1:
+        raise refuse(eqn, "with groups of the batch has no form in ONNX")
+    shape = eqn.invars[0].aval.shape
+    image = g.transpose(real(g, _plain(g, x)), numbers.lhs_spec)
+    if isinstance(kernel, QTensor):
+        weight: Operand = dequantized(g, kernel.unpack().transpose(tuple(numbers.rhs_spec)))
+    elif isinstance(kernel, np.ndarray):
+        weight = kernel.transpose(numbers.rhs_spec)
+    else:
+        weight = g.transpose(kernel, numbers.rhs_spec)
+    if any(n != 1 for n in p["lhs_dilation"]):
+        config = [(0, 0, 0), (0, 0, 0), *((0, 0, n - 1) for n in p["lhs_dilation"])]
+        zero = np.zeros((), eqn.invars[0].aval.dtype)
+        image = pad(g, image, zero, config, [shape[i] for i in numbers.lhs_spec])
+    padding = p["padding"]
+    if any(n < 0 for pair in padding for n in pair):
+        raise refuse(eqn, "with negative padding has no form in ONNX")
+    y = g.add(
+        "Conv",
+        image,
+        weight,
+        dilations=list(p["rhs_dilation"]),
+        group=p["feature_group_count"],
+        pads=[low for low, _ in padding] + [high for _, high in padding],
+        strides=list(p["window_strides"]),
+    )
+    y = y if np.dtype(eqn.invars[0].aval.dtype) == dtype else g.cast(y, dtype)
+    return g.transpose(y, list(np.argsort(numbers.out_spec)))
+
+
+def table_rows(g: Graph, eqn: Eqn, table: QTensor, starts: Operand) -> str:
+    """Returns rows of a quantized table: its codes and scales are looked up, then multiplied."""
+    axis, table = row_axis(eqn), table.unpack()
+    form = format_of(table.qtype)
+    simple = isinstance(form, (Integer, Minifloat)) and table.offset is None and table.order is None
+    scale = np.asarray(table.real_scale(), np.float32)
+    if axis is None or not simple or table.groups.is_blocked(axis):
+        return RULES["gather"](g, eqn, dequantized(g, table), starts)
+    codes = np.asarray(table.values)
+    narrow = codes.dtype.name in ("int4", "uint4", "int2", "uint2")
+    codes = codes.astype(np.uint8 if form.low >= 0 else np.int8) if narrow else codes
+    rows = g.cast(_rows(g, eqn, codes, starts, axis), np.float32)
+    scales = [scale] if table.zero_point is None else [scale, np.asarray(table.zero_point)]
+    spread = []
+    for x in scales:
+        if x.dtype != np.float32:
+            x = x.astype(np.int32).astype(np.float32)
+        for i, (size, n) in enumerate(zip(table.groups.sizes, table.shape, strict=True)):
+            if table.groups.is_blocked(i):
+                x = np.repeat(x, size, i).take(range(n), i)
+        spread.append(x if x.shape[axis] == 1 else _rows(g, eqn, x, starts, axis))
+    if len(spread) > 1:
+        rows = g.add("Sub", rows, _aligned(eqn, spread[1], axis))
+    real_rows = g.add("Mul", rows, _aligned(eqn, spread[0], axis))
+    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+    return real_rows if dtype == np.float32 else g.cast(real_rows, dtype)
+
+
+def _rows(g: Graph, eqn: Eqn, x: np.ndarray, starts: Operand, axis: int) -> str:
+    """Returns rows of an array, with clamped indices."""
+    shape = eqn.invars[1].aval.shape
+    index = g.reshape(g.cast(starts, np.int64), shape[:-1])
+    last = np.asarray(x.shape[axis] - 1, np.int64)
+    index = g.add("Min", g.add("Max", index, np.asarray(0, np.int64)), last)
+    return g.add("Gather", x, index, axis=axis)
+
+
+def _aligned(eqn: Eqn, x: Any, axis: int) -> Any:
+    """Returns a scale that all rows share with as many axes as the rows."""
+    if not isinstance(x, np.ndarray):
+        return x
+    batch = len(eqn.invars[1].aval.shape) - 1
+    return x.reshape(*x.shape[:axis], *[1] * batch, *x.shape[axis + 1 :])
+
+
+CONTRACTIONS: dict[str, Callable[..., str]] = {
+    "dot_general": dot_general,
+    "conv_general_dilated": convolution,
+}

@@ -1,0 +1,376 @@
+"""`to_onnx`: a function, with its weights and its plan, as a model of ONNX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export as jax_export
+from jax.tree_util import SequenceKey, keystr
+
+from ... import Plan, Quantized
+from .. import compat
+from ..checks import called, check_instance
+from ..compat import Eqn
+from ..errors import fail
+from ..numerics.lookup import format_of
+from ..statistics.calibrators import Affine
+from ..tensor.qtensor import QTensor
+from ..transforms.arguments import check_function
+from ..transforms.calibrate import arguments_of
+from ..transforms.integers import OnIntegers, quantized_leaves
+from ..transforms.interpret import view
+from ..transforms.make_plan import as_plan
+from ..transforms.paths import positions_of
+from ..transforms.plan import Site
+from ..transforms.trace import Call, trace_call
+from ..transforms.views import real_of
+from ..transforms.walk import Body, Domain, Where, bodies, contractions_in, walk, while_starts
+from .contractions import CONTRACTIONS, Codes, is_integer, quantized, real, table_rows
+from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, tensor
+from .primitives import RULES, refuse
+
+_LARGE = 1 << 14
+"""Bytes from which a broadcast constant is stored once, and spread by the graph."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Emit(Domain[Any]):
+    """Writes each equation into a graph. What is known of a value is the value itself: an array, a
+    QTensor, or a `Value` of the graph. Equations of arrays alone are evaluated.
+    """
+
+    graph: Graph
+    plan: Plan
+    affines: Mapping[str, Affine]
+    scans: Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
+    integers: bool
+
+    unrolls = True
+
+    def literal(self, atom: Any) -> Any:
+        return np.asarray(atom.val, atom.aval.dtype)
+
+    def constant(self, array: Any) -> Any:
+        return as_array(array)
+
+    def enters(self, eqn: Eqn, values: list[Any], where: Where) -> bool:
+        return eqn.primitive.name not in ("cond", "while")
+
+    def part(self, value: Any, step: int) -> Any:
+        if not isinstance(value, Value):
+            return value[step]
+        part = self.graph.slice(value, 0, step, step + 1)
+        shape = value.shape[1:]
+        return Value(self.graph.reshape(part, shape), shape, value.dtype)
+
+    def stack(self, values: list[Any], aval: Any) -> Any:
+        if all(isinstance(x, np.ndarray) for x in values):
+            return np.stack(values)
+        rows = [self.graph.reshape(real(self.graph, x), (1, *aval.shape[1:])) for x in values]
+        return self._value(self.graph.add("Concat", *rows, axis=0), aval)
+
+    def start(self, eqn: Eqn, values: list[Any], where: Where) -> list[Any]:
+        return values
+
+    def evaluate(self, eqn: Eqn, values: list[Any], where: Where) -> Sequence[Any]:
+        name, site = eqn.primitive.name, None
+        if where.is_marked:
+            site = self.plan.site_at(where.address)
+        if name == "cond":
+            return self._branches(eqn, values, where)
+        if name == "while":
+            return self._loop(eqn, values, where)
+        codes = [isinstance(x, QTensor) for x in values]
+        is_known = not any(isinstance(x, Value) for x in values)
+        if is_known and name != "dim_as_value" and not self._is_spread(eqn):
+            return self._computed(eqn, values)
+        if name == "gather" and codes[0]:
+            return [self._value(table_rows(self.graph, eqn, *values), eqn.outvars[0].aval)]
+        if name in CONTRACTIONS:
+            return [self._contraction(eqn, values, site, where)]
+        if name not in RULES:
+            raise refuse(eqn, "has no rule for ONNX")
+        operands = [real(self.graph, x) for x in values]
+        results = RULES[name](self.graph, eqn, *operands)
+        names = [results] if isinstance(results, str) else results
+        pairs = zip(names, eqn.outvars, strict=True)
+        return [self._value(name, var.aval) for name, var in pairs]
+
+    def _is_spread(self, eqn: Eqn) -> bool:
+        """Whether an equation makes a large array of a small one."""
+        if eqn.primitive.name not in ("broadcast_in_dim", "iota"):
+            return False
+        aval = eqn.outvars[0].aval
+        if any(map(jax_export.is_symbolic_dim, aval.shape)):
+            return True
+        return eqn.primitive.name == "broadcast_in_dim" and _nbytes(aval) > max(
+            _LARGE, 2 * _nbytes(eqn.invars[0].aval)
+        )
+
+    def _value(self, name: str, aval: Any) -> Value:
+        return Value(name, tuple(aval.shape), np.dtype(aval.dtype))
+
+    def _computed(self, eqn: Eqn, values: list[Any]) -> Sequence[Any]:
+        """Evaluates an equation of arrays and QTensors."""
+        if any(isinstance(x, QTensor) for x in values):
+            views = view(eqn, values)
+            if views is not None:
+                return list(map(as_array, views))
+        return list(map(as_array, compat.bind(eqn, list(map(real_of, values)))))
+
+    # Contractions.
+
+    def _contraction(self, eqn: Eqn, values: list[Any], site: Site | None, where: Where) -> Value:
+        g, operands = self.graph, list(values)
+        out = eqn.outvars[0].aval
+        for i, operand in enumerate(() if site is None else site.operands):
+            is_activation = operand.role == "activation" and operand.spec is not None
+            if is_activation and isinstance(operands[i], Value):
+                affine = self._affine(site, operand.key, where)
+                operands[i] = self._rounded(eqn, operands[i], operand.spec, affine, values)
+        result = CONTRACTIONS[eqn.primitive.name](g, eqn, *operands)
+        value = self._value(result, out)
+        if site is not None and site.output is not None:
+            affine = self._affine(site, site.output_key, where)
+            rounded = quantized(g, value, site.output, affine, as_codes=False)
+            assert isinstance(rounded, str)
+            value = value._replace(name=rounded)
+        return value
+
+    def _rounded(self, eqn: Eqn, x: Value, spec: Any, affine: Any, values: list[Any]) -> Any:
+        """Returns an activation as codes where a product of integers reads them."""
+        is_product = eqn.primitive.name == "dot_general" and any(map(is_integer, values))
+        is_byte = format_of(spec.qtype).name in ("int8", "uint8")
+        as_codes = is_product and is_byte and (affine is None or self.integers)
+        rounded = quantized(self.graph, x, spec, affine, as_codes=as_codes)
+        return rounded if isinstance(rounded, Codes) else x._replace(name=rounded)
+
+    def _affine(self, site: Site | None, key: str, where: Where) -> Affine | None:
+        """Returns the scale of a site in this step of its loops."""
+        affine = self.affines.get(key)
+        if affine is None or site is None:
+            return affine
+        around = self.scans[site.address]
+        for loop in site.loops:
+            step = where.steps[around.index(loop.address)]
+            scale, zero_point = affine
+            affine = Affine(scale[step], None if zero_point is None else zero_point[step])
+        return affine
+
+    # Control flow.
+
+    def _inside(self, body: Any, values: list[Any], graph: Graph, where: Where) -> list[Any]:
+        """Writes a function into a graph of its own, and returns its results."""
+        return walk(dataclasses.replace(self, graph=graph), body, values, where)
+
+    def _outputs(self, graph: Graph, results: list[Any], atoms: Sequence[Any]) -> list[Any]:
+        """Returns the declared outputs of a graph inside another."""
+        helper, infos = onnx_module().helper, []
+        for x, atom in zip(results, atoms, strict=True):
+            name = graph.add("Identity", real(graph, x))
+            infos.append(_info(helper, name, atom.aval))
+        return infos
+
+    def _branches(self, eqn: Eqn, values: list[Any], where: Where) -> Sequence[Any]:
+        helper = onnx_module().helper
+        index, *operands = values
+        branches = bodies(eqn)
+        if not isinstance(index, Value):
+            body = branches[min(max(int(index), 0), len(branches) - 1)]
+            return self._inside(body.jaxpr, operands, self.graph, _at(where, body))
+        graphs = []
+        for body in branches:
+            graph = Graph(self.graph)
+            results = self._inside(body.jaxpr, operands, graph, _at(where, body))
+            graphs.append((graph, self._outputs(graph, results, eqn.outvars)))
+
+        def choose(g: Graph, first: int) -> Any:
+            """Returns the graph of the branches from one on."""
+            graph, outputs = graphs[first]
+            if first == len(graphs) - 1:
+                return helper.make_graph(graph.nodes, g.new_name("branch"), [], outputs)
+            inner = Graph(g)
+            names = self._if(inner, index, first, choose(inner, first + 1), graphs, eqn)
+            infos = [_info(helper, n, v.aval) for n, v in zip(names, eqn.outvars, strict=True)]
+            return helper.make_graph(inner.nodes, g.new_name("branch"), [], infos)
+
+        names = self._if(self.graph, index, 0, choose(self.graph, 1), graphs, eqn)
+        return [self._value(n, v.aval) for n, v in zip(names, eqn.outvars, strict=True)]
+
+    def _if(
+        self, g: Graph, index: Value, first: int, other: Any, graphs: Sequence[Any], eqn: Eqn
+    ) -> list[str]:
+        """Adds an `If` between one branch and those after it."""
+        helper = onnx_module().helper
+        graph, outputs = graphs[first]
+        branch = helper.make_graph(graph.nodes, g.new_name("branch"), [], outputs)
+        is_this = g.add("LessOrEqual", g.cast(index, np.int32), np.asarray(first, np.int32))
+        count = len(eqn.outvars)
+        return g.add_many("If", count, is_this, then_branch=branch, else_branch=other)
+
+    def _loop(self, eqn: Eqn, values: list[Any], where: Where) -> Sequence[Any]:
+        helper, g = onnx_module().helper, self.graph
+        condition, body = bodies(eqn)
+        consts, start = while_starts(eqn)
+        for_condition, for_body, state = values[:consts], values[consts:start], values[start:]
+        (goes_on,) = self._inside(
+            condition.jaxpr, [*for_condition, *state], g, _at(where, condition)
+        )
+        inner = Graph(g)
+        atoms = eqn.outvars
+        carried = [self._value(inner.new_name("carried"), v.aval) for v in atoms]
+        results = self._inside(body.jaxpr, [*for_body, *carried], inner, _at(where, body))
+        (again,) = self._inside(
+            condition.jaxpr, [*for_condition, *results], inner, _at(where, condition)
+        )
+        boolean = np.dtype(np.bool_)
+        step, before = inner.new_name("step"), inner.new_name("goes_on")
+        inputs = [
+            helper.make_tensor_value_info(step, onnx_type(np.int64), []),
+            helper.make_tensor_value_info(before, onnx_type(boolean), []),
+            *(_info(helper, x.name, v.aval) for x, v in zip(carried, atoms, strict=True)),
+        ]
+        again_name = inner.add("Identity", again)
+        outputs = [
+            helper.make_tensor_value_info(again_name, onnx_type(boolean), []),
+            *self._outputs(inner, results, atoms),
+        ]
+        graph = helper.make_graph(inner.nodes, g.new_name("body"), inputs, outputs)
+        first = [g.name(real(g, x)) for x in state]
+        names = g.add_many("Loop", len(atoms), "", goes_on, *first, body=graph)
+        return [self._value(n, v.aval) for n, v in zip(names, atoms, strict=True)]
+
+
+def _at(where: Where, body: Body) -> Where:
+    """Returns where a function inside an equation is."""
+    address = (*where.around, *body.part)
+    return where._replace(address=address, is_marked=True, inside=address)
+
+
+def _nbytes(aval: Any) -> int:
+    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
+
+
+def _info(helper: Any, name: str, aval: Any) -> Any:
+    """Returns the declaration of an input or output; open sizes are names."""
+    sizes = [str(n) if jax_export.is_symbolic_dim(n) else int(n) for n in aval.shape]
+    return helper.make_tensor_value_info(name, onnx_type(aval.dtype), sizes)
+
+
+@called("to_onnx", "call it in two steps: to_onnx(quantized)(x), or to_onnx(f, params)(x).")
+def to_onnx(
+    f: Quantized[..., Any] | Callable[..., Any],
+    params: Any = None,
+    *,
+    plan: Plan | None = None,
+    affines: Mapping[str, Affine] | None = None,
+    integers: bool = True,
+) -> Callable[..., Any]:
+    """Returns a function that writes `f` as a model of ONNX, with its weights.
+
+    Args:
+      f: what `jqx.ptq` returns; or a function, whose first argument are the parameters.
+      params: the parameters of a function.
+      plan: the plan of a function; `None` writes it in float.
+      affines: scales of activations, if the plan has static ones.
+      integers: whether products with static scales are written as products of integers
+        (`MatMulInteger`), whose sums are those of `jqx.convert` bit for bit. `False` writes float
+        products of dequantized operands (QDQ), which runtimes such as TensorRT fuse; on x86
+        processors without VNNI, onnxruntime and OpenVINO then add pairs of products in 16 bits, and
+        saturate. Products with dynamic scales are always of integers, and convolutions never.
+
+    Returns:
+      A function of the other arguments, arrays or `jax.ShapeDtypeStruct`, whose sizes may be
+      symbols of `jax.export`. It returns an `onnx.ModelProto` of opset 21, whose inputs are the
+      arrays among the arguments in order, named by their places, and whose outputs are those of
+      the result.
+
+    Raises:
+      ImportError: onnx is not installed.
+      NotImplementedError: an operation of `f`, or a spec of the plan, has no form in ONNX.
+
+    Example:
+      >>> import jqx, jax.numpy as jnp
+      >>> from jqx.interop import to_onnx
+      >>> f = lambda w, x: x @ w
+      >>> model = to_onnx(f, jnp.eye(4))(jnp.ones((2, 4)))
+      >>> [node.op_type for node in model.graph.node]
+      ['MatMul', 'Identity']
+    """
+    onnx_module()
+    if plan is not None:
+        check_instance("to_onnx", "plan", plan, Plan, fix="pass the result of jqx.make_plan.")
+    function: Any = f
+    if isinstance(f, Quantized):
+        if params is not None or plan is not None or affines is not None:
+            problem = "a quantized function has its own parameters, plan and scales."
+            raise fail("to_onnx", problem, fix="pass to_onnx(quantized)(x).", error=TypeError)
+        function, params, plan, affines = f.source, f.params, f.plan, f.affines
+        positions: Any = plan.params
+    else:
+        check_function("to_onnx", f)
+        positions = 0 if plan is None else plan.params
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        given = plan or Plan((), (), (), 0, ())
+        call = trace_call(
+            "to_onnx",
+            function,
+            positions if plan is None else plan.parameters,
+            arguments_of(given, params, args),
+            kwargs,
+        )
+        fitted = given if plan is None else as_plan("to_onnx", plan, call, positions)
+        scales = {} if plan is None else fitted.scales_of("to_onnx", affines)
+        return _model(call, fitted, scales, integers)
+
+    return write
+
+
+def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], integers: bool) -> Any:
+    """Returns the model of a traced call."""
+    onnx = onnx_module()
+    helper, graph = onnx.helper, Graph()
+    leaves = quantized_leaves(call, call.leaves, OnIntegers(plan, affines, call=call))
+    scans = {
+        address: tuple(x.address for x in around if x.name == "scan")
+        for address, around in contractions_in(call.jaxpr)
+    }
+    emit = _Emit(graph, plan, affines, scans, integers)
+    values, inputs = [], []
+    for leaf, path, keys, var in zip(leaves, call.paths, call.keys, call.jaxpr.invars, strict=True):
+        if path is not None:
+            values.append(as_array(leaf))
+            continue
+        name = _name(keys, positions_of(plan.params))
+        for axis, n in enumerate(var.aval.shape):
+            if jax_export.is_symbolic_dim(n) and str(n).isidentifier():
+                graph.sizes.setdefault(str(n), (name, axis))
+        values.append(Value(name, tuple(var.aval.shape), np.dtype(var.aval.dtype)))
+        inputs.append(_info(helper, name, var.aval))
+    consts = list(map(as_array, call.consts))
+    results = walk(emit, call.jaxpr, values, consts=consts)
+    tree = jax.tree.unflatten(call.out_tree, range(call.out_tree.num_leaves))
+    names = [f"output{keystr(keys)}" for keys, _ in jax.tree.leaves_with_path(tree)]
+    outputs = []
+    for name, x, atom in zip(names, results, call.jaxpr.outvars, strict=True):
+        last = graph.add("Identity", real(graph, x))
+        graph.nodes[-1].output[0] = name
+        del last
+        outputs.append(_info(helper, name, atom.aval))
+    constants = [tensor(name, array) for name, array in graph.constants.items()]
+    main = helper.make_graph(graph.nodes, "jqx", inputs, outputs, constants)
+    opsets = [helper.make_opsetid("", OPSET)]
+    return helper.make_model(main, opset_imports=opsets, ir_version=IR_VERSION, producer_name="jqx")
+
+
+def _name(keys: Sequence[Any], positions: Sequence[int]) -> str:
+    """Returns the name of an input: its place among the arguments without the parameters."""
+    kind, place, *inside = keys
+    if kind.idx == 0:
+        place = SequenceKey(place.idx - sum(position < place.idx for position in positions))
+    return "input" + keystr((place, *inside))

@@ -1,0 +1,200 @@
+"""A graph of ONNX that is being written: nodes, constants, and sizes that are known at run time."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from .. import compat
+from ..errors import fail
+
+OPSET, IR_VERSION = 21, 10
+"""The first opset with 4-bit integers and scales in blocks, and the IR that goes with it."""
+
+
+def onnx_module() -> Any:
+    """Returns the module onnx, or raises an error that says how to install it."""
+    try:
+        return importlib.import_module("onnx")
+    except ImportError as error:
+        fix = "pip install 'jqx[onnx]'"
+        raise fail("to_onnx", "onnx is not installed.", fix=fix, error=ImportError) from error
+
+
+class Value(NamedTuple):
+    """What a node computes.
+
+    Attributes:
+      name: its name in the graph.
+      shape: its shape; a size that is known only at run time is a symbol of `jax.export`.
+      dtype: its dtype.
+    """
+
+    name: str
+    shape: tuple[Any, ...]
+    dtype: np.dtype[Any]
+
+
+Operand = Any
+"""A `Value`, the name of one, or an array, which becomes a constant of the graph."""
+
+
+class Graph:
+    """Nodes in the order in which they run. Branches and bodies of loops are graphs of their own,
+    which share names, constants and sizes with the graph around them.
+
+    Attributes:
+      nodes: the nodes.
+      constants: arrays by name.
+      sizes: for each symbol, the name of an input and the axis of it that has this size.
+    """
+
+    def __init__(self, around: Graph | None = None) -> None:
+        self.nodes: list[Any] = []
+        self.constants: dict[str, np.ndarray] = {} if around is None else around.constants
+        self.sizes: dict[str, tuple[str, int]] = {} if around is None else around.sizes
+        self._known: dict[Any, str] = {} if around is None else around._known
+        self._kept: list[Any] = [] if around is None else around._kept
+        self._count: list[int] = [0] if around is None else around._count
+
+    def new_name(self, hint: str) -> str:
+        """Returns a name that nothing else in the model has."""
+        self._count[0] += 1
+        return f"{hint}_{self._count[0]}"
+
+    def add(self, op: str, *operands: Operand, **attributes: Any) -> str:
+        """Adds a node, and returns the name of its result."""
+        return self.add_many(op, 1, *operands, **attributes)[0]
+
+    def add_many(self, op: str, count: int, *operands: Operand, **attributes: Any) -> list[str]:
+        """Adds a node with several results."""
+        outputs = [self.new_name(op.lower()) for _ in range(count)]
+        names = [self.name(x) for x in operands]
+        helper = onnx_module().helper
+        self.nodes.append(helper.make_node(op, names, outputs, outputs[0], **attributes))
+        return outputs
+
+    def name(self, x: Operand) -> str:
+        """Returns the name of an operand; arrays are stored, equal small ones once. "" leaves an
+        optional operand out.
+        """
+        if isinstance(x, str):
+            return x
+        if isinstance(x, Value):
+            return x.name
+        array = np.asarray(x)
+        if array.nbytes <= 64:
+            key: Any = (array.dtype.name, array.shape, array.tobytes())
+        else:  # the object is kept, so that no other has its id
+            key = id(x)
+            self._kept.append(x)
+        if key not in self._known:
+            self._known[key] = self.new_name("constant")
+            self.constants[self._known[key]] = array
+        return self._known[key]
+
+    def ints(self, *numbers: int) -> np.ndarray:
+        """Returns axes, sizes or indices as ONNX takes them."""
+        return np.asarray(numbers, np.int64)
+
+    # Sizes.
+
+    def size(self, dim: Any) -> str:
+        """Returns the name of a size, int64 [1], that may be known only at run time."""
+        if not export.is_symbolic_dim(dim):
+            return self.name(self.ints(int(dim)))
+        known = {symbol: _Size(self, self._size_of(symbol)) for symbol in self.sizes}
+        result = compat.evaluate_dim(dim, known)
+        return result.name if isinstance(result, _Size) else self.size(int(result))
+
+    def _size_of(self, symbol: str) -> str:
+        source, axis = self.sizes[symbol]
+        return self.add("Shape", source, start=axis, end=axis + 1)
+
+    def shape(self, sizes: Sequence[Any]) -> Operand:
+        """Returns a shape for a node; int64 [rank]."""
+        if not any(map(export.is_symbolic_dim, sizes)):
+            return self.ints(*map(int, sizes))
+        return self.add("Concat", *map(self.size, sizes), axis=0)
+
+    def reshape(self, x: Operand, sizes: Sequence[Any]) -> str:
+        """Returns `x` with another shape, of which one size may be open."""
+        symbolic = [i for i, n in enumerate(sizes) if export.is_symbolic_dim(n)]
+        if len(symbolic) == 1 and 0 not in [n for i, n in enumerate(sizes) if i != symbolic[0]]:
+            sizes = [-1 if i in symbolic else n for i, n in enumerate(sizes)]
+        return self.add("Reshape", x, self.shape(sizes), allowzero=int(0 in sizes))
+
+    def transpose(self, x: Operand, order: Sequence[int]) -> str:
+        """Returns `x` with its axes in another order."""
+        if list(order) == sorted(order):
+            return self.name(x)
+        return self.add("Transpose", x, perm=[int(i) for i in order])
+
+    def cast(self, x: Operand, dtype: Any) -> str:
+        """Returns `x` in another dtype."""
+        return self.add("Cast", x, to=onnx_type(dtype))
+
+    def slice(self, x: Operand, axis: int, start: Any, end: Any, step: int = 1) -> str:
+        """Returns a part of `x` along an axis. Bounds may be names of int64 [1]."""
+        bounds = [b if isinstance(b, str) else self.size(b) for b in (start, end)]
+        return self.add("Slice", x, *bounds, self.ints(axis), self.ints(step))
+
+
+class _Size:
+    """A size in arithmetic, which becomes nodes."""
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph, self.name = graph, name
+
+    def _with(self, op: str, other: Any, *, swapped: bool = False) -> _Size:
+        name = other.name if isinstance(other, _Size) else self.graph.size(int(other))
+        operands = (name, self.name) if swapped else (self.name, name)
+        return _Size(self.graph, self.graph.add(op, *operands))
+
+    def __add__(self, other: Any) -> _Size:
+        return self._with("Add", other)
+
+    def __mul__(self, other: Any) -> _Size:
+        return self._with("Mul", other)
+
+    def __sub__(self, other: Any) -> _Size:
+        return self._with("Sub", other)
+
+    def __floordiv__(self, other: Any) -> _Size:
+        return self._with("Div", other)  # sizes are not negative
+
+    def __mod__(self, other: Any) -> _Size:
+        return self._with("Mod", other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def onnx_type(dtype: Any) -> int:
+    """Returns the number of ONNX for a dtype."""
+    return int(onnx_module().helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+_PACKED = {jnp.dtype(jnp.int4): "INT4", jnp.dtype(jnp.uint4): "UINT4"}
+
+
+def tensor(name: str, array: np.ndarray) -> Any:
+    """Returns a constant as ONNX stores it; codes of 4 bits two to a byte, low first."""
+    onnx = onnx_module()
+    if array.dtype in _PACKED:
+        codes = array.reshape(-1).astype(np.int8).astype(np.uint8) & 15
+        codes = np.pad(codes, (0, codes.size % 2))
+        packed = (codes[::2] | codes[1::2] << 4).astype(np.uint8)
+        kind = getattr(onnx.TensorProto, _PACKED[array.dtype])
+        return onnx.helper.make_tensor(name, kind, array.shape, packed.tobytes(), raw=True)
+    return onnx.numpy_helper.from_array(np.require(array, requirements="C"), name)
+
+
+def as_array(x: Any) -> Any:
+    """Returns a concrete array as NumPy has it."""
+    return np.asarray(x) if isinstance(x, (jax.Array, np.ndarray, np.generic, float, int)) else x

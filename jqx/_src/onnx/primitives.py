@@ -1,0 +1,661 @@
+"""How each primitive of JAX is written in ONNX, those that are no contraction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from .. import compat
+from ..compat import Eqn
+from ..errors import fail
+from .graph import Graph, Operand
+
+Rule = Callable[..., Any]
+"""From a graph, an equation and its operands to the name of its result, or those of its results."""
+
+RULES: dict[str, Rule] = {}
+"""The rule of each primitive, by its name."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers the rule of primitives."""
+
+    def register(f: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, f))
+        return f
+
+    return register
+
+
+def refuse(eqn: Eqn, reason: str) -> Exception:
+    """Returns the error of an equation that has no form in ONNX."""
+    problem = f"`{eqn.primitive.name}` {reason}{compat.at_line_of(eqn)}."
+    facts = f"scope {compat.scope_of(eqn) or '(none)'}"
+    fix = "write this part of the function in another way, or compute it outside."
+    return fail("to_onnx", problem, given=facts, fix=fix, error=NotImplementedError)
+
+
+# Elementwise.
+
+_SAME = {
+    "abs": "Abs",
+    "add": "Add",
+    "add_any": "Add",
+    "acos": "Acos",
+    "acosh": "Acosh",
+    "asin": "Asin",
+    "asinh": "Asinh",
+    "atan": "Atan",
+    "atanh": "Atanh",
+    "ceil": "Ceil",
+    "copy": "Identity",
+    "cos": "Cos",
+    "cosh": "Cosh",
+    "div": "Div",
+    "erf": "Erf",
+    "exp": "Exp",
+    "floor": "Floor",
+    "log": "Log",
+    "logistic": "Sigmoid",
+    "max": "Max",
+    "min": "Min",
+    "mul": "Mul",
+    "name": "Identity",
+    "neg": "Neg",
+    "sign": "Sign",
+    "sin": "Sin",
+    "sinh": "Sinh",
+    "sqrt": "Sqrt",
+    "stop_gradient": "Identity",
+    "sub": "Sub",
+    "tan": "Tan",
+    "tanh": "Tanh",
+}
+
+
+def _same(op: str) -> Rule:
+    return lambda g, eqn, *xs: g.add(op, *xs)
+
+
+RULES.update({name: _same(op) for name, op in _SAME.items()})
+
+_COMPARISONS = {
+    "eq": "Equal",
+    "gt": "Greater",
+    "ge": "GreaterOrEqual",
+    "lt": "Less",
+    "le": "LessOrEqual",
+}
+
+
+def _dtype(eqn: Eqn, index: int = 0) -> np.dtype[Any]:
+    return np.dtype(eqn.invars[index].aval.dtype)
+
+
+def _scalar(eqn: Eqn, number: float) -> np.ndarray:
+    """Returns a number in the dtype of the first operand."""
+    return np.asarray(number, _dtype(eqn))
+
+
+def _compared(op: str) -> Rule:
+    def apply(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
+        if _dtype(eqn) == np.bool_ and op != "Equal":
+            x, y = (g.cast(a, np.uint8) for a in (x, y))
+        return g.add(op, x, y)
+
+    return apply
+
+
+RULES.update({name: _compared(op) for name, op in _COMPARISONS.items()})
+
+
+@rule("ne")
+def _ne(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
+    return g.add("Not", g.add("Equal", x, y))
+
+
+_LOGIC = {"and": "And", "or": "Or", "xor": "Xor", "not": "Not"}
+
+
+def _logic(name: str) -> Rule:
+    def apply(g: Graph, eqn: Eqn, *xs: Operand) -> str:
+        return g.add(_LOGIC[name] if _dtype(eqn) == np.bool_ else f"Bitwise{_LOGIC[name]}", *xs)
+
+    return apply
+
+
+RULES.update({name: _logic(name) for name in _LOGIC})
+
+
+@rule("shift_left", "shift_right_logical")
+def _shift(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
+    dtype, bits = _dtype(eqn), _dtype(eqn).itemsize * 8
+    unsigned = np.dtype(f"uint{bits}")
+    direction = "LEFT" if eqn.primitive.name == "shift_left" else "RIGHT"
+    codes, count = g.cast(x, unsigned), g.cast(y, unsigned)
+    shifted = g.add("BitShift", codes, count, direction=direction)
+    is_whole = g.add("GreaterOrEqual", count, np.asarray(bits, unsigned))
+    return g.cast(g.add("Where", is_whole, np.asarray(0, unsigned), shifted), dtype)
+
+
+@rule("rsqrt")
+def _rsqrt(g: Graph, eqn: Eqn, x: Operand) -> str:
+    return g.add("Div", _scalar(eqn, 1), g.add("Sqrt", x))
+
+
+@rule("square")
+def _square(g: Graph, eqn: Eqn, x: Operand) -> str:
+    return g.add("Mul", x, x)
+
+
+@rule("integer_pow")
+def _integer_pow(g: Graph, eqn: Eqn, x: Operand) -> str:
+    exponent = eqn.params["y"]
+    if exponent == 2:
+        return g.add("Mul", x, x)
+    if exponent < 0 and not np.issubdtype(_dtype(eqn), np.integer):
+        return g.add("Div", _scalar(eqn, 1), g.add("Pow", x, _scalar(eqn, -exponent)))
+    return g.add("Pow", x, _scalar(eqn, exponent))
+
+
+@rule("pow")
+def _pow(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
+    return g.add("Pow", x, y)
+
+
+@rule("exp2")
+def _exp2(g: Graph, eqn: Eqn, x: Operand) -> str:
+    return g.add("Pow", _scalar(eqn, 2), x)
+
+
+@rule("cbrt")
+def _cbrt(g: Graph, eqn: Eqn, x: Operand) -> str:
+    root = g.add("Pow", g.add("Abs", x), _scalar(eqn, 1 / 3))
+    return g.add("Mul", g.add("Sign", x), root)
+
+
+@rule("expm1")
+def _expm1(g: Graph, eqn: Eqn, x: Operand) -> str:
+    """`tanh(x / 2) (exp(x) + 1)`, which loses no digits near 0."""
+    power = g.add("Exp", x)
+    half = g.add("Tanh", g.add("Mul", x, _scalar(eqn, 0.5)))
+    near = g.add("Mul", half, g.add("Add", power, _scalar(eqn, 1)))
+    is_near = g.add("Less", g.add("Abs", x), _scalar(eqn, 1))
+    return g.add("Where", is_near, near, g.add("Sub", power, _scalar(eqn, 1)))
+
+
+@rule("log1p")
+def _log1p(g: Graph, eqn: Eqn, x: Operand) -> str:
+    """`x log(u) / (u - 1)` for `u = 1 + x`, in which the errors of `u` cancel."""
+    one = _scalar(eqn, 1)
+    u = g.add("Add", x, one)
+    log, difference = g.add("Log", u), g.add("Sub", u, one)
+    is_tiny = g.add("Equal", difference, _scalar(eqn, 0))
+    safe = g.add("Where", is_tiny, one, difference)
+    near = g.add("Where", is_tiny, x, g.add("Mul", x, g.add("Div", log, safe)))
+    is_near = g.add("Less", g.add("Abs", x), one)
+    return g.add("Where", is_near, near, log)
+
+
+@rule("erfc")
+def _erfc(g: Graph, eqn: Eqn, x: Operand) -> str:
+    """To the last digit of 1, not of the result: ONNX has no function for the tail."""
+    return g.add("Sub", _scalar(eqn, 1), g.add("Erf", x))
+
+
+@rule("rem")
+def _rem(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
+    return g.add("Mod", x, y, fmod=1)
+
+
+@rule("round")
+def _round(g: Graph, eqn: Eqn, x: Operand) -> str:
+    if eqn.params["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN:
+        return g.add("Round", x)
+    floor = g.add("Floor", g.add("Abs", x))
+    rest = g.add("Sub", g.add("Abs", x), floor)
+    up = g.cast(g.add("GreaterOrEqual", rest, _scalar(eqn, 0.5)), _dtype(eqn))
+    return g.add("Mul", g.add("Sign", x), g.add("Add", floor, up))
+
+
+@rule("is_finite")
+def _is_finite(g: Graph, eqn: Eqn, x: Operand) -> str:
+    difference = g.add("Sub", x, x)  # 0, or NaN for infinity and NaN
+    return g.add("Equal", difference, _scalar(eqn, 0))
+
+
+@rule("clamp")
+def _clamp(g: Graph, eqn: Eqn, low: Operand, x: Operand, high: Operand) -> str:
+    return g.add("Min", g.add("Max", x, low), high)
+
+
+def where(g: Graph, chosen: Operand, x: Operand, y: np.ndarray | Operand, kind: Any = None) -> str:
+    """Returns `x` where `chosen` is true, else `y`. Runtimes choose between few dtypes."""
+    dtype = np.dtype(y.dtype if kind is None and isinstance(y, np.ndarray) else kind)
+    if dtype == np.bool_:
+        kept = g.add("And", chosen, x)
+        return g.add("Or", kept, g.add("And", g.add("Not", chosen), y))
+    if np.issubdtype(dtype, np.integer) and dtype.itemsize < 4:
+        wide = g.add("Where", chosen, g.cast(x, np.int32), g.cast(y, np.int32))
+        return g.cast(wide, dtype)
+    return g.add("Where", chosen, x, y)
+
+
+@rule("select_n")
+def _select_n(g: Graph, eqn: Eqn, which: Operand, *cases: Operand) -> str:
+    dtype = _dtype(eqn, 1)
+    if _dtype(eqn) == np.bool_:
+        return where(g, which, cases[1], cases[0], dtype)
+    result: Operand = cases[-1]
+    for i in reversed(range(len(cases) - 1)):
+        is_here = g.add("LessOrEqual", which, _scalar(eqn, i))
+        result = where(g, is_here, cases[i], result, dtype)
+    return g.name(result)
+
+
+@rule("convert_element_type")
+def _convert(g: Graph, eqn: Eqn, x: Operand) -> str:
+    new = np.dtype(eqn.params["new_dtype"])
+    if new == np.bool_:
+        return g.add("Not", g.add("Equal", x, _scalar(eqn, 0)))
+    return g.name(x) if new == _dtype(eqn) else g.cast(x, new)
+
+
+_PRECISIONS = {(8, 7): "bfloat16", (5, 10): "float16"}
+"""The dtypes with given numbers of bits of the exponent and of the mantissa."""
+
+
+@rule("reduce_precision")
+def _reduce_precision(g: Graph, eqn: Eqn, x: Operand) -> str:
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    if bits not in _PRECISIONS:
+        raise refuse(eqn, f"to {bits[0]} and {bits[1]} bits has no form in ONNX")
+    return g.cast(g.cast(x, jnp.dtype(_PRECISIONS[bits])), _dtype(eqn))
+
+
+@rule("optimization_barrier")
+def _barrier(g: Graph, eqn: Eqn, *xs: Operand) -> list[str]:
+    return [g.add("Identity", x) for x in xs]
+
+
+# Shapes.
+
+
+@rule("broadcast_in_dim")
+def _broadcast(g: Graph, eqn: Eqn, x: Operand, *sizes: Operand) -> str:
+    shape, axes = eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
+    aligned = [1] * len(shape)
+    for axis, n in zip(axes, eqn.invars[0].aval.shape, strict=True):
+        aligned[axis] = n
+    is_same = tuple(aligned) == tuple(shape)
+    in_place = tuple(axes) == tuple(range(len(shape) - len(axes), len(shape)))
+    if is_same or not in_place:
+        x = g.reshape(x, aligned)
+    return g.name(x) if is_same else g.add("Expand", x, g.shape(shape))
+
+
+@rule("reshape", "squeeze", "expand_dims")
+def _reshape(g: Graph, eqn: Eqn, x: Operand, *sizes: Operand) -> str:
+    return g.reshape(x, eqn.outvars[0].aval.shape)
+
+
+@rule("transpose")
+def _transpose(g: Graph, eqn: Eqn, x: Operand) -> str:
+    return g.transpose(x, eqn.params["permutation"])
+
+
+@rule("rev")
+def _rev(g: Graph, eqn: Eqn, x: Operand) -> str:
+    axes = eqn.params["dimensions"]
+    least, count = np.iinfo(np.int64).min, len(axes)
+    bounds = g.ints(*[-1] * count), g.ints(*[least] * count)
+    return g.add("Slice", x, *bounds, g.ints(*axes), g.ints(*[-1] * count))
+
+
+@rule("slice")
+def _slice(g: Graph, eqn: Eqn, x: Operand) -> str:
+    p, shape = eqn.params, eqn.invars[0].aval.shape
+    steps = p["strides"] or (1,) * len(shape)
+    parts = zip(range(len(shape)), p["start_indices"], p["limit_indices"], steps, strict=True)
+    for axis, start, end, step in parts:
+        if (start, step) != (0, 1) or (end is not shape[axis] and end != shape[axis]):
+            x = g.slice(x, axis, start, end, step)
+    return g.name(x)
+
+
+@rule("split")
+def _split(g: Graph, eqn: Eqn, x: Operand) -> list[str]:
+    sizes, axis = eqn.params["sizes"], eqn.params["axis"]
+    return g.add_many("Split", len(sizes), x, g.shape(sizes), axis=axis)
+
+
+@rule("concatenate")
+def _concatenate(g: Graph, eqn: Eqn, *xs: Operand) -> str:
+    return g.add("Concat", *xs, axis=eqn.params["dimension"])
+
+
+@rule("stack")
+def _stack(g: Graph, eqn: Eqn, *xs: Operand) -> str:
+    axis, shape = eqn.params["axis"], list(eqn.invars[0].aval.shape)
+    rows = [g.reshape(x, [*shape[:axis], 1, *shape[axis:]]) for x in xs]
+    return g.add("Concat", *rows, axis=axis)
+
+
+def pad(g: Graph, x: Operand, value: Operand, config: Sequence[Any], shape: Sequence[Any]) -> str:
+    """Returns `x` padded as `lax.pad` does."""
+    shape = list(shape)
+    for axis, (_, _, between) in enumerate(config):
+        if between and shape[axis] > 1:
+            n = shape[axis]
+            x = g.reshape(x, [*shape[: axis + 1], 1, *shape[axis + 1 :]])
+            ends = [0] * (len(shape) + 1)
+            ends[axis + 1] = between
+            x = g.add("Pad", x, g.ints(*[0] * len(ends), *ends), value)
+            shape[axis] = n * (1 + between)
+            x = g.slice(g.reshape(x, shape), axis, 0, shape[axis] - between)
+            shape[axis] -= between
+    for axis, (low, high, _) in enumerate(config):
+        if low < 0 or high < 0:
+            end = shape[axis] + min(high, 0)
+            x = g.slice(x, axis, max(-low, 0), end)
+    pads = [max(x[0], 0) for x in config] + [max(x[1], 0) for x in config]
+    return g.add("Pad", x, g.ints(*pads), value) if any(pads) else g.name(x)
+
+
+@rule("pad")
+def _pad(g: Graph, eqn: Eqn, x: Operand, value: Operand) -> str:
+    shape = eqn.invars[0].aval.shape
+    if _dtype(eqn) == np.bool_:
+        x, value = g.cast(x, np.uint8), g.cast(value, np.uint8)
+        return g.cast(pad(g, x, value, eqn.params["padding_config"], shape), np.bool_)
+    return pad(g, x, value, eqn.params["padding_config"], shape)
+
+
+@rule("tile")
+def _tile(g: Graph, eqn: Eqn, x: Operand) -> str:
+    return g.add("Tile", x, g.ints(*eqn.params["reps"]))
+
+
+@rule("iota")
+def _iota(g: Graph, eqn: Eqn, *sizes: Operand) -> str:
+    p = eqn.params
+    shape, axis = eqn.outvars[0].aval.shape, p["dimension"]
+    count = g.add("Squeeze", g.size(shape[axis]))
+    numbers = g.add("Range", np.asarray(0, np.int64), count, np.asarray(1, np.int64))
+    aligned = [-1 if i == axis else 1 for i in range(len(shape))]
+    column = g.add("Reshape", g.cast(numbers, p["dtype"]), g.ints(*aligned))
+    return g.add("Expand", column, g.shape(shape)) if len(shape) > 1 else column
+
+
+@rule("dim_as_value")
+def _dim_as_value(g: Graph, eqn: Eqn) -> str:
+    return g.cast(g.add("Squeeze", g.size(eqn.params["dim"])), eqn.outvars[0].aval.dtype)
+
+
+# Reductions.
+
+_REDUCTIONS = {
+    "reduce_sum": "ReduceSum",
+    "reduce_max": "ReduceMax",
+    "reduce_min": "ReduceMin",
+    "reduce_prod": "ReduceProd",
+}
+
+
+def _reduced(op: str) -> Rule:
+    def apply(g: Graph, eqn: Eqn, x: Operand) -> str:
+        axes = g.ints(*eqn.params["axes"])
+        return g.add(op, x, axes, keepdims=0, noop_with_empty_axes=1)
+
+    return apply
+
+
+RULES.update({name: _reduced(op) for name, op in _REDUCTIONS.items()})
+
+
+@rule("reduce_and", "reduce_or")
+def _reduce_logic(g: Graph, eqn: Eqn, x: Operand) -> str:
+    if _dtype(eqn) != np.bool_:
+        raise refuse(eqn, "of integers has no form in ONNX")
+    op = "ReduceMin" if eqn.primitive.name == "reduce_and" else "ReduceMax"
+    return g.cast(_reduced(op)(g, eqn, g.cast(x, np.int32)), np.bool_)
+
+
+@rule("argmax", "argmin")
+def _arg(g: Graph, eqn: Eqn, x: Operand) -> str:
+    (axis,) = eqn.params["axes"]
+    op = {"argmax": "ArgMax", "argmin": "ArgMin"}[eqn.primitive.name]
+    return g.cast(g.add(op, x, axis=axis, keepdims=0), eqn.params["index_dtype"])
+
+
+@rule("cumsum")
+def _cumsum(g: Graph, eqn: Eqn, x: Operand) -> str:
+    axis = np.asarray(eqn.params["axis"], np.int64)
+    return g.add("CumSum", x, axis, reverse=int(eqn.params["reverse"]))
+
+
+@rule("sort")
+def _sort(g: Graph, eqn: Eqn, *xs: Operand) -> list[str]:
+    axis = eqn.params["dimension"]
+    if eqn.params["num_keys"] != 1:
+        raise refuse(eqn, "by several keys has no form in ONNX")
+    count = g.size(eqn.invars[0].aval.shape[axis])
+    keys, order = g.add_many("TopK", 2, xs[0], count, axis=axis, largest=0, sorted=1)
+    return [keys, *(g.add("GatherElements", x, order, axis=axis) for x in xs[1:])]
+
+
+@rule("top_k")
+def _top_k(g: Graph, eqn: Eqn, x: Operand) -> list[str]:
+    axis = eqn.params.get("axis", eqn.invars[0].aval.ndim - 1)
+    values, indices = g.add_many("TopK", 2, x, g.ints(eqn.params["k"]), axis=axis)
+    return [values, g.cast(indices, eqn.outvars[1].aval.dtype)]
+
+
+@rule("reduce_window_max", "reduce_window_sum", "reduce_window_min")
+def _window(g: Graph, eqn: Eqn, x: Operand) -> str:
+    p, shape = eqn.params, eqn.invars[0].aval.shape
+    if any(n != 1 for n in p["base_dilation"]):
+        raise refuse(eqn, "with a base dilation has no form in ONNX")
+    sizes, steps, dilations = p["window_dimensions"], p["window_strides"], p["window_dilation"]
+    fields = zip(sizes, steps, p["padding"], dilations, strict=True)
+    moving = [i for i, x in enumerate(fields) if x[:3] != (1, 1, (0, 0))] or [len(shape) - 1]
+    rest = [i for i in range(len(shape)) if i not in moving]
+    x = g.transpose(x, [*rest, *moving])
+    space = [shape[i] for i in moving]
+    x = g.reshape(x, [math.prod(shape[i] for i in rest), 1, *space])
+    pads = [p["padding"][i][0] for i in moving] + [p["padding"][i][1] for i in moving]
+    window = {
+        "kernel_shape": [sizes[i] for i in moving],
+        "strides": [steps[i] for i in moving],
+        "dilations": [dilations[i] for i in moving],
+        "pads": pads,
+    }
+    if eqn.primitive.name == "reduce_window_sum":
+        mean = g.add("AveragePool", x, count_include_pad=1, **window)
+        y = g.add("Mul", mean, _scalar(eqn, math.prod(window["kernel_shape"])))
+    elif eqn.primitive.name == "reduce_window_max":
+        y = g.add("MaxPool", x, **window)
+    else:
+        y = g.add("Neg", g.add("MaxPool", g.add("Neg", x), **window))
+    out = eqn.outvars[0].aval.shape
+    y = g.reshape(y, [out[i] for i in (*rest, *moving)])
+    return g.transpose(y, list(np.argsort([*rest, *moving])))
+
+
+# Lookups and updates, whose starts are clamped as `lax` clamps them.
+
+
+def _start(g: Graph, start: Operand, most: Any) -> str:
+    """Returns a start of a slice, int64 [1], between 0 and a size."""
+    index = g.add("Reshape", g.cast(start, np.int64), g.ints(1))
+    return g.add("Min", g.add("Max", index, g.ints(0)), g.size(most))
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(g: Graph, eqn: Eqn, x: Operand, *starts: Operand) -> str:
+    sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
+    for axis, (size, n) in enumerate(zip(sizes, shape, strict=True)):
+        if size is not n and size != n:
+            start = _start(g, starts[axis], n - size)
+            x = g.slice(x, axis, start, g.add("Add", start, g.size(size)))
+    return g.name(x)
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(g: Graph, eqn: Eqn, x: Operand, update: Operand, *starts: Operand) -> str:
+    shape, sizes = (atom.aval.shape for atom in eqn.invars[:2])
+
+    def updated(x: Operand, axes: list[int]) -> Operand:
+        """Returns `x` with the update, which has the size of `x` but along some axes."""
+        if not axes:
+            return update
+        axis, *others = axes
+        n, size = shape[axis], sizes[axis]
+        start = _start(g, starts[axis], n - size)
+        end = g.add("Add", start, g.size(size))
+        middle = updated(g.slice(x, axis, start, end) if others else x, others)
+        parts = g.slice(x, axis, 0, start), middle, g.slice(x, axis, end, n)
+        return g.add("Concat", *parts, axis=axis)
+
+    axes = [i for i, (n, m) in enumerate(zip(shape, sizes, strict=True)) if n is not m and n != m]
+    return g.name(updated(x, axes))
+
+
+def _places(
+    g: Graph,
+    numbers: Any,
+    starts: Operand,
+    starts_shape: Sequence[int],
+    operand_shape: Sequence[int],
+    sizes: Sequence[int],
+) -> tuple[str, str, list[int]]:
+    """Returns the index of each element of all windows, int64 [*batch, *window, rank]; whether each
+    window lies inside, bool [*batch, 1...]; and the sizes of the batch.
+    """
+    if isinstance(numbers, lax.GatherDimensionNumbers):
+        mapped, start_batching = numbers.start_index_map, numbers.start_indices_batching_dims
+    else:
+        mapped = numbers.scatter_dims_to_operand_dims
+        start_batching = numbers.scatter_indices_batching_dims
+    batching = numbers.operand_batching_dims
+    batch, rank = list(starts_shape[:-1]), len(operand_shape)
+    starts = g.cast(starts, np.int64)
+    highs = g.ints(*(operand_shape[d] - sizes[d] for d in mapped))
+    if mapped:
+        clamped = g.add("Min", g.add("Max", starts, g.ints(0)), highs)
+        same = g.cast(g.add("Equal", starts, clamped), np.int32)
+        inside = g.cast(g.add("ReduceMin", same, g.ints(-1), keepdims=0), np.bool_)
+    else:
+        clamped, inside = starts, g.name(np.ones(batch, np.bool_))
+    inside = g.add("Reshape", inside, g.ints(*batch, *[1] * rank))
+    columns = []
+    for d in range(rank):
+        window = np.arange(sizes[d], dtype=np.int64)
+        column: Operand = window.reshape(
+            [1] * len(batch) + [-1 if i == d else 1 for i in range(rank)]
+        )
+        if d in mapped:
+            start = g.slice(clamped, len(batch), list(mapped).index(d), list(mapped).index(d) + 1)
+            start = g.add("Reshape", start, g.ints(*batch, *[1] * rank))
+            column = g.add("Add", column, start)
+        elif d in batching:
+            axis = start_batching[list(batching).index(d)]
+            index = np.arange(batch[axis], dtype=np.int64)
+            column = index.reshape([-1 if i == axis else 1 for i in range(len(batch))] + [1] * rank)
+        full = g.add("Expand", column, g.ints(*batch, *sizes))
+        columns.append(g.add("Reshape", full, g.ints(*batch, *sizes, 1)))
+    index = g.add("Concat", *columns, axis=-1) if rank > 1 else columns[0]
+    return index, inside, batch
+
+
+@rule("gather")
+def gather(g: Graph, eqn: Eqn, x: Operand, starts: Operand) -> str:
+    """Rows of an axis by `Gather`; anything else by the index of each element."""
+    p = eqn.params
+    numbers, sizes, mode = p["dimension_numbers"], p["slice_sizes"], p["mode"]
+    shape, starts_shape = (atom.aval.shape for atom in eqn.invars)
+    if (axis := row_axis(eqn)) is not None:
+        index = g.reshape(g.cast(starts, np.int64), starts_shape[:-1])
+        last = np.asarray(shape[axis] - 1, np.int64)
+        clamped = g.add("Min", g.add("Max", index, np.asarray(0, np.int64)), last)
+        rows = g.add("Gather", x, clamped, axis=axis)
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:
+            inside = g.add("Equal", index, clamped)
+            rank = len(eqn.outvars[0].aval.shape)
+            aligned = [1] * axis + list(starts_shape[:-1]) + [1] * (len(shape) - axis - 1)
+            assert len(aligned) == rank
+            inside = g.reshape(inside, aligned)
+            rows = where(g, inside, rows, _fill(eqn))
+        return rows
+    if any(map(export.is_symbolic_dim, (*shape, *starts_shape))):
+        raise refuse(eqn, "with open sizes has no form in ONNX, but for rows of an axis")
+    index, inside, batch = _places(g, numbers, starts, starts_shape, shape, sizes)
+    values = g.add("GatherND", x, index)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        values = where(g, inside, values, _fill(eqn))
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [n for d, n in enumerate(sizes) if d not in dropped]
+    values = g.add("Reshape", values, g.ints(*batch, *kept))
+    rank, offsets = len(batch) + len(kept), list(numbers.offset_dims)
+    batch_axes = [i for i in range(rank) if i not in offsets]
+    order = [0] * rank
+    for source, target in enumerate([*batch_axes, *offsets]):
+        order[target] = source
+    return g.transpose(values, order)
+
+
+def row_axis(eqn: Eqn) -> int | None:
+    """Returns the axis of which a gather takes whole rows as `Gather` does; else `None`."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, starts_shape = (atom.aval.shape for atom in eqn.invars)
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        return None
+    (axis,) = numbers.start_index_map
+    if numbers.collapsed_slice_dims != (axis,) or starts_shape[-1] != 1:
+        return None
+    others = [i for i in range(len(shape)) if i != axis]
+    if any(sizes[i] != shape[i] for i in others):
+        return None
+    batch = len(starts_shape) - 1
+    expected = (*range(axis), *range(axis + batch, len(shape) - 1 + batch))
+    return axis if tuple(numbers.offset_dims) == expected else None
+
+
+def _fill(eqn: Eqn) -> np.ndarray:
+    """Returns what a gather gives outside of the array: NaN, or the number of JAX for a dtype."""
+    dtype, value = _dtype(eqn), eqn.params.get("fill_value")
+    if value is None and np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        value = limits.min or limits.max
+    elif value is None:
+        value = dtype == np.bool_ or np.nan
+    return np.asarray(value, dtype)
+
+
+@rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
+def _scatter(g: Graph, eqn: Eqn, x: Operand, starts: Operand, updates: Operand) -> str:
+    p, name = eqn.params, eqn.primitive.name.replace("-", "_")
+    numbers, mode = p["dimension_numbers"], p["mode"]
+    shape, starts_shape, updates_shape = (atom.aval.shape for atom in eqn.invars)
+    if any(map(export.is_symbolic_dim, (*shape, *starts_shape, *updates_shape))):
+        raise refuse(eqn, "with open sizes has no form in ONNX")
+    windows = list(numbers.update_window_dims)
+    dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    iterator = iter(updates_shape[d] for d in windows)
+    sizes = [1 if d in dropped else next(iterator) for d in range(len(shape))]
+    index, inside, batch = _places(g, numbers, starts, starts_shape, shape, sizes)
+    order = [d for d in range(len(updates_shape)) if d not in windows] + windows
+    values = g.add("Reshape", g.transpose(updates, order), g.ints(*batch, *sizes))
+    reduction = "none" if name == "scatter" else name.removeprefix("scatter_")
+    if mode == lax.GatherScatterMode.FILL_OR_DROP or mode is None:
+        if reduction == "none" and math.prod(batch) > 1:
+            raise refuse(eqn, "that may drop updates has no form in ONNX; pass mode='clip'")
+        old = g.add("GatherND", x, index)
+        neutral = {"add": 0, "mul": 1}.get(reduction)
+        values = g.add("Where", inside, values, old if neutral is None else _scalar(eqn, neutral))
+    return g.add("ScatterND", x, index, values, reduction=reduction)

@@ -1,0 +1,154 @@
+"""Quantized functions as models of ONNX: the integers are those of jqx."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+import jqx
+from jqx.interop import to_onnx
+
+from ..arrays import normal
+from .runtime import LEVELS, assert_close, operations, run
+
+PARAMS = {
+    "first": normal(0, 64, 64) / 8,
+    "layers": normal(1, 2, 64, 64) / 8,
+    "last": normal(2, 64, 32) / 8,
+}
+X = normal(3, 8, 64)
+U8 = {"qtype": jnp.uint8, "symmetric": False, "calibrator": jqx.calibrators.minmax}
+TABLE, WORDS = normal(4, 20, 64), np.array([[3, 0], [19, 7]], "i4")
+
+
+def network(params, x):
+    h = jax.nn.gelu(x @ params["first"])
+    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["layers"])
+    return h @ params["last"]
+
+
+def quantized(policy, f=network, params=PARAMS, x=X, **options):
+    return jqx.ptq(f, policy, progress=False, **options)(params, [x])
+
+
+SCHEMES = {
+    "w8a8": (jqx.presets.w8a8(), {}),
+    "w8a8 as floats": (jqx.presets.w8a8(), {"integers": False}),
+    "w8a8 with zero points": (jqx.presets.w8a8(activation=U8), {}),
+    "w8a8 dynamic": (jqx.presets.w8a8_dynamic(), {}),
+    "w8a8 dynamic with zero points": (jqx.presets.w8a8_dynamic(activation=U8), {}),
+    "w8a16": (jqx.presets.w8a16(), {}),
+    "w4a16": (jqx.presets.w4a16(), {}),
+    "w4a16 with zero points": (
+        jqx.presets.w4a16(weight={"qtype": jnp.uint4, "symmetric": False}),
+        {},
+    ),
+    "w2a16": (jqx.presets.w4a16(weight={"qtype": jnp.int2}), {}),
+    "w4a8": (jqx.presets.w4a8(), {}),
+    "w4a8 in groups": (jqx.presets.w4a8(weight={"granularity": jqx.per_group(32)}), {}),
+    "fp8": (jqx.presets.fp8(), {}),
+    "nf4": (jqx.presets.nf4(), {}),
+    "mxfp4 weights": (jqx.Policy({".*": "mxfp4"}), {}),
+    "nvfp4 weights": (jqx.Policy({".*": "nvfp4"}), {}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_model_gives_the_results_of_the_quantized_function(name):
+    policy, options = SCHEMES[name]
+    q = quantized(policy, algorithm=jqx.algorithms.nearest())
+    model = to_onnx(q, **options)(X)
+    expected = jax.jit(q.function)(q.params, X)
+    assert_close(run(model, X), expected)
+    codes = sum(x.nbytes for x in jax.tree.leaves(q.params))
+    if "2" not in name.split("a")[0] and "nf4" not in name and "fp4" not in name:
+        assert model.ByteSize() < 1.02 * codes + 12_000  # of which nodes are the rest
+
+
+def test_sums_of_integers_are_those_of_jqx_bit_for_bit():
+    """One product with scales of 1, so that nothing else rounds; also codes from 0 to 255."""
+    f = lambda w, x: x @ w  # noqa: E731
+    w = np.random.default_rng(0).integers(-127, 128, (64, 32)).astype("f4")
+    x = np.random.default_rng(1).integers(-127, 128, (8, 64)).astype("f4")
+    w[0], x[:, 0] = 127, 127  # scales are 1
+    positive = x + 128
+    positive[:, :2] = 0, 255
+    cases = [("w8a8", x), ("w8a8 dynamic", x)]
+    cases += [(f"{name} with zero points", positive) for name, _ in cases]
+    for name, x in cases:
+        q = jqx.ptq(f, SCHEMES[name][0], progress=False)(jnp.asarray(w), [jnp.asarray(x)])
+        model = to_onnx(q)(jnp.asarray(x))
+        assert operations(model)["MatMulInteger"] == 1
+        for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
+            (found,) = run(model, x, level=level)
+            assert (found == x.astype(int) @ w.astype(int)).all()
+
+
+def test_layers_of_a_scan_have_their_own_scales():
+    q = quantized(jqx.presets.w8a8())
+    model = to_onnx(q, integers=False)(X)
+    assert operations(model)["QuantizeLinear"] == 4
+    assert operations(model)["DequantizeLinear"] == 8
+
+
+def test_a_table_is_looked_up_as_codes():
+    def f(params, words):
+        return params["table"][words] @ params["w"]
+
+    params = {"table": TABLE, "w": PARAMS["last"]}
+    policy = jqx.Policy(
+        [jqx.Rule("table", weight="int8", tables=jqx.QSpec("int8", jqx.per_axis(0))), jqx.Rule("w")]
+    )
+    q = quantized(policy, f, params, jnp.asarray(WORDS))
+    model = to_onnx(q)(jnp.asarray(WORDS))
+    assert_close(run(model, WORDS), jax.jit(q.function)(q.params, WORDS))
+    assert model.ByteSize() < TABLE.size + 4 * 64 * 32 + 4_000
+
+
+def test_a_convolution_runs_on_dequantized_codes():
+    def f(kernel, x):
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    kernel, x = normal(5, 3, 3, 4, 8), normal(6, 2, 6, 6, 4)
+    for policy in (jqx.presets.w8a16(), jqx.presets.w8a8()):
+        q = quantized(policy, f, kernel, x)
+        assert_close(run(to_onnx(q)(x), x), jax.jit(q.function)(q.params, x))
+
+
+def test_results_of_a_plan_are_rounded():
+    rule = jqx.Rule(weight="int8", activation="int8", output="int8")
+    q = quantized(jqx.Policy([rule]), lambda w, x: x @ w, PARAMS["last"])
+    found = run(to_onnx(q)(X), X)
+    assert_close(found, jax.jit(q.function)(q.params, X))
+
+
+def test_a_batch_may_have_any_size():
+    (b,) = export.symbolic_shape("b")
+    q = quantized(jqx.presets.w8a8_dynamic())
+    model = to_onnx(q)(jax.ShapeDtypeStruct((b, 64), jnp.float32))
+    for rows in (1, 5):
+        assert_close(run(model, X[:rows]), jax.jit(q.function)(q.params, X[:rows]))
+
+
+def test_a_function_is_written_with_its_plan_and_float_weights():
+    plan = jqx.make_plan(network, jqx.presets.w8a8_dynamic())(PARAMS, X)
+    model = to_onnx(network, PARAMS, plan=plan)(X)
+    expected = jqx.convert(network, plan)(jqx.quantize_params(PARAMS, plan), X)
+    assert_close(run(model, X), expected)
+
+
+def test_calls_that_make_no_sense_are_refused():
+    q = quantized(jqx.presets.w8a16())
+    run_in_blocks = quantized(jqx.presets.mxfp8())
+    cases = [
+        (lambda: to_onnx(q, PARAMS), "has its own parameters"),
+        (lambda: to_onnx(3), "f"),
+        (lambda: to_onnx(network, PARAMS, plan=3), "pass the result of jqx.make_plan"),
+        (lambda: to_onnx(run_in_blocks)(X), "of an activation has no form"),
+    ]
+    for call, text in cases:
+        with pytest.raises((TypeError, NotImplementedError), match=text):
+            call()
