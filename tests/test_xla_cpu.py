@@ -138,6 +138,18 @@ def ends_the_process(program):
 
 
 @pytest.mark.slow
+@mended
+def test_bits_of_a_transposed_constant_in_a_loop_are_masked_wrongly():
+    constant = jnp.asarray(np.random.default_rng(0).normal(size=(64, 48)), jnp.float32)
+    bits = lambda x: lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)  # noqa: E731
+
+    def in_loop(f):
+        return jax.jit(lambda d: lax.map(lambda z: f(constant.T) + z, d))(jnp.zeros(2, jnp.uint32))
+
+    assert (in_loop(bits)[0] == bits(constant.T)).all()
+    assert (in_loop(jax.jit(bits))[0] != bits(constant.T)).any()
+
+
 def test_joining_codes_of_two_bits_ends_the_process():
     join = "print(jax.jit(lambda x: lax.concatenate([x, x], 0))(jnp.zeros((4, 8), jnp.{})))"
     assert not ends_the_process(join.format("int8"))

@@ -78,6 +78,11 @@ WORKAROUNDS = {
         "keeps them.",
         ("transforms.convert.as_stored", "train.products._forward"),
     ),
+    "bits_of_a_transposed_constant_in_a_loop_are_masked_wrongly": Workaround(
+        "A loop that calls a jitted function with a transposed constant gets other bits of it, if "
+        "the function masks them. So the sign of a magnitude is cleared before its bits are read.",
+        ("statistics.granularity.magnitude_bits",),
+    ),
     "joining_codes_of_two_bits_ends_the_process": Workaround(
         "A program that joins arrays of 2-bit integers aborts the process while it is compiled. So "
         "they are joined as bytes.",

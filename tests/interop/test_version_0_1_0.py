@@ -186,6 +186,7 @@ NAMES = (
     *("Hqq", "Integer", "LearnedStep", "LearnedStepAndOffset", "MinMax", "Minifloat", "Mse"),
     *("Numerics", "ParameterizedClipping", "Parq", "PerAxis", "PerBlock", "PerGroup"),
     *("PerKeptAxis", "PerRun", "PerTensor", "Percentile", "PowerOfTwo", "Rms", "Rounded"),
+    "RoundedOperand",
     *("Squares", "StochasticRounding", "StraightThrough", "StraightThroughUnclipped"),
 )
 """What version 2 calls the classes of jqx. These names never change."""

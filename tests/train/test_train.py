@@ -139,6 +139,25 @@ def test_a_plan_shows_the_products_and_is_stored_with_them():
     assert jqx.Plan.from_dict(json.loads(json.dumps(floats.to_dict()))) == floats
 
 
+def test_a_weight_that_a_function_closes_over_is_rounded_as_any_other_in_a_loop():
+    """XLA on CPU evaluates what depends on constants alone before the program runs."""
+    recipe = jqx.recipes.fp8_rowwise()
+    plan = planned(lambda w, x: x @ w, recipe, W, X)
+    step = jqx.train(lambda w, x: x @ w, plan, recipe)
+    rows = X.reshape(2, 4, 32)
+    weight = np.asarray(W)
+
+    def gradients(w):
+        return lax.map(
+            lambda x: jax.vjp(lambda x: step(w, {}, x), x)[1](jnp.ones((4, 32)))[0], rows
+        )
+
+    expected = jax.jit(gradients)(W)
+    for constant in (weight, jnp.asarray(weight)):
+        found = jax.jit(lambda: gradients(constant))()  # noqa: B023
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 def test_layers_that_a_recipe_leaves_out_are_in_float():
     params = {"a": W, "head": normal(7, 32, 4)}
     f = lambda p, x: (x @ p["a"]) @ p["head"]  # noqa: E731

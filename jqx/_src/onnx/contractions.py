@@ -130,7 +130,7 @@ def quantized(
     ):
         problem = f"{spec} of an activation has no form in ONNX."
         fix = "use one scale for the tensor or for each token, in an integer or fp8 format."
-        raise fail("to_onnx", problem, fix=fix, error=NotImplementedError)
+        raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
     shared = [i for i, n in enumerate(groups.scale_shape) if n == 1]
     scale_shape = tuple(1 if i in shared else n for i, n in enumerate(x.shape))
     real = x.name if x.dtype == np.float32 else g.cast(x, np.float32)
@@ -207,7 +207,7 @@ def _current(
         return scale, g.add("Round", start)
     problem = f"the calibrator of {spec} has no form in ONNX for scales of current values."
     fix = "use absmax, or calibrate static scales."
-    raise fail("to_onnx", problem, fix=fix, error=NotImplementedError)
+    raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
 
 
 def real(g: Graph, x: Any) -> Operand:

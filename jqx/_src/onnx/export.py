@@ -261,7 +261,7 @@ def _info(helper: Any, name: str, aval: Any) -> Any:
     return helper.make_tensor_value_info(name, onnx_type(aval.dtype), sizes)
 
 
-@called("to_onnx", "call it in two steps: to_onnx(quantized)(x), or to_onnx(f, params)(x).")
+@called("interop.to_onnx", "call it in two steps: to_onnx(quantized)(x), or to_onnx(f, params)(x).")
 def to_onnx(
     f: Quantized[..., Any] | Callable[..., Any],
     params: Any = None,
@@ -303,29 +303,31 @@ def to_onnx(
     """
     onnx_module()
     if plan is not None:
-        check_instance("to_onnx", "plan", plan, Plan, fix="pass the result of jqx.make_plan.")
+        fix = "pass the result of jqx.make_plan."
+        check_instance("interop.to_onnx", "plan", plan, Plan, fix=fix)
     function: Any = f
     if isinstance(f, Quantized):
         if params is not None or plan is not None or affines is not None:
             problem = "a quantized function has its own parameters, plan and scales."
-            raise fail("to_onnx", problem, fix="pass to_onnx(quantized)(x).", error=TypeError)
+            fix = "pass to_onnx(quantized)(x)."
+            raise fail("interop.to_onnx", problem, fix=fix, error=TypeError)
         function, params, plan, affines = f.source, f.params, f.plan, f.affines
         positions: Any = plan.params
     else:
-        check_function("to_onnx", f)
+        check_function("interop.to_onnx", f)
         positions = 0 if plan is None else plan.params
 
     def write(*args: Any, **kwargs: Any) -> Any:
         given = plan or Plan((), (), (), 0, ())
         call = trace_call(
-            "to_onnx",
+            "interop.to_onnx",
             function,
             positions if plan is None else plan.parameters,
             arguments_of(given, params, args),
             kwargs,
         )
-        fitted = given if plan is None else as_plan("to_onnx", plan, call, positions)
-        scales = {} if plan is None else fitted.scales_of("to_onnx", affines)
+        fitted = given if plan is None else as_plan("interop.to_onnx", plan, call, positions)
+        scales = {} if plan is None else fitted.scales_of("interop.to_onnx", affines)
         return _model(call, fitted, scales, integers)
 
     return write

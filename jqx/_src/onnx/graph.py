@@ -24,7 +24,9 @@ def onnx_module() -> Any:
         return importlib.import_module("onnx")
     except ImportError as error:
         fix = "pip install 'jqx[onnx]'"
-        raise fail("to_onnx", "onnx is not installed.", fix=fix, error=ImportError) from error
+        raise fail(
+            "interop.to_onnx", "onnx is not installed.", fix=fix, error=ImportError
+        ) from error
 
 
 class Value(NamedTuple):

@@ -37,7 +37,7 @@ def refuse(eqn: Eqn, reason: str) -> Exception:
     problem = f"`{eqn.primitive.name}` {reason}{compat.at_line_of(eqn)}."
     facts = f"scope {compat.scope_of(eqn) or '(none)'}"
     fix = "write this part of the function in another way, or compute it outside."
-    return fail("to_onnx", problem, given=facts, fix=fix, error=NotImplementedError)
+    return fail("interop.to_onnx", problem, given=facts, fix=fix, error=NotImplementedError)
 
 
 # Elementwise.

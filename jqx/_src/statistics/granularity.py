@@ -263,9 +263,11 @@ class Groups:
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """Returns the bits of magnitudes, as integers: these have the order of the magnitudes, with
     infinity and then NaN at the end.
+
+    The sign is cleared before the cast: XLA on CPU masks the bits of some constants wrongly.
     """
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
-    return lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max
+    return lax.bitcast_convert_type(jnp.abs(x), integer)
 
 
 def maximum_in_steps(x: jax.Array, axes: Sequence[int]) -> jax.Array:

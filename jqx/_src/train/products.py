@@ -93,12 +93,9 @@ _EXCHANGED = {BATCH: BATCH, KEPT: SUMMED, SUMMED: KEPT}
 
 def _with_axes_exchanged(operand: Operand) -> Rounded | None:
     """Returns how the transpose of an operand is rounded to the same numbers; `None` for floats,
-    and for random numbers, which are drawn in the order of the operand. Also for 8-bit floats
-    without blocks: in a loop on CPU their products would be wrong.
+    and for random numbers, which are drawn in the order of the operand.
     """
     if isinstance(operand, np.dtype) or operand.needs_key:
-        return None
-    if isinstance(format_of(operand.spec.qtype), Minifloat):
         return None
     granularity = operand.spec.granularity
     if granularity.is_relative:
@@ -244,7 +241,7 @@ def _backward(products: Products, turned: Turned, residuals: Any, dy: jax.Array)
     def multiplied_again(i: int, a: Any) -> Any:
         """Returns `x` or `w` as the backward pass multiplies it, from what was kept."""
         if _is_transpose(products, i):
-            return a.transpose(0, 2, 1)
+            return swap_axes(a)
         if products.backward_from == "float":
             return a
         values = _unrotated(a, like[i], products.forward, keys[0])
