@@ -173,6 +173,11 @@ def _exp2(g: Graph, eqn: Eqn, x: Operand) -> str:
     return g.add("Pow", _scalar(eqn, 2), x)
 
 
+@rule("log2")
+def _log2(g: Graph, eqn: Eqn, x: Operand) -> str:
+    return g.add("Div", g.add("Log", x), _scalar(eqn, math.log(2)))
+
+
 @rule("cbrt")
 def _cbrt(g: Graph, eqn: Eqn, x: Operand) -> str:
     root = g.add("Pow", g.add("Abs", x), _scalar(eqn, 1 / 3))
