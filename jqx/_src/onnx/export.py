@@ -1,7 +1,5 @@
 """`to_onnx`: a function, with its weights and its plan, as a model of ONNX."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -263,7 +261,7 @@ def _info(helper: Any, name: str, aval: Any) -> Any:
 
 @called("interop.to_onnx", "call it in two steps: to_onnx(quantized)(x), or to_onnx(f, params)(x).")
 def to_onnx(
-    f: Quantized[..., Any] | Callable[..., Any],
+    f: Callable[..., Any],
     params: Any = None,
     *,
     plan: Plan | None = None,
