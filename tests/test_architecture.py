@@ -78,8 +78,8 @@ INSIDE = {
         transforms.quantize_params transforms.trace
     """,
     "onnx": """
-        contractions.problem numerics.lookup numerics.minifloats numerics.qtype
-        statistics.calibrators tensor.qtensor tensor.spec transforms.arguments
+        contractions.problem numerics.exact numerics.lookup numerics.minifloats numerics.qtype
+        numerics.runtimes statistics.calibrators tensor.qtensor tensor.spec transforms.arguments
         transforms.calibrate transforms.integers transforms.interpret transforms.make_plan
         transforms.paths transforms.plan transforms.trace transforms.views transforms.walk
     """,

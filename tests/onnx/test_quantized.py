@@ -102,7 +102,8 @@ def test_a_table_is_looked_up_as_codes():
     )
     q = quantized(policy, f, params, jnp.asarray(WORDS))
     model = to_onnx(q)(jnp.asarray(WORDS))
-    assert_close(run(model, WORDS), jax.jit(q.function)(q.params, WORDS))
+    for words in (WORDS, WORDS + 5):  # one of them is outside of the table
+        assert_close(run(model, words), jax.jit(q.function)(q.params, words))
     assert model.ByteSize() < TABLE.size + 4 * 64 * 32 + 4_000
 
 
@@ -143,11 +144,17 @@ def test_a_function_is_written_with_its_plan_and_float_weights():
 def test_calls_that_make_no_sense_are_refused():
     q = quantized(jqx.presets.w8a16())
     run_in_blocks = quantized(jqx.presets.mxfp8())
+    asymmetric = {**U8, "calibrator": jqx.calibrators.percentile}
+    searched = quantized(jqx.presets.w8a8_dynamic(activation=asymmetric))
+    upward = {"round_mode": jqx.RoundMode.UP}
+    rounded = quantized(jqx.presets.w8a8(activation=upward))
     cases = [
         (lambda: to_onnx(q, PARAMS), "has its own parameters"),
         (lambda: to_onnx(3), "f"),
         (lambda: to_onnx(network, PARAMS, plan=3), "pass the result of jqx.make_plan"),
         (lambda: to_onnx(run_in_blocks)(X), "of an activation has no form"),
+        (lambda: to_onnx(searched)(X), "the calibrator of .* has no form"),
+        (lambda: to_onnx(rounded)(X), "rounds in another way"),
     ]
     for call, text in cases:
         with pytest.raises((TypeError, NotImplementedError), match=text):

@@ -14,14 +14,16 @@ from jax import export
 from ..compat import Eqn
 from ..contractions.problem import Dimensions
 from ..errors import fail
+from ..numerics.exact import RoundMode
 from ..numerics.lookup import format_of
 from ..numerics.minifloats import Minifloat
 from ..numerics.qtype import Integer
-from ..statistics.calibrators import Affine, absmax
+from ..numerics.runtimes import ngraph, onnx
+from ..statistics.calibrators import Affine, absmax, minmax
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from .graph import Graph, Operand, Value
-from .primitives import RULES, pad, refuse, row_axis
+from .primitives import RULES, filled, pad, refuse, row_axis, row_index
 
 # Quantized values.
 
@@ -99,8 +101,8 @@ def dequantized(g: Graph, q: QTensor) -> str:
     else:
         return g.name(np.asarray(q.dequantize()))
     if zero_point is not None:
-        real = g.add("Sub", real, _spread(g, zero_point.astype(np.float32), q))
-    real = g.add("Mul", real, _spread(g, scale, q))
+        real = g.add("Sub", real, _spread(zero_point.astype(np.float32), q))
+    real = g.add("Mul", real, _spread(scale, q))
     return real if dtype == np.float32 else g.cast(real, dtype)
 
 
@@ -112,7 +114,7 @@ def _looked_up(g: Graph, codes: np.ndarray, values: np.ndarray) -> str:
     return g.add("Gather", table, g.cast(bits, np.int32))
 
 
-def _spread(g: Graph, x: np.ndarray, q: QTensor) -> Operand:
+def _spread(x: np.ndarray, q: QTensor) -> np.ndarray:
     """Returns one number for each element, from one for each block."""
     for axis, (size, n) in enumerate(zip(q.groups.sizes, q.shape, strict=True)):
         if q.groups.is_blocked(axis):
@@ -130,6 +132,10 @@ def quantized(
     ):
         problem = f"{spec} of an activation has no form in ONNX."
         fix = "use one scale for the tensor or for each token, in an integer or fp8 format."
+        raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
+    if spec.rounding != RoundMode.NEAREST_TOWARD_EVEN or spec.numerics not in (ngraph, onnx):
+        problem = f"{spec} rounds in another way than ONNX does."
+        fix = "leave round_mode= and numerics= out, or pass jqx.numerics.onnx."
         raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
     shared = [i for i, n in enumerate(groups.scale_shape) if n == 1]
     scale_shape = tuple(1 if i in shared else n for i, n in enumerate(x.shape))
@@ -196,7 +202,7 @@ def _current(
         scale = g.add("Div", largest, np.float32(form.high))
         is_zero = g.add("Equal", scale, np.float32(0))
         return g.add("Where", is_zero, np.float32(1), scale), None
-    if not spec.symmetric:
+    if not spec.symmetric and spec.calibrator == minmax:
         low = g.add("Min", g.add("ReduceMin", x, axes, keepdims=1), np.float32(0))
         high = g.add("Max", g.add("ReduceMax", x, axes, keepdims=1), np.float32(0))
         scale = g.add("Div", g.add("Sub", high, low), np.float32(form.high - form.low))
@@ -206,7 +212,7 @@ def _current(
         start = g.add("Min", g.add("Max", start, np.float32(form.low)), np.float32(form.high))
         return scale, g.add("Round", start)
     problem = f"the calibrator of {spec} has no form in ONNX for scales of current values."
-    fix = "use absmax, or calibrate static scales."
+    fix = "use absmax, for asymmetric specs minmax, or calibrate static scales."
     raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
 
 
@@ -284,21 +290,26 @@ def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
         (*batch, summed, _size(columns, range(len(columns)))) if merged_rhs else None,
     )
     out_shape, dtype = eqn.outvars[0].aval.shape, np.dtype(eqn.outvars[0].aval.dtype)
-    result = _integer_product(g, lhs, rhs, x, y, shapes)
+    result = _integer_product(g, lhs, rhs, x, y)
     if result is None:
-        operand_dtype = np.dtype(eqn.invars[0].aval.dtype)
-        a, b = (form.of(g, _plain(g, v)) for form, v in ((lhs, x), (rhs, y)))
-        a, b = (real(g, v) for v in (a, b))
-        if operand_dtype.name in ("int8", "uint8") and dtype == np.int32:
-            result = g.add("MatMulInteger", a, b)
+        operands = [real(g, form.of(g, _plain(g, v))) for form, v in ((lhs, x), (rhs, y))]
+        dtypes = [np.dtype(atom.aval.dtype) for atom in eqn.invars]
+        if all(x.name in ("int8", "uint8") for x in dtypes) and dtype == np.int32:
+            result = g.add("MatMulInteger", *operands)
         else:
-            result = g.add("MatMul", a, b)
-            result = result if operand_dtype == dtype else g.cast(result, dtype)
+            result = g.add("MatMul", *_widened(g, eqn, operands))
     elif dtype != np.float32:
         result = g.cast(result, dtype)
     if rows_in == rows and len(columns) == 1:
         return result
     return g.reshape(result, out_shape)
+
+
+def _widened(g: Graph, eqn: Eqn, operands: Sequence[Operand]) -> list[Operand]:
+    """Returns operands in the dtype of the result, in which JAX adds their products up."""
+    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+    pairs = zip(operands, eqn.invars, strict=True)
+    return [x if atom.aval.dtype == dtype else g.cast(x, dtype) for x, atom in pairs]
 
 
 def _plain(g: Graph, x: Any) -> Any:
@@ -323,9 +334,7 @@ def is_integer(q: Any) -> bool:
     return isinstance(form, Integer) and form.bits <= 8
 
 
-def _integer_product(
-    g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any, shapes: Sequence[Any]
-) -> str | None:
+def _integer_product(g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any) -> str | None:
     """Returns a product of integers, if one operand is in codes of the graph, and the other is a
     weight with a scale for each result; else `None`.
     """
@@ -373,12 +382,12 @@ def _integer_product(
 
 def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
     """Returns a convolution, in float; runtimes fuse what dequantizes its operands into it."""
-    p, dtype = eqn.params, np.dtype(eqn.outvars[0].aval.dtype)
+    p = eqn.params
     numbers = p["dimension_numbers"]
     if p["batch_group_count"] != 1:
         raise refuse(eqn, "with groups of the batch has no form in ONNX")
     shape = eqn.invars[0].aval.shape
-    image = g.transpose(real(g, _plain(g, x)), numbers.lhs_spec)
+    image: Operand = g.transpose(real(g, _plain(g, x)), numbers.lhs_spec)
     if isinstance(kernel, QTensor):
         weight: Operand = dequantized(g, kernel.unpack().transpose(tuple(numbers.rhs_spec)))
     elif isinstance(kernel, np.ndarray):
@@ -394,14 +403,12 @@ def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
         raise refuse(eqn, "with negative padding has no form in ONNX")
     y = g.add(
         "Conv",
-        image,
-        weight,
+        *_widened(g, eqn, [image, weight]),
         dilations=list(p["rhs_dilation"]),
         group=p["feature_group_count"],
         pads=[low for low, _ in padding] + [high for _, high in padding],
         strides=list(p["window_strides"]),
     )
-    y = y if np.dtype(eqn.invars[0].aval.dtype) == dtype else g.cast(y, dtype)
     return g.transpose(y, list(np.argsort(numbers.out_spec)))
 
 
@@ -416,38 +423,21 @@ def table_rows(g: Graph, eqn: Eqn, table: QTensor, starts: Operand) -> str:
     codes = np.asarray(table.values)
     narrow = codes.dtype.name in ("int4", "uint4", "int2", "uint2")
     codes = codes.astype(np.uint8 if form.low >= 0 else np.int8) if narrow else codes
-    rows = g.cast(_rows(g, eqn, codes, starts, axis), np.float32)
-    scales = [scale] if table.zero_point is None else [scale, np.asarray(table.zero_point)]
-    spread = []
-    for x in scales:
-        if x.dtype != np.float32:
-            x = x.astype(np.int32).astype(np.float32)
-        for i, (size, n) in enumerate(zip(table.groups.sizes, table.shape, strict=True)):
-            if table.groups.is_blocked(i):
-                x = np.repeat(x, size, i).take(range(n), i)
-        spread.append(x if x.shape[axis] == 1 else _rows(g, eqn, x, starts, axis))
-    if len(spread) > 1:
-        rows = g.add("Sub", rows, _aligned(eqn, spread[1], axis))
-    real_rows = g.add("Mul", rows, _aligned(eqn, spread[0], axis))
+    index, batch = row_index(g, eqn, starts, axis), len(eqn.invars[1].aval.shape) - 1
+
+    def rows_of(x: np.ndarray) -> Operand:
+        """Returns the rows of codes or scales; those that all rows share with as many axes."""
+        if x.shape[axis] == 1:
+            return x.reshape(*x.shape[:axis], *[1] * batch, *x.shape[axis + 1 :])
+        return g.add("Gather", x, index.clamped, axis=axis)
+
+    rows = g.cast(rows_of(codes), np.float32)
+    if table.zero_point is not None:
+        zeros = np.asarray(table.zero_point).astype(np.int32).astype(np.float32)
+        rows = g.add("Sub", rows, rows_of(_spread(zeros, table)))
+    rows = g.add("Mul", rows, rows_of(_spread(scale, table)))
     dtype = np.dtype(eqn.outvars[0].aval.dtype)
-    return real_rows if dtype == np.float32 else g.cast(real_rows, dtype)
-
-
-def _rows(g: Graph, eqn: Eqn, x: np.ndarray, starts: Operand, axis: int) -> str:
-    """Returns rows of an array, with clamped indices."""
-    shape = eqn.invars[1].aval.shape
-    index = g.reshape(g.cast(starts, np.int64), shape[:-1])
-    last = np.asarray(x.shape[axis] - 1, np.int64)
-    index = g.add("Min", g.add("Max", index, np.asarray(0, np.int64)), last)
-    return g.add("Gather", x, index, axis=axis)
-
-
-def _aligned(eqn: Eqn, x: Any, axis: int) -> Any:
-    """Returns a scale that all rows share with as many axes as the rows."""
-    if not isinstance(x, np.ndarray):
-        return x
-    batch = len(eqn.invars[1].aval.shape) - 1
-    return x.reshape(*x.shape[:axis], *[1] * batch, *x.shape[axis + 1 :])
+    return filled(g, eqn, rows if dtype == np.float32 else g.cast(rows, dtype), index.inside)
 
 
 CONTRACTIONS: dict[str, Callable[..., str]] = {

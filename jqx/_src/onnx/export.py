@@ -82,11 +82,10 @@ class _Emit(Domain[Any]):
             return self._branches(eqn, values, where)
         if name == "while":
             return self._loop(eqn, values, where)
-        codes = [isinstance(x, QTensor) for x in values]
         is_known = not any(isinstance(x, Value) for x in values)
         if is_known and name != "dim_as_value" and not self._is_spread(eqn):
             return self._computed(eqn, values)
-        if name == "gather" and codes[0]:
+        if name == "gather" and isinstance(values[0], QTensor):
             return [self._value(table_rows(self.graph, eqn, *values), eqn.outvars[0].aval)]
         if name in CONTRACTIONS:
             return [self._contraction(eqn, values, site, where)]
@@ -358,9 +357,8 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], integers: bool
     names = [f"output{keystr(keys)}" for keys, _ in jax.tree.leaves_with_path(tree)]
     outputs = []
     for name, x, atom in zip(names, results, call.jaxpr.outvars, strict=True):
-        last = graph.add("Identity", real(graph, x))
+        graph.add("Identity", real(graph, x))
         graph.nodes[-1].output[0] = name
-        del last
         outputs.append(_info(helper, name, atom.aval))
     constants = [tensor(name, array) for name, array in graph.constants.items()]
     main = helper.make_graph(graph.nodes, "jqx", inputs, outputs, constants)

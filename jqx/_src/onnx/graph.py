@@ -154,10 +154,9 @@ class _Size:
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph, self.name = graph, name
 
-    def _with(self, op: str, other: Any, *, swapped: bool = False) -> _Size:
+    def _with(self, op: str, other: Any) -> _Size:
         name = other.name if isinstance(other, _Size) else self.graph.size(int(other))
-        operands = (name, self.name) if swapped else (self.name, name)
-        return _Size(self.graph, self.graph.add(op, *operands))
+        return _Size(self.graph, self.graph.add(op, self.name, name))
 
     def __add__(self, other: Any) -> _Size:
         return self._with("Add", other)

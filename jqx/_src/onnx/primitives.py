@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +67,7 @@ _SAME = {
     "mul": "Mul",
     "name": "Identity",
     "neg": "Neg",
+    "pow": "Pow",
     "sign": "Sign",
     "sin": "Sin",
     "sinh": "Sinh",
@@ -161,11 +162,6 @@ def _integer_pow(g: Graph, eqn: Eqn, x: Operand) -> str:
     if exponent < 0 and not np.issubdtype(_dtype(eqn), np.integer):
         return g.add("Div", _scalar(eqn, 1), g.add("Pow", x, _scalar(eqn, -exponent)))
     return g.add("Pow", x, _scalar(eqn, exponent))
-
-
-@rule("pow")
-def _pow(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
-    return g.add("Pow", x, y)
 
 
 @rule("exp2")
@@ -581,28 +577,15 @@ def _places(
 @rule("gather")
 def gather(g: Graph, eqn: Eqn, x: Operand, starts: Operand) -> str:
     """Rows of an axis by `Gather`; anything else by the index of each element."""
-    p = eqn.params
-    numbers, sizes, mode = p["dimension_numbers"], p["slice_sizes"], p["mode"]
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape, starts_shape = (atom.aval.shape for atom in eqn.invars)
     if (axis := row_axis(eqn)) is not None:
-        index = g.reshape(g.cast(starts, np.int64), starts_shape[:-1])
-        last = np.asarray(shape[axis] - 1, np.int64)
-        clamped = g.add("Min", g.add("Max", index, np.asarray(0, np.int64)), last)
-        rows = g.add("Gather", x, clamped, axis=axis)
-        if mode == lax.GatherScatterMode.FILL_OR_DROP:
-            inside = g.add("Equal", index, clamped)
-            rank = len(eqn.outvars[0].aval.shape)
-            aligned = [1] * axis + list(starts_shape[:-1]) + [1] * (len(shape) - axis - 1)
-            assert len(aligned) == rank
-            inside = g.reshape(inside, aligned)
-            rows = where(g, inside, rows, _fill(eqn))
-        return rows
+        index = row_index(g, eqn, starts, axis)
+        return filled(g, eqn, g.add("Gather", x, index.clamped, axis=axis), index.inside)
     if any(map(export.is_symbolic_dim, (*shape, *starts_shape))):
         raise refuse(eqn, "with open sizes has no form in ONNX, but for rows of an axis")
     index, inside, batch = _places(g, numbers, starts, starts_shape, shape, sizes)
-    values = g.add("GatherND", x, index)
-    if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        values = where(g, inside, values, _fill(eqn))
+    values = filled(g, eqn, g.add("GatherND", x, index), inside)
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [n for d, n in enumerate(sizes) if d not in dropped]
     values = g.add("Reshape", values, g.ints(*batch, *kept))
@@ -629,6 +612,30 @@ def row_axis(eqn: Eqn) -> int | None:
     batch = len(starts_shape) - 1
     expected = (*range(axis), *range(axis + batch, len(shape) - 1 + batch))
     return axis if tuple(numbers.offset_dims) == expected else None
+
+
+class Rows(NamedTuple):
+    """Which rows a gather takes: their indices within the axis, and whether they were inside."""
+
+    clamped: str
+    inside: str
+
+
+def row_index(g: Graph, eqn: Eqn, starts: Operand, axis: int) -> Rows:
+    """Returns the rows of a gather along an axis; `inside` broadcasts to its result."""
+    shape, starts_shape = (atom.aval.shape for atom in eqn.invars)
+    index = g.reshape(g.cast(starts, np.int64), starts_shape[:-1])
+    first, last = (np.asarray(n, np.int64) for n in (0, shape[axis] - 1))
+    clamped = g.add("Min", g.add("Max", index, first), last)
+    aligned = [1] * axis + list(starts_shape[:-1]) + [1] * (len(shape) - axis - 1)
+    return Rows(clamped, g.reshape(g.add("Equal", index, clamped), aligned))
+
+
+def filled(g: Graph, eqn: Eqn, values: str, inside: str) -> str:
+    """Returns the values of a gather, and what its mode gives outside of the array."""
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return values
+    return where(g, inside, values, _fill(eqn))
 
 
 def _fill(eqn: Eqn) -> np.ndarray:

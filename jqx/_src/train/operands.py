@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ... import QSpec, QTensor, RoundMode
+from ... import QSpec, QTensor, RoundMode, per_tensor
 from ...calibrators import Affine
 from ...extend import QType
 from ...numerics import Block, format_of
@@ -93,7 +93,7 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
     """Returns the largest magnitude of an operand, a float32 scalar; under `vmap`, of all its
     members, so that the gradient of a history is a maximum instead of a sum.
     """
-    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    return per_tensor().groups(x.shape).largest_magnitude(x).reshape(()).astype(jnp.float32)
 
 
 @largest_magnitude.def_vmap

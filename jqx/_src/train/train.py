@@ -172,9 +172,9 @@ def _check_sites(plan: Plan, recipe: Recipe) -> None:
     """Checks that the plan is one of the recipe, and that each site has a weight and an activation,
     in an operation with three products.
     """
+    of_rules = dict(enumerate(products for _, products in recipe.rules))
     for site in plan.sites:
-        in_recipe = [products for _, products in recipe.rules][site.rule : site.rule + 1]
-        if site.products is None or in_recipe != [site.products]:
+        if site.products is None or site.products != of_rules.get(site.rule):
             problem = f"the plan has other products for {site.label} than the recipe {recipe.name}."
             raise fail("train", problem, fix="make the plan with recipe.policy.")
         roles = [operand.role for operand in site.operands]
