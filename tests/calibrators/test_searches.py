@@ -585,7 +585,8 @@ def test_four_over_six_takes_what_loses_less():
     spec = jqx.QSpec(nvfp4, jqx.per_block({0: 1, 1: 16}), calibrator=four_over_six)
     scale = np.float64(spec.calibrator.fit(on_device(x), spec).scale)
     largest = np.abs(np.float64(x)).max(1, keepdims=True)
-    scales = (largest / n for n in (6, 4))
+    second = scale.max() / 448  # the scale of the scales, which are e4m3
+    scales = (nearest_number(largest / n / second, "float8_e4m3fn") * second for n in (6, 4))
     six, four = (((x - nearest_number(x / s, "float4_e2m1fn") * s) ** 2).sum(1) for s in scales)
     apart = np.abs(six - four) > 1e-6 * six
     expected = np.where(four < six, largest[:, 0] / 4, largest[:, 0] / 6)
@@ -596,7 +597,17 @@ def test_four_over_six_takes_what_loses_less():
         of = jqx.QSpec(nvfp4, jqx.per_block({0: 1, 1: 16}), calibrator=calibrator)
         real = jqx.QTensor.quantize(on_device(x), of).dequantize()
         losses[str(calibrator)] = float(jnp.sum((real - x) ** 2))
-    assert losses["four_over_six"] < 0.95 * losses["absmax"]
+    assert losses["four_over_six"] < 0.85 * losses["absmax"]
+
+
+def test_four_over_six_does_not_hang_on_the_last_place():
+    # Blocks with few values other than 0 often lose the same under both scales.
+    rng = np.random.default_rng(1)
+    x = np.float32(np.maximum(rng.normal(size=(1024, 16)), 0) ** 4 * (rng.random((1024, 16)) < 0.3))
+    spec = jqx.QSpec(nvfp4, jqx.per_block({0: 1, 1: 16}), calibrator=four_over_six)
+    quantize = jax.jit(lambda x: jqx.QTensor.quantize(x, spec).dequantize())
+    near = x * np.float32(1 + 2.0**-23 * rng.integers(-1, 2, x.shape))
+    np.testing.assert_allclose(quantize(x), quantize(near), rtol=1e-6)
 
 
 def test_they_are_of_formats_of_their_own():

@@ -31,11 +31,21 @@ from ..checks import added, check_fields, flag, number, whole
 from ..errors import fail
 from ..gradients.estimators import ste
 from ..numerics.blocks import Block
-from ..numerics.exact import RoundMode, round_to_integer, saturating_sum
+from ..numerics.exact import RoundMode, divide, round_to_integer, saturating_sum
 from ..numerics.lookup import E8M0, format_of
 from ..numerics.qtype import Integer
 from ..ops.affine import affine_fake_quantize
-from .calibrators import MAX_COUNT, AbsMax, Affine, Ready, cover, poisoned, without_nan
+from .calibrators import (
+    MAX_COUNT,
+    AbsMax,
+    Affine,
+    Ready,
+    absmax,
+    cover,
+    fit_of,
+    poisoned,
+    without_nan,
+)
 from .granularity import Groups, members, rows_of
 from .statistics import saturating_add, serializable
 
@@ -600,10 +610,28 @@ class Ceil(AbsMax):
         return super().cover(low, high, spec)
 
 
+def second_scale(scale: jax.Array, spec: "QSpec") -> jax.Array:
+    """Returns the scale of the scales of a format with two levels; it broadcasts to them. A block
+    whose scale is NaN must not make the scales of all other blocks NaN.
+    """
+    finite = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)
+    form = format_of(spec.qtype)
+    assert isinstance(form, Block)
+    of_scales = dataclasses.replace(
+        spec,
+        qtype=form.scale_qtype,
+        granularity=spec.of_second_scale(scale.ndim),
+        calibrator=absmax,
+        stacked=(),
+    )
+    return fit_of(absmax, finite, of_scales).scale
+
+
 @dataclasses.dataclass(frozen=True)
 class FourOverSix(FromPoints):
-    """Maps the largest magnitude to 6 or to 4, whichever has the smaller squared error. For blocks
-    of 4-bit floats whose scales are not powers of two, such as nvfp4.
+    """Maps the largest magnitude to 6 or to 4, whichever has the smaller squared error with scales
+    in their own format. For blocks of 4-bit floats whose scales are not powers of two, such as
+    nvfp4.
 
     Raises:
       ValueError: on use, if the format is another one.
@@ -612,12 +640,28 @@ class FourOverSix(FromPoints):
     def search(self, points: Points, spec: "QSpec") -> Affine:
         """Returns the scale of least error for weighted values."""
         form = format_of(spec.qtype)
-        elements = form.elements if isinstance(form, Block) and form.two_level else None
-        if elements is None or elements.high != 6:
+        if not isinstance(form, Block) or not form.two_level or form.elements.high != 6:
             problem = f"{form.name} has other elements or scales than formats like nvfp4."
             fix = "use another calibrator for it, such as jqx.calibrators.mse."
             raise fail("calibrators.four_over_six", problem, fix=fix)
-        return searched(points, spec, np.array([1.5], np.float32), jnp.square)
+        six, four = (cover(f * points.low, f * points.high, spec).scale for f in (1, 1.5))
+        scale = jnp.where(self._takes(four, six, points, spec), four, six)
+        # The largest of the scales decides how all are rounded. It keeps its choice, and the others
+        # are compared as they will be.
+        second = second_scale(scale, spec)
+        shared = tuple(i for i, n in enumerate(second.shape) if n == 1)
+        largest = jnp.max(scale, shared, keepdims=True)
+        scale_form = format_of(form.scale_qtype)
+        rounded = [scale_form.round(divide(x, second), _NEAREST) * second for x in (four, six)]
+        takes_four = self._takes(rounded[0], rounded[1], points, spec) & (four <= largest)
+        return Affine(jnp.where(scale == largest, scale, jnp.where(takes_four, four, six)), None)
+
+    def _takes(self, four: jax.Array, six: jax.Array, points: Points, spec: "QSpec") -> jax.Array:
+        """Returns where `four` loses less than `six`, by more than sums are rounded: a block with
+        few values other than 0 often has the same values under both.
+        """
+        ours, other = (points.loss(Affine(x, None), spec, jnp.square) for x in (four, six))
+        return ours < (1 - 2.0**-12) * other
 
     def __str__(self) -> str:
         return "four_over_six"

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ..errors import fail
 from ..gradients.estimators import check_key, ste, ste_unclipped, straight_through
@@ -17,6 +16,7 @@ from ..numerics.runtimes import ngraph
 from ..ops.affine import affine_dequantize, affine_fake_quantize, affine_quantize
 from ..statistics.calibrators import Affine, absmax, fit_of
 from ..statistics.granularity import Groups
+from ..statistics.searches import second_scale
 from .layout import Layout, Packing, broadcasts, check_zero_point, inverse_of, permuted_axis, taken
 from .spec import QSpec
 
@@ -179,9 +179,7 @@ def _in_scale_format(function: str, scale: Any, spec: QSpec) -> tuple[jax.Array,
             fix = "convert it with scale.astype(jnp.float8_e8m0fnu), if they are powers of two."
             raise fail(function, problem, fix=fix, error=TypeError)
         return scale, None
-    # A block whose scale is NaN must not make the scales of all other blocks NaN.
-    finite = jnp.where(jnp.isnan(scale), jnp.zeros_like(scale), scale)
-    inner = fit(finite, QSpec(form.scale_qtype, spec.of_second_scale(scale.ndim))).scale
+    inner = second_scale(scale, spec)
     mode = RoundMode.NEAREST_TOWARD_EVEN
     return affine_quantize(scale, inner, None, qtype=form.scale_qtype, round_mode=mode), inner
 
