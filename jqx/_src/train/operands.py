@@ -76,7 +76,7 @@ def quantized(
         assert history is not None
         return QTensor.quantize(x, spec, fit(_expected(history, x), spec))
     if rounded.rounding == "nearest":
-        return QTensor.quantize(x, spec)
+        return QTensor.quantize(x, spec, pack=packed_axis(spec))
     assert key is not None
     for axis in sorted(compat.varies_along(x)):
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
@@ -132,8 +132,22 @@ def _stochastic(x: jax.Array, spec: QSpec, key: jax.Array) -> QTensor:
     grid = grid_of("train", x, spec, affine)
     scale, _ = grid.lined_up()
     units = divide(grid.groups.split(widen(x)), scale.astype(jnp.float32))
-    codes = form.encode(between(units, form, key), spec.rounding)
-    return with_grid(codes, grid, x, cls=QTensor, spec=spec)
+    return _encoded(between(units, form, key), grid, x, spec)
+
+
+def packed_axis(spec: QSpec) -> int | None:
+    """Returns the axis along which codes are packed, if they are floats of 4 bits: XLA on CPU
+    converts such floats one by one, and bytes in vectors.
+    """
+    return SUMMED if format_of(spec.qtype).storage == jnp.float4_e2m1fn else None
+
+
+def _encoded(values: jax.Array, grid: Grid, x: jax.Array, spec: QSpec) -> QTensor:
+    """Returns numbers of a format, in the groups of a grid, as codes."""
+    form, axis = format_of(spec.qtype), packed_axis(spec)
+    encode = form.encode if axis is None else form.encode_bits
+    codes = encode(values, RoundMode.NEAREST_TOWARD_EVEN)
+    return with_grid(codes, grid, x, cls=QTensor, spec=spec, axis=axis)
 
 
 _ROOM = 17 / 16
@@ -181,5 +195,4 @@ def _eden(x: jax.Array, spec: QSpec, key: jax.Array, size: int) -> QTensor:
     corrected = codes * jnp.repeat(correction, size // form.size, -1)
     scales = between(jnp.minimum(corrected, scale_form.high), scale_form, key)
     stored = scale_form.encode(scales, RoundMode.NEAREST_TOWARD_EVEN)
-    encoded = form.encode(values, RoundMode.NEAREST_TOWARD_EVEN)
-    return with_grid(encoded, Grid(stored, inner, None, groups), x, cls=QTensor, spec=spec)
+    return _encoded(values, Grid(stored, inner, None, groups), x, spec)

@@ -30,7 +30,7 @@ from ..tensor.products import (
     Rounded,
 )
 from ..transforms.convert import as_stored
-from .operands import largest_magnitude, padded, quantized, remembered, rotated
+from .operands import largest_magnitude, packed_axis, padded, quantized, remembered, rotated
 
 _SUM_LAST = (((2,), (2,)), ((0,), (0,)))
 """The contraction of all products: the last axis of both operands, for each index of the first."""
@@ -76,6 +76,8 @@ def prepared(
             assert isinstance(operand, Rounded)
             return quantized(x, operand, None, size, history).transpose(0, 2, 1)
 
+        if packed_axis(exchanged.spec) is not None:  # multiplied as floats everywhere
+            return swap_axes(in_memory(x, history))
         on_gpu = dict.fromkeys(("cuda", "rocm"), transposed)
         return swap_axes(lax.platform_dependent(x, history, default=in_memory, **on_gpu))
     if size:
@@ -129,7 +131,7 @@ def multiplied(lhs: Any, rhs: Any, sizes: jax.Array | None = None) -> jax.Array:
         if sizes is None and lhs.shape[0] == 1:  # XLA merges transposes into products of matrices
             return jnp.matmul(lhs[0], rhs[0].T, preferred_element_type=jnp.float32)[None]
     if sizes is None and all(map(_has_blocks_exact_in_bfloat16, (lhs, rhs))):
-        return lax.platform_dependent(lhs, rhs, cpu=_multiplied, default=_in_bfloat16)
+        return lax.platform_dependent(lhs, rhs, cpu=_in_float32, default=_in_bfloat16)
     if sizes is None:
         return _multiplied(lhs, rhs)
     rows, matrices = lhs.reshape(*lhs.shape[1:]), rhs.transpose(0, 2, 1)
@@ -154,6 +156,12 @@ def _has_blocks_exact_in_bfloat16(q: Any) -> bool:
     if not isinstance(element, Minifloat) or not isinstance(scale, Minifloat):
         return False
     return element.mantissa_bits + scale.mantissa_bits + 1 <= jnp.finfo(jnp.bfloat16).nmant
+
+
+def _in_float32(*operands: QTensor) -> jax.Array:
+    """Returns a product of dequantized operands, for which CPUs have the fastest instructions."""
+    lhs, rhs = (q.astype(jnp.float32).dequantize() for q in operands)
+    return lax.dot_general(lhs, rhs, _SUM_LAST, preferred_element_type=jnp.float32)
 
 
 def _in_bfloat16(*operands: QTensor) -> jax.Array:
@@ -210,6 +218,27 @@ def _layer(
     return _forward(x, w, key, sizes, histories, products, turned)[0]
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("dtype",))
+@dataclasses.dataclass(frozen=True)
+class _Bits:
+    """An array that is kept for the backward pass; floats of 8 bits as integers. XLA on CPU
+    computes with such floats in float16, even where a scan stacks what its steps keep.
+    """
+
+    array: jax.Array
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "_Bits":
+        is_tiny = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits == 8
+        return cls(lax.bitcast_convert_type(x, jnp.uint8) if is_tiny else x, x.dtype)
+
+    def codes(self) -> jax.Array:
+        """Returns the array as it was."""
+        same = self.array.dtype == self.dtype
+        return self.array if same else lax.bitcast_convert_type(self.array, self.dtype)
+
+
 def _forward(
     x: Any, w: Any, key: Any, sizes: Any, histories: Histories, products: Products, turned: Turned
 ) -> tuple[jax.Array, Any]:
@@ -230,13 +259,14 @@ def _forward(
     like = [jnp.zeros((0, *a.shape), a.dtype) for a in (x, w)]  # the shapes and the dtypes
     return (
         out.astype(jnp.promote_types(x.dtype, w.dtype)),
-        (kept, keys, sizes, histories, largest, like),
+        (jax.tree.map(_Bits.of, kept), keys, sizes, histories, largest, like),
     )
 
 
 def _backward(products: Products, turned: Turned, residuals: Any, dy: jax.Array) -> Any:
     """Returns the gradients of both operands, and the new histories."""
     kept, keys, sizes, histories, largest, like = residuals
+    kept = jax.tree.map(_Bits.codes, kept, is_leaf=lambda x: isinstance(x, _Bits))
 
     def multiplied_again(i: int, a: Any) -> Any:
         """Returns `x` or `w` as the backward pass multiplies it, from what was kept."""
