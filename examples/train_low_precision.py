@@ -169,7 +169,9 @@ parser.add_argument("--seeds", type=int, default=1, help="how often each is trai
 parser.add_argument("--only", default=",".join(NAMES), help="names of rows, separated by ','")
 parser.add_argument("--save", type=Path, help="a JSON file of results, read and extended")
 arguments = parser.parse_args()
-names = [x for x in NAMES if x in arguments.only.split(",")]
+names = arguments.only.split(",")
+if unknown := {*names} - {*NAMES}:
+    parser.error(f"no rows are called {', '.join(unknown)}; there are {', '.join(NAMES)}.")
 
 letters = "".join(text for _, text in sorted(topics.items()))
 alphabet = sorted(set(letters))
