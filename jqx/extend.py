@@ -1,5 +1,6 @@
 """What extends jqx: bases of formats, calibrators, observers, gradient estimators and algorithms;
-the entries of a plan that these read; rules for primitives; other ways to compute a contraction.
+the entries of a plan that these read; rules for primitives, also in files of ONNX; other ways
+to compute a contraction.
 """
 
 import typing as _typing
@@ -26,6 +27,7 @@ from ._src.statistics.statistics import mean_abs as mean_abs
 from ._src.statistics.statistics import places as places
 from ._src.transforms.algorithm import Algorithm as Algorithm
 from ._src.transforms.algorithm import AlgorithmResult as AlgorithmResult
+from ._src.transforms.onnx_rules import onnx_rules as onnx_rules
 from ._src.transforms.plan import Operand as Operand
 from ._src.transforms.plan import Site as Site
 from ._src.transforms.plan import Skipped as Skipped

@@ -78,9 +78,10 @@ INSIDE = {
         transforms.quantize_params transforms.trace
     """,
     "onnx": """
-        contractions.problem numerics.exact numerics.lookup numerics.minifloats numerics.qtype
-        numerics.runtimes statistics.calibrators tensor.qtensor tensor.spec transforms.arguments
-        transforms.calibrate transforms.integers transforms.interpret transforms.make_plan
+        contractions.problem diagnostics.report gradients.estimators numerics.exact numerics.lookup
+        numerics.minifloats numerics.qtype numerics.runtimes ops.affine statistics.calibrators
+        tensor.qtensor tensor.spec transforms.arguments transforms.calibrate transforms.higher_order
+        transforms.integers transforms.interpret transforms.make_plan transforms.onnx_rules
         transforms.paths transforms.plan transforms.trace transforms.views transforms.walk
     """,
     "command_line": """
@@ -312,7 +313,7 @@ PUBLIC = {
     """,
     "diagnostics.plots": "front heat_map histogram ranges sensitivity_bars sqnr_bars",
     "extend": """
-        Contraction Formulation OperandAxes View primitive_rules using
+        Contraction Formulation OperandAxes View onnx_rules primitive_rules using
         Site Operand Weight Skipped Unreached
         Algorithm AlgorithmResult Calibrator Granularity Groups GradientEstimator Surrogate
         Observer ObservedSite absmax hessian mean mean_abs places
@@ -324,7 +325,7 @@ PUBLIC = {
     """,
     "interop": """
         Archive Lazy Name from_gemma from_orbax named read read_gguf save_leaves to_onnx to_orbax
-        tree verify write
+        tree verify verify_onnx write
     """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan pure ptq bind

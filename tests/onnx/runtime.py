@@ -3,6 +3,7 @@
 import collections
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnxruntime
@@ -41,3 +42,20 @@ def assert_close(found, expected, tolerance=1e-5):
         np.testing.assert_allclose(
             a.astype("f8"), b.astype("f8"), rtol=tolerance, atol=limit, err_msg=f"output {i}"
         )
+
+
+def assert_equal(found, expected, tolerance=0.0):
+    """Compares outputs with a tree of arrays, in values and, but for bfloat16, dtypes: each element
+    to the tolerance. NaN equals NaN, and a subnormal number equals zero, as XLA has it on CPU.
+    """
+    expected = jax.tree.leaves(expected)
+    assert len(found) == len(expected)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        is_bfloat = b.dtype.name == "bfloat16"
+        assert (a.shape, a.dtype) == (b.shape, np.float32 if is_bfloat else b.dtype), f"output {i}"
+        if b.dtype.kind in "iub":
+            np.testing.assert_array_equal(a, b, err_msg=f"output {i}")
+            continue
+        tiny = 1.01 * float(jnp.finfo(b.dtype).tiny)
+        a, b = (np.where(np.abs(x.astype("f8")) <= tiny, 0, x.astype("f8")) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=0, err_msg=f"output {i}")

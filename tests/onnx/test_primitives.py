@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jax import export, lax
 
+import jqx
+from jqx.extend import onnx_rules
 from jqx.interop import to_onnx
 
 from ..arrays import normal
@@ -291,6 +293,23 @@ def test_open_sizes_are_those_of_the_inputs():
         assert_close(run(model, x), f(w, x))
 
 
+def test_operations_along_open_sizes():
+    b, n = export.symbolic_shape("b, n")
+
+    def f(_, x):
+        signs = x > 0
+        yield x.max(1), x.min(), x.argmax(1), signs.any(1), signs.sum(), jnp.sort(x, 1)
+        yield x[:, jnp.array([0, 9])], x[:, -1], jnp.cumsum(x, 1), lax.integer_pow(x, 0)
+        yield jax.nn.one_hot(x[..., 0].astype(jnp.int32), 5), x.astype(jnp.int8)
+        yield jqx.quantize(x, jnp.array([0.1, 0.2, 0.3, 0.4]), qtype="int8", axes=2)
+        yield jqx.quantize(x, jnp.abs(x).max(axis=(1, 2)), qtype="int8", axes=0)
+
+    model = to_onnx(lambda _, x: list(f(_, x)), {})(jax.ShapeDtypeStruct((b, n, 4), jnp.float32))
+    for shape in ((1, 2, 4), (3, 5, 4)):
+        x = np.asarray(normal(7, *shape))
+        assert_close(run(model, x), jax.jit(lambda x: list(f(None, x)))(x))
+
+
 def test_names_are_those_of_the_places():
     f = lambda p, batch, scale: {"y": batch["x"] @ p["w"], "z": scale}  # noqa: E731
     model = to_onnx(f, {"w": normal(0, 5, 2)})({"x": X}, jnp.float32(2))
@@ -308,3 +327,38 @@ def test_what_has_no_form_is_refused_with_its_line():
     for f, text in cases:
         with pytest.raises(NotImplementedError, match=text):
             to_onnx(lambda _, x: f(x), {})(X)  # noqa: B023
+
+
+def test_rules_of_users_write_their_primitives():
+    def hypotenuse(graph, equation, x, y):
+        squares = [graph.add("Mul", a, a) for a in (x, y)]
+        return graph.add("Sqrt", graph.add("Add", *squares))
+
+    def gelu(graph, equation, x):
+        return graph.add("Gelu", x, domain="com.microsoft")
+
+    def largest(graph, equation, x):
+        count = np.array([equation.params["k"]])
+        values, indices = graph.add_many("TopK", 2, x, count, axis=0)
+        return values, graph.cast(indices, np.int32)
+
+    f = lambda x: lax.atan2(x, jnp.full_like(x, 3.0))  # noqa: E731
+    with onnx_rules({"atan2": hypotenuse}), onnx_rules({"tanh": gelu, "top_k": largest}):
+        assert_close(exported(f, X), jnp.hypot(X, jnp.full_like(X, 3.0)))
+        assert_close(exported(jnp.tanh, X), jax.nn.gelu(X, approximate=False))
+        found = exported(lambda x: lax.top_k(x, 2)[0], X[0, 0])
+        assert_close(found, lax.top_k(X[0, 0], 2)[0])
+    with pytest.raises(NotImplementedError, match=r"jqx.extend.onnx_rules"):
+        exported(f, X)
+    for result in (3, None, ["a", "b"]):
+        with onnx_rules({"tanh": lambda *_, result=result: result}):
+            with pytest.raises(TypeError, match="the rule for the primitive 'tanh' returned"):
+                exported(jnp.tanh, X)
+    for rules, text in (
+        ({"tanh": 3}, "is not a function, but 3"),
+        ([], "rules"),
+        ({"dot_general": gelu}, "'dot_general' cannot have another rule"),
+        ({"cond": gelu}, "'cond' cannot"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text), onnx_rules(rules):
+            pass

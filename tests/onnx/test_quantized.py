@@ -159,3 +159,15 @@ def test_calls_that_make_no_sense_are_refused():
     for call, text in cases:
         with pytest.raises((TypeError, NotImplementedError), match=text):
             call()
+
+
+def test_dynamic_scales_of_numbers_that_are_not_finite():
+    x = np.array(X)
+    x[0, 3], x[1, 2], x[2, 1], x[3], x[4] = np.nan, np.inf, -np.inf, 0, x[4] * 1e30
+    for spec in ({}, U8, {**U8, "qtype": jnp.int8}):
+        policy = jqx.presets.w8a8_dynamic(activation=spec)
+        q = quantized(policy, lambda w, x: x @ w, PARAMS["first"])
+        (found,) = run(to_onnx(q)(x), x)
+        expected = np.asarray(jax.jit(q.function)(q.params, x))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        assert np.isnan(found[0]).all() and not np.isfinite(found[1:3]).any()

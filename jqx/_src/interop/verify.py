@@ -149,7 +149,8 @@ def _opened(source: Any, names: Rules | None, opened: contextlib.ExitStack) -> _
         pairs = _by_path(source)
         if not pairs or not all(hasattr(x, "dtype") and hasattr(x, "shape") for _, x in pairs):
             problem = f"there is nothing to compare: {type(source).__name__}."
-            fix = "pass a path, an open Archive, or a tree of arrays and QTensors."
+            fix = "pass a path, an open Archive, or a tree of arrays and QTensors; a model of ONNX "
+            fix += "goes to jqx.interop.verify_onnx."
             raise fail("interop.verify", problem, fix=fix, error=TypeError)
         leaves = [(path, lambda x=x: x) for path, x in pairs]
     by_key = {_key(path): (path, read) for path, read in leaves}

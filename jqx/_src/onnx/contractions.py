@@ -22,6 +22,7 @@ from ..numerics.runtimes import ngraph, onnx
 from ..statistics.calibrators import Affine, absmax, minmax
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
+from .dtypes import cast, computed_in
 from .graph import Graph, Operand, Value
 from .primitives import RULES, filled, pad, refuse, row_axis, row_index
 
@@ -174,6 +175,9 @@ def quantized(
     units = g.add("Round", units)
     units = units if zero_point is None else g.add("Add", units, zero_point)
     units = g.add("Min", g.add("Max", units, limits[0]), limits[1])
+    if not spec.symmetric:  # NaN has the code 0, which may have been moved
+        code = np.float32(low - form.low)
+        units = g.add("Where", g.add("Equal", units, units), units, code)
     if as_codes:
         return Codes(g.cast(units, dtype), dtype, scale, zero_point, x.shape, scale_shape)
     units = units if zero_point is None else g.add("Sub", units, zero_point)
@@ -197,19 +201,27 @@ def _current(
 ) -> tuple[str, Operand | None]:
     """Returns the scale and zero point of the current values."""
     axes = g.ints(*shared)
+    total = g.add("ReduceL1", x, axes, keepdims=1)  # NaN if there is one, unlike a maximum
+    has_no_nan = g.add("Equal", total, total)
     if spec.symmetric and spec.calibrator == absmax:
         largest = g.add("ReduceMax", g.add("Abs", x), axes, keepdims=1)
         scale = g.add("Div", largest, np.float32(form.high))
         is_zero = g.add("Equal", scale, np.float32(0))
-        return g.add("Where", is_zero, np.float32(1), scale), None
+        scale = g.add("Where", is_zero, np.float32(1), scale)
+        # With an infinite scale all codes are 0, and 0 times infinity is NaN.
+        is_usable = g.add("And", has_no_nan, g.add("Less", scale, np.float32(np.inf)))
+        return g.add("Where", is_usable, scale, np.float32(np.nan)), None
     if not spec.symmetric and spec.calibrator == minmax:
         low = g.add("Min", g.add("ReduceMin", x, axes, keepdims=1), np.float32(0))
         high = g.add("Max", g.add("ReduceMax", x, axes, keepdims=1), np.float32(0))
         scale = g.add("Div", g.add("Sub", high, low), np.float32(form.high - form.low))
         is_zero = g.add("Equal", scale, np.float32(0))
         scale = g.add("Where", is_zero, np.float32(1), scale)
+        scale = g.add("Where", has_no_nan, scale, np.float32(np.nan))
         start = g.add("Sub", np.float32(form.low), g.add("Div", low, scale))
         start = g.add("Min", g.add("Max", start, np.float32(form.low)), np.float32(form.high))
+        # An infinite range has no start, and the zero point 0.
+        start = g.add("Where", g.add("Equal", start, start), start, np.float32(0))
         return scale, g.add("Round", start)
     problem = f"the calibrator of {spec} has no form in ONNX for scales of current values."
     fix = "use absmax, for asymmetric specs minmax, or calibrate static scales."
@@ -290,6 +302,9 @@ def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
         (*batch, summed, _size(columns, range(len(columns)))) if merged_rhs else None,
     )
     out_shape, dtype = eqn.outvars[0].aval.shape, np.dtype(eqn.outvars[0].aval.dtype)
+    if isinstance(summed, int) and summed == 0:
+        # onnxruntime leaves sums of nothing as the memory was.
+        return g.cast(g.add("Expand", np.float32(0), g.shape(out_shape)), dtype)
     result = _integer_product(g, lhs, rhs, x, y)
     if result is None:
         operands = [real(g, form.of(g, _plain(g, v))) for form, v in ((lhs, x), (rhs, y))]
@@ -297,7 +312,10 @@ def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
         if all(x.name in ("int8", "uint8") for x in dtypes) and dtype == np.int32:
             result = g.add("MatMulInteger", *operands)
         else:
-            result = g.add("MatMul", *_widened(g, eqn, operands))
+            wide = computed_in("dot_general", dtype)
+            assert wide is not None
+            result = g.add("MatMul", *_in(g, eqn, operands, wide))
+            result = result if wide == dtype else g.cast(result, dtype)
     elif dtype != np.float32:
         result = g.cast(result, dtype)
     if rows_in == rows and len(columns) == 1:
@@ -305,11 +323,10 @@ def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
     return g.reshape(result, out_shape)
 
 
-def _widened(g: Graph, eqn: Eqn, operands: Sequence[Operand]) -> list[Operand]:
-    """Returns operands in the dtype of the result, in which JAX adds their products up."""
-    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+def _in(g: Graph, eqn: Eqn, operands: Sequence[Operand], dtype: Any) -> list[Operand]:
+    """Returns the operands of a product in one dtype."""
     pairs = zip(operands, eqn.invars, strict=True)
-    return [x if atom.aval.dtype == dtype else g.cast(x, dtype) for x, atom in pairs]
+    return [x if atom.aval.dtype == dtype else cast(g, x, dtype) for x, atom in pairs]
 
 
 def _plain(g: Graph, x: Any) -> Any:
@@ -394,21 +411,31 @@ def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
         weight = kernel.transpose(numbers.rhs_spec)
     else:
         weight = g.transpose(kernel, numbers.rhs_spec)
-    if any(n != 1 for n in p["lhs_dilation"]):
-        config = [(0, 0, 0), (0, 0, 0), *((0, 0, n - 1) for n in p["lhs_dilation"])]
-        zero = np.zeros((), eqn.invars[0].aval.dtype)
-        image = pad(g, image, zero, config, [shape[i] for i in numbers.lhs_spec])
-    padding = p["padding"]
-    if any(n < 0 for pair in padding for n in pair):
-        raise refuse(eqn, "with negative padding has no form in ONNX")
+    dtypes = [np.dtype(atom.aval.dtype) for atom in eqn.invars]
+    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+    are_bytes = {x.name for x in dtypes} <= {"int8", "uint8"} and dtype.kind in "iu"
+    wide = np.dtype(np.int32) if are_bytes else computed_in("conv_general_dilated", dtype)
+    if wide is None:
+        raise refuse(eqn, f"of {dtypes[0].name} into {dtype.name} has no form in ONNX")
+    if not are_bytes:
+        image, weight = _in(g, eqn, [image, weight], wide)
+    padding, dilations = p["padding"], p["lhs_dilation"]
+    if any(n != 1 for n in dilations) or any(n < 0 for pair in padding for n in pair):
+        pairs = zip(padding, dilations, strict=True)
+        config = [(min(low, 0), min(high, 0), n - 1) for (low, high), n in pairs]
+        zero = np.zeros((), dtypes[0] if are_bytes else wide)
+        sizes = [shape[i] for i in numbers.lhs_spec]
+        image = pad(g, image, zero, [(0, 0, 0), (0, 0, 0), *config], sizes)
     y = g.add(
-        "Conv",
-        *_widened(g, eqn, [image, weight]),
+        "ConvInteger" if are_bytes else "Conv",
+        image,
+        weight,
         dilations=list(p["rhs_dilation"]),
         group=p["feature_group_count"],
-        pads=[low for low, _ in padding] + [high for _, high in padding],
+        pads=[max(low, 0) for low, _ in padding] + [max(high, 0) for _, high in padding],
         strides=list(p["window_strides"]),
     )
+    y = y if wide == dtype else g.cast(y, dtype)
     return g.transpose(y, list(np.argsort(numbers.out_spec)))
 
 

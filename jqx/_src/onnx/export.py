@@ -1,6 +1,7 @@
 """`to_onnx`: a function, with its weights and its plan, as a model of ONNX."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,14 +23,20 @@ from ..transforms.calibrate import arguments_of
 from ..transforms.integers import OnIntegers, quantized_leaves
 from ..transforms.interpret import view
 from ..transforms.make_plan import as_plan
+from ..transforms.onnx_rules import ADDED
 from ..transforms.paths import positions_of
 from ..transforms.plan import Site
 from ..transforms.trace import Call, trace_call
 from ..transforms.views import real_of
 from ..transforms.walk import Body, Domain, Where, bodies, contractions_in, walk, while_starts
+from . import bits as bits
 from .contractions import CONTRACTIONS, Codes, is_integer, quantized, real, table_rows
 from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, tensor
-from .primitives import RULES, refuse
+from .operators import form_of
+from .primitives import RULES, refuse, write
+
+SITES = "jqx_sites"
+"""The key of the sites in the properties of a model, as JSON; see `Graph.sites`."""
 
 _LARGE = 1 << 14
 """Bytes from which a broadcast constant is stored once, and spread by the graph."""
@@ -56,7 +63,7 @@ class _Emit(Domain[Any]):
         return as_array(array)
 
     def enters(self, eqn: Eqn, values: list[Any], where: Where) -> bool:
-        return eqn.primitive.name not in ("cond", "while")
+        return eqn.primitive.name not in ("cond", "while") and form_of(eqn, values) is None
 
     def part(self, value: Any, step: int) -> Any:
         if not isinstance(value, Value):
@@ -67,7 +74,7 @@ class _Emit(Domain[Any]):
 
     def stack(self, values: list[Any], aval: Any) -> Any:
         if all(isinstance(x, np.ndarray) for x in values):
-            return np.stack(values)
+            return np.stack(values) if values else np.zeros(aval.shape, aval.dtype)
         rows = [self.graph.reshape(real(self.graph, x), (1, *aval.shape[1:])) for x in values]
         return self._value(self.graph.add("Concat", *rows, axis=0), aval)
 
@@ -84,17 +91,19 @@ class _Emit(Domain[Any]):
             return self._loop(eqn, values, where)
         is_known = not any(isinstance(x, Value) for x in values)
         if is_known and name != "dim_as_value" and not self._is_spread(eqn):
-            return self._computed(eqn, values)
+            return self._computed(eqn, values, site, where)
+        if all(0 in var.aval.shape for var in eqn.outvars):  # runtimes stop at some empty arrays
+            return [np.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        if (form := form_of(eqn, values)) is not None:
+            return [self._value(form(self.graph), eqn.outvars[0].aval)]
         if name == "gather" and isinstance(values[0], QTensor):
             return [self._value(table_rows(self.graph, eqn, *values), eqn.outvars[0].aval)]
         if name in CONTRACTIONS:
             return [self._contraction(eqn, values, site, where)]
-        if name not in RULES:
+        if name not in RULES and name not in ADDED.get():
             raise refuse(eqn, "has no rule for ONNX")
         operands = [real(self.graph, x) for x in values]
-        results = RULES[name](self.graph, eqn, *operands)
-        names = [results] if isinstance(results, str) else results
-        pairs = zip(names, eqn.outvars, strict=True)
+        pairs = zip(write(self.graph, eqn, operands), eqn.outvars, strict=True)
         return [self._value(name, var.aval) for name, var in pairs]
 
     def _is_spread(self, eqn: Eqn) -> bool:
@@ -111,8 +120,14 @@ class _Emit(Domain[Any]):
     def _value(self, name: str, aval: Any) -> Value:
         return Value(name, tuple(aval.shape), np.dtype(aval.dtype))
 
-    def _computed(self, eqn: Eqn, values: list[Any]) -> Sequence[Any]:
+    def _computed(
+        self, eqn: Eqn, values: list[Any], site: Site | None, where: Where
+    ) -> Sequence[Any]:
         """Evaluates an equation of arrays and QTensors."""
+        if site is not None:
+            scales = {key: self._affine(site, key, where) for key in site.keys}
+            known = {key: affine for key, affine in scales.items() if affine is not None}
+            return [as_array(OnIntegers(self.plan, known).at_site(site, eqn, values)[0])]
         if any(isinstance(x, QTensor) for x in values):
             views = view(eqn, values)
             if views is not None:
@@ -125,10 +140,14 @@ class _Emit(Domain[Any]):
         g, operands = self.graph, list(values)
         out = eqn.outvars[0].aval
         for i, operand in enumerate(() if site is None else site.operands):
-            is_activation = operand.role == "activation" and operand.spec is not None
-            if is_activation and isinstance(operands[i], Value):
-                affine = self._affine(site, operand.key, where)
-                operands[i] = self._rounded(eqn, operands[i], operand.spec, affine, values)
+            spec = operand.spec
+            if operand.role != "activation" or spec is None or isinstance(operands[i], QTensor):
+                continue
+            affine = self._affine(site, operand.key, where)
+            if isinstance(operands[i], Value):
+                operands[i] = self._rounded(eqn, operands[i], spec, affine, values)
+            else:
+                operands[i] = np.asarray(QTensor.quantize(operands[i], spec, affine).dequantize())
         result = CONTRACTIONS[eqn.primitive.name](g, eqn, *operands)
         value = self._value(result, out)
         if site is not None and site.output is not None:
@@ -136,6 +155,12 @@ class _Emit(Domain[Any]):
             rounded = quantized(g, value, site.output, affine, as_codes=False)
             assert isinstance(rounded, str)
             value = value._replace(name=rounded)
+        if site is not None:
+            names = {}
+            for i, x in enumerate(operands):
+                if isinstance(x, Codes | Value) and x is not values[i]:
+                    names[i] = x.codes if isinstance(x, Codes) else x.name
+            g.sites.append([site.output_key, names, value.name])
         return value
 
     def _rounded(self, eqn: Eqn, x: Value, spec: Any, affine: Any, values: list[Any]) -> Any:
@@ -362,8 +387,12 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], integers: bool
         outputs.append(_info(helper, name, atom.aval))
     constants = [tensor(name, array) for name, array in graph.constants.items()]
     main = helper.make_graph(graph.nodes, "jqx", inputs, outputs, constants)
-    opsets = [helper.make_opsetid("", OPSET)]
-    return helper.make_model(main, opset_imports=opsets, ir_version=IR_VERSION, producer_name="jqx")
+    opsets = [helper.make_opsetid(name, 1 if name else OPSET) for name in sorted(graph.domains)]
+    model = helper.make_model(
+        main, opset_imports=opsets, ir_version=IR_VERSION, producer_name="jqx"
+    )
+    helper.set_model_props(model, {SITES: json.dumps(graph.sites)})
+    return model
 
 
 def _name(keys: Sequence[Any], positions: Sequence[int]) -> str:

@@ -55,12 +55,17 @@ class Graph:
       nodes: the nodes.
       constants: arrays by name.
       sizes: for each symbol, the name of an input and the axis of it that has this size.
+      domains: the domains of the operations; "" is that of ONNX.
+      sites: what `verify_onnx` compares, for each site of the plan in the outermost graph: its key,
+        the names of its rounded operands by their places, in codes or not, and that of its result.
     """
 
     def __init__(self, around: Graph | None = None) -> None:
         self.nodes: list[Any] = []
         self.constants: dict[str, np.ndarray] = {} if around is None else around.constants
         self.sizes: dict[str, tuple[str, int]] = {} if around is None else around.sizes
+        self.domains: set[str] = {""} if around is None else around.domains
+        self.sites: list[list[Any]] = []
         self._known: dict[Any, str] = {} if around is None else around._known
         self._kept: list[Any] = [] if around is None else around._kept
         self._count: list[int] = [0] if around is None else around._count
@@ -78,6 +83,7 @@ class Graph:
         """Adds a node with several results."""
         outputs = [self.new_name(op.lower()) for _ in range(count)]
         names = [self.name(x) for x in operands]
+        self.domains.add(attributes.get("domain", ""))
         helper = onnx_module().helper
         self.nodes.append(helper.make_node(op, names, outputs, outputs[0], **attributes))
         return outputs
@@ -139,8 +145,9 @@ class Graph:
         return self.add("Transpose", x, perm=[int(i) for i in order])
 
     def cast(self, x: Operand, dtype: Any) -> str:
-        """Returns `x` in another dtype."""
-        return self.add("Cast", x, to=onnx_type(dtype))
+        """Returns `x` in another dtype; what float8 does not hold is infinite or NaN, as in JAX."""
+        options = {"saturate": 0} if np.dtype(dtype).name.startswith("float8") else {}
+        return self.add("Cast", x, to=onnx_type(dtype), **options)
 
     def slice(self, x: Operand, axis: int, start: Any, end: Any, step: int = 1) -> str:
         """Returns a part of `x` along an axis. Bounds may be names of int64 [1]."""
@@ -176,8 +183,21 @@ class _Size:
     __radd__, __rmul__ = __add__, __mul__
 
 
+_DTYPES = (
+    *("bool", "int4", "int8", "int16", "int32", "int64"),
+    *("uint4", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+)
+"""The dtypes of the opset that JAX has too."""
+
+
 def onnx_type(dtype: Any) -> int:
-    """Returns the number of ONNX for a dtype."""
+    """Returns the number of ONNX for a dtype, or raises an error."""
+    if np.dtype(dtype).name not in _DTYPES:
+        problem = f"values of {np.dtype(dtype).name} have no form in ONNX (opset {OPSET})."
+        fix = f"use one of {', '.join(_DTYPES)} in the function."
+        raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
     return int(onnx_module().helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
 

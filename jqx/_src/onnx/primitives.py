@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +12,12 @@ import numpy as np
 from jax import export, lax
 
 from .. import compat
+from ..checks import shown
 from ..compat import Eqn
 from ..errors import fail
-from .graph import Graph, Operand
+from ..transforms.onnx_rules import ADDED
+from .dtypes import cast, computed_in, to_float, widened
+from .graph import Graph, Operand, Value
 
 Rule = Callable[..., Any]
 """From a graph, an equation and its operands to the name of its result, or those of its results."""
@@ -36,8 +40,45 @@ def refuse(eqn: Eqn, reason: str) -> Exception:
     """Returns the error of an equation that has no form in ONNX."""
     problem = f"`{eqn.primitive.name}` {reason}{compat.at_line_of(eqn)}."
     facts = f"scope {compat.scope_of(eqn) or '(none)'}"
-    fix = "write this part of the function in another way, or compute it outside."
+    fix = "write this part of the function in another way, compute it outside, or pass a rule to "
+    fix += "jqx.extend.onnx_rules."
     return fail("interop.to_onnx", problem, given=facts, fix=fix, error=NotImplementedError)
+
+
+def write(g: Graph, eqn: Eqn, operands: Sequence[Operand]) -> list[str]:
+    """Writes an equation by the rule of its primitive, in a dtype that runtimes compute it in."""
+    if eqn.primitive.name in ADDED.get():
+        return _of_user(g, eqn, operands)
+    name, dtype = eqn.primitive.name, np.dtype(eqn.invars[0].aval.dtype if eqn.invars else np.int64)
+    apply, wide = RULES[name], computed_in(name, dtype)
+    if wide is None:
+        raise refuse(eqn, f"of {dtype.name} has no form in ONNX")
+    if wide != dtype:
+        return widened(g, eqn, operands, wide, apply)
+    results = apply(g, eqn, *operands)
+    return [results] if isinstance(results, str) else results
+
+
+def _of_user(g: Graph, eqn: Eqn, operands: Sequence[Operand]) -> list[str]:
+    """Writes an equation by the rule of the user."""
+    name = eqn.primitive.name
+    results = ADDED.get()[name](g, eqn, *operands)
+    names = [results] if isinstance(results, (str, Value)) else results
+    are_names = isinstance(names, (list, tuple)) and all(isinstance(x, (str, Value)) for x in names)
+    if not are_names or len(names) != len(eqn.outvars):
+        problem = f"the rule for the primitive {name!r} returned {shown(results)}."
+        expected = f"{len(eqn.outvars)} results of the graph"
+        fix = "return what graph.add returns, or a list of such results."
+        raise fail("interop.to_onnx", problem, expected=expected, fix=fix, error=TypeError)
+    return [g.name(x) for x in names]
+
+
+def where(g: Graph, chosen: Operand, x: Operand, y: Operand, dtype: Any) -> str:
+    """Returns `x` where `chosen` is true, else `y`, which have a given dtype."""
+    wide = computed_in("where", dtype)
+    if wide == dtype:
+        return g.add("Where", chosen, x, y)
+    return g.cast(g.add("Where", chosen, cast(g, x, wide), cast(g, y, wide)), dtype)
 
 
 # Elementwise.
@@ -56,7 +97,6 @@ _SAME = {
     "copy": "Identity",
     "cos": "Cos",
     "cosh": "Cosh",
-    "div": "Div",
     "erf": "Erf",
     "exp": "Exp",
     "floor": "Floor",
@@ -105,8 +145,6 @@ def _scalar(eqn: Eqn, number: float) -> np.ndarray:
 
 def _compared(op: str) -> Rule:
     def apply(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
-        if _dtype(eqn) == np.bool_ and op != "Equal":
-            x, y = (g.cast(a, np.uint8) for a in (x, y))
         return g.add(op, x, y)
 
     return apply
@@ -133,15 +171,24 @@ def _logic(name: str) -> Rule:
 RULES.update({name: _logic(name) for name in _LOGIC})
 
 
-@rule("shift_left", "shift_right_logical")
+@rule("shift_left", "shift_right_logical", "shift_right_arithmetic")
 def _shift(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
     dtype, bits = _dtype(eqn), _dtype(eqn).itemsize * 8
-    unsigned = np.dtype(f"uint{bits}")
+    signed, unsigned = np.dtype(f"int{bits}"), np.dtype(f"uint{bits}")
+    codes, count = (cast(g, a, unsigned) for a in (x, y))
+    mask = None
+    if (
+        eqn.primitive.name == "shift_right_arithmetic"
+    ):  # the complement of a negative number is shifted, and is not negative
+        zero, ones = np.zeros((), signed), ~np.zeros((), signed)
+        is_negative = g.add("Less", cast(g, x, signed), zero)
+        mask = g.cast(where(g, is_negative, ones, zero, signed), unsigned)
+        codes = g.add("BitwiseXor", codes, mask)
     direction = "LEFT" if eqn.primitive.name == "shift_left" else "RIGHT"
-    codes, count = g.cast(x, unsigned), g.cast(y, unsigned)
     shifted = g.add("BitShift", codes, count, direction=direction)
     is_whole = g.add("GreaterOrEqual", count, np.asarray(bits, unsigned))
-    return g.cast(g.add("Where", is_whole, np.asarray(0, unsigned), shifted), dtype)
+    shifted = where(g, is_whole, np.asarray(0, unsigned), shifted, unsigned)
+    return g.cast(shifted if mask is None else g.add("BitwiseXor", shifted, mask), dtype)
 
 
 @rule("rsqrt")
@@ -157,11 +204,17 @@ def _square(g: Graph, eqn: Eqn, x: Operand) -> str:
 @rule("integer_pow")
 def _integer_pow(g: Graph, eqn: Eqn, x: Operand) -> str:
     exponent = eqn.params["y"]
-    if exponent == 2:
-        return g.add("Mul", x, x)
-    if exponent < 0 and not np.issubdtype(_dtype(eqn), np.integer):
-        return g.add("Div", _scalar(eqn, 1), g.add("Pow", x, _scalar(eqn, -exponent)))
-    return g.add("Pow", x, _scalar(eqn, exponent))
+    if exponent == 0:
+        return g.add("Expand", _scalar(eqn, 1), g.shape(eqn.invars[0].aval.shape))
+    if not np.issubdtype(_dtype(eqn), np.integer) and abs(exponent) > 2:
+        power = g.add("Pow", x, _scalar(eqn, abs(exponent)))
+    else:  # `Pow` computes integers in floats
+        factors, square = [], x
+        for bit in reversed(f"{abs(exponent):b}"):
+            factors += [square] if bit == "1" else []
+            square = g.add("Mul", square, square)
+        power = functools.reduce(lambda a, b: g.add("Mul", a, b), factors)
+    return g.add("Div", _scalar(eqn, 1), power) if exponent < 0 else g.name(power)
 
 
 @rule("exp2")
@@ -209,9 +262,27 @@ def _erfc(g: Graph, eqn: Eqn, x: Operand) -> str:
     return g.add("Sub", _scalar(eqn, 1), g.add("Erf", x))
 
 
-@rule("rem")
-def _rem(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
-    return g.add("Mod", x, y, fmod=1)
+@rule("div", "rem")
+def _divide(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
+    """Integers by 0, and the least one by -1, have results in JAX, and stop runtimes."""
+    dtype, is_div = _dtype(eqn), eqn.primitive.name == "div"
+    op, attributes = ("Div", {}) if is_div else ("Mod", {"fmod": 1})
+    if not np.issubdtype(dtype, np.integer):
+        return g.add(op, x, y, **attributes)
+    divisors = [0, -1] if np.iinfo(dtype).min < 0 else [0]
+    if isinstance(y, np.ndarray):
+        divisors = [n for n in divisors if (y == n).any()]
+    meets = {n: g.add("Equal", y, _scalar(eqn, n)) for n in divisors}
+    for here in meets.values():
+        y = where(g, here, _scalar(eqn, 1), y, dtype)
+    result = g.add(op, x, y, **attributes)
+    for n, here in meets.items():
+        if is_div:
+            other = g.add("Neg", x) if n else ~_scalar(eqn, 0)
+        else:
+            other = _scalar(eqn, 0) if n else x
+        result = where(g, here, other, result, dtype)
+    return result
 
 
 @rule("round")
@@ -235,21 +306,11 @@ def _clamp(g: Graph, eqn: Eqn, low: Operand, x: Operand, high: Operand) -> str:
     return g.add("Min", g.add("Max", x, low), high)
 
 
-def where(g: Graph, chosen: Operand, x: Operand, y: np.ndarray | Operand, kind: Any = None) -> str:
-    """Returns `x` where `chosen` is true, else `y`. Runtimes choose between few dtypes."""
-    dtype = np.dtype(y.dtype if kind is None and isinstance(y, np.ndarray) else kind)
-    if dtype == np.bool_:
-        kept = g.add("And", chosen, x)
-        return g.add("Or", kept, g.add("And", g.add("Not", chosen), y))
-    if np.issubdtype(dtype, np.integer) and dtype.itemsize < 4:
-        wide = g.add("Where", chosen, g.cast(x, np.int32), g.cast(y, np.int32))
-        return g.cast(wide, dtype)
-    return g.add("Where", chosen, x, y)
-
-
 @rule("select_n")
 def _select_n(g: Graph, eqn: Eqn, which: Operand, *cases: Operand) -> str:
     dtype = _dtype(eqn, 1)
+    if len(cases) == 1:
+        return g.name(cases[0])
     if _dtype(eqn) == np.bool_:
         return where(g, which, cases[1], cases[0], dtype)
     result: Operand = cases[-1]
@@ -261,10 +322,40 @@ def _select_n(g: Graph, eqn: Eqn, which: Operand, *cases: Operand) -> str:
 
 @rule("convert_element_type")
 def _convert(g: Graph, eqn: Eqn, x: Operand) -> str:
-    new = np.dtype(eqn.params["new_dtype"])
+    old, new = _dtype(eqn), np.dtype(eqn.params["new_dtype"])
+    if new == old:
+        return g.name(x)
     if new == np.bool_:
-        return g.add("Not", g.add("Equal", x, _scalar(eqn, 0)))
-    return g.name(x) if new == _dtype(eqn) else g.cast(x, new)
+        wide = computed_in("ne", old)
+        return g.add("Not", g.add("Equal", cast(g, x, wide), np.zeros((), wide)))
+    is_float = jnp.issubdtype(old, jnp.floating)
+    if is_float and jnp.issubdtype(new, jnp.integer):
+        return _saturated(g, x, old, new)
+    return (
+        to_float(g, cast(g, x, np.float32), new)
+        if new.name.startswith("float8")
+        else g.cast(x, new)
+    )
+
+
+def _saturated(g: Graph, x: Operand, old: np.dtype[Any], new: np.dtype[Any]) -> str:
+    """Returns floats as integers: toward zero, within the limits of the dtype, and NaN as 0, as XLA
+    does. ONNX leaves open what does not fit.
+    """
+    if old.itemsize < 4:
+        old, x = np.dtype(np.float32), g.cast(x, np.float32)
+    limits = jnp.iinfo(new)
+    if limits.bits < 8:  # runtimes round what they convert to 4 bits
+        x = g.add("Min", g.add("Max", x, old.type(limits.min)), old.type(limits.max))
+        return g.cast(_saturated(g, x, old, np.dtype(np.int8)), new)
+    low, high = (np.asarray(n, old) for n in (limits.min, limits.max))
+    x = g.add("Where", g.add("Equal", x, x), x, np.zeros((), old))
+    if int(high) <= limits.max:
+        return g.cast(g.add("Min", g.add("Max", x, low), high), new)
+    # The largest float that fits is below the largest integer.
+    inside = g.add("Min", g.add("Max", x, low), np.nextafter(high, np.zeros((), old)))
+    above, largest = g.add("GreaterOrEqual", x, high), np.asarray(limits.max, new)
+    return where(g, above, largest, g.cast(inside, new), new)
 
 
 _PRECISIONS = {(8, 7): "bfloat16", (5, 10): "float16"}
@@ -274,8 +365,9 @@ _PRECISIONS = {(8, 7): "bfloat16", (5, 10): "float16"}
 @rule("reduce_precision")
 def _reduce_precision(g: Graph, eqn: Eqn, x: Operand) -> str:
     bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
-    if bits not in _PRECISIONS:
-        raise refuse(eqn, f"to {bits[0]} and {bits[1]} bits has no form in ONNX")
+    if bits not in _PRECISIONS or _dtype(eqn) == np.float64:
+        name = _dtype(eqn).name
+        raise refuse(eqn, f"of {name} to {bits[0]} and {bits[1]} bits has no form in ONNX")
     return g.cast(g.cast(x, jnp.dtype(_PRECISIONS[bits])), _dtype(eqn))
 
 
@@ -313,6 +405,8 @@ def _transpose(g: Graph, eqn: Eqn, x: Operand) -> str:
 @rule("rev")
 def _rev(g: Graph, eqn: Eqn, x: Operand) -> str:
     axes = eqn.params["dimensions"]
+    if not axes:
+        return g.name(x)
     least, count = np.iinfo(np.int64).min, len(axes)
     bounds = g.ints(*[-1] * count), g.ints(*[least] * count)
     return g.add("Slice", x, *bounds, g.ints(*axes), g.ints(*[-1] * count))
@@ -371,9 +465,6 @@ def pad(g: Graph, x: Operand, value: Operand, config: Sequence[Any], shape: Sequ
 @rule("pad")
 def _pad(g: Graph, eqn: Eqn, x: Operand, value: Operand) -> str:
     shape = eqn.invars[0].aval.shape
-    if _dtype(eqn) == np.bool_:
-        x, value = g.cast(x, np.uint8), g.cast(value, np.uint8)
-        return g.cast(pad(g, x, value, eqn.params["padding_config"], shape), np.bool_)
     return pad(g, x, value, eqn.params["padding_config"], shape)
 
 
@@ -400,38 +491,80 @@ def _dim_as_value(g: Graph, eqn: Eqn) -> str:
 
 # Reductions.
 
-_REDUCTIONS = {
-    "reduce_sum": "ReduceSum",
-    "reduce_max": "ReduceMax",
-    "reduce_min": "ReduceMin",
-    "reduce_prod": "ReduceProd",
-}
+
+def _reduced(g: Graph, eqn: Eqn, op: str, x: Operand, empty: np.ndarray) -> str:
+    """Returns a reduction; `empty` is that of nothing, at which some runtimes stop."""
+    axes = eqn.params["axes"]
+    if 0 in [eqn.invars[0].aval.shape[axis] for axis in axes]:
+        return g.add("Expand", empty, g.shape(eqn.outvars[0].aval.shape))
+    return g.add(op, x, g.ints(*axes), keepdims=0, noop_with_empty_axes=1)
 
 
-def _reduced(op: str) -> Rule:
-    def apply(g: Graph, eqn: Eqn, x: Operand) -> str:
-        axes = g.ints(*eqn.params["axes"])
-        return g.add(op, x, axes, keepdims=0, noop_with_empty_axes=1)
+@rule("reduce_max", "reduce_min")
+def _extreme(g: Graph, eqn: Eqn, x: Operand) -> str:
+    """NaN if there is one, which runtimes pass over."""
+    is_max, dtype = eqn.primitive.name == "reduce_max", _dtype(eqn)
+    op = "ReduceMax" if is_max else "ReduceMin"
+    if not jnp.issubdtype(dtype, jnp.floating):
+        limits = jnp.iinfo(dtype)
+        return _reduced(g, eqn, op, x, _scalar(eqn, limits.min if is_max else limits.max))
+    result = _reduced(g, eqn, op, x, _scalar(eqn, -np.inf if is_max else np.inf))
+    numbers = _reduced(g, eqn, "ReduceMin", g.add("Equal", x, x), np.asarray(True))
+    return g.add("Where", numbers, result, _scalar(eqn, np.nan))
 
-    return apply
+
+@rule("reduce_sum", "reduce_prod")
+def _total(g: Graph, eqn: Eqn, x: Operand) -> str:
+    """Runtimes add and multiply integers in float64, and do not wrap around."""
+    is_sum, dtype = eqn.primitive.name == "reduce_sum", _dtype(eqn)
+    if jnp.issubdtype(dtype, jnp.floating):
+        op = "ReduceSum" if is_sum else "ReduceProd"
+        return _reduced(g, eqn, op, x, _scalar(eqn, not is_sum))
+    if not is_sum or dtype == np.int64:
+        return _folded(g, eqn, "Add" if is_sum else "Mul", x, not is_sum)
+    total = _reduced(g, eqn, "ReduceSum", g.cast(x, np.int64), np.asarray(0, np.int64))
+    return g.cast(total, dtype)
 
 
-RULES.update({name: _reduced(op) for name, op in _REDUCTIONS.items()})
-
-
-@rule("reduce_and", "reduce_or")
+@rule("reduce_and", "reduce_or", "reduce_xor")
 def _reduce_logic(g: Graph, eqn: Eqn, x: Operand) -> str:
-    if _dtype(eqn) != np.bool_:
-        raise refuse(eqn, "of integers has no form in ONNX")
-    op = "ReduceMin" if eqn.primitive.name == "reduce_and" else "ReduceMax"
-    return g.cast(_reduced(op)(g, eqn, g.cast(x, np.int32)), np.bool_)
+    name, is_bool = eqn.primitive.name, _dtype(eqn) == np.bool_
+    is_and = name == "reduce_and"
+    if is_bool and name != "reduce_xor":
+        return _reduced(g, eqn, "ReduceMin" if is_and else "ReduceMax", x, np.asarray(is_and))
+    op = _LOGIC[name.removeprefix("reduce_")]
+    return _folded(g, eqn, op if is_bool else f"Bitwise{op}", x, -1 if is_and else 0)
+
+
+def _folded(g: Graph, eqn: Eqn, op: str, x: Operand, neutral: int) -> str:
+    """Returns a reduction by an operation of two halves at a time."""
+    sizes, axes = list(eqn.invars[0].aval.shape), eqn.params["axes"]
+    if any(export.is_symbolic_dim(sizes[axis]) for axis in axes):
+        raise refuse(eqn, f"of {_dtype(eqn).name} over an open size has no form in ONNX")
+    for axis in axes:
+        while (n := sizes[axis]) > 1:
+            half = n // 2
+            parts = [g.add(op, *(g.slice(x, axis, i, i + half) for i in (0, half)))]
+            parts += [g.slice(x, axis, 2 * half, n)] if n % 2 else []
+            x = g.add("Concat", *parts, axis=axis) if n % 2 else parts[0]
+            sizes[axis] = half + n % 2
+    if 0 in [sizes[axis] for axis in axes]:
+        return _reduced(g, eqn, op, x, np.asarray(neutral).astype(_dtype(eqn)))
+    return g.reshape(x, eqn.outvars[0].aval.shape)
 
 
 @rule("argmax", "argmin")
 def _arg(g: Graph, eqn: Eqn, x: Operand) -> str:
+    """The first NaN if there is one, which runtimes pass over."""
     (axis,) = eqn.params["axes"]
     op = {"argmax": "ArgMax", "argmin": "ArgMin"}[eqn.primitive.name]
-    return g.cast(g.add(op, x, axis=axis, keepdims=0), eqn.params["index_dtype"])
+    index = g.add(op, x, axis=axis, keepdims=0)
+    if jnp.issubdtype(_dtype(eqn), jnp.floating):
+        numbers = g.cast(g.add("Equal", x, x), np.uint8)
+        are_all = g.cast(g.add("ReduceMin", numbers, g.ints(axis), keepdims=0), np.bool_)
+        first = g.add("ArgMin", numbers, axis=axis, keepdims=0)
+        index = g.add("Where", are_all, index, first)
+    return g.cast(index, eqn.params["index_dtype"])
 
 
 @rule("cumsum")
@@ -463,6 +596,10 @@ def _window(g: Graph, eqn: Eqn, x: Operand) -> str:
     if any(n != 1 for n in p["base_dilation"]):
         raise refuse(eqn, "with a base dilation has no form in ONNX")
     sizes, steps, dilations = p["window_dimensions"], p["window_strides"], p["window_dilation"]
+    if any(max(pads) >= n > 1 for pads, n in zip(p["padding"], sizes, strict=True)):
+        raise refuse(eqn, "with padding as large as its window has no form in ONNX")
+    if any(n < 0 for pads in p["padding"] for n in pads):
+        raise refuse(eqn, "with negative padding has no form in ONNX")
     fields = zip(sizes, steps, p["padding"], dilations, strict=True)
     moving = [i for i, x in enumerate(fields) if x[:3] != (1, 1, (0, 0))] or [len(shape) - 1]
     rest = [i for i in range(len(shape)) if i not in moving]
@@ -479,10 +616,13 @@ def _window(g: Graph, eqn: Eqn, x: Operand) -> str:
     if eqn.primitive.name == "reduce_window_sum":
         mean = g.add("AveragePool", x, count_include_pad=1, **window)
         y = g.add("Mul", mean, _scalar(eqn, math.prod(window["kernel_shape"])))
-    elif eqn.primitive.name == "reduce_window_max":
-        y = g.add("MaxPool", x, **window)
     else:
-        y = g.add("Neg", g.add("MaxPool", g.add("Neg", x), **window))
+        is_max = eqn.primitive.name == "reduce_window_max"
+        y = g.add("MaxPool", x if is_max else g.add("Neg", x), **window)
+        y = y if is_max else g.add("Neg", y)
+        if jnp.issubdtype(_dtype(eqn), jnp.floating):  # runtimes pass over NaN
+            has_nan = g.add("MaxPool", g.cast(g.add("IsNaN", x), np.uint8), **window)
+            y = g.add("Where", g.cast(has_nan, np.bool_), _scalar(eqn, np.nan), y)
     out = eqn.outvars[0].aval.shape
     y = g.reshape(y, [out[i] for i in (*rest, *moving)])
     return g.transpose(y, list(np.argsort([*rest, *moving])))
@@ -625,7 +765,9 @@ def row_index(g: Graph, eqn: Eqn, starts: Operand, axis: int) -> Rows:
     """Returns the rows of a gather along an axis; `inside` broadcasts to its result."""
     shape, starts_shape = (atom.aval.shape for atom in eqn.invars)
     index = g.reshape(g.cast(starts, np.int64), starts_shape[:-1])
-    first, last = (np.asarray(n, np.int64) for n in (0, shape[axis] - 1))
+    first, last = np.asarray(0, np.int64), shape[axis] - 1
+    is_open = export.is_symbolic_dim(last)
+    last = g.add("Squeeze", g.size(last)) if is_open else np.asarray(last, np.int64)
     clamped = g.add("Min", g.add("Max", index, first), last)
     aligned = [1] * axis + list(starts_shape[:-1]) + [1] * (len(shape) - axis - 1)
     return Rows(clamped, g.reshape(g.add("Equal", index, clamped), aligned))
@@ -635,7 +777,7 @@ def filled(g: Graph, eqn: Eqn, values: str, inside: str) -> str:
     """Returns the values of a gather, and what its mode gives outside of the array."""
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return values
-    return where(g, inside, values, _fill(eqn))
+    return where(g, inside, values, _fill(eqn), _dtype(eqn))
 
 
 def _fill(eqn: Eqn) -> np.ndarray:
@@ -664,10 +806,25 @@ def _scatter(g: Graph, eqn: Eqn, x: Operand, starts: Operand, updates: Operand) 
     order = [d for d in range(len(updates_shape)) if d not in windows] + windows
     values = g.add("Reshape", g.transpose(updates, order), g.ints(*batch, *sizes))
     reduction = "none" if name == "scatter" else name.removeprefix("scatter_")
-    if mode == lax.GatherScatterMode.FILL_OR_DROP or mode is None:
-        if reduction == "none" and math.prod(batch) > 1:
-            raise refuse(eqn, "that may drop updates has no form in ONNX; pass mode='clip'")
-        old = g.add("GatherND", x, index)
-        neutral = {"add": 0, "mul": 1}.get(reduction)
-        values = g.add("Where", inside, values, old if neutral is None else _scalar(eqn, neutral))
-    return g.add("ScatterND", x, index, values, reduction=reduction)
+
+    def put(x: Operand, values: Operand, reduction: str) -> str:
+        """Returns `x` with the updates; those outside go to one more element, which is dropped."""
+        if mode not in (lax.GatherScatterMode.FILL_OR_DROP, None):
+            return g.add("ScatterND", x, index, values, reduction=reduction)
+        count = math.prod(shape)
+        strides = g.ints(*(math.prod(shape[d + 1 :]) for d in range(len(shape))))
+        place = g.add("ReduceSum", g.add("Mul", index, strides), g.ints(-1), keepdims=0)
+        place = g.add("Where", inside, place, np.asarray(count, np.int64))
+        flat, updates = (g.add("Reshape", a, g.ints(-1)) for a in (x, values))
+        flat = g.add("Concat", flat, g.add("Slice", updates, *map(g.ints, (0, 1, 0))), axis=0)
+        place = g.add("Reshape", place, g.ints(-1, 1))
+        flat = g.add("ScatterND", flat, place, updates, reduction=reduction)
+        return g.reshape(g.slice(flat, 0, 0, count), shape)
+
+    result = put(x, values, reduction)
+    if reduction in ("min", "max") and jnp.issubdtype(_dtype(eqn), jnp.floating):
+        # Runtimes pass over NaN.
+        old, new = (g.cast(g.add("IsNaN", a), np.int32) for a in (x, values))
+        has_nan = g.cast(put(old, new, "max"), np.bool_)
+        result = g.add("Where", has_nan, _scalar(eqn, np.nan), result)
+    return result
