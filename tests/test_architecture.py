@@ -78,11 +78,12 @@ INSIDE = {
         transforms.quantize_params transforms.trace
     """,
     "onnx": """
-        contractions.problem diagnostics.report gradients.estimators numerics.exact numerics.lookup
-        numerics.minifloats numerics.qtype numerics.runtimes ops.affine statistics.calibrators
-        tensor.qtensor tensor.spec transforms.arguments transforms.calibrate transforms.higher_order
-        transforms.integers transforms.interpret transforms.make_plan transforms.onnx_rules
-        transforms.paths transforms.plan transforms.trace transforms.views transforms.walk
+        contractions.cache contractions.problem diagnostics.report gradients.estimators
+        numerics.exact numerics.lookup numerics.minifloats numerics.qtype numerics.runtimes
+        ops.affine statistics.calibrators tensor.qtensor tensor.spec transforms.arguments
+        transforms.calibrate transforms.higher_order transforms.integers transforms.interpret
+        transforms.make_plan transforms.onnx_rules transforms.paths transforms.plan transforms.trace
+        transforms.views transforms.walk
     """,
     "command_line": """
         diagnostics.report interop.archive interop.codec interop.named_tree interop.save

@@ -1,5 +1,7 @@
 """Quantized functions as models of ONNX: the integers are those of jqx."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,9 +63,13 @@ def test_a_model_gives_the_results_of_the_quantized_function(name):
     model = to_onnx(q, **options)(X)
     expected = jax.jit(q.function)(q.params, X)
     assert_close(run(model, X), expected)
-    codes = sum(x.nbytes for x in jax.tree.leaves(q.params))
-    if "2" not in name.split("a")[0] and "nf4" not in name and "fp4" not in name:
-        assert model.ByteSize() < 1.02 * codes + 12_000  # of which nodes are the rest
+    bits = [jqx.numerics.format_of(w.spec.qtype).bits for w in q.plan.weights]
+    weights = jax.tree.leaves(q.params, is_leaf=lambda x: isinstance(x, jqx.QTensor))
+    assert len(bits) == len(weights)
+    codes = sum(w.size // (2 if n <= 4 else 1) for w, n in zip(weights, bits, strict=True))
+    codes += sum(4 * w.scale.size for w in weights)
+    written = sum(len(x.raw_data) for x in model.graph.initializer)
+    assert written < 1.02 * codes + 2_000
 
 
 def test_sums_of_integers_are_those_of_jqx_bit_for_bit():
@@ -92,31 +98,99 @@ def test_layers_of_a_scan_have_their_own_scales():
     assert operations(model)["DequantizeLinear"] == 8
 
 
-def test_a_table_is_looked_up_as_codes():
+@pytest.mark.parametrize("qtype", ["int8", "uint8", "int3", "int4", "float8_e4m3fn", "nf4"])
+def test_a_table_is_looked_up_as_codes(qtype):
     def f(params, words):
         return params["table"][words] @ params["w"]
 
     params = {"table": TABLE, "w": PARAMS["last"]}
-    policy = jqx.Policy(
-        [jqx.Rule("table", weight="int8", tables=jqx.QSpec("int8", jqx.per_axis(0))), jqx.Rule("w")]
-    )
+    spec = jqx.QSpec(qtype, jqx.per_axis(0), symmetric=qtype != "uint8")
+    policy = jqx.Policy([jqx.Rule("table", weight=spec, tables=spec), jqx.Rule("w")])
     q = quantized(policy, f, params, jnp.asarray(WORDS))
     model = to_onnx(q)(jnp.asarray(WORDS))
     for words in (WORDS, WORDS + 5):  # one of them is outside of the table
         assert_close(run(model, words), jax.jit(q.function)(q.params, words))
-    assert model.ByteSize() < TABLE.size + 4 * 64 * 32 + 4_000
+    stored = TABLE.size // (2 if qtype in ("int3", "int4", "nf4") else 1)
+    assert model.ByteSize() < stored + 4 * 64 * 32 + 4_000
 
 
-def test_a_convolution_runs_on_dequantized_codes():
+@pytest.mark.parametrize("preset", ["w8a8_dynamic", "w8a16", "w4a8", "w4a16"])
+def test_a_table_that_is_also_the_head_is_stored_once(preset):
+    """As signed codes in the lookup, and as the runtime multiplies them in the product."""
+
+    def f(params, words):
+        h = params["table"][words]
+        return jnp.tanh(h) @ params["table"].T
+
+    table = normal(7, 512, 64)
+    policy = getattr(jqx.presets, preset)()
+    weight = policy.rules[0].weight
+    rule = dataclasses.replace(policy.rules[0], tables=weight)
+    nearest = jqx.algorithms.nearest()
+    q = jqx.ptq(f, jqx.Policy([rule]), nearest, progress=False)({"table": table}, [WORDS])
+    model = to_onnx(q)(WORDS)
+    stored = table.size // (2 if "w4" in preset else 1) + q.params["table"].scale.nbytes
+    assert model.ByteSize() < stored + 7_000
+    assert_close(run(model, WORDS), jax.jit(q.function)(q.params, WORDS), 1e-4)
+
+
+def test_sums_of_convolutions_are_those_of_jqx_bit_for_bit():
+    """With strides, groups, dilations of both kinds and codes from 0 to 255; scales of 1."""
+    rng, nhwc = np.random.default_rng(0), ("NHWC", "HWIO", "NHWC")
+    ways = {
+        "stride": ({"window_strides": (2, 1), "padding": "SAME"}, 1),
+        "depthwise": ({"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 8}, 8),
+        "dilated": ({"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 1)}, 1),
+        "spread": (
+            {"window_strides": (1, 1), "padding": ((1, 2), (0, 1)), "lhs_dilation": (2, 2)},
+            1,
+        ),
+    }
+    kernels = {name: rng.integers(-127, 128, (3, 3, 8 // n, 16)) for name, (_, n) in ways.items()}
+    image = rng.integers(-127, 128, (2, 7, 6, 8))
+    kernels = {name: k.astype("f4") for name, k in kernels.items()}
+    for kernel in kernels.values():
+        kernel[0, 0, 0] = 127  # scales are 1
+    image[:, 0, 0] = 127
+    positive = image + 128
+    positive[:, 0, 1] = 0
+
+    def f(kernels, x):
+        call = lax.conv_general_dilated
+        return {
+            name: call(x, kernels[name], dimension_numbers=nhwc, **options)
+            for name, (options, _) in ways.items()
+        }
+
+    for name, x in (("w8a8", image), ("w8a8 dynamic", image), ("w8a8 with zero points", positive)):
+        x = x.astype("f4")
+        nearest = jqx.algorithms.nearest()
+        q = jqx.ptq(f, SCHEMES[name][0], nearest, progress=False)(kernels, [jnp.asarray(x)])
+        model = to_onnx(q)(x)
+        assert operations(model)["ConvInteger"] == len(ways)
+        expected = jax.tree.leaves(f(kernels, x))  # whole numbers below 2**24
+        for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
+            for found, want in zip(run(model, x, level=level), expected, strict=True):
+                np.testing.assert_array_equal(found, want)
+
+
+def test_convolutions_in_float_are_beside_what_dequantizes_them():
+    """As a runtime finds them: codes have their axes turned before they are dequantized."""
+
     def f(kernel, x):
         return lax.conv_general_dilated(
             x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
 
     kernel, x = normal(5, 3, 3, 4, 8), normal(6, 2, 6, 6, 4)
-    for policy in (jqx.presets.w8a16(), jqx.presets.w8a8()):
+    for policy, count in ((jqx.presets.w8a16(), 1), (jqx.presets.w8a8(), 2)):
         q = quantized(policy, f, kernel, x)
-        assert_close(run(to_onnx(q)(x), x), jax.jit(q.function)(q.params, x))
+        model = to_onnx(q, integers=False)(x)
+        made = {node.output[0]: node.op_type for node in model.graph.node}
+        (conv,) = (node for node in model.graph.node if node.op_type == "Conv")
+        assert [made[name] for name in conv.input][-count:] == ["DequantizeLinear"] * count
+        for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
+            assert_close(run(model, x, level=level), jax.jit(q.function)(q.params, x))
 
 
 def test_results_of_a_plan_are_rounded():

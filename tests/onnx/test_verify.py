@@ -58,6 +58,20 @@ def test_weights_alone_have_no_codes_to_compare():
     assert all(np.isnan(x.differing) and x.sqnr > 100 for x in found.sites)
 
 
+def test_a_cache_in_codes_is_compared_as_codes_and_scales():
+    def f(params, x, cache):
+        cache = lax.dynamic_update_slice(cache, x[None, :3], (0, 2, 0))
+        return cache[0] @ params["last"], cache
+
+    cache = np.zeros((1, 8, 64), "f4")
+    q = jqx.ptq(f, jqx.presets.w8a8(), progress=False)(PARAMS, [(X, cache)])
+    cache = jqx.QTensor.zeros(cache.shape, jqx.QSpec("int8", jqx.per_axis(1)))
+    found = verify_onnx(to_onnx(q)(X, cache), q)(X, cache)
+    # The function multiplies the codes of the cache, and does not round it again.
+    assert found.sites[0].sqnr > 100
+    assert found.result.sqnr > 100 and found.optimized.sqnr > 100
+
+
 def test_calls_that_make_no_sense_are_refused():
     q = quantized(jqx.presets.w8a16())
     model = to_onnx(q)(X)

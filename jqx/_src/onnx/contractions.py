@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,28 @@ class Codes:
     shape: tuple[Any, ...]
     scale_shape: tuple[Any, ...]
 
+    @property
+    def zero(self) -> np.ndarray:
+        """The zero point as a scalar of the dtype of the codes; 0 if there is none."""
+        number = 0 if isinstance(self.zero_point, str | None) else self.zero_point
+        return np.asarray(number, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """An image with one static scale, which is rounded after its axes are turned: runtimes look for
+    what rounds it beside the convolution.
+
+    Attributes:
+      x: the image.
+      spec: its spec.
+      affine: its scale.
+    """
+
+    x: Value
+    spec: QSpec
+    affine: Affine
+
 
 _IN_ONNX = ("int8", "uint8", "int4", "uint4", "int16", "uint16", "float8_e4m3fn", "float8_e5m2")
 """The formats that `QuantizeLinear` and `DequantizeLinear` know, in opset 21."""
@@ -61,14 +85,17 @@ def dequantized(g: Graph, q: QTensor) -> str:
     if q.offset is not None or q.order is not None:
         return g.name(np.asarray(q.dequantize()))
     form, dtype = format_of(q.qtype), np.dtype(q.dtype)
-    codes, scale = np.asarray(q.values), np.asarray(q.real_scale(), np.float32)
-    zero_point = None if q.zero_point is None else np.asarray(q.zero_point)
+    codes, scale = _narrow(form, np.asarray(q.values)), np.asarray(q.real_scale(), np.float32)
+    zero_point = None if q.zero_point is None else np.asarray(q.zero_point).astype(codes.dtype)
     sizes = q.groups.sizes
     several = [i for i, n in enumerate(scale.shape) if n > 1]
     blocked = [i for i in several if q.groups.is_blocked(i)]
     is_number = isinstance(form, (Integer, Minifloat))
     name = codes.dtype.name if is_number else ""
     if name in _IN_ONNX and len(blocked) <= 1 and (blocked or len(several) <= 1):
+        if blocked and (cut := _whole_blocks(q, blocked[0])):
+            parts = _cut(g, q, blocked[0], cut)
+            return g.add("Concat", *(dequantized(g, part) for part in parts), axis=blocked[0])
         attributes = {}
         if blocked:
             full = [
@@ -97,29 +124,56 @@ def dequantized(g: Graph, q: QTensor) -> str:
     if name in _IN_ONNX:
         real = g.cast(codes, np.float32)
     elif form.bits <= 8:
-        table = np.asarray(form.decode(jnp.asarray(codes)), np.float32)
-        real = _looked_up(g, codes, table)
+        bits, table = _numbers_of(form, np.asarray(q.values))
+        real = g.add("Gather", table, g.cast(bits, np.int32))
     else:
         return g.name(np.asarray(q.dequantize()))
     if zero_point is not None:
-        real = g.add("Sub", real, _spread(zero_point.astype(np.float32), q))
-    real = g.add("Mul", real, _spread(scale, q))
+        real = g.add("Sub", real, _spread(g, zero_point.astype(np.float32), q))
+    real = g.add("Mul", real, _spread(g, scale, q))
     return real if dtype == np.float32 else g.cast(real, dtype)
 
 
-def _looked_up(g: Graph, codes: np.ndarray, values: np.ndarray) -> str:
-    """Returns numbers by a table of the values that codes stand for."""
+def _whole_blocks(q: Any, axis: int) -> int:
+    """Returns how many elements along an axis are in whole blocks, if its last block is smaller;
+    else 0. OpenVINO knows blocks of one size alone.
+    """
+    if not isinstance(q, QTensor) or not q.groups.is_blocked(axis % q.ndim):
+        return 0
+    size, block = q.shape[axis], q.groups.sizes[axis]
+    return size - size % block if size % block else 0
+
+
+def _cut(g: Graph, x: Any, axis: int, at: int) -> list[Any]:
+    """Returns a value in two parts along an axis, which is counted from the front."""
+    if not isinstance(x, (QTensor, np.ndarray)):
+        return [g.slice(x, axis, *ends) for ends in ((0, at), (at, np.iinfo(np.int64).max))]
+    x = x.unpack() if isinstance(x, QTensor) else x
+    whole = (slice(None),) * axis
+    return [x[(*whole, part)] for part in (slice(None, at), slice(at, None))]
+
+
+def _numbers_of(form: Any, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns codes as bytes, and a table of the numbers that bytes stand for."""
+    values = np.asarray(form.decode(jnp.asarray(codes)), np.float32)
     bits = codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes.astype(np.uint8)
     table = np.zeros(int(bits.max(initial=0)) + 1, np.float32)
     table[bits.reshape(-1)] = values.reshape(-1)
-    return g.add("Gather", table, g.cast(bits, np.int32))
+    return bits.astype(jnp.uint4) if form.bits <= 4 else bits, table
 
 
-def _spread(x: np.ndarray, q: QTensor) -> np.ndarray:
-    """Returns one number for each element, from one for each block."""
+def _narrow(form: Any, codes: np.ndarray) -> np.ndarray:
+    """Returns codes in the smallest format of ONNX that has them."""
+    if not isinstance(form, Integer) or form.bits > 4:
+        return codes
+    return codes.astype(jnp.int4 if form.low < 0 else jnp.uint4)
+
+
+def _spread(g: Graph, x: Operand, q: QTensor, place: Callable[[int], int] = int) -> Operand:
+    """Returns what blocks share for each element; `place` says which axis of `x` is one of `q`."""
     for axis, (size, n) in enumerate(zip(q.groups.sizes, q.shape, strict=True)):
         if q.groups.is_blocked(axis):
-            x = np.repeat(x, size, axis).take(range(n), axis)
+            x = g.add("Gather", x, np.arange(n) // size, axis=place(axis))
     return x
 
 
@@ -142,19 +196,21 @@ def quantized(
     scale_shape = tuple(1 if i in shared else n for i, n in enumerate(x.shape))
     real = x.name if x.dtype == np.float32 else g.cast(x, np.float32)
     if affine is None:
-        scale, zero_point = _current(g, real, spec, form, shared)
+        scale, zero_point = current_affine(g, real, spec, form, shared)
     else:
         scale, zero_point = np.asarray(affine[0], np.float32), affine[1]
         zero_point = None if zero_point is None else np.asarray(zero_point, np.float32)
     dtype, low, high = np.dtype(form.storage), form.low, form.high
-    if dtype == np.uint8:
-        # Runtimes multiply uint8 by int8 with sums of 16 bits on processors without VNNI, and
-        # saturate. The same codes, less 128, are int8, whose products are exact.
-        dtype, low, high = np.dtype(np.int8), low - 128, high - 128
+    if dtype == np.dtype(np.int8 if as_codes else np.uint8):
+        # The same codes, moved by 128. Products of uint8 by uint8 are exact in runtimes, and fast;
+        # of int8 they are slow in onnxruntime, and of uint8 by int8 they saturate on processors
+        # without VNNI. Float products of dequantized operands are made for int8.
+        dtype, shift = np.dtype(np.uint8 if as_codes else np.int8), 128 if as_codes else -128
+        low, high = low + shift, high + shift
         if isinstance(zero_point, str):
-            zero_point = g.add("Sub", zero_point, np.float32(128))
+            zero_point = g.add("Add", zero_point, np.float32(shift))
         else:
-            zero_point = np.asarray((0 if zero_point is None else zero_point) - np.float32(128))
+            zero_point = np.asarray((0 if zero_point is None else zero_point) + np.float32(shift))
     is_whole = not isinstance(scale, str) and scale.size == 1
     if is_whole and dtype.name in _IN_ONNX:
         number = np.asarray(scale).reshape(())
@@ -164,7 +220,8 @@ def quantized(
         if as_codes:
             shape = (1,) * len(x.shape)
             given = None if zero_point is None else zero
-            return Codes(codes, dtype, number.reshape(shape), given, x.shape, shape)
+            number = number.reshape(shape)
+            return Codes(codes, dtype, number, given, x.shape, shape)
         return _as(g, g.add("DequantizeLinear", codes, number, zero), x)
     limits = np.float32(low), np.float32(high)
     units = g.add("Div", real, scale)
@@ -179,7 +236,11 @@ def quantized(
         code = np.float32(low - form.low)
         units = g.add("Where", g.add("Equal", units, units), units, code)
     if as_codes:
-        return Codes(g.cast(units, dtype), dtype, scale, zero_point, x.shape, scale_shape)
+        if isinstance(zero_point, np.ndarray):
+            one = zero_point.size == 1
+            zero_point = zero_point.reshape(()).astype(dtype) if one else g.name(zero_point)
+        codes = g.cast(units, dtype)
+        return Codes(codes, dtype, scale, zero_point, x.shape, scale_shape)
     units = units if zero_point is None else g.add("Sub", units, zero_point)
     return _as(g, g.add("Mul", units, scale), x)
 
@@ -196,7 +257,7 @@ def _fixed(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(7919 if export.is_symbolic_dim(n) else int(n) for n in shape)
 
 
-def _current(
+def current_affine(
     g: Graph, x: str, spec: QSpec, form: Any, shared: Sequence[int]
 ) -> tuple[str, Operand | None]:
     """Returns the scale and zero point of the current values."""
@@ -307,14 +368,18 @@ def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
         return g.cast(g.add("Expand", np.float32(0), g.shape(out_shape)), dtype)
     result = _integer_product(g, lhs, rhs, x, y)
     if result is None:
-        operands = [real(g, form.of(g, _plain(g, v))) for form, v in ((lhs, x), (rhs, y))]
         dtypes = [np.dtype(atom.aval.dtype) for atom in eqn.invars]
+        operands = [
+            _plain(g, v, kind, lambda x, _, form=form: form.of(g, x))
+            for form, v, kind in zip((lhs, rhs), (x, y), dtypes, strict=True)
+        ]
         if all(x.name in ("int8", "uint8") for x in dtypes) and dtype == np.int32:
-            result = g.add("MatMulInteger", *operands)
+            result = g.add("MatMulInteger", *(real(g, v) for v in operands))
         else:
+            axes = len(batch) + len(rows_in), len(batch)
             wide = computed_in("dot_general", dtype)
             assert wide is not None
-            result = g.add("MatMul", *_in(g, eqn, operands, wide))
+            result = _float_product(g, eqn, operands, axes, wide)
             result = result if wide == dtype else g.cast(result, dtype)
     elif dtype != np.float32:
         result = g.cast(result, dtype)
@@ -323,22 +388,43 @@ def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
     return g.reshape(result, out_shape)
 
 
+def _float_product(
+    g: Graph, eqn: Eqn, operands: Sequence[Any], axes: Sequence[int], dtype: Any
+) -> str:
+    """Returns the product of operands in their forms, whose summed axes are given. Where the last
+    block of a scale along the sum is smaller, it is that of the whole blocks plus that of the rest,
+    since runtimes read codes in a product only if no node is between.
+    """
+    cut = max(map(_whole_blocks, operands, axes))
+    if not cut:
+        return g.add("MatMul", *_in(g, eqn, [real(g, x) for x in operands], dtype))
+    parts = [_cut(g, x, axis, cut) for x, axis in zip(operands, axes, strict=True)]
+    both = zip(*parts, strict=True)
+    return g.add("Add", *(_float_product(g, eqn, part, axes, dtype) for part in both))
+
+
 def _in(g: Graph, eqn: Eqn, operands: Sequence[Operand], dtype: Any) -> list[Operand]:
     """Returns the operands of a product in one dtype."""
     pairs = zip(operands, eqn.invars, strict=True)
     return [x if atom.aval.dtype == dtype else cast(g, x, dtype) for x, atom in pairs]
 
 
-def _plain(g: Graph, x: Any) -> Any:
-    """Returns an operand that is not in codes for a product in float."""
-    if isinstance(x, Codes):
-        units = g.cast(x.codes, np.float32)
-        if x.zero_point is not None:
-            name = isinstance(x.zero_point, str)
-            zero = x.zero_point if name else np.float32(x.zero_point)
-            units = g.add("Sub", units, zero)
-        return g.add("Mul", units, x.scale)
-    return x
+def _plain(g: Graph, x: Any, dtype: np.dtype[Any], turned: Callable[[Any, Any], Any]) -> Any:
+    """Returns an operand of a product in float, with its axes turned by a function of it and of its
+    zero.
+    """
+    zero = np.zeros((), dtype)
+    if isinstance(x, Later):
+        real = Value(g.name(turned(x.x, zero)), (), dtype)
+        return quantized(g, real, x.spec, x.affine, as_codes=False)
+    if not isinstance(x, Codes):
+        return turned(x, zero)
+    units = g.cast(x.codes, np.float32)
+    if x.zero_point is not None:
+        name = isinstance(x.zero_point, str)
+        units = g.add("Sub", units, x.zero_point if name else np.float32(x.zero_point))
+    real = g.add("Mul", units, x.scale)
+    return turned(real if dtype == np.float32 else g.cast(real, dtype), zero)
 
 
 def is_integer(q: Any) -> bool:
@@ -363,30 +449,16 @@ def _integer_product(g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any) -> str | 
         return None
     summed = -2 if is_rhs else -1
     scale = np.asarray(weight.real_scale(), np.float32)
-    if scale.shape[summed] != 1:
+    stored = None if scale.shape[summed] != 1 else _unsigned(g, weight)
+    if stored is None:
         return None
-    values = np.asarray(weight.values)
-    wide = np.dtype(np.uint8 if values.dtype.name.startswith("u") else np.int8)
-    zero = None
-    if weight.zero_point is not None:
-        zeros = np.asarray(weight.zero_point).astype(wide)
-        if zeros.size > 1 and (np.ptp(zeros.astype(int)) != 0):
-            return None
-        zero = zeros.reshape(-1)[0].reshape(())
-    stored = values if values.dtype == wide else g.cast(values, wide)
-    operands = [form_of_codes.of(g, codes.codes), stored]
     by_row = codes.zero_point if isinstance(codes.zero_point, str) else None
-    if by_row is None and (codes.zero_point is not None or zero is not None):
-        first = np.zeros((), codes.dtype) if codes.zero_point is None else codes.zero_point
-        zeros = [first, np.zeros((), wide) if zero is None else zero]
-        operands += zeros if is_rhs else zeros[::-1]
-    operands[:2] = operands[:2] if is_rhs else operands[1::-1]
-    if by_row is not None and zero is not None:
-        return None
-    sums = g.add("MatMulInteger", *operands)
+    pairs = [(form_of_codes.of(g, codes.codes), codes.zero), (stored.codes, stored.zero_point)]
+    in_order = zip(*pairs[:: 1 if is_rhs else -1], strict=True)
+    sums = g.add("MatMulInteger", *itertools.chain(*in_order))
     if by_row is not None:  # runtimes know zero points of the whole operand alone
         rows = g.cast(form_of_codes.of_scale(g, by_row, codes.scale_shape), np.int32)
-        columns = values.astype(np.int32).sum(summed, keepdims=True, dtype=np.int32)
+        columns = stored.centered.sum(summed, keepdims=True, dtype=np.int32)
         sums = g.add("Sub", sums, g.add("Mul", rows, columns))
     sums = g.cast(sums, np.float32)
     of_codes = form_of_codes.of_scale(g, codes.scale, codes.scale_shape)
@@ -394,75 +466,148 @@ def _integer_product(g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any) -> str | 
     return g.add("Mul", sums, scale.reshape(()) if scale.size == 1 else scale)
 
 
+class _Unsigned(NamedTuple):
+    """A weight as integers that are not negative, as runtimes multiply them.
+
+    Attributes:
+      codes: uint8, or the name of them if they are stored in 4 bits.
+      zero_point: uint8 scalar.
+      centered: the codes less the zero point, int32.
+    """
+
+    codes: Operand
+    zero_point: np.ndarray
+    centered: np.ndarray
+
+
+def _unsigned(g: Graph, q: QTensor) -> _Unsigned | None:
+    """Returns the codes of a weight, less the least of its format; `None` if it has several zero
+    points, which runtimes do not know.
+    """
+    form, values = format_of(q.qtype), np.asarray(q.values).astype(np.int32)
+    zeros = np.zeros(1) if q.zero_point is None else np.asarray(q.zero_point).astype(np.int32)
+    if (zeros != zeros.flat[0]).any():
+        return None
+    least, zero = int(form.low), int(zeros.flat[0])
+    codes: Operand = (values - least).astype(np.uint8)
+    if form.bits <= 4:
+        codes = g.cast(codes.astype(jnp.uint4), np.uint8)
+    return _Unsigned(codes, np.asarray(zero - least, np.uint8), values - zero)
+
+
 # Convolutions.
 
 
 def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
-    """Returns a convolution, in float; runtimes fuse what dequantizes its operands into it."""
+    """Returns a convolution: of integers if the image is in codes, else in float."""
     p = eqn.params
     numbers = p["dimension_numbers"]
     if p["batch_group_count"] != 1:
         raise refuse(eqn, "with groups of the batch has no form in ONNX")
-    shape = eqn.invars[0].aval.shape
-    image: Operand = g.transpose(real(g, _plain(g, x)), numbers.lhs_spec)
-    if isinstance(kernel, QTensor):
-        weight: Operand = dequantized(g, kernel.unpack().transpose(tuple(numbers.rhs_spec)))
-    elif isinstance(kernel, np.ndarray):
-        weight = kernel.transpose(numbers.rhs_spec)
+    if isinstance(kernel, QTensor | np.ndarray):
+        kernel = kernel.unpack() if isinstance(kernel, QTensor) else kernel
+        weight: Any = kernel.transpose(tuple(numbers.rhs_spec))
     else:
         weight = g.transpose(kernel, numbers.rhs_spec)
+    attributes = {
+        "dilations": list(p["rhs_dilation"]),
+        "group": p["feature_group_count"],
+        "pads": [max(pair[end], 0) for end in (0, 1) for pair in p["padding"]],
+        "strides": list(p["window_strides"]),
+    }
+    y = _integer_convolution(g, eqn, x, weight, attributes)
+    if y is None:
+        y = _float_convolution(g, eqn, x, weight, attributes)
+    return g.transpose(y, list(np.argsort(numbers.out_spec)))
+
+
+def _image(g: Graph, eqn: Eqn, x: Operand, zero: np.ndarray) -> str:
+    """Returns an image with its channels in front, spread by zeros, and cut. `Conv` pads by itself,
+    but neither spreads nor cuts.
+    """
+    numbers, padding, dilations = (
+        eqn.params[key] for key in ("dimension_numbers", "padding", "lhs_dilation")
+    )
+    x = g.transpose(x, numbers.lhs_spec)
+    pairs = zip(padding, dilations, strict=True)
+    config = [(min(low, 0), min(high, 0), n - 1) for (low, high), n in pairs]
+    if all(entry == (0, 0, 0) for entry in config):
+        return x
+    shape, wide = eqn.invars[0].aval.shape, computed_in("pad", zero.dtype)
+    config, sizes = [(0, 0, 0), (0, 0, 0), *config], [shape[i] for i in numbers.lhs_spec]
+    if wide == zero.dtype:
+        return pad(g, x, zero, config, sizes)
+    return g.cast(pad(g, g.cast(x, wide), zero.astype(wide), config, sizes), zero.dtype)
+
+
+def _integer_convolution(
+    g: Graph, eqn: Eqn, x: Any, weight: Any, attributes: dict[str, Any]
+) -> str | None:
+    """Returns the convolution of an image in codes; `None` if runtimes have no form for it."""
+    if not isinstance(x, Codes) or isinstance(x.zero_point, str) or not is_integer(weight):
+        return None
+    scale = np.asarray(weight.real_scale(), np.float32)
+    stored = _unsigned(g, weight) if scale.size == scale.shape[0] else None  # one for each channel
+    if stored is None:
+        return None
+    operands = [_image(g, eqn, x.codes, x.zero), stored.codes, x.zero, stored.zero_point]
+    y = g.cast(g.add("ConvInteger", *operands, **attributes), np.float32)
+    of_image = x.scale
+    if not (isinstance(of_image, np.ndarray) and of_image.size == 1):
+        of_image = g.transpose(of_image, eqn.params["dimension_numbers"].lhs_spec)
+    y = g.add("Mul", y, of_image)
+    y = g.add("Mul", y, scale.reshape(1, -1, *[1] * (scale.ndim - 2)))
+    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+    return y if dtype == np.float32 else g.cast(y, dtype)
+
+
+def _float_convolution(g: Graph, eqn: Eqn, x: Any, weight: Any, attributes: dict[str, Any]) -> str:
+    """Returns the convolution of numbers; those of bytes are added up in int32."""
     dtypes = [np.dtype(atom.aval.dtype) for atom in eqn.invars]
     dtype = np.dtype(eqn.outvars[0].aval.dtype)
-    are_bytes = {x.name for x in dtypes} <= {"int8", "uint8"} and dtype.kind in "iu"
-    wide = np.dtype(np.int32) if are_bytes else computed_in("conv_general_dilated", dtype)
+    operands = [_plain(g, x, dtypes[0], functools.partial(_image, g, eqn)), real(g, weight)]
+    if {x.name for x in dtypes} <= {"int8", "uint8"} and dtype.kind in "iu":
+        y, wide = g.add("ConvInteger", *operands, **attributes), np.dtype(np.int32)
+        return y if wide == dtype else g.cast(y, dtype)
+    wide = computed_in("conv_general_dilated", dtype)
     if wide is None:
         raise refuse(eqn, f"of {dtypes[0].name} into {dtype.name} has no form in ONNX")
-    if not are_bytes:
-        image, weight = _in(g, eqn, [image, weight], wide)
-    padding, dilations = p["padding"], p["lhs_dilation"]
-    if any(n != 1 for n in dilations) or any(n < 0 for pair in padding for n in pair):
-        pairs = zip(padding, dilations, strict=True)
-        config = [(min(low, 0), min(high, 0), n - 1) for (low, high), n in pairs]
-        zero = np.zeros((), dtypes[0] if are_bytes else wide)
-        sizes = [shape[i] for i in numbers.lhs_spec]
-        image = pad(g, image, zero, [(0, 0, 0), (0, 0, 0), *config], sizes)
-    y = g.add(
-        "ConvInteger" if are_bytes else "Conv",
-        image,
-        weight,
-        dilations=list(p["rhs_dilation"]),
-        group=p["feature_group_count"],
-        pads=[max(low, 0) for low, _ in padding] + [max(high, 0) for _, high in padding],
-        strides=list(p["window_strides"]),
-    )
-    y = y if wide == dtype else g.cast(y, dtype)
-    return g.transpose(y, list(np.argsort(numbers.out_spec)))
+    y = g.add("Conv", *_in(g, eqn, operands, wide), **attributes)
+    return y if wide == dtype else g.cast(y, dtype)
 
 
 def table_rows(g: Graph, eqn: Eqn, table: QTensor, starts: Operand) -> str:
     """Returns rows of a quantized table: its codes and scales are looked up, then multiplied."""
     axis, table = row_axis(eqn), table.unpack()
     form = format_of(table.qtype)
-    simple = isinstance(form, (Integer, Minifloat)) and table.offset is None and table.order is None
+    simple = form.bits <= 8 and table.offset is None and table.order is None
     scale = np.asarray(table.real_scale(), np.float32)
     if axis is None or not simple or table.groups.is_blocked(axis):
         return RULES["gather"](g, eqn, dequantized(g, table), starts)
-    codes = np.asarray(table.values)
-    narrow = codes.dtype.name in ("int4", "uint4", "int2", "uint2")
-    codes = codes.astype(np.uint8 if form.low >= 0 else np.int8) if narrow else codes
     index, batch = row_index(g, eqn, starts, axis), len(eqn.invars[1].aval.shape) - 1
 
     def rows_of(x: np.ndarray) -> Operand:
         """Returns the rows of codes or scales; those that all rows share with as many axes."""
         if x.shape[axis] == 1:
             return x.reshape(*x.shape[:axis], *[1] * batch, *x.shape[axis + 1 :])
-        return g.add("Gather", x, index.clamped, axis=axis)
+        stored = x
+        if x.dtype.name in ("int4", "uint4"):  # runtimes look up bytes
+            stored = g.cast(x, np.int8 if x.dtype.name == "int4" else np.uint8)
+        return g.add("Gather", stored, index.clamped, axis=axis)
 
-    rows = g.cast(rows_of(codes), np.float32)
+    def spread(x: np.ndarray) -> Operand:
+        return _spread(g, rows_of(x), table, lambda i: i if i < axis else i - 1 + batch)
+
+    codes = np.asarray(table.values)
+    if isinstance(form, Integer):
+        rows = g.cast(rows_of(_narrow(form, codes)), np.float32)
+    else:
+        bits, numbers = _numbers_of(form, codes)
+        rows = g.add("Gather", numbers, g.cast(rows_of(bits), np.int32))
     if table.zero_point is not None:
         zeros = np.asarray(table.zero_point).astype(np.int32).astype(np.float32)
-        rows = g.add("Sub", rows, rows_of(_spread(zeros, table)))
-    rows = g.add("Mul", rows, rows_of(_spread(scale, table)))
+        rows = g.add("Sub", rows, spread(zeros))
+    rows = g.add("Mul", rows, spread(scale))
     dtype = np.dtype(eqn.outvars[0].aval.dtype)
     return filled(g, eqn, rows if dtype == np.float32 else g.cast(rows, dtype), index.inside)
 

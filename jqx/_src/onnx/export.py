@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 from jax.tree_util import SequenceKey, keystr
@@ -29,14 +30,17 @@ from ..transforms.plan import Site
 from ..transforms.trace import Call, trace_call
 from ..transforms.views import real_of
 from ..transforms.walk import Body, Domain, Where, bodies, contractions_in, walk, while_starts
-from . import bits as bits
-from .contractions import CONTRACTIONS, Codes, is_integer, quantized, real, table_rows
-from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, tensor
+from . import bits as bits  # adds its rules
+from .contractions import CONTRACTIONS, Codes, Later, is_integer, quantized, real, table_rows
+from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, shared, tensor
 from .operators import form_of
 from .primitives import RULES, refuse, write
+from .state import check_state, is_state, parts_of, with_parts, written
 
 SITES = "jqx_sites"
 """The key of the sites in the properties of a model, as JSON; see `Graph.sites`."""
+
+_EMPTY = Plan((), (), (), 0, ())
 
 _LARGE = 1 << 14
 """Bytes from which a broadcast constant is stored once, and spread by the graph."""
@@ -45,7 +49,8 @@ _LARGE = 1 << 14
 @dataclasses.dataclass(frozen=True)
 class _Emit(Domain[Any]):
     """Writes each equation into a graph. What is known of a value is the value itself: an array, a
-    QTensor, or a `Value` of the graph. Equations of arrays alone are evaluated.
+    QTensor, a `Value` of the graph, or a state, which is a QTensor of these. Equations of arrays
+    alone are evaluated.
     """
 
     graph: Graph
@@ -66,6 +71,8 @@ class _Emit(Domain[Any]):
         return eqn.primitive.name not in ("cond", "while") and form_of(eqn, values) is None
 
     def part(self, value: Any, step: int) -> Any:
+        if is_state(value):
+            return self._traced(lambda q: q[step], [value])
         if not isinstance(value, Value):
             return value[step]
         part = self.graph.slice(value, 0, step, step + 1)
@@ -73,6 +80,8 @@ class _Emit(Domain[Any]):
         return Value(self.graph.reshape(part, shape), shape, value.dtype)
 
     def stack(self, values: list[Any], aval: Any) -> Any:
+        if values and all(map(is_state, values)):
+            return self._traced(lambda *qs: jax.tree.map(lambda *xs: jnp.stack(xs), *qs), values)
         if all(isinstance(x, np.ndarray) for x in values):
             return np.stack(values) if values else np.zeros(aval.shape, aval.dtype)
         rows = [self.graph.reshape(real(self.graph, x), (1, *aval.shape[1:])) for x in values]
@@ -85,11 +94,13 @@ class _Emit(Domain[Any]):
         name, site = eqn.primitive.name, None
         if where.is_marked:
             site = self.plan.site_at(where.address)
+        if name not in CONTRACTIONS and any(map(is_state, values)):
+            return self._of_state(eqn, values)
         if name == "cond":
             return self._branches(eqn, values, where)
         if name == "while":
             return self._loop(eqn, values, where)
-        is_known = not any(isinstance(x, Value) for x in values)
+        is_known = not any(isinstance(x, Value) or is_state(x) for x in values)
         if is_known and name != "dim_as_value" and not self._is_spread(eqn):
             return self._computed(eqn, values, site, where)
         if all(0 in var.aval.shape for var in eqn.outvars):  # runtimes stop at some empty arrays
@@ -105,6 +116,36 @@ class _Emit(Domain[Any]):
         operands = [real(self.graph, x) for x in values]
         pairs = zip(write(self.graph, eqn, operands), eqn.outvars, strict=True)
         return [self._value(name, var.aval) for name, var in pairs]
+
+    def _of_state(self, eqn: Eqn, values: list[Any]) -> list[Any]:
+        """Writes a view or an update of inputs in codes."""
+        if eqn.primitive.name == "dynamic_update_slice" and is_state(values[0]):
+            cache, update, *starts = values
+            return [written(self.graph, eqn, cache, update, starts)]
+
+        def viewed(*operands: Any) -> list[Any]:
+            results = view(eqn, operands)
+            if results is None:
+                raise refuse(eqn, "of an input in codes has no form in ONNX")
+            return results
+
+        return self._traced(viewed, values)
+
+    def _traced(self, f: Callable[..., Any], values: Sequence[Any]) -> Any:
+        """Writes what a function of JAX computes of values, some of which are in codes."""
+        leaves, tree = jax.tree.flatten(list(values), is_leaf=lambda x: isinstance(x, Value))
+        open_leaves = [x for x in leaves if isinstance(x, Value)]
+
+        def run(given: list[Any]) -> Any:
+            rest = iter(given)
+            filled = [next(rest) if isinstance(x, Value) else x for x in leaves]
+            return f(*jax.tree.unflatten(tree, filled))
+
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in open_leaves]
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(avals)
+        inner = dataclasses.replace(self, plan=_EMPTY)
+        results = walk(inner, jaxpr.jaxpr, open_leaves, consts=list(map(as_array, jaxpr.consts)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def _is_spread(self, eqn: Eqn) -> bool:
         """Whether an equation makes a large array of a small one."""
@@ -137,11 +178,14 @@ class _Emit(Domain[Any]):
     # Contractions.
 
     def _contraction(self, eqn: Eqn, values: list[Any], site: Site | None, where: Where) -> Value:
-        g, operands = self.graph, list(values)
-        out = eqn.outvars[0].aval
+        g, out = self.graph, eqn.outvars[0].aval
+        # What is in codes already, weights and states, is not rounded again.
+        in_codes = [isinstance(x, QTensor) for x in values]
+        values = [self._traced(QTensor.dequantize, [x]) if is_state(x) else x for x in values]
+        operands = list(values)
         for i, operand in enumerate(() if site is None else site.operands):
             spec = operand.spec
-            if operand.role != "activation" or spec is None or isinstance(operands[i], QTensor):
+            if operand.role != "activation" or spec is None or in_codes[i]:
                 continue
             affine = self._affine(site, operand.key, where)
             if isinstance(operands[i], Value):
@@ -165,9 +209,11 @@ class _Emit(Domain[Any]):
 
     def _rounded(self, eqn: Eqn, x: Value, spec: Any, affine: Any, values: list[Any]) -> Any:
         """Returns an activation as codes where a product of integers reads them."""
-        is_product = eqn.primitive.name == "dot_general" and any(map(is_integer, values))
         is_byte = format_of(spec.qtype).name in ("int8", "uint8")
-        as_codes = is_product and is_byte and (affine is None or self.integers)
+        as_codes = is_byte and any(map(is_integer, values)) and (affine is None or self.integers)
+        is_image = eqn.primitive.name == "conv_general_dilated"
+        if is_image and not as_codes and affine is not None and np.size(affine[0]) == 1:
+            return Later(x, spec, affine)
         rounded = quantized(self.graph, x, spec, affine, as_codes=as_codes)
         return rounded if isinstance(rounded, Codes) else x._replace(name=rounded)
 
@@ -300,16 +346,16 @@ def to_onnx(
       plan: the plan of a function; `None` writes it in float.
       affines: scales of activations, if the plan has static ones.
       integers: whether products with static scales are written as products of integers
-        (`MatMulInteger`), whose sums are those of `jqx.convert` bit for bit. `False` writes float
-        products of dequantized operands (QDQ), which runtimes such as TensorRT fuse; on x86
-        processors without VNNI, onnxruntime and OpenVINO then add pairs of products in 16 bits, and
-        saturate. Products with dynamic scales are always of integers, and convolutions never.
+        (`MatMulInteger`, `ConvInteger`), whose sums are those of `jqx.convert` bit for bit. `False`
+        writes float products of dequantized operands (QDQ), which runtimes such as TensorRT fuse;
+        on x86 processors without VNNI, onnxruntime and OpenVINO then add pairs of products in 16
+        bits, and saturate. Products with dynamic scales are always of integers.
 
     Returns:
       A function of the other arguments, arrays or `jax.ShapeDtypeStruct`, whose sizes may be
-      symbols of `jax.export`. It returns an `onnx.ModelProto` of opset 21, whose inputs are the
-      arrays among the arguments in order, named by their places, and whose outputs are those of
-      the result.
+      symbols of `jax.export`, or QTensors in 8 bits, such as caches. It returns an
+      `onnx.ModelProto` of opset 21, whose inputs are the arrays among the arguments in order, named
+      by their places, and whose outputs are those of the result.
 
     Raises:
       ImportError: onnx is not installed.
@@ -340,7 +386,7 @@ def to_onnx(
         positions = 0 if plan is None else plan.params
 
     def write(*args: Any, **kwargs: Any) -> Any:
-        given = plan or Plan((), (), (), 0, ())
+        given = plan or _EMPTY
         call = trace_call(
             "interop.to_onnx",
             function,
@@ -371,20 +417,27 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], integers: bool
             values.append(as_array(leaf))
             continue
         name = _name(keys, positions_of(plan.params))
-        for axis, n in enumerate(var.aval.shape):
-            if jax_export.is_symbolic_dim(n) and str(n).isidentifier():
-                graph.sizes.setdefault(str(n), (name, axis))
-        values.append(Value(name, tuple(var.aval.shape), np.dtype(var.aval.dtype)))
-        inputs.append(_info(helper, name, var.aval))
+        if isinstance(leaf, QTensor):
+            check_state(name, leaf)
+        arrays = parts_of(leaf) if isinstance(leaf, QTensor) else {"": var.aval}
+        parts = []
+        for place, x in arrays.items():
+            parts.append(Value(name + place, tuple(x.shape), np.dtype(x.dtype)))
+            inputs.append(_info(helper, name + place, x))
+            for axis, n in enumerate(x.shape):
+                if jax_export.is_symbolic_dim(n) and str(n).isidentifier():
+                    graph.sizes.setdefault(str(n), (name + place, axis))
+        values.append(with_parts(leaf, parts) if isinstance(leaf, QTensor) else parts[0])
     consts = list(map(as_array, call.consts))
     results = walk(emit, call.jaxpr, values, consts=consts)
-    tree = jax.tree.unflatten(call.out_tree, range(call.out_tree.num_leaves))
-    names = [f"output{keystr(keys)}" for keys, _ in jax.tree.leaves_with_path(tree)]
     outputs = []
-    for name, x, atom in zip(names, results, call.jaxpr.outvars, strict=True):
-        graph.add("Identity", real(graph, x))
-        graph.nodes[-1].output[0] = name
-        outputs.append(_info(helper, name, atom.aval))
+    for name, x, atom in zip(output_names(call), results, call.jaxpr.outvars, strict=True):
+        parts = parts_of(x) if is_state(x) else {"": real(graph, x)}
+        for place, part in parts.items():
+            graph.add("Identity", part)
+            graph.nodes[-1].output[0] = name + place
+            outputs.append(_info(helper, name + place, part if is_state(x) else atom.aval))
+    shared(graph)
     constants = [tensor(name, array) for name, array in graph.constants.items()]
     main = helper.make_graph(graph.nodes, "jqx", inputs, outputs, constants)
     opsets = [helper.make_opsetid(name, 1 if name else OPSET) for name in sorted(graph.domains)]
@@ -393,6 +446,12 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], integers: bool
     )
     helper.set_model_props(model, {SITES: json.dumps(graph.sites)})
     return model
+
+
+def output_names(call: Call) -> list[str]:
+    """Returns the names of the results; a result in codes has an output for each of its arrays."""
+    tree = jax.tree.unflatten(call.out_tree, range(call.out_tree.num_leaves))
+    return [f"output{keystr(keys)}" for keys, _ in jax.tree.leaves_with_path(tree)]
 
 
 def _name(keys: Sequence[Any], positions: Sequence[int]) -> str:

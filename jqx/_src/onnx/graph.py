@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -208,12 +209,87 @@ def tensor(name: str, array: np.ndarray) -> Any:
     """Returns a constant as ONNX stores it; codes of 4 bits two to a byte, low first."""
     onnx = onnx_module()
     if array.dtype in _PACKED:
-        codes = array.reshape(-1).astype(np.int8).astype(np.uint8) & 15
+        codes = _in_bytes(array.reshape(-1))
         codes = np.pad(codes, (0, codes.size % 2))
         packed = (codes[::2] | codes[1::2] << 4).astype(np.uint8)
         kind = getattr(onnx.TensorProto, _PACKED[array.dtype])
         return onnx.helper.make_tensor(name, kind, array.shape, packed.tobytes(), raw=True)
     return onnx.numpy_helper.from_array(np.require(array, requirements="C"), name)
+
+
+_SHARED = 1 << 10
+"""Bytes from which constants are compared with each other."""
+
+_SIGNED = {
+    np.dtype(np.int8): np.dtype(np.uint8),
+    jnp.dtype(jnp.int4): jnp.dtype(jnp.uint4),
+}
+"""Formats of codes, and those of the same codes less the least."""
+
+
+def shared(g: Graph) -> None:
+    """Stores constants once that hold the same elements, also with other axes, or as codes without
+    a sign: nodes before all others make them of the first. So a table of embeddings that is also
+    the head is in a file once.
+    """
+    alike: dict[Any, list[str]] = {}
+    nodes, g.nodes = g.nodes, []
+    for name, array in list(g.constants.items()):
+        if array.nbytes < _SHARED:
+            continue
+        numbers = _bytes(array)
+        # Equal for equal elements in any order, and rarely for others.
+        kind = _SIGNED.get(array.dtype, array.dtype), array.size, numbers.sum(dtype=np.uint64)
+        first = alike.setdefault(kind, [])
+        if any(_made_of(g, name, other, numbers) for other in first):
+            del g.constants[name]
+        else:
+            first.append(name)
+    g.nodes += nodes
+
+
+def _made_of(g: Graph, name: str, other: str, numbers: np.ndarray) -> bool:
+    """Makes a constant of another, if it can be; `numbers` are its bytes."""
+    array, stored = g.constants[name], g.constants[other]
+    order = _order(stored, numbers)
+    if order is None:
+        return False
+    shape = tuple(stored.shape[i] for i in order)
+    if shape != array.shape and array.dtype in _PACKED:
+        return False  # runtimes transpose codes of 4 bits, but do not reshape them
+    result = g.add("Transpose", other, perm=order)
+    if stored.dtype != array.dtype:
+        least = np.int32(-8 if array.dtype in _PACKED else -128)
+        shift = g.add("Sub" if stored.dtype in _SIGNED else "Add", g.cast(result, np.int32), least)
+        result = g.cast(shift, array.dtype)
+    if shape != array.shape:
+        g.reshape(result, array.shape)
+    g.nodes[-1].output[0] = name
+    return True
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of an array; codes less the least."""
+    x = np.ascontiguousarray(array).reshape(-1)
+    if array.dtype not in _SIGNED:
+        return x.view(np.uint8)
+    return x.view(np.uint8) ^ np.uint8(128) if array.dtype == np.int8 else _in_bytes(x) ^ 8
+
+
+def _in_bytes(codes: np.ndarray) -> np.ndarray:
+    """Returns codes of 4 bits, each in the low half of a byte."""
+    return codes.astype(np.int8).astype(np.uint8) & np.uint8(15)
+
+
+def _order(x: np.ndarray, wanted: np.ndarray) -> tuple[int, ...] | None:
+    """Returns the order of the axes of `x` in which it has these bytes, if there is one."""
+    moving = [i for i, n in enumerate(x.shape) if n > 1]
+    orders = itertools.permutations(moving) if len(moving) <= 4 else [moving]
+    rest = [i for i, n in enumerate(x.shape) if n <= 1]
+    for order in orders:
+        if np.array_equal(_bytes(x.transpose(*rest, *order)), wanted):
+            return (*rest, *order)
+    return None
 
 
 def as_array(x: Any) -> Any:

@@ -177,9 +177,8 @@ def _shift(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
     signed, unsigned = np.dtype(f"int{bits}"), np.dtype(f"uint{bits}")
     codes, count = (cast(g, a, unsigned) for a in (x, y))
     mask = None
-    if (
-        eqn.primitive.name == "shift_right_arithmetic"
-    ):  # the complement of a negative number is shifted, and is not negative
+    if eqn.primitive.name == "shift_right_arithmetic":
+        # The complement of a negative number is shifted, and is not negative.
         zero, ones = np.zeros((), signed), ~np.zeros((), signed)
         is_negative = g.add("Less", cast(g, x, signed), zero)
         mask = g.cast(where(g, is_negative, ones, zero, signed), unsigned)
@@ -331,11 +330,9 @@ def _convert(g: Graph, eqn: Eqn, x: Operand) -> str:
     is_float = jnp.issubdtype(old, jnp.floating)
     if is_float and jnp.issubdtype(new, jnp.integer):
         return _saturated(g, x, old, new)
-    return (
-        to_float(g, cast(g, x, np.float32), new)
-        if new.name.startswith("float8")
-        else g.cast(x, new)
-    )
+    if new.name.startswith("float8"):
+        return to_float(g, cast(g, x, np.float32), new)
+    return g.cast(x, new)
 
 
 def _saturated(g: Graph, x: Operand, old: np.dtype[Any], new: np.dtype[Any]) -> str:
@@ -650,6 +647,18 @@ def _dynamic_slice(g: Graph, eqn: Eqn, x: Operand, *starts: Operand) -> str:
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(g: Graph, eqn: Eqn, x: Operand, update: Operand, *starts: Operand) -> str:
     shape, sizes = (atom.aval.shape for atom in eqn.invars[:2])
+    return overwritten(g, x, update, starts, shape, sizes)
+
+
+def overwritten(
+    g: Graph,
+    x: Operand,
+    update: Operand,
+    starts: Sequence[Operand],
+    shape: Sequence[Any],
+    sizes: Sequence[Any],
+) -> str:
+    """Returns `x` of a shape, with an update of other sizes written to it."""
 
     def updated(x: Operand, axes: list[int]) -> Operand:
         """Returns `x` with the update, which has the size of `x` but along some axes."""

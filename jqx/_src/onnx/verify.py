@@ -31,7 +31,7 @@ from ..transforms.make_plan import as_plan
 from ..transforms.plan import Site
 from ..transforms.trace import trace_call
 from ..transforms.views import real_of
-from .export import SITES
+from .export import SITES, output_names
 from .graph import onnx_module, onnx_type
 
 
@@ -42,7 +42,8 @@ class FileSite:
     Attributes:
       path: what tables call the site.
       step: which run of the site this is, if it is in a scan; otherwise 0.
-      differing: the share of the codes of its activations that differ; NaN if these are in float.
+      differing: the share of the codes of its activations that differ; NaN if these are in float,
+        or are an image of a float convolution, which a file rounds after turning its axes.
       sqnr: signal-to-noise ratio of its result in the file relative to that in the function, in dB;
         infinite if both are equal.
       max_error: the largest absolute difference of the results.
@@ -145,7 +146,8 @@ def verify_onnx(model: Any, quantized: Quantized) -> Callable[..., FileCompariso
         found = _run(runtime, _with_outputs(onnx, model, names), arrays, levels.ORT_DISABLE_ALL)
         optimized = _run(runtime, _with_outputs(onnx, model, []), arrays, levels.ORT_ENABLE_ALL)
         in_file = dict(zip(names, found[count:], strict=True))
-        results, at_sites = _recorded(quantized, args, kwargs)
+        outputs = [x.name for x in model.graph.output]
+        results, at_sites = _recorded(quantized, args, kwargs, outputs)
         labels = {site.output_key: site.label for site in quantized.plan.sites}
         steps: collections.Counter[str] = collections.Counter()
         rows = []
@@ -259,9 +261,11 @@ class _Recording(OnIntegers):
 
 
 def _recorded(
-    quantized: Quantized, args: Sequence[Any], kwargs: Any
+    quantized: Quantized, args: Sequence[Any], kwargs: Any, outputs: Sequence[str]
 ) -> tuple[list[np.ndarray], dict[str, list[Any]]]:
-    """Returns the results of a quantized function, and the codes and results at its sites."""
+    """Returns the results of a quantized function, of which a file has these outputs, and the codes
+    and results at its sites.
+    """
     name, plan, function = "interop.verify_onnx", quantized.plan, quantized.source
     assert function is not None
     arguments = arguments_of(plan, quantized.params, args)
@@ -273,7 +277,9 @@ def _recorded(
     @jax.jit
     def run(leaves: Any) -> list[Any]:
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        return list(map(real_of, out))
+        pairs = zip(out, output_names(call), strict=True)
+        # A state in codes has an output for its codes and one for its scales.
+        return jax.tree.leaves([real_of(x) if name in outputs else x for x, name in pairs])
 
     results = list(map(np.asarray, run(quantized_leaves(call, call.leaves, rules))))
     jax.effects_barrier()
