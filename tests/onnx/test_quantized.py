@@ -245,3 +245,14 @@ def test_dynamic_scales_of_numbers_that_are_not_finite():
         expected = np.asarray(jax.jit(q.function)(q.params, x))
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
         assert np.isnan(found[0]).all() and not np.isfinite(found[1:3]).any()
+
+
+def test_nan_has_the_code_0_with_static_scales_of_rows():
+    x = np.array(X)
+    x[1, 3] = np.nan
+    for spec in ({"qtype": jnp.int8}, U8):
+        policy = jqx.presets.w8a8(activation={**spec, "granularity": jqx.per_axis(0)})
+        q = quantized(policy, lambda w, x: x @ w, PARAMS["first"])
+        expected = q(x)
+        for integers in (True, False):
+            assert_close(run(to_onnx(q, integers=integers)(x), x), expected)

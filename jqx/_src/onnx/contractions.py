@@ -177,14 +177,9 @@ def _spread(g: Graph, x: Operand, q: QTensor, place: Callable[[int], int] = int)
     return x
 
 
-def quantized(
-    g: Graph, x: Value, spec: QSpec, affine: Affine | None, *, as_codes: bool
-) -> Codes | str:
-    """Returns an activation as codes; or, with `as_codes=False`, rounded to the same grid."""
-    form, groups = format_of(spec.qtype), spec.granularity.groups(_fixed(x.shape))
-    if any(map(groups.is_blocked, range(len(x.shape)))) or not isinstance(
-        form, (Integer, Minifloat)
-    ):
+def _check_spec(spec: QSpec, is_blocked: bool) -> None:
+    """Checks that nodes round as the spec of an activation does."""
+    if is_blocked or not isinstance(format_of(spec.qtype), (Integer, Minifloat)):
         problem = f"{spec} of an activation has no form in ONNX."
         fix = "use one scale for the tensor or for each token, in an integer or fp8 format."
         raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
@@ -192,6 +187,14 @@ def quantized(
         problem = f"{spec} rounds in another way than ONNX does."
         fix = "leave round_mode= and numerics= out, or pass jqx.numerics.onnx."
         raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
+
+
+def quantized(
+    g: Graph, x: Value, spec: QSpec, affine: Affine | None, *, as_codes: bool
+) -> Codes | str:
+    """Returns an activation as codes; or, with `as_codes=False`, rounded to the same grid."""
+    form, groups = format_of(spec.qtype), spec.granularity.groups(_fixed(x.shape))
+    _check_spec(spec, any(map(groups.is_blocked, range(len(x.shape)))))
     shared = [i for i, n in enumerate(groups.scale_shape) if n == 1]
     scale_shape = tuple(1 if i in shared else n for i, n in enumerate(x.shape))
     real = x.name if x.dtype == np.float32 else g.cast(x, np.float32)
@@ -232,7 +235,8 @@ def quantized(
     units = g.add("Round", units)
     units = units if zero_point is None else g.add("Add", units, zero_point)
     units = g.add("Min", g.add("Max", units, limits[0]), limits[1])
-    if not spec.symmetric:  # NaN has the code 0, which may have been moved
+    if affine is not None or not spec.symmetric:
+        # NaN has the code 0, which may have been moved. A symmetric current scale is NaN itself.
         code = np.float32(low - form.low)
         units = g.add("Where", g.add("Equal", units, units), units, code)
     if as_codes:

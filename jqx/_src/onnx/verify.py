@@ -87,7 +87,7 @@ class FileComparison(Tabular):
 
 
 @called("interop.verify_onnx", "call it in two steps: verify_onnx(model, quantized)(x).")
-def verify_onnx(model: Any, quantized: Quantized) -> Callable[..., FileComparison]:
+def verify_onnx(model: Any, quantized: Callable[..., Any]) -> Callable[..., FileComparison]:
     """Returns a function that runs a model of ONNX in onnxruntime and compares it with the
     quantized function, site by site.
 
@@ -121,6 +121,8 @@ def verify_onnx(model: Any, quantized: Quantized) -> Callable[..., FileCompariso
     name = "interop.verify_onnx"
     onnx, runtime = onnx_module(), _runtime()
     check_instance(name, "quantized", quantized, Quantized, fix="pass what jqx.ptq returned.")
+    # The signature does not say it: Sphinx knows several classes of this name.
+    assert isinstance(quantized, Quantized)
     check_function(name, quantized.source)
     if isinstance(model, (str, os.PathLike)):
         model = onnx.load(os.fspath(model))
