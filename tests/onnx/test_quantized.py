@@ -36,7 +36,8 @@ def quantized(policy, f=network, params=PARAMS, x=X, **options):
 
 SCHEMES = {
     "w8a8": (jqx.presets.w8a8(), {}),
-    "w8a8 as floats": (jqx.presets.w8a8(), {"integers": False}),
+    "w8a8 as floats": (jqx.presets.w8a8(), {"products": "float"}),
+    "w8a8 in int8": (jqx.presets.w8a8(activation=U8), {"products": "int8"}),
     "w8a8 with zero points": (jqx.presets.w8a8(activation=U8), {}),
     "w8a8 dynamic": (jqx.presets.w8a8_dynamic(), {}),
     "w8a8 dynamic with zero points": (jqx.presets.w8a8_dynamic(activation=U8), {}),
@@ -48,6 +49,7 @@ SCHEMES = {
     ),
     "w2a16": (jqx.presets.w4a16(weight={"qtype": jnp.int2}), {}),
     "w4a8": (jqx.presets.w4a8(), {}),
+    "w4a8 in int8": (jqx.presets.w4a8(), {"products": "int8"}),
     "w4a8 in groups": (jqx.presets.w4a8(weight={"granularity": jqx.per_group(32)}), {}),
     "fp8": (jqx.presets.fp8(), {}),
     "nf4": (jqx.presets.nf4(), {}),
@@ -84,16 +86,17 @@ def test_sums_of_integers_are_those_of_jqx_bit_for_bit():
     cases += [(f"{name} with zero points", positive) for name, _ in cases]
     for name, x in cases:
         q = jqx.ptq(f, SCHEMES[name][0], progress=False)(jnp.asarray(w), [jnp.asarray(x)])
-        model = to_onnx(q)(jnp.asarray(x))
-        assert operations(model)["MatMulInteger"] == 1
-        for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
-            (found,) = run(model, x, level=level)
-            assert (found == x.astype(int) @ w.astype(int)).all()
+        for products in ("uint8", "int8"):
+            model = to_onnx(q, products=products)(jnp.asarray(x))
+            assert operations(model)["MatMulInteger"] == 1
+            for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
+                (found,) = run(model, x, level=level)
+                assert (found == x.astype(int) @ w.astype(int)).all()
 
 
 def test_layers_of_a_scan_have_their_own_scales():
     q = quantized(jqx.presets.w8a8())
-    model = to_onnx(q, integers=False)(X)
+    model = to_onnx(q, products="float")(X)
     assert operations(model)["QuantizeLinear"] == 4
     assert operations(model)["DequantizeLinear"] == 8
 
@@ -185,7 +188,7 @@ def test_convolutions_in_float_are_beside_what_dequantizes_them():
     kernel, x = normal(5, 3, 3, 4, 8), normal(6, 2, 6, 6, 4)
     for policy, count in ((jqx.presets.w8a16(), 1), (jqx.presets.w8a8(), 2)):
         q = quantized(policy, f, kernel, x)
-        model = to_onnx(q, integers=False)(x)
+        model = to_onnx(q, products="float")(x)
         made = {node.output[0]: node.op_type for node in model.graph.node}
         (conv,) = (node for node in model.graph.node if node.op_type == "Conv")
         assert [made[name] for name in conv.input][-count:] == ["DequantizeLinear"] * count
@@ -225,13 +228,14 @@ def test_calls_that_make_no_sense_are_refused():
     cases = [
         (lambda: to_onnx(q, PARAMS), "has its own parameters"),
         (lambda: to_onnx(3), "f"),
+        (lambda: to_onnx(q, products="int4"), "unknown: 'int4'.\n.* pass 'uint8', 'int8' or"),
         (lambda: to_onnx(network, PARAMS, plan=3), "pass the result of jqx.make_plan"),
         (lambda: to_onnx(run_in_blocks)(X), "of an activation has no form"),
         (lambda: to_onnx(searched)(X), "the calibrator of .* has no form"),
         (lambda: to_onnx(rounded)(X), "rounds in another way"),
     ]
     for call, text in cases:
-        with pytest.raises((TypeError, NotImplementedError), match=text):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=text):
             call()
 
 
@@ -254,5 +258,5 @@ def test_nan_has_the_code_0_with_static_scales_of_rows():
         policy = jqx.presets.w8a8(activation={**spec, "granularity": jqx.per_axis(0)})
         q = quantized(policy, lambda w, x: x @ w, PARAMS["first"])
         expected = q(x)
-        for integers in (True, False):
-            assert_close(run(to_onnx(q, integers=integers)(x), x), expected)
+        for products in ("uint8", "int8", "float"):
+            assert_close(run(to_onnx(q, products=products)(x), x), expected)

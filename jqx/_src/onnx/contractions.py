@@ -204,11 +204,9 @@ def quantized(
         scale, zero_point = np.asarray(affine[0], np.float32), affine[1]
         zero_point = None if zero_point is None else np.asarray(zero_point, np.float32)
     dtype, low, high = np.dtype(form.storage), form.low, form.high
-    if dtype == np.dtype(np.int8 if as_codes else np.uint8):
-        # The same codes, moved by 128. Products of uint8 by uint8 are exact in runtimes, and fast;
-        # of int8 they are slow in onnxruntime, and of uint8 by int8 they saturate on processors
-        # without VNNI. Float products of dequantized operands are made for int8.
-        dtype, shift = np.dtype(np.uint8 if as_codes else np.int8), 128 if as_codes else -128
+    wanted = g.multiplied if as_codes else np.dtype(np.int8)  # runtimes fuse QDQ of int8
+    if dtype.itemsize == 1 and dtype.kind in "iu" and dtype != wanted:  # the codes, moved by 128
+        dtype, shift = wanted, 128 if wanted == np.uint8 else -128
         low, high = low + shift, high + shift
         if isinstance(zero_point, str):
             zero_point = g.add("Add", zero_point, np.float32(shift))
@@ -453,7 +451,7 @@ def _integer_product(g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any) -> str | 
         return None
     summed = -2 if is_rhs else -1
     scale = np.asarray(weight.real_scale(), np.float32)
-    stored = None if scale.shape[summed] != 1 else _unsigned(g, weight)
+    stored = None if scale.shape[summed] != 1 else _as_multiplied(g, weight)
     if stored is None:
         return None
     by_row = codes.zero_point if isinstance(codes.zero_point, str) else None
@@ -470,12 +468,12 @@ def _integer_product(g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any) -> str | 
     return g.add("Mul", sums, scale.reshape(()) if scale.size == 1 else scale)
 
 
-class _Unsigned(NamedTuple):
-    """A weight as integers that are not negative, as runtimes multiply them.
+class _Integers(NamedTuple):
+    """A weight as the integers that runtimes multiply.
 
     Attributes:
-      codes: uint8, or the name of them if they are stored in 4 bits.
-      zero_point: uint8 scalar.
+      codes: of the dtype of products, or the name of them if they are stored in 4 bits.
+      zero_point: a scalar of that dtype.
       centered: the codes less the zero point, int32.
     """
 
@@ -484,19 +482,21 @@ class _Unsigned(NamedTuple):
     centered: np.ndarray
 
 
-def _unsigned(g: Graph, q: QTensor) -> _Unsigned | None:
-    """Returns the codes of a weight, less the least of its format; `None` if it has several zero
-    points, which runtimes do not know.
+def _as_multiplied(g: Graph, q: QTensor) -> _Integers | None:
+    """Returns the codes of a weight, moved into the dtype of products; `None` if it has several
+    zero points, which runtimes do not know.
     """
     form, values = format_of(q.qtype), np.asarray(q.values).astype(np.int32)
     zeros = np.zeros(1) if q.zero_point is None else np.asarray(q.zero_point).astype(np.int32)
     if (zeros != zeros.flat[0]).any():
         return None
-    least, zero = int(form.low), int(zeros.flat[0])
-    codes: Operand = (values - least).astype(np.uint8)
+    zero, dtype = int(zeros.flat[0]), g.multiplied
+    shift = -int(form.low) if dtype == np.uint8 else -128 * (form.high > 127)
+    codes: Operand = (values + shift).astype(dtype)
     if form.bits <= 4:
-        codes = g.cast(codes.astype(jnp.uint4), np.uint8)
-    return _Unsigned(codes, np.asarray(zero - least, np.uint8), values - zero)
+        small = jnp.int4 if form.low + shift < 0 else jnp.uint4
+        codes = g.cast(codes.astype(small), dtype)
+    return _Integers(codes, np.asarray(zero + shift, dtype), values - zero)
 
 
 # Convolutions.
@@ -551,7 +551,9 @@ def _integer_convolution(
     if not isinstance(x, Codes) or isinstance(x.zero_point, str) or not is_integer(weight):
         return None
     scale = np.asarray(weight.real_scale(), np.float32)
-    stored = _unsigned(g, weight) if scale.size == scale.shape[0] else None  # one for each channel
+    stored = (
+        _as_multiplied(g, weight) if scale.size == scale.shape[0] else None
+    )  # one for each channel
     if stored is None:
         return None
     operands = [_image(g, eqn, x.codes, x.zero), stored.codes, x.zero, stored.zero_point]

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class _Emit(Domain[Any]):
     plan: Plan
     affines: Mapping[str, Affine]
     scans: Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
-    integers: bool
+    products: str
 
     unrolls = True
 
@@ -210,7 +210,11 @@ class _Emit(Domain[Any]):
     def _rounded(self, eqn: Eqn, x: Value, spec: Any, affine: Any, values: list[Any]) -> Any:
         """Returns an activation as codes where a product of integers reads them."""
         is_byte = format_of(spec.qtype).name in ("int8", "uint8")
-        as_codes = is_byte and any(map(is_integer, values)) and (affine is None or self.integers)
+        as_codes = (
+            is_byte
+            and any(map(is_integer, values))
+            and (affine is None or self.products != "float")
+        )
         is_image = eqn.primitive.name == "conv_general_dilated"
         if is_image and not as_codes and affine is not None and np.size(affine[0]) == 1:
             return Later(x, spec, affine)
@@ -336,7 +340,7 @@ def to_onnx(
     *,
     plan: Plan | None = None,
     affines: Mapping[str, Affine] | None = None,
-    integers: bool = True,
+    products: Literal["uint8", "int8", "float"] = "uint8",
 ) -> Callable[..., Any]:
     """Returns a function that writes `f` as a model of ONNX, with its weights.
 
@@ -345,11 +349,12 @@ def to_onnx(
       params: the parameters of a function.
       plan: the plan of a function; `None` writes it in float.
       affines: scales of activations, if the plan has static ones.
-      integers: whether products with static scales are written as products of integers
-        (`MatMulInteger`, `ConvInteger`), whose sums are those of `jqx.convert` bit for bit. `False`
-        writes float products of dequantized operands (QDQ), which runtimes such as TensorRT fuse;
-        on x86 processors without VNNI, onnxruntime and OpenVINO then add pairs of products in 16
-        bits, and saturate. Products with dynamic scales are always of integers.
+      products: how codes are multiplied. As integers (`MatMulInteger`, `ConvInteger`), whose sums
+        are those of `jqx.convert` bit for bit: of `"uint8"` for onnxruntime, which multiplies
+        `"int8"` exactly too, but slowly; of `"int8"` for OpenVINO, which adds products up in
+        float32, and that is exact up to 2**24. As `"float"`, with static scales, products of
+        dequantized operands (QDQ), which runtimes such as TensorRT fuse; on x86 processors without
+        VNNI, onnxruntime and OpenVINO then add pairs of products in 16 bits, and saturate.
 
     Returns:
       A function of the other arguments, arrays or `jax.ShapeDtypeStruct`, whose sizes may be
@@ -370,6 +375,9 @@ def to_onnx(
       ['MatMul', 'Identity']
     """
     onnx_module()
+    if products not in ("uint8", "int8", "float"):
+        problem = f"`products` is unknown: {products!r}."
+        raise fail("interop.to_onnx", problem, fix="pass 'uint8', 'int8' or 'float'.")
     if plan is not None:
         fix = "pass the result of jqx.make_plan."
         check_instance("interop.to_onnx", "plan", plan, Plan, fix=fix)
@@ -396,21 +404,22 @@ def to_onnx(
         )
         fitted = given if plan is None else as_plan("interop.to_onnx", plan, call, positions)
         scales = {} if plan is None else fitted.scales_of("interop.to_onnx", affines)
-        return _model(call, fitted, scales, integers)
+        return _model(call, fitted, scales, products)
 
     return write
 
 
-def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], integers: bool) -> Any:
+def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str) -> Any:
     """Returns the model of a traced call."""
     onnx = onnx_module()
-    helper, graph = onnx.helper, Graph()
+    helper = onnx.helper
+    graph = Graph(multiplied=np.int8 if products == "int8" else np.uint8)
     leaves = quantized_leaves(call, call.leaves, OnIntegers(plan, affines, call=call))
     scans = {
         address: tuple(x.address for x in around if x.name == "scan")
         for address, around in contractions_in(call.jaxpr)
     }
-    emit = _Emit(graph, plan, affines, scans, integers)
+    emit = _Emit(graph, plan, affines, scans, products)
     values, inputs = [], []
     for leaf, path, keys, var in zip(leaves, call.paths, call.keys, call.jaxpr.invars, strict=True):
         if path is not None:

@@ -59,14 +59,16 @@ class Graph:
       domains: the domains of the operations; "" is that of ONNX.
       sites: what `verify_onnx` compares, for each site of the plan in the outermost graph: its key,
         the names of its rounded operands by their places, in codes or not, and that of its result.
+      multiplied: the dtype of codes in products of integers.
     """
 
-    def __init__(self, around: Graph | None = None) -> None:
+    def __init__(self, around: Graph | None = None, multiplied: Any = np.uint8) -> None:
         self.nodes: list[Any] = []
         self.constants: dict[str, np.ndarray] = {} if around is None else around.constants
         self.sizes: dict[str, tuple[str, int]] = {} if around is None else around.sizes
         self.domains: set[str] = {""} if around is None else around.domains
         self.sites: list[list[Any]] = []
+        self.multiplied = np.dtype(multiplied if around is None else around.multiplied)
         self._known: dict[Any, str] = {} if around is None else around._known
         self._kept: list[Any] = [] if around is None else around._kept
         self._count: list[int] = [0] if around is None else around._count
