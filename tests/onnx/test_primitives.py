@@ -160,6 +160,7 @@ CASES = {
             lambda x: jnp.tile(x, (1, 2, 1)),
             lambda x: jnp.repeat(x, 2, 1),
             lambda x: jnp.stack([x, x], 1),
+            lambda x: jnp.unstack(x, axis=1),
             lambda x: jnp.split(x, 3, 1),
             lambda x: jnp.roll(x, 2, 1),
             jnp.tril,

@@ -426,6 +426,14 @@ def _split(g: Graph, eqn: Eqn, x: Operand) -> list[str]:
     return g.add_many("Split", len(sizes), x, g.shape(sizes), axis=axis)
 
 
+@rule("unstack")
+def _unstack(g: Graph, eqn: Eqn, x: Operand) -> list[str]:
+    axis, outvars = eqn.params["axis"], eqn.outvars
+    parts = g.add_many("Split", len(outvars), x, axis=axis, num_outputs=len(outvars))
+    pairs = zip(parts, outvars, strict=True)
+    return [g.reshape(part, var.aval.shape) for part, var in pairs]
+
+
 @rule("concatenate")
 def _concatenate(g: Graph, eqn: Eqn, *xs: Operand) -> str:
     return g.add("Concat", *xs, axis=eqn.params["dimension"])
