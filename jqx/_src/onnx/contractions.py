@@ -225,14 +225,12 @@ def quantized(
             return Codes(codes, dtype, number, given, x.shape, shape)
         return _as(g, g.add("DequantizeLinear", codes, number, zero), x)
     limits = np.float32(low), np.float32(high)
-    units = g.add("Div", real, scale)
     if isinstance(form, Minifloat):
+        units = g.add("Div", real, scale)
         units = g.add("Min", g.add("Max", units, limits[0]), limits[1])
         rounded = g.cast(g.cast(units, dtype), np.float32)
         return _as(g, g.add("Mul", rounded, scale), x)
-    units = g.add("Round", units)
-    units = units if zero_point is None else g.add("Add", units, zero_point)
-    units = g.add("Min", g.add("Max", units, limits[0]), limits[1])
+    units = rounded_units(g, real, scale, zero_point, limits)
     if affine is not None or not spec.symmetric:
         # NaN has the code 0, which may have been moved. A symmetric current scale is NaN itself.
         code = np.float32(low - form.low)
@@ -245,6 +243,16 @@ def quantized(
         return Codes(codes, dtype, scale, zero_point, x.shape, scale_shape)
     units = units if zero_point is None else g.add("Sub", units, zero_point)
     return _as(g, g.add("Mul", units, scale), x)
+
+
+def rounded_units(
+    g: Graph, x: Operand, scale: Operand, zero_point: Operand | None, limits: Sequence[Any]
+) -> str:
+    """Returns the codes of integers as float32, by arithmetic; NaN stays."""
+    units = g.add("Round", g.add("Div", x, scale))
+    units = units if zero_point is None else g.add("Add", units, zero_point)
+    low, high = map(np.float32, limits)
+    return g.add("Min", g.add("Max", units, low), high)
 
 
 def _as(g: Graph, rounded: str, x: Value) -> str:

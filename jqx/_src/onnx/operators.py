@@ -20,6 +20,7 @@ from ..gradients.estimators import ste
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import format_of
 from ..ops.affine import affine_dequantize, affine_fake_quantize, affine_quantize
+from .contractions import rounded_units
 from .graph import Graph, Operand, Value
 
 Form = Callable[[Graph], str]
@@ -60,10 +61,8 @@ def _quantize(eqn: Eqn, x: Operand, scale: Operand, zero_point: Operand = None) 
     form = format_of(codes)
 
     def write(g: Graph) -> str:
-        units = g.add("Round", g.add("Div", x, scale))
-        if zero_point is not None:
-            units = g.add("Add", units, g.cast(zero_point, np.float32))
-        units = g.add("Min", g.add("Max", units, np.float32(form.low)), np.float32(form.high))
+        start = None if zero_point is None else g.cast(zero_point, np.float32)
+        units = rounded_units(g, x, scale, start, (form.low, form.high))
         units = g.add("Where", g.add("Equal", units, units), units, np.float32(0))
         return g.cast(units, codes)
 

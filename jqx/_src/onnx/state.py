@@ -17,7 +17,7 @@ from ..errors import fail
 from ..numerics.lookup import format_of
 from ..numerics.qtype import Integer
 from ..tensor.qtensor import QTensor
-from .contractions import current_affine
+from .contractions import current_affine, rounded_units
 from .graph import Graph, Operand, Value
 from .primitives import overwritten, refuse
 
@@ -80,9 +80,7 @@ def _coded(g: Graph, eqn: Eqn, q: QTensor, x: Operand) -> QTensor:
     real = g.name(x) if is_float else g.cast(x, np.float32)
     shared = [i for i, n in enumerate(q.scale.shape) if n == 1]
     scale, zero_point = current_affine(g, real, spec, form, shared)
-    units = g.add("Round", g.add("Div", real, scale))
-    units = units if zero_point is None else g.add("Add", units, zero_point)
-    units = g.add("Min", g.add("Max", units, np.float32(form.low)), np.float32(form.high))
+    units = rounded_units(g, real, scale, zero_point, (form.low, form.high))
     found = [(units, shape)]
     scale_shape = tuple(1 if i in shared else n for i, n in enumerate(shape))
     found += [(name, scale_shape) for name in (scale, zero_point) if name is not None]
