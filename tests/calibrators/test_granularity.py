@@ -312,6 +312,18 @@ def test_a_nan_makes_the_largest_magnitude_nan_in_any_place(length, dtype):
         np.testing.assert_array_equal(np.float32(largest[0, 0]), np.abs(np.asarray(x, dtype)).max())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_nan_of_either_sign_is_the_largest_magnitude_after_a_relu(sign, dtype):
+    """XLA removes an `abs` after `max(x, 0)`, which leaves the sign of a NaN."""
+    x = np.ones((3, 64), np.float32)
+    x[1, 5] = np.copysign(np.float32(np.nan), np.float32(sign))
+    largest = jax.jit(lambda x: Groups(x.shape, (1, 64)).largest_magnitude(jax.nn.relu(x)))
+    np.testing.assert_array_equal(
+        np.float32(largest(on_device(x, dtype))), np.float32([[1], [np.nan], [1]])
+    )
+
+
 def are_told_apart(groups):
     """Whether no two axes of one length have as many blocks, of different sizes."""
     axes = {*zip(groups.shape, groups.scale_shape, groups.sizes, strict=True)}

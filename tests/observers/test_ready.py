@@ -183,6 +183,17 @@ def test_counts_stop_at_the_largest_integer_and_a_nan_is_seen():
     np.testing.assert_array_equal(np.isfinite(products.products), np.outer(clean, clean))
 
 
+def test_a_row_is_not_finite_if_infinities_cancel_before_a_relu():
+    """On x86 `inf - inf` is a NaN whose sign is set."""
+    f = lambda w, x: jax.nn.relu(x @ w) @ w  # noqa: E731
+    w, x = np.float32([[1, 0], [-1, 1]]), np.ones((3, 2), np.float32)
+    x[1] = np.inf
+    plan = jqx.make_plan(f, WEIGHTS)(w, x)
+    stats = jax.jit(jqx.calibrate(f, plan, observers={"": absmax}))(w, x)[1]
+    nans_infinities = {key: flags[:2].tolist() for key, flags in stats.flags.items()}
+    assert nans_infinities == {":dot_general:lhs": [0, 1], ":dot_general#1:lhs": [1, 0]}
+
+
 def test_statistics_of_each_expert_are_of_the_rows_that_reach_it():
     f = lambda w, x, sizes: lax.ragged_dot(x, w, sizes)  # noqa: E731
     rng = np.random.default_rng(0)

@@ -264,10 +264,13 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
     """Returns the bits of magnitudes, as integers: these have the order of the magnitudes, with
     infinity and then NaN at the end.
 
-    The sign is cleared before the cast: XLA on CPU masks the bits of some constants wrongly.
+    The sign is cleared before the cast, because XLA on CPU masks the bits of some constants
+    wrongly, and again after it. XLA drops the first where a value cannot be negative, as after a
+    ReLU, but the sign of a NaN may be set there: that of inf - inf is, on x86.
     """
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
-    return lax.bitcast_convert_type(jnp.abs(x), integer)
+    bits = lax.bitcast_convert_type(jnp.abs(x), integer)
+    return bits & jnp.asarray(jnp.iinfo(integer).max, integer)
 
 
 def maximum_in_steps(x: jax.Array, axes: Sequence[int]) -> jax.Array:
