@@ -95,7 +95,7 @@ CONFIG = 'backend_config={"window_config":{"estimated_cycles":"123"}}'
 def tpu(first="constant(3)", step="constant(1)"):
     text = FUSIONS.replace("CYCLES", CONFIG).replace("NAME", SITE)
     text = text.replace("FIRST", first).replace("STEP", step)
-    (result,) = contractions_of(Program.parse(text), "tpu")
+    (result,) = contractions_of(Program.parse(text), "tpu-v6e")
     return result
 
 
@@ -134,12 +134,36 @@ ENTRY %main (x: bf16[512], w: s8[512,64]) -> f32[64] {
 """
 
 
+SCALED = """
+%scaled (p: f8e4m3fn[64,128], q: f8e4m3fn[128,32], s: f8e8m0fnu[64,4]) -> f32[64,32] {
+  %p = f8e4m3fn[64,128]{1,0} parameter(0)
+  %q = f8e4m3fn[128,32]{1,0} parameter(1)
+  %s = f8e8m0fnu[64,4]{1,0} parameter(2)
+  %t = f8e8m0fnu[4,32]{1,0} constant({...})
+  ROOT %y.1 = f32[64,32]{1,0} scaled-dot(%p, %q, %s, %t), lhs_contracting_dims={1}
+}
+ENTRY %main (x: f8e4m3fn[64,128], w: f8e4m3fn[128,32], s: f8e8m0fnu[64,4]) -> f32[64,32] {
+  %x = f8e4m3fn[64,128]{1,0} parameter(0), metadata={op_name="x"}
+  %w = f8e4m3fn[128,32]{1,0} parameter(1), metadata={op_name="w"}
+  %s.1 = f8e8m0fnu[64,4]{1,0} parameter(2), metadata={op_name="s"}
+  ROOT %y = f32[64,32]{1,0} fusion(%x, %w, %s.1), kind=kCustom, calls=%scaled
+}
+"""
+
+
+@pytest.mark.parametrize(("target", "left"), [("h200", "emulated: bf16 "), ("b200", "")])
+def test_a_product_with_scales_of_blocks_is_emulated_where_units_have_none(target, left):
+    (result,) = contractions_of(Program.parse(SCALED), target)
+    assert result.dtypes == ("f8e4m3fn", "f8e4m3fn")
+    assert result.left.startswith(left) and bool(result.left) == bool(left)
+
+
 @pytest.mark.parametrize("named", ["NAME1", "NAME2"])
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_a_product_that_is_written_as_a_sum_of_elements_is_found_by_its_name(platform, named):
+@pytest.mark.parametrize("target", ["h200", "tpu-v6e"])
+def test_a_product_that_is_written_as_a_sum_of_elements_is_found_by_its_name(target, named):
     text = BY_ELEMENTS.replace(named, ', metadata={op_name="jit(f)/dot_general"}')
     text = text.replace("NAME1", "").replace("NAME2", "")
-    (result,) = contractions_of(Program.parse(text), platform)
+    (result,) = contractions_of(Program.parse(text), target)
     assert result.operands == ("f32[512]", "f32[512,64]")
     assert result.reads == (("bf16",), ("s8",))
     assert (result.runs, result.left) == (
@@ -152,7 +176,7 @@ def test_another_sum_of_products_is_no_contraction():
     text = BY_ELEMENTS.replace("NAME1", "").replace(
         "NAME2", ', metadata={op_name="jit(f)/reduce_sum"}'
     )
-    assert contractions_of(Program.parse(text), "tpu") == []
+    assert contractions_of(Program.parse(text), "tpu-v6e") == []
 
 
 @pytest.mark.parametrize(
@@ -280,7 +304,7 @@ def test_a_lowering_prints_a_table_and_is_a_dict():
 
 
 def test_an_unknown_target_names_those_that_are_known():
-    with pytest.raises(ValueError, match="pass one of 'cpu', 'h200', 'tpu-v5e'"):
+    with pytest.raises(ValueError, match="pass one of 'cpu', 'h200', 'b200', 'tpu-v5e'"):
         lowering(jnp.matmul, shape(2, 2), shape(2, 2), target="gpu")
 
 
@@ -301,13 +325,14 @@ def test_variables_of_the_environment_are_set_where_absent_and_removed(monkeypat
     assert "TPU_SKIP_MDS_QUERY" not in os.environ
 
 
-def test_what_the_h200_is_comes_with_the_package():
-    config = targets.resources.files("jqx._src.diagnostics").joinpath("h200.textproto")
-    assert 'name: "NVIDIA H200"' in config.read_text()
+@pytest.mark.parametrize("name", ["h200", "b200"])
+def test_what_a_gpu_is_comes_with_the_package(name):
+    config = targets.resources.files("jqx._src.diagnostics").joinpath(f"{name}.textproto")
+    assert f'name: "NVIDIA {name.upper()}"' in config.read_text()
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e", "tpu7x", "h200"])
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e", "tpu7x", "h200", "b200"])
 def test_the_devices_of_the_process_stay_what_they_are(target):
     if not any(map(targets._is_installed, targets.TARGETS[target].modules)):
         pytest.skip(f"the extra {targets.TARGETS[target].extra} is not installed")

@@ -201,13 +201,18 @@ def test_the_form_for_gpus_and_tpus_is_the_same_product(name):
     product = products_of(getattr(recipes, name)()).forward
 
     @jax.jit
-    def both(x, w):
+    def forms_of(x, w):
         operands = [prepared(a, product, i, None) for i, a in enumerate((x, w))]
         assert all(map(products_file._has_blocks_exact_in_bfloat16, operands))
-        return multiplied(*operands), products_file._in_bfloat16(*operands)
+        forms = [products_file._in_bfloat16]
+        if all(map(products_file._has_scaled_bytes, operands)):
+            forms.append(products_file._scaled)
+        return [multiplied(*operands), *(form(*operands) for form in forms)]
 
-    expected, result = both(jnp.asarray(X), jnp.asarray(W))
-    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    expected, *results = forms_of(*(jnp.asarray(a[..., :32]) for a in (X, W)))
+    assert len(results) == (2 if name == "mxfp8" else 1)
+    for result in results:
+        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
 def test_operands_of_nvfp4_are_those_of_numpy():

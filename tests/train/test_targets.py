@@ -71,6 +71,13 @@ def test_int8_multiplies_two_products_as_int8_and_all_three_in_runs(target):
     assert counts["s8 x s8"] >= 5  # runs are summed by a loop, whose first step stands before it
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_formats_in_blocks_are_emulated_by_exact_products_of_bfloat16(name):
-    assert multiplied(compiled(name, "h200"))["bf16 x bf16"] == 3
+@pytest.mark.parametrize("target", ["h200", "b200"])
+def test_nvfp4_is_emulated_by_exact_products_of_bfloat16(target):
+    assert multiplied(compiled("nvfp4", target))["bf16 x bf16"] == 3
+
+
+@pytest.mark.parametrize(("target", "left"), [("b200", ""), ("h200", "emulated: bf16")])
+def test_blackwell_multiplies_all_three_products_of_mxfp8_with_their_scales(target, left):
+    contractions = compiled("mxfp8", target).contractions
+    assert [c.dtypes for c in contractions] == [(E4M3, E4M3)] * 3
+    assert all(c.left.startswith(left) and bool(c.left) == bool(left) for c in contractions)

@@ -201,7 +201,7 @@ def is_product(instruction: Instruction) -> bool:
     """Returns whether an instruction is a contraction: a dot, convolution or library call."""
     if instruction.opcode == "custom-call":
         return LIBRARY.search(instruction.target) is not None
-    return instruction.opcode in ("dot", "convolution")
+    return instruction.opcode in ("dot", "scaled-dot", "convolution")
 
 
 def bits(dtype: str) -> int:

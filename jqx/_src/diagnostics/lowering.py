@@ -146,7 +146,7 @@ def lowering(f: Callable[..., Any], *args: Any, target: str = "cpu") -> Lowering
       *args: its arguments, with any shapes and dtypes: arrays, QTensors, or `jax.ShapeDtypeStruct`
         in their place. Their placement is ignored: one device holds them all. For a function that
         is not jitted, leaves that are not arrays are static.
-      target: `"cpu"`, `"h200"`, `"tpu-v5e"`, `"tpu-v6e"` or `"tpu7x"`.
+      target: `"cpu"`, `"h200"`, `"b200"`, `"tpu-v5e"`, `"tpu-v6e"` or `"tpu7x"`.
 
     Returns:
       A `Lowering`. For each contraction it has the types that are multiplied and those read from
@@ -197,7 +197,7 @@ def read_executable(executable: Any, target: str) -> Lowering:
     sizes = {name: getattr(stats, f"{name}_size_in_bytes", None) for name in _BYTES}
     return Lowering(
         target=target,
-        contractions=tuple(contractions_of(program, TARGETS[target].platform)),
+        contractions=tuple(contractions_of(program, target)),
         memory={name: size for name, size in sizes.items() if size is not None},
         cycles=cycles,
         hlo=text,
@@ -230,18 +230,16 @@ Fed = Mapping[int, Instruction]
 """Operands of a kernel by index, as the parameters of its computation."""
 
 
-def contractions_of(program: Program, platform: str) -> list[CompiledContraction]:
-    """Returns the contractions of a program for `"cpu"`, `"cuda"` or `"tpu"`, kernel by kernel."""
+def contractions_of(program: Program, target: str) -> list[CompiledContraction]:
+    """Returns the contractions of a program for a target, by its name, kernel by kernel."""
     return [
-        _read(program, kernel, inner, platform)
+        _read(program, kernel, inner, target)
         for kernel in kernels(program)
         for inner in program.contractions(kernel.instruction)
     ]
 
 
-def _read(
-    program: Program, kernel: Kernel, inner: Instruction, platform: str
-) -> CompiledContraction:
+def _read(program: Program, kernel: Kernel, inner: Instruction, target: str) -> CompiledContraction:
     # The first operands of kernels are the matrix of each tile, or which tokens count.
     start = program.leading(inner, "s32") if inner.opcode == "custom-call" else 0
     operands = program.operands_of(inner, start)
@@ -269,7 +267,7 @@ def _read(
         reads=reads,
         runs=_runs(kernel.instruction, inner),
         widened=tuple(dict.fromkeys(_widened(kernel, operands, fed))),
-        left=_left(kernel.instruction, inner, operands, reads, platform),
+        left=_left(kernel.instruction, inner, operands, reads, target),
         times=kernel.times,
         cycles=kernel.cycles,
         kernel=kernel.instruction.name,
@@ -314,13 +312,16 @@ def _left(
     inner: Instruction,
     operands: Sequence[Instruction],
     reads: Sequence[Sequence[str]],
-    platform: str,
+    target: str,
 ) -> str:
-    if platform == "cpu" or inner.opcode == "custom-call":
+    machine = TARGETS[target]
+    if machine.platform == "cpu" or inner.opcode == "custom-call":
         return ""
+    if inner.opcode == "scaled-dot":
+        return "" if machine.scales_blocks else "emulated: bf16 times its scales is multiplied"
     if inner.opcode == "multiply":
         return "elements are multiplied and summed"
-    if platform == "cuda" and kernel.attribute(r"kind=(kLoop|kInput)"):
+    if machine.platform == "cuda" and kernel.attribute(r"kind=(kLoop|kInput)"):
         return f"a loop multiplies {operands[0].dtype}"
     widest = max((bits(dtype) for dtypes in reads for dtype in dtypes), default=32)
     if operands[0].dtype == "f32" and widest < 32:
@@ -358,6 +359,7 @@ class Target:
       modules: modules, one of which must be installed.
       options: compiler options.
       environment: environment variables that the compiler needs when it is loaded.
+      scales_blocks: whether its matrix units apply scales of blocks of 32.
     """
 
     platform: str
@@ -366,6 +368,19 @@ class Target:
     modules: tuple[str, ...] = ()
     options: dict[str, str | bool] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    scales_blocks: bool = False
+
+
+def _nvidia(scales_blocks: bool = False) -> Target:
+    return Target(
+        "cuda",
+        "1x1x1",
+        "aot-gpu",
+        ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
+        options={"xla_gpu_autotune_level": "0"},  # the autotuner would run kernels
+        environment={"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
+        scales_blocks=scales_blocks,
+    )
 
 
 def _tpu(topology: str) -> Target:
@@ -377,15 +392,8 @@ def _tpu(topology: str) -> Target:
 
 TARGETS = {
     "cpu": Target("cpu"),
-    # The autotuner would run kernels.
-    "h200": Target(
-        "cuda",
-        "1x1x1",
-        "aot-gpu",
-        ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
-        options={"xla_gpu_autotune_level": "0"},
-        environment={"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
-    ),
+    "h200": _nvidia(),
+    "b200": _nvidia(scales_blocks=True),
     "tpu-v5e": _tpu("v5e:2x2"),
     "tpu-v6e": _tpu("v6e:2x2"),
     "tpu7x": _tpu("tpu7x:2x2x1"),

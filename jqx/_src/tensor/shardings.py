@@ -217,7 +217,7 @@ def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
     target          scales per channel, or one     scales in blocks along the contracted axis
     ==============  =============================  ==============================================
     "cpu"           [N, K], contracted axis last   [K, N], contracted axis before the other
-    "gpu", "h200"   [N, K]                         [K, N], for a kernel
+    "gpu", by name  [N, K]                         [K, N], for a kernel
     "tpu", by name  [K, N], for a kernel           [K, N], for a kernel
     ==============  =============================  ==============================================
 
@@ -247,7 +247,7 @@ def pack_for(tree: T, target: str, *, contracted: int | None = None) -> T:
         layout of the target. If each index of both axes has its own scale, neither can be
         contracted, and they keep their order.
       target: `"cpu"`, `"gpu"` or `"tpu"`, as `jax.default_backend()` names it, or a machine as in
-        `jqx.lowering`: `"h200"`, `"tpu-v5e"`, `"tpu-v6e"`, `"tpu7x"`.
+        `jqx.lowering`: `"h200"`, `"b200"`, `"tpu-v5e"`, `"tpu-v6e"`, `"tpu7x"`.
       contracted: the axis to be contracted, -2 or -1, for QTensors whose scales do not determine
         it; `None` means -2, as in `x @ w`. The scales determine it if one of the two axes has a
         scale for each index (the other one is contracted), or else if only one of them has blocks

@@ -135,6 +135,7 @@ TARGETS = {
     "gpu": "gpu",
     "tpu": "tpu",
     "h200": "gpu",
+    "b200": "gpu",
     "tpu-v5e": "tpu",
     "tpu-v6e": "tpu",
     "tpu7x": "tpu",

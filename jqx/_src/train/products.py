@@ -131,7 +131,8 @@ def multiplied(lhs: Any, rhs: Any, sizes: jax.Array | None = None) -> jax.Array:
         if sizes is None and lhs.shape[0] == 1:  # XLA merges transposes into products of matrices
             return jnp.matmul(lhs[0], rhs[0].T, preferred_element_type=jnp.float32)[None]
     if sizes is None and all(map(_has_blocks_exact_in_bfloat16, (lhs, rhs))):
-        return lax.platform_dependent(lhs, rhs, cpu=_in_float32, default=_in_bfloat16)
+        cuda = _scaled if all(map(_has_scaled_bytes, (lhs, rhs))) else _in_bfloat16
+        return lax.platform_dependent(lhs, rhs, cpu=_in_float32, cuda=cuda, default=_in_bfloat16)
     if sizes is None:
         return _multiplied(lhs, rhs)
     rows, matrices = lhs.reshape(*lhs.shape[1:]), rhs.transpose(0, 2, 1)
@@ -156,6 +157,28 @@ def _has_blocks_exact_in_bfloat16(q: Any) -> bool:
     if not isinstance(element, Minifloat) or not isinstance(scale, Minifloat):
         return False
     return element.mantissa_bits + scale.mantissa_bits + 1 <= jnp.finfo(jnp.bfloat16).nmant
+
+
+def _has_scaled_bytes(q: QTensor) -> bool:
+    """Whether an operand is 8-bit floats under powers of two, in whole blocks of 32."""
+    form = format_of(q.qtype)
+    is_scaled = isinstance(form, Block) and not form.two_level and q.codes.dtype.itemsize == 1
+    floats = jnp.issubdtype(q.codes.dtype, jnp.floating)
+    return is_scaled and floats and q.shape[-1] == 32 * q.scale.shape[-1]
+
+
+def _scaled(lhs: QTensor, rhs: QTensor) -> jax.Array:
+    """Returns a product whose scales the matrix units of Blackwell apply. XLA computes it in
+    bfloat16, as `_in_bfloat16`, on GPUs without such units.
+    """
+    return lax.scaled_dot(
+        lhs.codes,
+        rhs.codes,
+        lhs_scale=lhs.scale,
+        rhs_scale=rhs.scale,
+        dimension_numbers=_SUM_LAST,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _in_float32(*operands: QTensor) -> jax.Array:
