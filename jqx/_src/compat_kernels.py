@@ -26,6 +26,13 @@ def _is_partitioned(ctx: Any) -> bool:
     return getattr(around, "num_devices", None) not in (None, 1)
 
 
+def _has_devices(ctx: Any) -> bool:
+    """Whether a program runs on several devices, in a shard_map too."""
+    around = ctx.module_context.axis_context
+    mesh = getattr(around, "mesh", None)
+    return (getattr(around, "num_devices", None) if mesh is None else mesh.size) not in (None, 1)
+
+
 def _lower_for_kernel(
     ctx: Any, x: Any, *, exported: str, partitioned: str, chips: tuple[str, ...], other: str
 ) -> list[Any]:
@@ -66,15 +73,20 @@ _alone.multiple_results = True
 _alone.def_impl(lambda *arrays, alone, **_: alone(*arrays))
 
 
-def _lower_alone(ctx: Any, *arrays: Any, alone: Any, in_parts: Any, kinds: Any) -> Any:
+def _lower_alone(
+    ctx: Any, *arrays: Any, alone: Any, in_parts: Any, kinds: Any, in_shard_map: bool
+) -> Any:
     exported = ctx.module_context.lowering_parameters.for_export
-    plain = (exported and not IN_EXPORTS.value) or _is_partitioned(ctx)
+    in_several = _is_partitioned(ctx) if in_shard_map else _has_devices(ctx)
+    plain = (exported and not (in_shard_map and IN_EXPORTS.value)) or in_several
     function = in_parts if plain else alone
     return mlir.lower_fun(function, multiple_results=True)(ctx, *arrays)
 
 
-def _batch_alone(arrays: Any, axes: Any, *, alone: Any, in_parts: Any, kinds: Any) -> Any:
-    results = _bind_alone(jax.vmap(alone, axes), jax.vmap(in_parts, axes), arrays)
+def _batch_alone(
+    arrays: Any, axes: Any, *, alone: Any, in_parts: Any, kinds: Any, in_shard_map: bool
+) -> Any:
+    results = _bind_alone(jax.vmap(alone, axes), jax.vmap(in_parts, axes), arrays, in_shard_map)
     return results, [0] * len(results)
 
 
@@ -83,23 +95,30 @@ mlir.register_lowering(_alone, _lower_alone)
 batching.primitive_batchers[_alone] = _batch_alone
 
 
-def _bind_alone(alone: Any, in_parts: Any, arrays: Any) -> list[Any]:
-    kinds = [x.aval for x in jax.make_jaxpr(in_parts)(*arrays).jaxpr.outvars]
-    return _alone.bind(*arrays, alone=alone, in_parts=in_parts, kinds=tuple(kinds))
+def _bind_alone(alone: Any, in_parts: Any, arrays: Any, in_shard_map: bool) -> list[Any]:
+    kinds = tuple(x.aval for x in jax.make_jaxpr(in_parts)(*arrays).jaxpr.outvars)
+    return _alone.bind(
+        *arrays, alone=alone, in_parts=in_parts, kinds=kinds, in_shard_map=in_shard_map
+    )
 
 
 def alone_or_in_parts(
-    alone: Callable[..., jax.Array], in_parts: Callable[..., jax.Array], *args: Any
+    alone: Callable[..., jax.Array],
+    in_parts: Callable[..., jax.Array],
+    *args: Any,
+    in_shard_map: bool = True,
 ) -> jax.Array:
     """Returns the result of `alone` if it is computed on one device, and otherwise of `in_parts`.
     The latter applies if the compiler partitions the program over devices, because it cannot
     partition a kernel, or if the program is exported and `IN_EXPORTS` is false. Both are functions
-    of pytrees of arrays, with results of the same shape and dtype. There is no derivative.
+    of pytrees of arrays, with results of the same shape and dtype. There is no derivative. Unless
+    `in_shard_map`, `in_parts` applies in a `shard_map` over several devices and in all exports too.
     """
     arrays, structure = jax.tree.flatten(args)
 
     def of_arrays(f: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
         return lambda *arrays: [f(*jax.tree.unflatten(structure, arrays))]
 
-    (y,) = _bind_alone(of_arrays(alone), of_arrays(in_parts), vary_alike(*arrays))
+    forms = of_arrays(alone), of_arrays(in_parts)
+    (y,) = _bind_alone(*forms, vary_alike(*arrays), in_shard_map)
     return y

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -198,6 +198,16 @@ def test_a_few_steps_of_training_follow_those_of_float():
         trained = jqx.train(loss, planned(loss, recipe, params, x, y), recipe)
         end = final(lambda p, key: trained(p, {}, x, y, key=key))  # noqa: B023
         assert start - end > least * (start - plain)
+
+
+@pytest.mark.parametrize("name", ["int8", "mxfp8"])
+def test_a_step_is_exported_for_several_platforms(name):
+    """JAX 0.10.2 does not export `scaled_dot`, which a GPU runs for MXFP8."""
+    recipe = getattr(jqx.recipes, name)()
+    f = lambda w, x: jnp.sum((x @ w) ** 2)  # noqa: E731
+    step = jax.jit(jax.grad(jqx.train(f, planned(f, recipe, W, X), recipe)))
+    exported = export.export(step, platforms=("cpu", "cuda", "tpu"))(W, {}, X)
+    np.testing.assert_array_equal(exported.call(W, {}, X), step(W, {}, X))
 
 
 def test_calls_that_make_no_sense_are_refused():

@@ -15,6 +15,7 @@ from jax import lax
 
 from ... import QTensor, dot_general, per_block, per_tensor, ragged_dot
 from ...numerics import Block, format_of
+from ..compat_kernels import alone_or_in_parts
 from ..contractions.plain import is_exact_in
 from ..numerics.minifloats import Minifloat
 from ..statistics.granularity import PerBlock
@@ -169,16 +170,21 @@ def _has_scaled_bytes(q: QTensor) -> bool:
 
 def _scaled(lhs: QTensor, rhs: QTensor) -> jax.Array:
     """Returns a product whose scales the matrix units of Blackwell apply. XLA computes it in
-    bfloat16, as `_in_bfloat16`, on GPUs without such units.
+    bfloat16, as `_in_bfloat16`, on GPUs without such units. XLA of jaxlib 0.10.2 does not compile
+    it for several devices, and JAX does not export it for several platforms.
     """
-    return lax.scaled_dot(
-        lhs.codes,
-        rhs.codes,
-        lhs_scale=lhs.scale,
-        rhs_scale=rhs.scale,
-        dimension_numbers=_SUM_LAST,
-        preferred_element_type=jnp.float32,
-    )
+
+    def on_one_device(lhs: QTensor, rhs: QTensor) -> jax.Array:
+        return lax.scaled_dot(
+            lhs.codes,
+            rhs.codes,
+            lhs_scale=lhs.scale,
+            rhs_scale=rhs.scale,
+            dimension_numbers=_SUM_LAST,
+            preferred_element_type=jnp.float32,
+        )
+
+    return alone_or_in_parts(on_one_device, _in_bfloat16, lhs, rhs, in_shard_map=False)
 
 
 def _in_float32(*operands: QTensor) -> jax.Array:
