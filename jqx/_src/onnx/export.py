@@ -47,6 +47,40 @@ _LARGE = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
+class Scales:
+    """Scales of the sites of a call whose scans are unrolled.
+
+    Attributes:
+      affines: scales by key, stacked along the steps of scans over the weight of a site.
+      scans: the addresses of the scans around each contraction, outermost first.
+    """
+
+    affines: Mapping[str, Affine]
+    scans: Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
+
+    @classmethod
+    def of(cls, call: Call, affines: Mapping[str, Affine]) -> "Scales":
+        scans = {
+            address: tuple(x.address for x in around if x.name == "scan")
+            for address, around in contractions_in(call.jaxpr)
+        }
+        return cls(affines, scans)
+
+    def at(self, site: Site | None, key: str, where: Where) -> Affine | None:
+        """Returns the scale of a site in this step of its loops."""
+        affine = self.affines.get(key)
+        if affine is None or site is None:
+            return affine
+        around = self.scans[site.address]
+        for loop in site.loops:
+            step = where.steps[around.index(loop.address)]
+            scale, zero_point = affine
+            with jax.ensure_compile_time_eval():  # for a caller that traces the call again
+                affine = Affine(scale[step], None if zero_point is None else zero_point[step])
+        return affine
+
+
+@dataclasses.dataclass(frozen=True)
 class _Emit(Domain[Any]):
     """Writes each equation into a graph. What is known of a value is the value itself: an array, a
     QTensor, a `Value` of the graph, or a state, which is a QTensor of these. Equations of arrays
@@ -55,8 +89,7 @@ class _Emit(Domain[Any]):
 
     graph: Graph
     plan: Plan
-    affines: Mapping[str, Affine]
-    scans: Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
+    scales: "Scales"
     products: str
 
     unrolls = True
@@ -166,7 +199,7 @@ class _Emit(Domain[Any]):
     ) -> Sequence[Any]:
         """Evaluates an equation of arrays and QTensors."""
         if site is not None:
-            scales = {key: self._affine(site, key, where) for key in site.keys}
+            scales = {key: self.scales.at(site, key, where) for key in site.keys}
             known = {key: affine for key, affine in scales.items() if affine is not None}
             return [as_array(OnIntegers(self.plan, known).at_site(site, eqn, values)[0])]
         if any(isinstance(x, QTensor) for x in values):
@@ -187,7 +220,7 @@ class _Emit(Domain[Any]):
             spec = operand.spec
             if operand.role != "activation" or spec is None or in_codes[i]:
                 continue
-            affine = self._affine(site, operand.key, where)
+            affine = self.scales.at(site, operand.key, where)
             if isinstance(operands[i], Value):
                 operands[i] = self._rounded(eqn, operands[i], spec, affine, values)
             else:
@@ -195,7 +228,7 @@ class _Emit(Domain[Any]):
         result = CONTRACTIONS[eqn.primitive.name](g, eqn, *operands)
         value = self._value(result, out)
         if site is not None and site.output is not None:
-            affine = self._affine(site, site.output_key, where)
+            affine = self.scales.at(site, site.output_key, where)
             rounded = quantized(g, value, site.output, affine, as_codes=False)
             assert isinstance(rounded, str)
             value = value._replace(name=rounded)
@@ -220,18 +253,6 @@ class _Emit(Domain[Any]):
             return Later(x, spec, affine)
         rounded = quantized(self.graph, x, spec, affine, as_codes=as_codes)
         return rounded if isinstance(rounded, Codes) else x._replace(name=rounded)
-
-    def _affine(self, site: Site | None, key: str, where: Where) -> Affine | None:
-        """Returns the scale of a site in this step of its loops."""
-        affine = self.affines.get(key)
-        if affine is None or site is None:
-            return affine
-        around = self.scans[site.address]
-        for loop in site.loops:
-            step = where.steps[around.index(loop.address)]
-            scale, zero_point = affine
-            affine = Affine(scale[step], None if zero_point is None else zero_point[step])
-        return affine
 
     # Control flow.
 
@@ -378,35 +399,44 @@ def to_onnx(
     if products not in ("uint8", "int8", "float"):
         problem = f"`products` is unknown: {products!r}."
         raise fail("interop.to_onnx", problem, fix="pass 'uint8', 'int8' or 'float'.")
+    traced = with_parameters("interop.to_onnx", f, params, plan, affines)
+    return lambda *args, **kwargs: _model(*traced(*args, **kwargs), products)
+
+
+def with_parameters(
+    function: str,
+    f: Callable[..., Any],
+    params: Any,
+    plan: Plan | None,
+    affines: Mapping[str, Affine] | None,
+) -> Callable[..., tuple[Call, Plan, Mapping[str, Affine]]]:
+    """Checks the arguments of `to_onnx` and its like. Returns a function of the other arguments,
+    which traces `f` and returns the call, and the plan and the scales that fit it.
+    """
     if plan is not None:
-        fix = "pass the result of jqx.make_plan."
-        check_instance("interop.to_onnx", "plan", plan, Plan, fix=fix)
-    function: Any = f
+        check_instance(function, "plan", plan, Plan, fix="pass the result of jqx.make_plan.")
+    source: Any = f
     if isinstance(f, Quantized):
         if params is not None or plan is not None or affines is not None:
             problem = "a quantized function has its own parameters, plan and scales."
-            fix = "pass to_onnx(quantized)(x)."
-            raise fail("interop.to_onnx", problem, fix=fix, error=TypeError)
-        function, params, plan, affines = f.source, f.params, f.plan, f.affines
+            fix = f"pass {function.split('.')[-1]}(quantized)(x)."
+            raise fail(function, problem, fix=fix, error=TypeError)
+        source, params, plan, affines = f.source, f.params, f.plan, f.affines
         positions: Any = plan.params
     else:
-        check_function("interop.to_onnx", f)
+        check_function(function, f)
         positions = 0 if plan is None else plan.params
 
-    def write(*args: Any, **kwargs: Any) -> Any:
+    def traced(*args: Any, **kwargs: Any) -> tuple[Call, Plan, Mapping[str, Affine]]:
         given = plan or _EMPTY
-        call = trace_call(
-            "interop.to_onnx",
-            function,
-            positions if plan is None else plan.parameters,
-            arguments_of(given, params, args),
-            kwargs,
-        )
-        fitted = given if plan is None else as_plan("interop.to_onnx", plan, call, positions)
-        scales = {} if plan is None else fitted.scales_of("interop.to_onnx", affines)
-        return _model(call, fitted, scales, products)
+        weights = positions if plan is None else plan.parameters
+        call = trace_call(function, source, weights, arguments_of(given, params, args), kwargs)
+        if plan is None:
+            return call, given, {}
+        fitted = as_plan(function, plan, call, positions)
+        return call, fitted, fitted.scales_of(function, affines)
 
-    return write
+    return traced
 
 
 def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str) -> Any:
@@ -415,17 +445,13 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
     helper = onnx.helper
     graph = Graph(multiplied=np.int8 if products == "int8" else np.uint8)
     leaves = quantized_leaves(call, call.leaves, OnIntegers(plan, affines, call=call))
-    scans = {
-        address: tuple(x.address for x in around if x.name == "scan")
-        for address, around in contractions_in(call.jaxpr)
-    }
-    emit = _Emit(graph, plan, affines, scans, products)
+    emit = _Emit(graph, plan, Scales.of(call, affines), products)
     values, inputs = [], []
     for leaf, path, keys, var in zip(leaves, call.paths, call.keys, call.jaxpr.invars, strict=True):
         if path is not None:
             values.append(as_array(leaf))
             continue
-        name = _name(keys, positions_of(plan.params))
+        name = input_name(keys, plan)
         if isinstance(leaf, QTensor):
             check_state(name, leaf)
         arrays = parts_of(leaf) if isinstance(leaf, QTensor) else {"": var.aval}
@@ -463,9 +489,10 @@ def output_names(call: Call) -> list[str]:
     return [f"output{keystr(keys)}" for keys, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _name(keys: Sequence[Any], positions: Sequence[int]) -> str:
+def input_name(keys: Sequence[Any], plan: Plan) -> str:
     """Returns the name of an input: its place among the arguments without the parameters."""
     kind, place, *inside = keys
+    positions = positions_of(plan.params)
     if kind.idx == 0:
         place = SequenceKey(place.idx - sum(position < place.idx for position in positions))
     return "input" + keystr((place, *inside))
