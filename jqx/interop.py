@@ -12,6 +12,7 @@ from ._src.interop.orbax import to_orbax as to_orbax
 from ._src.interop.save import save_leaves as save_leaves
 from ._src.interop.verify import verify as verify
 from ._src.interop.write import write as write
+from ._src.litert import to_litert as to_litert
 from ._src.onnx.export import to_onnx as to_onnx
 from ._src.onnx.verify import verify_onnx as verify_onnx
 from ._src.tensor.segments import Lazy as Lazy

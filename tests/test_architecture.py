@@ -39,13 +39,23 @@ LAYERS = [
     ("diagnostics",),
     ("ptq", "parallel", "train", "optim"),
     ("linen", "nnx", "interop", "onnx"),
+    ("litert",),
     ("command_line",),
 ]
 """From the bottom up; each imports only from those before it."""
 
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
-SATELLITES = ("diagnostics", "parallel", "train", "optim", "interop", "onnx", "command_line")
+SATELLITES = (
+    "diagnostics",
+    "parallel",
+    "train",
+    "optim",
+    "interop",
+    "onnx",
+    "litert",
+    "command_line",
+)
 """Layers that are imported late, so that they may use the public names of the core."""
 
 TOOLS = "checks compat errors files late signatures table"
@@ -84,6 +94,11 @@ INSIDE = {
         transforms.calibrate transforms.higher_order transforms.integers transforms.interpret
         transforms.make_plan transforms.onnx_rules transforms.paths transforms.plan transforms.trace
         transforms.views transforms.walk
+    """,
+    "litert": """
+        numerics.exact numerics.lookup onnx.export policy statistics.calibrators
+        transforms.integers transforms.interpret transforms.plan transforms.trace transforms.views
+        transforms.walk
     """,
     "command_line": """
         diagnostics.report interop.archive interop.codec interop.named_tree interop.save
@@ -325,8 +340,8 @@ PUBLIC = {
         StochasticRounding stochastic stochastic_round parq
     """,
     "interop": """
-        Archive Lazy Name from_gemma from_orbax named read read_gguf save_leaves to_onnx to_orbax
-        tree verify verify_onnx write
+        Archive Lazy Name from_gemma from_orbax named read read_gguf save_leaves to_litert to_onnx
+        to_orbax tree verify verify_onnx write
     """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan pure ptq bind
