@@ -8,7 +8,7 @@ same text. Prints one table of losses on text that was held out, in float32, sav
 the losses in training (train_low_precision.png), and asserts what it claims.
 
 By default one seed takes 200 steps, which is enough to see that all recipes learn, and not what
-they cost. `--steps 2000 --seeds 5` tells them apart, and takes hours on two cores; `--save` keeps
+they cost. `--steps 2000 --seeds 5` tells them apart, and takes two hours on two cores; `--save` keeps
 what has been trained, so that it may be stopped and started again.
 
 Needs `pip install -e ".[examples]"`. Takes ten minutes on two cores.
@@ -32,7 +32,7 @@ import jqx
 import jqx.optim
 from jqx.recipes import Product, Products, Recipe, Rounded
 
-LAYERS, WIDTH, HEADS, CONTEXT, BATCH, RATE = 5, 128, 4, 64, 6, 3e-3
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH, RATE = 5, 128, 4, 64, 6, 1.5e-3
 FLOAT = ("embed", "head")
 LAST = (*FLOAT, "layers[-1]")
 CHUNK = 20
