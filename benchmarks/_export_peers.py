@@ -1,7 +1,8 @@
 """Files of ONNX, quantized by onnxruntime's own tools and by OpenVINO's NNCF, and how they are run.
 
-The tools start from the float file that jqx writes, and get the same calibration data. They are told
-to quantize the same products as jqx: not those of two activations, nor those named in `excluded`.
+The tools start from the float file that jqx writes, and get the same calibration data. They are
+told to quantize the same products as jqx: not those of two activations, nor those that `excluded`
+names.
 NNCF chooses what else is quantized in static schemes, and smooths transformers.
 """
 

@@ -1,14 +1,14 @@
-"""How fast are the files that `jqx.interop.to_onnx` writes, beside those of the runtimes' own tools?
+"""How fast are files of `jqx.interop.to_onnx`, beside those of the runtimes' own tools?
 
     python benchmarks/bench_export.py [--model minilm] [--runtime onnxruntime] [--scheme W8A8]
         [--seconds 120] [--profile FOLDER] [--json PATH]
 
 Each model is written by jqx in float and in each scheme. onnxruntime's quantizers and NNCF make
 theirs from the float file and the same calibration data (`_export_peers.py`). All files of a model
-take turns in one process. "ratio" is the time of jqx's file to that of the peer's, the median of the
-ratios within a round, and "of p10" the ratio of the 10th percentiles; "cos" is the mean cosine of
-the rows of the result to the float file's; MB are of the files. Where a peer has no form of a scheme,
-its cells have "-".
+take turns in one process. "ratio" is the time of jqx's file to that of the peer's, the median of
+the ratios within a round, and "of p10" the ratio of the 10th percentiles; "cos" is the mean cosine
+of the rows of the result to the float file's; MB are of the files. Where a peer has no form of a
+scheme, its cells have "-".
 
 Schemes: weights are int8 or int4, symmetric, with a scale a channel or a group of 32. Dynamic
 activations of jqx have a scale a token, or one a tensor, which is what onnxruntime's have. A form
