@@ -230,6 +230,10 @@ def quantized(
         units = g.add("Min", g.add("Max", units, limits[0]), limits[1])
         rounded = g.cast(g.cast(units, dtype), np.float32)
         return _as(g, g.add("Mul", rounded, scale), x)
+    if as_codes and affine is None and spec.symmetric:
+        codes = _codes_of_rows(g, real, str(scale), x.shape, shared, zero_point, dtype, limits)
+        if codes is not None:
+            return Codes(codes, dtype, scale, _scalar(zero_point, dtype), x.shape, scale_shape)
     units = rounded_units(g, real, scale, zero_point, limits)
     if affine is not None or not spec.symmetric:
         # NaN has the code 0, which may have been moved. A symmetric current scale is NaN itself.
@@ -238,11 +242,45 @@ def quantized(
     if as_codes:
         if isinstance(zero_point, np.ndarray):
             one = zero_point.size == 1
-            zero_point = zero_point.reshape(()).astype(dtype) if one else g.name(zero_point)
+            zero_point = _scalar(zero_point, dtype) if one else g.name(zero_point)
         codes = g.cast(units, dtype)
         return Codes(codes, dtype, scale, zero_point, x.shape, scale_shape)
     units = units if zero_point is None else g.add("Sub", units, zero_point)
     return _as(g, g.add("Mul", units, scale), x)
+
+
+def _scalar(zero_point: Any, dtype: np.dtype[Any]) -> np.ndarray | None:
+    """Returns a zero point as a scalar."""
+    return None if zero_point is None else np.asarray(zero_point).reshape(()).astype(dtype)
+
+
+def _codes_of_rows(
+    g: Graph,
+    x: str,
+    scale: str,
+    shape: Sequence[Any],
+    shared: Sequence[int],
+    zero_point: Any,
+    dtype: np.dtype[Any],
+    limits: Sequence[Any],
+) -> str | None:
+    """Returns codes by one `QuantizeLinear`, which takes a quarter of the time of the arithmetic;
+    `None` if the axes that share a scale are not the last ones, or codes do not fill their dtype.
+    A NaN among scales makes the result NaN, whatever the codes are.
+    """
+    kept, info = len(shape) - len(shared), np.iinfo(dtype) if dtype.kind in "iu" else None
+    if list(shared) != list(range(kept, len(shape))) or dtype.name not in _IN_ONNX:
+        return None
+    if info is None or tuple(map(float, limits)) != (info.min, info.max):
+        return None
+    zero = np.zeros((), dtype) if zero_point is None else _scalar(zero_point, dtype)
+    if not kept:
+        return g.add("QuantizeLinear", x, g.reshape(scale, ()), zero)
+    rows, columns = _size(shape, range(kept)), _size(shape, range(kept, len(shape)))
+    if export.is_symbolic_dim(rows):  # OpenVINO does not read an open number of scales
+        return None
+    operands = g.reshape(x, (rows, columns)), g.reshape(scale, (rows,)), np.full(rows, zero)
+    return g.reshape(g.add("QuantizeLinear", *operands, axis=0), shape)
 
 
 def rounded_units(
