@@ -19,6 +19,7 @@ onnx-ir`; a model or tool that is not installed is left out.
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import sys
@@ -36,14 +37,15 @@ import jax.numpy as jnp
 import numpy as np
 from _export_peers import Feed, Onnxruntime, Openvino, Task
 from _harness import (
-    Call,
     ForeignLoad,
+    Timing,
     environment,
     interleave,
     print_environment,
     print_table,
     write_json,
 )
+from flax import nnx
 from jax import export
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -53,6 +55,8 @@ import jqx.nnx
 from jqx.interop import to_onnx
 
 NEAREST = jqx.algorithms.nearest()
+LAYERS = 12
+"""Of the 30 layers of SmolLM2, so that files are written in seconds."""
 BOUND = 1.0
 """A file of jqx takes at most this times the peer's."""
 
@@ -103,10 +107,17 @@ def lite0() -> Model:
 
 
 def smollm2() -> Model:
-    """A language model with a cache in float32: 64 tokens, then one."""
+    """The first layers of a language model, with a cache in float32: 64 tokens, then one."""
     import smollm2
 
-    context, model = 128, smollm2.pretrained(smollm2.read_file())
+    context, whole = 128, smollm2.pretrained(smollm2.read_file())
+    config = dataclasses.replace(whole.config, layers=LAYERS)
+    model = nnx.eval_shape(lambda: smollm2.SmolLM(config, nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    values = dict(nnx.to_flat_state(nnx.state(whole)))
+    for path, variable in nnx.to_flat_state(state):
+        variable.set_value(values[path][...][: LAYERS if path[0] == "blk" else None])
+    model = nnx.merge(graph, state)
     known = np.load(smollm2.TOKENS)
     rows, prompt = known["evaluation"][1:5, :64].astype("i4"), known["evaluation"][:1, :65]
     prompt = prompt.astype("i4")
@@ -151,6 +162,12 @@ def say(start: float, *what: object) -> None:
     print(f"{time.perf_counter() - start:4.0f} s:", *what, flush=True)
 
 
+def own_path(folder: Path, runtime: Any, scheme: str, form: str) -> Path:
+    """Where a file of jqx is; one serves all runtimes if it has no products of integers."""
+    name = runtime.name if scheme.startswith("W8A8") else "both"
+    return folder / f"{name} {scheme} {form} jqx.onnx"
+
+
 def write(model: Model, name: str, folder: Path, only: str, runtimes: Sequence[Any]) -> Task:
     """Writes the files of jqx for each runtime; returns the task of the tools."""
     import onnx
@@ -164,12 +181,14 @@ def write(model: Model, name: str, folder: Path, only: str, runtimes: Sequence[A
         if policy_key not in kept:
             kept = {policy_key: model.quantize(policy)}  # of one scheme at a time
         for runtime in runtimes:
-            written = to_onnx(kept[policy_key], products=runtime.products[is_qdq])(*model.arguments)
-            onnx.save(written, folder / f"{runtime.name} {scheme} {form} jqx.onnx")
+            path, products = own_path(folder, runtime, scheme, form), runtime.products[is_qdq]
+            if path.exists():
+                continue
+            written = to_onnx(kept[policy_key], products=products)(*model.arguments)
+            onnx.save(written, path)
             if scheme == "float":
-                products = [node.name for node in written.graph.node if node.op_type == "MatMul"]
-                excluded = products[-1:] if model.has_float_head else []
-                path = folder / f"{runtime.name} float  jqx.onnx"
+                names = [node.name for node in written.graph.node if node.op_type == "MatMul"]
+                excluded = names[-1:] if model.has_float_head else []
                 task = Task(path, model.feeds, model.has_convolutions, excluded)
         say(start, f"{name}: written by jqx: {scheme} {form}")
     assert task is not None
@@ -184,7 +203,7 @@ def load_all(
     """
     start, folder = time.perf_counter(), task.path.parent
     paths = {
-        (scheme, form, "jqx"): folder / f"{runtime.name} {scheme} {form} jqx.onnx"
+        (scheme, form, "jqx"): own_path(folder, runtime, scheme, form)
         for scheme, form, *_ in [("float", ""), *forms(model)]
         if scheme == "float" or only in scheme
     }
@@ -221,11 +240,14 @@ def cosine(x: np.ndarray, y: np.ndarray) -> float:
     return float(((x * y).sum(-1) / lengths).mean())
 
 
-def measure(calls: Mapping[Any, Call], sizes: Mapping[Any, float], seconds: float) -> list[dict]:
+def measure(
+    calls: dict[Any, Callable[[], Any]], sizes: Mapping[Any, float], seconds: float
+) -> list[dict]:
     """Times the files of a model in a runtime; returns a record for each of jqx's."""
     results = {key: call()[0] for key, call in calls.items()}
     base = "float", "", "jqx"
-    timings, records = interleave(calls, seconds), []
+    timings: dict[Any, Timing] = interleave(calls, seconds)
+    records = []
     for (scheme, form, who), timing in timings.items():
         if who != "jqx":
             continue
@@ -244,7 +266,8 @@ def measure(calls: Mapping[Any, Call], sizes: Mapping[Any, float], seconds: floa
 
 def profile(runtime: Onnxruntime, task: Task, model: Model, folder: Path, name: str) -> None:
     """Prints which kinds of nodes take the time of each file in onnxruntime, in ms a call."""
-    for path in sorted(task.path.parent.glob("onnxruntime *.onnx")):
+    paths = [path for path in task.path.parent.glob("*.onnx") if path.stem != "prepared"]
+    for path in sorted(path for path in paths if not path.stem.startswith("openvino")):
         for shape, feed in model.inputs.items():
             prefix = folder / f"{name} {shape} {path.stem}"
             call = runtime.load(path, "", prefix)(feed)
@@ -325,7 +348,8 @@ def main() -> None:
                 if args.profile and isinstance(runtime, Onnxruntime):
                     args.profile.mkdir(parents=True, exist_ok=True)
                     profile(runtime, task, model, args.profile, name)
-        print_records([record for record in records if record["model"] == name])
+                here = {"model": name, "runtime": runtime.name}
+                print_records([record for record in records if here.items() <= record.items()])
     print("\nms and MB of the files of jqx, and of the peers'")
     for record in records:
         if "ratio" in record:
