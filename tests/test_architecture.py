@@ -74,11 +74,10 @@ INSIDE = {
         transforms.partitioned transforms.paths transforms.plan transforms.quantize_params
     """,
     "train": """
-        contractions.plain contractions.problem numerics.exact numerics.minifloats
-        numerics.qtype statistics.granularity tensor.grid tensor.layout tensor.products
-        transforms.arguments
-        transforms.convert transforms.higher_order transforms.interpret transforms.make_plan
-        transforms.trace transforms.views
+        compat_kernels contractions.plain contractions.problem numerics.exact
+        numerics.minifloats numerics.qtype statistics.granularity tensor.grid tensor.layout
+        tensor.products transforms.arguments transforms.convert transforms.higher_order
+        transforms.interpret transforms.make_plan transforms.trace transforms.views
     """,
     "optim": "numerics.qtype tensor.grid tensor.spec",
     "interop": """
