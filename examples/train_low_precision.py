@@ -8,8 +8,8 @@ same text. Prints one table of losses on text that was held out, in float32, sav
 the losses in training (train_low_precision.png), and asserts what it claims.
 
 By default one seed takes 200 steps, which is enough to see that all recipes learn, and not what
-they cost. `--steps 2000 --seeds 5` tells them apart, and takes two hours on two cores; `--save` keeps
-what has been trained, so that it may be stopped and started again.
+they cost. `--steps 2000 --seeds 5` tells them apart, and takes two hours on two cores; `--save`
+keeps what has been trained, so that it may be stopped and started again.
 
 Needs `pip install -e ".[examples]"`. Takes ten minutes on two cores.
 """

@@ -83,7 +83,7 @@ def to_litert(
 
     Returns:
       A function of the other arguments, arrays or `jax.ShapeDtypeStruct`. It returns the bytes of a
-      `.tflite` file with one signature, `serving_default`. Its inputs are the arrays among the
+      TFLite file with one signature, `serving_default`. Its inputs are the arrays among the
       arguments in order, named by their places, and its outputs are those of the result.
 
     Raises:

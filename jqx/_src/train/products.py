@@ -174,7 +174,7 @@ def _scaled(lhs: QTensor, rhs: QTensor) -> jax.Array:
     it for several devices, and JAX does not export it for several platforms.
     """
 
-    def on_one_device(lhs: QTensor, rhs: QTensor) -> jax.Array:
+    def on_one_device(lhs: Any, rhs: Any) -> jax.Array:
         return lax.scaled_dot(
             lhs.codes,
             rhs.codes,
