@@ -18,19 +18,15 @@ ad.deflinear2(_for_kernel, lambda cotangent, x, **_: [cotangent])
 batching.defvectorized(_for_kernel)
 
 
-def _is_partitioned(ctx: Any) -> bool:
-    """Whether the compiler partitions a program over devices."""
+def _is_partitioned(ctx: Any, in_shard_map: bool = True) -> bool:
+    """Whether the compiler partitions a program over devices. Unless `in_shard_map`, a `shard_map`
+    over several devices counts as well.
+    """
     around = ctx.module_context.axis_context
     if hasattr(around, "manual_axes"):  # in a shard_map
-        return around.manual_axes != frozenset(around.mesh.axis_names)
+        is_whole = around.manual_axes == frozenset(around.mesh.axis_names)
+        return not is_whole if in_shard_map else around.mesh.size > 1
     return getattr(around, "num_devices", None) not in (None, 1)
-
-
-def _has_devices(ctx: Any) -> bool:
-    """Whether a program runs on several devices, in a shard_map too."""
-    around = ctx.module_context.axis_context
-    mesh = getattr(around, "mesh", None)
-    return (getattr(around, "num_devices", None) if mesh is None else mesh.size) not in (None, 1)
 
 
 def _lower_for_kernel(
@@ -77,9 +73,8 @@ def _lower_alone(
     ctx: Any, *arrays: Any, alone: Any, in_parts: Any, kinds: Any, in_shard_map: bool
 ) -> Any:
     exported = ctx.module_context.lowering_parameters.for_export
-    in_several = _is_partitioned(ctx) if in_shard_map else _has_devices(ctx)
-    plain = (exported and not (in_shard_map and IN_EXPORTS.value)) or in_several
-    function = in_parts if plain else alone
+    plain = exported and not (in_shard_map and IN_EXPORTS.value)
+    function = in_parts if plain or _is_partitioned(ctx, in_shard_map) else alone
     return mlir.lower_fun(function, multiple_results=True)(ctx, *arrays)
 
 
