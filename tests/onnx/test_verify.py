@@ -18,7 +18,7 @@ def test_every_site_is_that_of_the_function():
     policies = jqx.presets.w8a8(activation=U8), jqx.presets.w8a8_dynamic(), jqx.presets.fp8()
     for policy in policies:
         q = quantized(policy)
-        for options in ({}, {"products": "float"}):
+        for options in ({}, {"products": "qdq_uint8"}):
             found = verify_onnx(to_onnx(q, **options)(X), q)(X)
             assert [x.path for x in found.sites] == ["first", "layers", "layers", "last"]
             assert [x.step for x in found.sites] == [0, 0, 1, 0]

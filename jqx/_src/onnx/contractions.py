@@ -204,7 +204,7 @@ def quantized(
         scale, zero_point = np.asarray(affine[0], np.float32), affine[1]
         zero_point = None if zero_point is None else np.asarray(zero_point, np.float32)
     dtype, low, high = np.dtype(form.storage), form.low, form.high
-    wanted = g.multiplied if as_codes else np.dtype(np.int8)  # runtimes fuse QDQ of int8
+    wanted = g.multiplied
     if dtype.itemsize == 1 and dtype.kind in "iu" and dtype != wanted:  # the codes, moved by 128
         dtype, shift = wanted, 128 if wanted == np.uint8 else -128
         low, high = low + shift, high + shift
@@ -310,10 +310,11 @@ def current_affine(
 ) -> tuple[str, Operand | None]:
     """Returns the scale and zero point of the current values."""
     axes = g.ints(*shared)
-    total = g.add("ReduceL1", x, axes, keepdims=1)  # NaN if there is one, unlike a maximum
+    sizes = g.add("Abs", x)
+    total = g.add("ReduceSum", sizes, axes, keepdims=1)  # NaN if there is one, unlike a maximum
     has_no_nan = g.add("Equal", total, total)
     if spec.symmetric and spec.calibrator == absmax:
-        largest = g.add("ReduceMax", g.add("Abs", x), axes, keepdims=1)
+        largest = g.add("ReduceMax", sizes, axes, keepdims=1)
         scale = g.add("Div", largest, np.float32(form.high))
         is_zero = g.add("Equal", scale, np.float32(0))
         scale = g.add("Where", is_zero, np.float32(1), scale)
@@ -428,6 +429,8 @@ def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
             wide = computed_in("dot_general", dtype)
             assert wide is not None
             result = _float_product(g, eqn, operands, axes, wide)
+            if axes == (1, 0) and isinstance(y, QTensor) and _is_fused(y):
+                g.matrices.add(result)
             result = result if wide == dtype else g.cast(result, dtype)
     elif dtype != np.float32:
         result = g.cast(result, dtype)
@@ -501,6 +504,13 @@ def _integer_product(g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any) -> str | 
     if stored is None:
         return None
     by_row = codes.zero_point if isinstance(codes.zero_point, str) else None
+    of_codes = form_of_codes.of_scale(g, codes.scale, codes.scale_shape)
+    if g.is_qdq and by_row is None and _is_fused(weight):
+        # All tokens have the scale 1 until the sums are known: runtimes fuse one scale alone.
+        one = np.float32(1)
+        units = g.add("DequantizeLinear", form_of_codes.of(g, codes.codes), one, codes.zero)
+        operands = [units, dequantized(g, weight)]
+        return g.add("Mul", g.add("MatMul", *operands[:: 1 if is_rhs else -1]), of_codes)
     pairs = [(form_of_codes.of(g, codes.codes), codes.zero), (stored.codes, stored.zero_point)]
     in_order = zip(*pairs[:: 1 if is_rhs else -1], strict=True)
     sums = g.add("MatMulInteger", *itertools.chain(*in_order))
@@ -508,10 +518,13 @@ def _integer_product(g: Graph, lhs: _Form, rhs: _Form, x: Any, y: Any) -> str | 
         rows = g.cast(form_of_codes.of_scale(g, by_row, codes.scale_shape), np.int32)
         columns = stored.centered.sum(summed, keepdims=True, dtype=np.int32)
         sums = g.add("Sub", sums, g.add("Mul", rows, columns))
-    sums = g.cast(sums, np.float32)
-    of_codes = form_of_codes.of_scale(g, codes.scale, codes.scale_shape)
-    sums = g.add("Mul", sums, of_codes)
+    sums = g.add("Mul", g.cast(sums, np.float32), of_codes)
     return g.add("Mul", sums, scale.reshape(()) if scale.size == 1 else scale)
+
+
+def _is_fused(q: QTensor) -> bool:
+    """Whether runtimes fuse a product with the node that dequantizes a weight in 8 bits."""
+    return format_of(q.qtype).bits == 8 and sum(n > 1 for n in q.scale.shape) <= 1
 
 
 class _Integers(NamedTuple):
@@ -567,8 +580,13 @@ def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
     }
     y = _integer_convolution(g, eqn, x, weight, attributes)
     if y is None:
-        y = _float_convolution(g, eqn, x, weight, attributes)
-    return g.transpose(y, list(np.argsort(numbers.out_spec)))
+        y = g.transpose(_float_convolution(g, eqn, x, weight, attributes), _to_result(eqn))
+    return y
+
+
+def _to_result(eqn: Eqn) -> list[int]:
+    """Returns the order of the axes of what `Conv` makes that gives the result."""
+    return [int(i) for i in np.argsort(eqn.params["dimension_numbers"].out_spec)]
 
 
 def _image(g: Graph, eqn: Eqn, x: Operand, zero: np.ndarray) -> str:
@@ -597,20 +615,25 @@ def _integer_convolution(
     if not isinstance(x, Codes) or isinstance(x.zero_point, str) or not is_integer(weight):
         return None
     scale = np.asarray(weight.real_scale(), np.float32)
-    stored = (
-        _as_multiplied(g, weight) if scale.size == scale.shape[0] else None
-    )  # one for each channel
+    has_one_for_each_channel = scale.size == scale.shape[0]
+    stored = _as_multiplied(g, weight) if has_one_for_each_channel else None
     if stored is None:
         return None
-    operands = [_image(g, eqn, x.codes, x.zero), stored.codes, x.zero, stored.zero_point]
-    y = g.cast(g.add("ConvInteger", *operands, **attributes), np.float32)
-    of_image = x.scale
+    numbers, dtype = eqn.params["dimension_numbers"], np.dtype(eqn.outvars[0].aval.dtype)
+    codes, of_image = _image(g, eqn, x.codes, x.zero), x.scale
+    is_of_images = numbers.lhs_spec[0] == numbers.out_spec[0] == 0 and set(x.scale_shape[1:]) == {1}
+    if g.is_qdq and is_of_images and _is_fused(weight):
+        # As in products of tokens, the scales of images follow.
+        units = g.add("DequantizeLinear", codes, np.float32(1), x.zero)
+        y = g.add("Conv", units, dequantized(g, weight), **attributes)
+        y = g.add("Mul", g.transpose(y, _to_result(eqn)), of_image)
+        return y if dtype == np.float32 else g.cast(y, dtype)
+    y = g.add("ConvInteger", codes, stored.codes, x.zero, stored.zero_point, **attributes)
     if not (isinstance(of_image, np.ndarray) and of_image.size == 1):
-        of_image = g.transpose(of_image, eqn.params["dimension_numbers"].lhs_spec)
-    y = g.add("Mul", y, of_image)
+        of_image = g.transpose(of_image, numbers.lhs_spec)
+    y = g.add("Mul", g.cast(y, np.float32), of_image)
     y = g.add("Mul", y, scale.reshape(1, -1, *[1] * (scale.ndim - 2)))
-    dtype = np.dtype(eqn.outvars[0].aval.dtype)
-    return y if dtype == np.float32 else g.cast(y, dtype)
+    return g.transpose(y if dtype == np.float32 else g.cast(y, dtype), _to_result(eqn))
 
 
 def _float_convolution(g: Graph, eqn: Eqn, x: Any, weight: Any, attributes: dict[str, Any]) -> str:

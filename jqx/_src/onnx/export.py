@@ -32,6 +32,7 @@ from ..transforms.views import real_of
 from ..transforms.walk import Body, Domain, Where, bodies, contractions_in, walk, while_starts
 from . import bits as bits  # adds its rules
 from .contractions import CONTRACTIONS, Codes, Later, is_integer, quantized, real, table_rows
+from .fusion import fuse
 from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, shared, tensor
 from .operators import form_of
 from .primitives import RULES, refuse, write
@@ -90,7 +91,6 @@ class _Emit(Domain[Any]):
     graph: Graph
     plan: Plan
     scales: "Scales"
-    products: str
 
     unrolls = True
 
@@ -244,9 +244,7 @@ class _Emit(Domain[Any]):
         """Returns an activation as codes where a product of integers reads them."""
         is_byte = format_of(spec.qtype).name in ("int8", "uint8")
         as_codes = (
-            is_byte
-            and any(map(is_integer, values))
-            and (affine is None or self.products != "float")
+            is_byte and any(map(is_integer, values)) and (affine is None or not self.graph.is_qdq)
         )
         is_image = eqn.primitive.name == "conv_general_dilated"
         if is_image and not as_codes and affine is not None and np.size(affine[0]) == 1:
@@ -361,7 +359,7 @@ def to_onnx(
     *,
     plan: Plan | None = None,
     affines: Mapping[str, Affine] | None = None,
-    products: Literal["uint8", "int8", "float"] = "uint8",
+    products: Literal["uint8", "int8", "qdq_uint8", "qdq_int8"] = "uint8",
 ) -> Callable[..., Any]:
     """Returns a function that writes `f` as a model of ONNX, with its weights.
 
@@ -373,9 +371,10 @@ def to_onnx(
       products: how codes are multiplied. As integers (`MatMulInteger`, `ConvInteger`), whose sums
         are those of `jqx.convert` bit for bit: of `"uint8"` for onnxruntime, which multiplies
         `"int8"` exactly too, but slowly; of `"int8"` for OpenVINO, which adds products up in
-        float32, and that is exact up to 2**24. As `"float"`, with static scales, products of
-        dequantized operands (QDQ), which runtimes such as TensorRT fuse; on x86 processors without
-        VNNI, onnxruntime and OpenVINO then add pairs of products in 16 bits, and saturate.
+        float32, and that is exact up to 2**24. As `"qdq_uint8"`, products of dequantized operands
+        (QDQ), which onnxruntime and OpenVINO fuse into the fastest products of codes that they
+        have; on x86 processors without VNNI these add pairs of products in 16 bits, and saturate.
+        As `"qdq_int8"`, the same with activations in int8 and zero points of 0, as TensorRT wants.
 
     Returns:
       A function of the other arguments, arrays or `jax.ShapeDtypeStruct`, whose sizes may be
@@ -396,9 +395,10 @@ def to_onnx(
       ['MatMul', 'Identity']
     """
     onnx_module()
-    if products not in ("uint8", "int8", "float"):
+    if products not in ("uint8", "int8", "qdq_uint8", "qdq_int8"):
         problem = f"`products` is unknown: {products!r}."
-        raise fail("interop.to_onnx", problem, fix="pass 'uint8', 'int8' or 'float'.")
+        fix = "pass 'uint8', 'int8', 'qdq_uint8' or 'qdq_int8'."
+        raise fail("interop.to_onnx", problem, fix=fix)
     traced = with_parameters("interop.to_onnx", f, params, plan, affines)
     return lambda *args, **kwargs: _model(*traced(*args, **kwargs), products)
 
@@ -443,9 +443,9 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
     """Returns the model of a traced call."""
     onnx = onnx_module()
     helper = onnx.helper
-    graph = Graph(multiplied=np.int8 if products == "int8" else np.uint8)
+    graph = Graph(products=products)
     leaves = quantized_leaves(call, call.leaves, OnIntegers(plan, affines, call=call))
-    emit = _Emit(graph, plan, Scales.of(call, affines), products)
+    emit = _Emit(graph, plan, Scales.of(call, affines))
     values, inputs = [], []
     for leaf, path, keys, var in zip(leaves, call.paths, call.keys, call.jaxpr.invars, strict=True):
         if path is not None:
@@ -472,6 +472,8 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
             graph.add("Identity", part)
             graph.nodes[-1].output[0] = name + place
             outputs.append(_info(helper, name + place, part if is_state(x) else atom.aval))
+    if products == "qdq_uint8":
+        fuse(graph)
     shared(graph)
     constants = [tensor(name, array) for name, array in graph.constants.items()]
     main = helper.make_graph(graph.nodes, "jqx", inputs, outputs, constants)

@@ -59,19 +59,32 @@ class Graph:
       domains: the domains of the operations; "" is that of ONNX.
       sites: what `verify_onnx` compares, for each site of the plan in the outermost graph: its key,
         the names of its rounded operands by their places, in codes or not, and that of its result.
-      multiplied: the dtype of codes in products of integers.
+        With a bias inside a convolution, also the name of the bias and the axis of its channels.
+      products: how codes are multiplied; see `to_onnx`.
+      matrices: the names of products of two axes whose operands are dequantized.
     """
 
-    def __init__(self, around: Graph | None = None, multiplied: Any = np.uint8) -> None:
+    def __init__(self, around: Graph | None = None, products: str = "uint8") -> None:
         self.nodes: list[Any] = []
         self.constants: dict[str, np.ndarray] = {} if around is None else around.constants
         self.sizes: dict[str, tuple[str, int]] = {} if around is None else around.sizes
         self.domains: set[str] = {""} if around is None else around.domains
         self.sites: list[list[Any]] = []
-        self.multiplied = np.dtype(multiplied if around is None else around.multiplied)
+        self.products = products if around is None else around.products
+        self.matrices: set[str] = set()
         self._known: dict[Any, str] = {} if around is None else around._known
         self._kept: list[Any] = [] if around is None else around._kept
         self._count: list[int] = [0] if around is None else around._count
+
+    @property
+    def multiplied(self) -> np.dtype[Any]:
+        """The dtype of codes of activations, and of weights in products of integers."""
+        return np.dtype(self.products.removeprefix("qdq_"))
+
+    @property
+    def is_qdq(self) -> bool:
+        """Whether products are those of dequantized operands."""
+        return self.products.startswith("qdq_")
 
     def new_name(self, hint: str) -> str:
         """Returns a name that nothing else in the model has."""

@@ -133,7 +133,7 @@ def verify_onnx(model: Any, quantized: Callable[..., Any]) -> Callable[..., File
         problem = "`model` does not say where its sites are."
         raise fail(name, problem, expected="a model of jqx.interop.to_onnx", fix=fix)
     listed = json.loads(sites)
-    used = (x for _, operands, result in listed for x in (*operands.values(), result))
+    used = (x for _, operands, result, *_ in listed for x in (*operands.values(), result))
     names = list(dict.fromkeys(used))
 
     def compared(*args: Any, **kwargs: Any) -> FileComparison:
@@ -153,8 +153,10 @@ def verify_onnx(model: Any, quantized: Callable[..., Any]) -> Callable[..., File
         labels = {site.output_key: site.label for site in quantized.plan.sites}
         steps: collections.Counter[str] = collections.Counter()
         rows = []
-        for key, operands, result in listed:
+        for key, operands, result, *bias in listed:
             codes, y = at_sites[key][steps[key]]
+            if bias:
+                y = _with_bias(onnx, model, y, *bias)
             pairs = [(in_file[x], codes[int(i)]) for i, x in operands.items()]
             equal = [_as_in_file(x, a) == a for a, x in pairs]
             differing = 1 - np.concatenate([x.ravel() for x in equal]).mean() if equal else np.nan
@@ -219,6 +221,13 @@ def _as_in_file(q: QTensor, in_file: np.ndarray) -> np.ndarray:
     codes = np.asarray(q.unpack().values)
     moved = np.iinfo(in_file.dtype).min - np.iinfo(codes.dtype).min
     return codes.astype(np.int32) + moved
+
+
+def _with_bias(onnx: Any, model: Any, y: np.ndarray, name: str, axis: int) -> np.ndarray:
+    """Adds what a convolution of the file adds to its channels."""
+    (stored,) = [x for x in model.graph.initializer if x.name == name]
+    bias = onnx.numpy_helper.to_array(stored)
+    return y + bias.reshape([-1 if i == axis else 1 for i in range(y.ndim)])
 
 
 def _row(
