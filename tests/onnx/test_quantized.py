@@ -76,6 +76,26 @@ def test_a_model_gives_the_results_of_the_quantized_function(name):
     assert written < 1.02 * codes + 2_000
 
 
+OF_GROUPS = {"granularity": jqx.per_group(32)}
+ARITHMETIC = {
+    "mxfp8": jqx.presets.mxfp8(),
+    "nvfp4": jqx.Policy([jqx.Rule(weight="nvfp4", activation=jqx.QSpec("nvfp4", dynamic=True))]),
+    "groups": jqx.presets.w8a8_dynamic(activation=OF_GROUPS, weight=OF_GROUPS),
+    "rounded up": jqx.presets.w8a8(activation={"round_mode": jqx.RoundMode.UP}),
+    "percentile": jqx.presets.w8a8_dynamic(activation={"calibrator": jqx.calibrators.percentile}),
+    "of a runtime": jqx.presets.w8a8_dynamic(activation={"numerics": jqx.numerics.torchao}),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_activations_without_nodes_are_rounded_by_arithmetic(name):
+    f, nearest = lambda w, x: x @ w, jqx.algorithms.nearest()
+    q = quantized(ARITHMETIC[name], f, PARAMS["first"], algorithm=nearest)
+    expected = jax.jit(q.function)(q.params, X)
+    for products in ("uint8", "qdq_uint8"):
+        assert_close(run(to_onnx(q, products=products)(X), X), expected)
+
+
 def test_sums_of_integers_are_those_of_jqx_bit_for_bit():
     """One product with scales of 1, so that nothing else rounds; also codes from 0 to 255."""
     f = lambda w, x: x @ w  # noqa: E731
@@ -235,19 +255,11 @@ def test_a_function_is_written_with_its_plan_and_float_weights():
 
 def test_calls_that_make_no_sense_are_refused():
     q = quantized(jqx.presets.w8a16())
-    run_in_blocks = quantized(jqx.presets.mxfp8())
-    asymmetric = {**U8, "calibrator": jqx.calibrators.percentile}
-    searched = quantized(jqx.presets.w8a8_dynamic(activation=asymmetric))
-    upward = {"round_mode": jqx.RoundMode.UP}
-    rounded = quantized(jqx.presets.w8a8(activation=upward))
     cases = [
         (lambda: to_onnx(q, PARAMS), "has its own parameters"),
         (lambda: to_onnx(3), "f"),
         (lambda: to_onnx(q, products="int4"), "unknown: 'int4'.\n.* pass 'uint8', 'int8', "),
         (lambda: to_onnx(network, PARAMS, plan=3), "pass the result of jqx.make_plan"),
-        (lambda: to_onnx(run_in_blocks)(X), "of an activation has no form"),
-        (lambda: to_onnx(searched)(X), "the calibrator of .* has no form"),
-        (lambda: to_onnx(rounded)(X), "rounds in another way"),
     ]
     for call, text in cases:
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=text):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..compat import Eqn
+from ..numerics.lookup import E8M0
 from .graph import Graph, Operand
 from .primitives import refuse, rule
 
@@ -16,6 +17,8 @@ _POWERS = np.ldexp(np.float32(1), np.arange(-126, 128)).astype(np.float32)
 def _bitcast(g: Graph, eqn: Eqn, x: Operand) -> str:
     old, new = (np.dtype(atom.aval.dtype) for atom in (eqn.invars[0], eqn.outvars[0]))
     are_integers = old.kind in "iu" and new.kind in "iu"
+    if E8M0 in (old, new) and np.uint8 in (old, new):
+        return g.name(x)
     if (are_integers and old.itemsize == new.itemsize) or old == new:
         return g.cast(x, new)
     if old == np.float32 and new.kind in "iu" and new.itemsize == 4:

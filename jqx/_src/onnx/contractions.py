@@ -15,7 +15,6 @@ from jax import export
 
 from ..compat import Eqn
 from ..contractions.problem import Dimensions
-from ..errors import fail
 from ..numerics.exact import RoundMode
 from ..numerics.lookup import format_of
 from ..numerics.minifloats import Minifloat
@@ -177,24 +176,25 @@ def _spread(g: Graph, x: Operand, q: QTensor, place: Callable[[int], int] = int)
     return x
 
 
-def _check_spec(spec: QSpec, is_blocked: bool) -> None:
-    """Checks that nodes round as the spec of an activation does."""
-    if is_blocked or not isinstance(format_of(spec.qtype), (Integer, Minifloat)):
-        problem = f"{spec} of an activation has no form in ONNX."
-        fix = "use one scale for the tensor or for each token, in an integer or fp8 format."
-        raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
-    if spec.rounding != RoundMode.NEAREST_TOWARD_EVEN or spec.numerics not in (ngraph, onnx):
-        problem = f"{spec} rounds in another way than ONNX does."
-        fix = "leave round_mode= and numerics= out, or pass jqx.numerics.onnx."
-        raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
+def has_nodes(spec: QSpec, affine: Affine | None, shape: Sequence[Any]) -> bool:
+    """Whether a few nodes round an activation as its spec does; see `quantized`."""
+    groups = spec.granularity.groups(_fixed(shape))
+    if any(map(groups.is_blocked, range(len(shape)))):
+        return False
+    is_number = isinstance(format_of(spec.qtype), (Integer, Minifloat))
+    rounds_to_even = spec.rounding == RoundMode.NEAREST_TOWARD_EVEN
+    calibrator = absmax if spec.symmetric else minmax
+    has_scale = affine is not None or spec.calibrator == calibrator
+    return is_number and has_scale and rounds_to_even and spec.numerics in (ngraph, onnx)
 
 
 def quantized(
     g: Graph, x: Value, spec: QSpec, affine: Affine | None, *, as_codes: bool
 ) -> Codes | str:
-    """Returns an activation as codes; or, with `as_codes=False`, rounded to the same grid."""
+    """Returns an activation as codes; or, with `as_codes=False`, rounded to the same grid. Its spec
+    has to be one of those of `has_nodes`.
+    """
     form, groups = format_of(spec.qtype), spec.granularity.groups(_fixed(x.shape))
-    _check_spec(spec, any(map(groups.is_blocked, range(len(x.shape)))))
     shared = [i for i, n in enumerate(groups.scale_shape) if n == 1]
     scale_shape = tuple(1 if i in shared else n for i, n in enumerate(x.shape))
     real = x.name if x.dtype == np.float32 else g.cast(x, np.float32)
@@ -308,12 +308,12 @@ def _fixed(shape: Sequence[Any]) -> tuple[int, ...]:
 def current_affine(
     g: Graph, x: str, spec: QSpec, form: Any, shared: Sequence[int]
 ) -> tuple[str, Operand | None]:
-    """Returns the scale and zero point of the current values."""
+    """Returns the scale and zero point of the current values, by absmax or minmax."""
     axes = g.ints(*shared)
     sizes = g.add("Abs", x)
     total = g.add("ReduceSum", sizes, axes, keepdims=1)  # NaN if there is one, unlike a maximum
     has_no_nan = g.add("Equal", total, total)
-    if spec.symmetric and spec.calibrator == absmax:
+    if spec.symmetric:
         largest = g.add("ReduceMax", sizes, axes, keepdims=1)
         scale = g.add("Div", largest, np.float32(form.high))
         is_zero = g.add("Equal", scale, np.float32(0))
@@ -321,21 +321,17 @@ def current_affine(
         # With an infinite scale all codes are 0, and 0 times infinity is NaN.
         is_usable = g.add("And", has_no_nan, g.add("Less", scale, np.float32(np.inf)))
         return g.add("Where", is_usable, scale, np.float32(np.nan)), None
-    if not spec.symmetric and spec.calibrator == minmax:
-        low = g.add("Min", g.add("ReduceMin", x, axes, keepdims=1), np.float32(0))
-        high = g.add("Max", g.add("ReduceMax", x, axes, keepdims=1), np.float32(0))
-        scale = g.add("Div", g.add("Sub", high, low), np.float32(form.high - form.low))
-        is_zero = g.add("Equal", scale, np.float32(0))
-        scale = g.add("Where", is_zero, np.float32(1), scale)
-        scale = g.add("Where", has_no_nan, scale, np.float32(np.nan))
-        start = g.add("Sub", np.float32(form.low), g.add("Div", low, scale))
-        start = g.add("Min", g.add("Max", start, np.float32(form.low)), np.float32(form.high))
-        # An infinite range has no start, and the zero point 0.
-        start = g.add("Where", g.add("Equal", start, start), start, np.float32(0))
-        return scale, g.add("Round", start)
-    problem = f"the calibrator of {spec} has no form in ONNX for scales of current values."
-    fix = "use absmax, for asymmetric specs minmax, or calibrate static scales."
-    raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
+    low = g.add("Min", g.add("ReduceMin", x, axes, keepdims=1), np.float32(0))
+    high = g.add("Max", g.add("ReduceMax", x, axes, keepdims=1), np.float32(0))
+    scale = g.add("Div", g.add("Sub", high, low), np.float32(form.high - form.low))
+    is_zero = g.add("Equal", scale, np.float32(0))
+    scale = g.add("Where", is_zero, np.float32(1), scale)
+    scale = g.add("Where", has_no_nan, scale, np.float32(np.nan))
+    start = g.add("Sub", np.float32(form.low), g.add("Div", low, scale))
+    start = g.add("Min", g.add("Max", start, np.float32(form.low)), np.float32(form.high))
+    # An infinite range has no start, and the zero point 0.
+    start = g.add("Where", g.add("Equal", start, start), start, np.float32(0))
+    return scale, g.add("Round", start)
 
 
 def real(g: Graph, x: Any) -> Operand:

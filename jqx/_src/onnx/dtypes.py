@@ -7,6 +7,7 @@ and floats are rounded once, as XLA does. Where no wider dtype will do, the prim
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Eqn
+from ..numerics.lookup import E8M0
 from .graph import Graph, Operand
 
 _SINGLE = ("float16", "float32")
@@ -40,7 +42,7 @@ _WIDER = {
     "uint32": ("int64", "float64"),
     "float16": ("float32",),
     "bfloat16": ("float32",),
-    **dict.fromkeys(_STORED[2:], ("float32",)),
+    **dict.fromkeys((*_STORED[2:], E8M0.name), ("float32",)),
 }
 """The dtypes that hold every value of a dtype, in the order of preference."""
 
@@ -100,6 +102,12 @@ def computed_in(name: str, dtype: Any) -> np.dtype[Any] | None:
     return jnp.dtype(found[0]) if found else None
 
 
+def number_of_e8m0(g: Graph, x: Operand) -> str:
+    """Returns the powers of two of float8_e8m0fnu, which a graph has as bytes, as float32."""
+    numbers = np.arange(256, dtype=np.uint8).view(E8M0).astype(np.float32)
+    return g.add("Gather", numbers, g.cast(x, np.int32))
+
+
 def cast(g: Graph, x: Operand, dtype: Any) -> Operand:
     """Returns `x` in another dtype; of an array, an array."""
     return x.astype(dtype) if isinstance(x, np.ndarray) else g.cast(x, dtype)
@@ -141,7 +149,8 @@ def widened(
 
     changed = eqn.replace(invars=of(eqn.invars), outvars=of(eqn.outvars))
     pairs = zip(operands, eqn.invars, strict=True)
-    cast_operands = [cast(g, x, wide) if a.aval.dtype == dtype else x for x, a in pairs]
+    read = number_of_e8m0 if dtype == E8M0 else functools.partial(cast, dtype=wide)
+    cast_operands = [read(g, x) if a.aval.dtype == dtype else x for x, a in pairs]
     results = write(g, changed, *cast_operands)
     names = [results] if isinstance(results, str) else results
     outputs = zip(names, eqn.outvars, strict=True)

@@ -18,6 +18,7 @@ from ..compat import Eqn
 from ..errors import fail
 from ..numerics.lookup import format_of
 from ..statistics.calibrators import Affine
+from ..tensor.grid import fake_quantize_as
 from ..tensor.qtensor import QTensor
 from ..transforms.arguments import check_function
 from ..transforms.calibrate import arguments_of
@@ -31,7 +32,16 @@ from ..transforms.trace import Call, trace_call
 from ..transforms.views import real_of
 from ..transforms.walk import Body, Domain, Where, bodies, contractions_in, walk, while_starts
 from . import bits as bits  # adds its rules
-from .contractions import CONTRACTIONS, Codes, Later, is_integer, quantized, real, table_rows
+from .contractions import (
+    CONTRACTIONS,
+    Codes,
+    Later,
+    has_nodes,
+    is_integer,
+    quantized,
+    real,
+    table_rows,
+)
 from .fusion import fuse
 from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, shared, tensor
 from .operators import form_of
@@ -229,9 +239,7 @@ class _Emit(Domain[Any]):
         value = self._value(result, out)
         if site is not None and site.output is not None:
             affine = self.scales.at(site, site.output_key, where)
-            rounded = quantized(g, value, site.output, affine, as_codes=False)
-            assert isinstance(rounded, str)
-            value = value._replace(name=rounded)
+            value = self._to_grid(value, site.output, affine)
         if site is not None:
             names = {}
             for i, x in enumerate(operands):
@@ -242,15 +250,23 @@ class _Emit(Domain[Any]):
 
     def _rounded(self, eqn: Eqn, x: Value, spec: Any, affine: Any, values: list[Any]) -> Any:
         """Returns an activation as codes where a product of integers reads them."""
-        is_byte = format_of(spec.qtype).name in ("int8", "uint8")
-        as_codes = (
-            is_byte and any(map(is_integer, values)) and (affine is None or not self.graph.is_qdq)
-        )
+        is_read = any(map(is_integer, values)) and (affine is None or not self.graph.is_qdq)
+        if not has_nodes(spec, affine, x.shape):
+            return self._to_grid(x, spec, affine)
+        if is_read and format_of(spec.qtype).name in ("int8", "uint8"):
+            return quantized(self.graph, x, spec, affine, as_codes=True)
         is_image = eqn.primitive.name == "conv_general_dilated"
-        if is_image and not as_codes and affine is not None and np.size(affine[0]) == 1:
+        if is_image and affine is not None and np.size(affine[0]) == 1:
             return Later(x, spec, affine)
-        rounded = quantized(self.graph, x, spec, affine, as_codes=as_codes)
-        return rounded if isinstance(rounded, Codes) else x._replace(name=rounded)
+        return self._to_grid(x, spec, affine)
+
+    def _to_grid(self, x: Value, spec: Any, affine: Any) -> Value:
+        """Returns a value rounded as a spec says, in float."""
+        if not has_nodes(spec, affine, x.shape):  # blocks, other calibrators and round modes
+            return self._traced(lambda x: fake_quantize_as(x, spec, affine), [x])
+        rounded = quantized(self.graph, x, spec, affine, as_codes=False)
+        assert isinstance(rounded, str)
+        return x._replace(name=rounded)
 
     # Control flow.
 

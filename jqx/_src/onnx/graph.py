@@ -14,6 +14,7 @@ from jax import export
 
 from .. import compat
 from ..errors import fail
+from ..numerics.lookup import E8M0
 
 OPSET, IR_VERSION = 21, 10
 """The first opset with 4-bit integers and scales in blocks, and the IR that goes with it."""
@@ -113,6 +114,7 @@ class Graph:
         if isinstance(x, Value):
             return x.name
         array = np.asarray(x)
+        array = array.view(np.uint8) if array.dtype == E8M0 else array
         if array.nbytes <= 64:
             key: Any = (array.dtype.name, array.shape, array.tobytes())
         else:  # the object is kept, so that no other has its id
@@ -209,7 +211,9 @@ _DTYPES = (
 
 
 def onnx_type(dtype: Any) -> int:
-    """Returns the number of ONNX for a dtype, or raises an error."""
+    """Returns the number of ONNX for a dtype, or raises an error. Powers of two of float8_e8m0fnu,
+    which it lacks, are bytes inside of a graph.
+    """
     if np.dtype(dtype).name not in _DTYPES:
         problem = f"values of {np.dtype(dtype).name} have no form in ONNX (opset {OPSET})."
         fix = f"use one of {', '.join(_DTYPES)} in the function."

@@ -15,8 +15,9 @@ from .. import compat
 from ..checks import shown
 from ..compat import Eqn
 from ..errors import fail
+from ..numerics.lookup import E8M0
 from ..transforms.onnx_rules import ADDED
-from .dtypes import cast, computed_in, to_float, widened
+from .dtypes import cast, computed_in, number_of_e8m0, to_float, widened
 from .graph import Graph, Operand, Value
 
 Rule = Callable[..., Any]
@@ -322,6 +323,8 @@ def _select_n(g: Graph, eqn: Eqn, which: Operand, *cases: Operand) -> str:
 @rule("convert_element_type")
 def _convert(g: Graph, eqn: Eqn, x: Operand) -> str:
     old, new = _dtype(eqn), np.dtype(eqn.params["new_dtype"])
+    if old == E8M0:
+        return g.cast(number_of_e8m0(g, x), new)
     if new == old:
         return g.name(x)
     if new == np.bool_:
