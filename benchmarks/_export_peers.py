@@ -38,7 +38,7 @@ class Task:
 class Onnxruntime:
     """Its sessions, and `onnxruntime.quantization`."""
 
-    name, products = "onnxruntime", ("uint8", "float")
+    name, products = "onnxruntime", ("uint8", "qdq_uint8")
 
     def __init__(self) -> None:
         self.runtime = import_module("onnxruntime")
@@ -118,7 +118,7 @@ class Onnxruntime:
 class Openvino:
     """Its compiled models, and NNCF."""
 
-    name, products = "openvino", ("int8", "float")
+    name, products = "openvino", ("int8", "qdq_uint8")
 
     def __init__(self) -> None:
         self.runtime, self.tools = import_module("openvino"), import_module("nncf")
@@ -135,7 +135,7 @@ class Openvino:
         def prepare(feed: Feed) -> Call:
             request = compiled.create_infer_request()
             for i, x in enumerate(feed):
-                request.set_input_tensor(i, self.runtime.Tensor(np.ascontiguousarray(x)))
+                request.set_input_tensor(i, self.runtime.Tensor(np.require(x, requirements="C")))
 
             def call() -> list[np.ndarray]:
                 request.infer()

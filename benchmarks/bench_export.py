@@ -146,15 +146,19 @@ def forms(model: Model) -> Iterator[tuple[str, str, jqx.Policy, bool]]:
     """Yields a scheme, jqx's form of it, its policy, and whether it is written as QDQ."""
     presets, at, groups = jqx.presets, model.pattern, {"granularity": jqx.per_group(32)}
     yield "W8A8 dynamic", "", presets.w8a8_dynamic(at), False
+    yield "W8A8 dynamic", "QDQ", presets.w8a8_dynamic(at), True
     if not model.has_convolutions:
         tensor = {"granularity": jqx.per_tensor()}
-        yield "W8A8 dynamic", "a scale a tensor", presets.w8a8_dynamic(at, activation=tensor), False
+        policy = presets.w8a8_dynamic(at, activation=tensor)
+        yield "W8A8 dynamic", "QDQ, a scale a tensor", policy, True
     yield "W8A8 static", "", presets.w8a8(at), False
     yield "W8A8 static", "QDQ", presets.w8a8(at), True
     yield "W8", "", presets.w8a16(at), False
     if not model.has_convolutions:
         yield "W8 32", "", presets.w8a16(at, weight=groups), False
         yield "W4 32", "", presets.w4a16(at, weight=groups), False
+        yield "FP8", "", presets.fp8(at), True
+        yield "NF4 64", "", presets.nf4(at), False
 
 
 def say(start: float, *what: object) -> None:
@@ -164,7 +168,7 @@ def say(start: float, *what: object) -> None:
 
 def own_path(folder: Path, runtime: Any, scheme: str, form: str) -> Path:
     """Where a file of jqx is; one serves all runtimes if it has no products of integers."""
-    name = runtime.name if scheme.startswith("W8A8") else "both"
+    name = runtime.name if scheme.startswith("W8A8") and "QDQ" not in form else "both"
     return folder / f"{name} {scheme} {form} jqx.onnx"
 
 
@@ -177,7 +181,7 @@ def write(model: Model, name: str, folder: Path, only: str, runtimes: Sequence[A
     for scheme, form, policy, is_qdq in [("float", "", jqx.Policy([]), False), *forms(model)]:
         if scheme != "float" and only not in scheme:
             continue
-        policy_key = (scheme, "" if is_qdq else form)
+        policy_key = (scheme, form.removeprefix("QDQ"))
         if policy_key not in kept:
             kept = {policy_key: model.quantize(policy)}  # of one scheme at a time
         for runtime in runtimes:
