@@ -137,6 +137,14 @@ def test_a_table_that_is_also_the_head_is_stored_once(preset):
     assert_close(run(model, WORDS), jax.jit(q.function)(q.params, WORDS), 1e-4)
 
 
+def test_codes_that_are_not_numbers_are_read_from_a_table():
+    """Those of formats without a dtype, also with a sign, and those that NumPy knows."""
+    squares = jqx.numerics.Squares(4), jqx.numerics.Squares(8, signed=False)
+    for qtype in (*squares, "float6_e2m3fn", "float4_e2m1fn", "float8_e4m3b11fnuz"):
+        q = jqx.QTensor.quantize(PARAMS["first"], jqx.QSpec(qtype, jqx.per_axis(1)))
+        assert_close(run(to_onnx(lambda w, x: x @ w, q)(X), X), X @ q.dequantize())
+
+
 def test_sums_of_convolutions_are_those_of_jqx_bit_for_bit():
     """With strides, groups, dilations of both kinds and codes from 0 to 255; scales of 1."""
     rng, nhwc = np.random.default_rng(0), ("NHWC", "HWIO", "NHWC")
@@ -238,6 +246,7 @@ def test_calls_that_make_no_sense_are_refused():
     searched = quantized(jqx.presets.w8a8_dynamic(activation=asymmetric))
     upward = {"round_mode": jqx.RoundMode.UP}
     rounded = quantized(jqx.presets.w8a8(activation=upward))
+    six_bits = quantized(jqx.presets.w8a8_dynamic(activation={"qtype": "float6_e2m3fn"}))
     cases = [
         (lambda: to_onnx(q, PARAMS), "has its own parameters"),
         (lambda: to_onnx(3), "f"),
@@ -245,6 +254,7 @@ def test_calls_that_make_no_sense_are_refused():
         (lambda: to_onnx(network, PARAMS, plan=3), "pass the result of jqx.make_plan"),
         (lambda: to_onnx(run_in_blocks)(X), "of an activation has no form"),
         (lambda: to_onnx(searched)(X), "the calibrator of .* has no form"),
+        (lambda: to_onnx(six_bits)(X), "of an activation has no form"),
         (lambda: to_onnx(rounded)(X), "rounds in another way"),
     ]
     for call, text in cases:

@@ -90,7 +90,8 @@ def dequantized(g: Graph, q: QTensor) -> str:
     sizes = q.groups.sizes
     several = [i for i, n in enumerate(scale.shape) if n > 1]
     blocked = [i for i in several if q.groups.is_blocked(i)]
-    is_number = isinstance(form, (Integer, Minifloat))
+    # Other formats have indices of numbers, or the bits of one that NumPy does not know.
+    is_number = isinstance(form, Integer) or codes.dtype.kind not in "iu"
     name = codes.dtype.name if is_number else ""
     if name in _IN_ONNX and len(blocked) <= 1 and (blocked or len(several) <= 1):
         if blocked and (cut := _whole_blocks(q, blocked[0])):
@@ -154,11 +155,14 @@ def _cut(g: Graph, x: Any, axis: int, at: int) -> list[Any]:
 
 
 def _numbers_of(form: Any, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns codes as bytes, and a table of the numbers that bytes stand for."""
-    values = np.asarray(form.decode(jnp.asarray(codes)), np.float32)
-    bits = codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes.astype(np.uint8)
-    table = np.zeros(int(bits.max(initial=0)) + 1, np.float32)
-    table[bits.reshape(-1)] = values.reshape(-1)
+    """Returns codes as indices of a table, and the table of the numbers that they stand for."""
+    count = 1 << form.bits
+    index = np.arange(count)
+    if codes.dtype.kind == "i":
+        index = (index + count // 2) % count - count // 2
+    each = index.astype(np.int8).view(codes.dtype)
+    bits = codes.view(np.uint8) & np.uint8(count - 1)
+    table = np.asarray(form.decode(jnp.asarray(each)), np.float32)
     return bits.astype(jnp.uint4) if form.bits <= 4 else bits, table
 
 
@@ -179,7 +183,9 @@ def _spread(g: Graph, x: Operand, q: QTensor, place: Callable[[int], int] = int)
 
 def _check_spec(spec: QSpec, is_blocked: bool) -> None:
     """Checks that nodes round as the spec of an activation does."""
-    if is_blocked or not isinstance(format_of(spec.qtype), (Integer, Minifloat)):
+    form = format_of(spec.qtype)
+    is_float = isinstance(form, Minifloat) and np.dtype(form.storage).kind not in "iu"
+    if is_blocked or not (isinstance(form, Integer) or is_float):
         problem = f"{spec} of an activation has no form in ONNX."
         fix = "use one scale for the tensor or for each token, in an integer or fp8 format."
         raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
