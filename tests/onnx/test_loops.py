@@ -17,6 +17,7 @@ from .test_models import CACHE, PARAMS, TEXT, cache_in, decoder
 from .test_quantized import SCHEMES, U8
 
 X, W = normal(0, 5, 8), normal(1, 3, 8, 8) / 3
+F8 = jnp.float8_e4m3fn
 SCALES, PLACES = np.array([0.1, 0.2, 0.3], "f4"), np.array([2, 0, 1], "i4")
 
 
@@ -26,6 +27,10 @@ def scan(step, start, rows=None, **options):
 
 def layer(h, w):
     return jnp.tanh(h @ w), h.sum(0)
+
+
+def of_float8(c, r):
+    return c + r.astype("f4"), c.astype(F8)
 
 
 def chosen(h, step):
@@ -48,7 +53,11 @@ CASES = {
     "passed on": lambda w, x: scan(lambda c, r: ((c[0], c[1] @ c[0] + r), r > 0), (w[0], x[0]), x),
     "constants": lambda w, x: scan(lambda c, r: (c + r * jnp.arange(8.0), jnp.int8(3)), x[0], x),
     "places": lambda w, x: scan(lambda c, i: (c + x[i], w[i]), x[0], PLACES),
-    "float16": lambda w, x: scan(lambda c, r: (c * r, c), x[0].astype("f2"), x.astype("f2")),
+    "int16": lambda w, x: scan(lambda c, r: (c + r, c), jnp.ones(8, "i2"), (9 * x).astype("i2")),
+    "float8": lambda w, x: scan(of_float8, x[0], x.astype(F8))[1].astype("f4"),
+    "float8, reverse": lambda w, x: scan(of_float8, x[0], x.astype(F8), reverse=True)[1].astype(
+        "f4"
+    ),
     "layers": lambda w, x: scan(layer, x, w),
     "layers, reverse": lambda w, x: scan(lambda h, w: layer(h, w.T), x, w, reverse=True),
     "one row": lambda w, x: scan(lambda c, r: (c + r, r * c), x[0], x[:1]),
@@ -68,14 +77,17 @@ CASES = {
 }
 
 
-def test_loops_give_what_scans_give_in_jax():
+def test_scans_give_what_they_give_in_jax():
     def f(w, x):
         return {name: case(w, x) for name, case in CASES.items()}
 
-    model = to_onnx(f, W, scans="loop")(X)
-    assert operations(model)["Loop"] == len(CASES) - 3
-    for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
-        assert_close(run(model, X, level=level), jax.jit(f)(W, X))
+    expected = jax.jit(f)(W, X)
+    # Unrolled, the loops of JAX alone, one of which is in three steps; else all but three cases.
+    for scans, count in (("unroll", 4), ("loop", len(CASES) - 3)):
+        model = to_onnx(f, W, scans=scans)(X)
+        assert operations(model)["Loop"] == count
+        for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
+            assert_close(run(model, X, level=level), expected)
 
 
 def test_a_scan_over_time_may_have_any_length():

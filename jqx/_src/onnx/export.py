@@ -42,7 +42,7 @@ from ..transforms.walk import (
 )
 from . import bits as bits  # adds its rules
 from .contractions import CONTRACTIONS, Codes, Later, is_integer, quantized, real, table_rows
-from .dtypes import cast, computed_in
+from .dtypes import cast, moved_in
 from .graph import (
     IR_VERSION,
     OPSET,
@@ -64,6 +64,9 @@ SITES = "jqx_sites"
 """The key of the sites in the properties of a model, as JSON; see `Graph.sites`."""
 
 _EMPTY = Plan((), (), (), 0, ())
+
+_LEAST = np.iinfo(np.int64).min
+"""The end of a slice that runs backwards to the first element."""
 
 _LARGE = 1 << 14
 """Bytes from which a broadcast constant is stored once, and spread by the graph."""
@@ -134,17 +137,22 @@ class _Emit(Domain[Any]):
             return self._traced(lambda q: q[step], [value])
         if not isinstance(value, Value):
             return value[step]
-        part = self.graph.slice(value, 0, step, step + 1)
-        shape = value.shape[1:]
-        return Value(self.graph.reshape(part, shape), shape, value.dtype)
+        g, shape = self.graph, value.shape[1:]
+        return self._moved(value, shape, lambda x: g.reshape(g.slice(x, 0, step, step + 1), shape))
+
+    def _moved(self, x: Value, shape: Any, write: Callable[[Operand], str]) -> Value:
+        """Writes what moves elements, in a dtype that runtimes move."""
+        wide = moved_in(x.dtype)
+        return cast(self.graph, Value(write(cast(self.graph, x, wide)), shape, wide), x.dtype)
 
     def stack(self, values: list[Any], aval: Any) -> Any:
         if values and all(map(is_state, values)):
             return self._traced(lambda *qs: jax.tree.map(lambda *xs: jnp.stack(xs), *qs), values)
         if all(isinstance(x, np.ndarray) for x in values):
             return np.stack(values) if values else np.zeros(aval.shape, aval.dtype)
-        rows = [self.graph.reshape(real(self.graph, x), (1, *aval.shape[1:])) for x in values]
-        return self._value(self.graph.add("Concat", *rows, axis=0), aval)
+        g, wide, shape = self.graph, moved_in(aval.dtype), (1, *aval.shape[1:])
+        rows = [g.reshape(cast(g, real(g, x), wide), shape) for x in values]
+        return cast(g, Value(g.add("Concat", *rows, axis=0), tuple(aval.shape), wide), aval.dtype)
 
     def start(self, eqn: Eqn, values: list[Any], where: Where) -> list[Any]:
         return values
@@ -423,11 +431,9 @@ class _Emit(Domain[Any]):
         last = g.add("Squeeze", g.size(length - 1)) if is_reverse else ""
         place = head.add("Sub", last, step) if is_reverse else step
         for part, stack in slices.items():
-            wide = computed_in("dynamic_slice", part.dtype)
-            is_same = wide == part.dtype
-            row = head.add("Gather", stack if is_same else cast(g, stack, wide), place, axis=0)
-            if not is_same:
-                head.cast(row, part.dtype)
+            rows = cast(g, stack, moved_in(part.dtype))
+            row = part._replace(name=head.add("Gather", rows, place, axis=0), dtype=rows.dtype)
+            cast(head, row, part.dtype)
             head.nodes[-1].output[0] = part.name
         again, count = head.add("Identity", np.asarray(True)), g.add("Squeeze", g.size(length))
         nodes, carries = [*head.nodes, *body.nodes], _leaves(first)
@@ -436,8 +442,9 @@ class _Emit(Domain[Any]):
         )
         found = [x._replace(name=name) for x, name in zip(_leaves(made), names, strict=True)]
         for i, x in list(enumerate(found))[len(carries) :]:
-            name = g.slice(x, 0, -1, np.iinfo(np.int64).min, -1) if is_reverse else x.name
-            found[i] = Value(name, (length, *x.shape), x.dtype)
+            found[i] = x = x._replace(shape=(length, *x.shape))
+            if is_reverse:
+                found[i] = self._moved(x, x.shape, lambda x: g.slice(x, 0, -1, _LEAST, -1))
         results |= dict(zip(moving, jax.tree.unflatten(_tree(made), found), strict=True))
         return [results[i] for i in range(len(avals))]
 

@@ -134,7 +134,7 @@ class Graph:
         for small in () if self.in_step or x.nbytes < _SHARED else _PACKED:
             limits = jnp.iinfo(small)
             if x.dtype == in_bytes(small) and x.min() >= limits.min and x.max() <= limits.max:
-                return self.cast(x.astype(small), x.dtype)
+                return Value(self.cast(x.astype(small), x.dtype), x.shape, x.dtype)
         return x
 
     def ints(self, *numbers: int) -> np.ndarray:
