@@ -83,6 +83,7 @@ ARITHMETIC = {
     "groups": jqx.presets.w8a8_dynamic(activation=OF_GROUPS, weight=OF_GROUPS),
     "rounded up": jqx.presets.w8a8(activation={"round_mode": jqx.RoundMode.UP}),
     "percentile": jqx.presets.w8a8_dynamic(activation={"calibrator": jqx.calibrators.percentile}),
+    "six bits": jqx.presets.w8a8_dynamic(activation={"qtype": "float6_e2m3fn"}),
     "of a runtime": jqx.presets.w8a8_dynamic(activation={"numerics": jqx.numerics.torchao}),
 }
 
@@ -157,6 +158,14 @@ def test_a_table_that_is_also_the_head_is_stored_once(preset):
     stored = table.size // (2 if "w4" in preset else 1) + q.params["table"].scale.nbytes
     assert model.ByteSize() < stored + 7_000
     assert_close(run(model, WORDS), jax.jit(q.function)(q.params, WORDS), 1e-4)
+
+
+def test_codes_that_are_not_numbers_are_read_from_a_table():
+    """Those of formats without a dtype, also with a sign, and those that NumPy knows."""
+    squares = jqx.numerics.Squares(4), jqx.numerics.Squares(8, signed=False)
+    for qtype in (*squares, "float6_e2m3fn", "float4_e2m1fn", "float8_e4m3b11fnuz"):
+        q = jqx.QTensor.quantize(PARAMS["first"], jqx.QSpec(qtype, jqx.per_axis(1)))
+        assert_close(run(to_onnx(lambda w, x: x @ w, q)(X), X), X @ q.dequantize())
 
 
 def test_sums_of_convolutions_are_those_of_jqx_bit_for_bit():

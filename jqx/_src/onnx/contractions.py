@@ -84,12 +84,18 @@ def dequantized(g: Graph, q: QTensor) -> str:
     if q.offset is not None or q.order is not None:
         return g.name(np.asarray(q.dequantize()))
     form, dtype = format_of(q.qtype), np.dtype(q.dtype)
-    codes, scale = _narrow(form, np.asarray(q.values)), np.asarray(q.real_scale(), np.float32)
+    codes, scale = _narrow(g, form, np.asarray(q.values)), np.asarray(q.real_scale(), np.float32)
     zero_point = None if q.zero_point is None else np.asarray(q.zero_point).astype(codes.dtype)
     sizes = q.groups.sizes
     several = [i for i, n in enumerate(scale.shape) if n > 1]
     blocked = [i for i in several if q.groups.is_blocked(i)]
-    is_number = isinstance(form, (Integer, Minifloat))
+    if g.in_step and several == [q.ndim - 1] != [0] and not blocked:
+        # onnxruntime reads scales of the last axis in a tenth of the time if they are of blocks.
+        blocked = [q.ndim - 2]
+    # Other formats have indices of numbers, or the bits of one that NumPy does not know; and
+    # runtimes do not slice the floats that it knows.
+    is_float = codes.dtype.kind not in "iu" and not g.in_step
+    is_number = isinstance(form, Integer) or is_float
     name = codes.dtype.name if is_number else ""
     if name in _IN_ONNX and len(blocked) <= 1 and (blocked or len(several) <= 1):
         if blocked and (cut := _whole_blocks(q, blocked[0])):
@@ -123,7 +129,7 @@ def dequantized(g: Graph, q: QTensor) -> str:
     if name in _IN_ONNX:
         real = g.cast(codes, np.float32)
     elif form.bits <= 8:
-        bits, table = _numbers_of(form, np.asarray(q.values))
+        bits, table = _numbers_of(g, form, np.asarray(q.values))
         real = g.add("Gather", table, g.cast(bits, np.int32))
     else:
         return g.name(np.asarray(q.dequantize()))
@@ -152,20 +158,29 @@ def _cut(g: Graph, x: Any, axis: int, at: int) -> list[Any]:
     return [x[(*whole, part)] for part in (slice(None, at), slice(at, None))]
 
 
-def _numbers_of(form: Any, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns codes as bytes, and a table of the numbers that bytes stand for."""
-    values = np.asarray(form.decode(jnp.asarray(codes)), np.float32)
-    bits = codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes.astype(np.uint8)
-    table = np.zeros(int(bits.max(initial=0)) + 1, np.float32)
-    table[bits.reshape(-1)] = values.reshape(-1)
-    return bits.astype(jnp.uint4) if form.bits <= 4 else bits, table
+def _numbers_of(g: Graph, form: Any, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns codes as indices of a table, and the table of the numbers that they stand for."""
+    bits = codes.view(np.uint8) & np.uint8((1 << form.bits) - 1)
+    table = _table(form, codes.dtype)
+    return bits.astype(g.packed(jnp.uint4)) if form.bits <= 4 else bits, table
 
 
-def _narrow(form: Any, codes: np.ndarray) -> np.ndarray:
+@functools.lru_cache(maxsize=256)
+def _table(form: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns the numbers that all codes of a format stand for, in the order of their bits."""
+    count = 1 << form.bits
+    index = np.arange(count)
+    if dtype.kind == "i":
+        index = (index + count // 2) % count - count // 2
+    each = index.astype(np.int8).view(dtype)
+    return np.asarray(form.decode(jnp.asarray(each)), np.float32)
+
+
+def _narrow(g: Graph, form: Any, codes: np.ndarray) -> np.ndarray:
     """Returns codes in the smallest format of ONNX that has them."""
     if not isinstance(form, Integer) or form.bits > 4:
         return codes
-    return codes.astype(jnp.int4 if form.low < 0 else jnp.uint4)
+    return codes.astype(g.packed(jnp.int4 if form.low < 0 else jnp.uint4))
 
 
 def _spread(g: Graph, x: Operand, q: QTensor, place: Callable[[int], int] = int) -> Operand:
@@ -181,11 +196,17 @@ def has_nodes(spec: QSpec, affine: Affine | None, shape: Sequence[Any]) -> bool:
     groups = spec.granularity.groups(_fixed(shape))
     if any(map(groups.is_blocked, range(len(shape)))):
         return False
-    is_number = isinstance(format_of(spec.qtype), (Integer, Minifloat))
+    form = format_of(spec.qtype)
+    is_float = isinstance(form, Minifloat) and form.name in _IN_ONNX
     rounds_to_even = spec.rounding == RoundMode.NEAREST_TOWARD_EVEN
     calibrator = absmax if spec.symmetric else minmax
     has_scale = affine is not None or spec.calibrator == calibrator
-    return is_number and has_scale and rounds_to_even and spec.numerics in (ngraph, onnx)
+    return (
+        (isinstance(form, Integer) or is_float)
+        and has_scale
+        and rounds_to_even
+        and spec.numerics in (ngraph, onnx)
+    )
 
 
 def quantized(
@@ -549,8 +570,8 @@ def _as_multiplied(g: Graph, q: QTensor) -> _Integers | None:
     shift = -int(form.low) if dtype == np.uint8 else -128 * (form.high > 127)
     codes: Operand = (values + shift).astype(dtype)
     if form.bits <= 4:
-        small = jnp.int4 if form.low + shift < 0 else jnp.uint4
-        codes = g.cast(codes.astype(small), dtype)
+        small = g.packed(jnp.int4 if form.low + shift < 0 else jnp.uint4)
+        codes = codes.astype(small) if small == dtype else g.cast(codes.astype(small), dtype)
     return _Integers(codes, np.asarray(zero + shift, dtype), values - zero)
 
 
@@ -671,9 +692,9 @@ def table_rows(g: Graph, eqn: Eqn, table: QTensor, starts: Operand) -> str:
 
     codes = np.asarray(table.values)
     if isinstance(form, Integer):
-        rows = g.cast(rows_of(_narrow(form, codes)), np.float32)
+        rows = g.cast(rows_of(_narrow(g, form, codes)), np.float32)
     else:
-        bits, numbers = _numbers_of(form, codes)
+        bits, numbers = _numbers_of(g, form, codes)
         rows = g.add("Gather", numbers, g.cast(rows_of(bits), np.int32))
     if table.zero_point is not None:
         zeros = np.asarray(table.zero_point).astype(np.int32).astype(np.float32)

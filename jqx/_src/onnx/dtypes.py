@@ -16,7 +16,7 @@ import numpy as np
 
 from ..compat import Eqn
 from ..numerics.lookup import E8M0
-from .graph import Graph, Operand
+from .graph import Graph, Operand, Value
 
 _SINGLE = ("float16", "float32")
 _FLOATS = (*_SINGLE, "float64")
@@ -96,8 +96,7 @@ def computed_in(name: str, dtype: Any) -> np.dtype[Any] | None:
     if name == "shift_right_logical":  # depends on the number of bits
         wider = []
     if kernels is None:
-        converts = name == "convert_element_type"
-        return jnp.dtype(wider[0]) if dtype.name in _STORED and not converts else dtype
+        return dtype if name == "convert_element_type" else moved_in(dtype)
     found = [x for x in (dtype.name, *wider) if x in kernels]
     return jnp.dtype(found[0]) if found else None
 
@@ -108,9 +107,20 @@ def number_of_e8m0(g: Graph, x: Operand) -> str:
     return g.add("Gather", numbers, g.cast(x, np.int32))
 
 
+def moved_in(dtype: Any) -> np.dtype[Any]:
+    """Returns the dtype in which runtimes slice and join values."""
+    dtype = np.dtype(dtype)
+    return jnp.dtype(_WIDER[dtype.name][0]) if dtype.name in _STORED else dtype
+
+
 def cast(g: Graph, x: Operand, dtype: Any) -> Operand:
-    """Returns `x` in another dtype; of an array, an array."""
-    return x.astype(dtype) if isinstance(x, np.ndarray) else g.cast(x, dtype)
+    """Returns an operand in a dtype: of an array an array, and of a `Value` one."""
+    if getattr(x, "dtype", None) == dtype:
+        return x
+    if isinstance(x, np.ndarray):
+        return x.astype(dtype)
+    name = g.cast(x, dtype)
+    return x._replace(name=name, dtype=np.dtype(dtype)) if isinstance(x, Value) else name
 
 
 _OVERFLOWS = {

@@ -30,7 +30,17 @@ from ..transforms.paths import positions_of
 from ..transforms.plan import Site
 from ..transforms.trace import Call, trace_call
 from ..transforms.views import real_of
-from ..transforms.walk import Body, Domain, Where, bodies, contractions_in, walk, while_starts
+from ..transforms.walk import (
+    Body,
+    Domain,
+    Where,
+    bodies,
+    carried,
+    contractions_in,
+    passed_on,
+    walk,
+    while_starts,
+)
 from . import bits as bits  # adds its rules
 from .contractions import (
     CONTRACTIONS,
@@ -42,8 +52,21 @@ from .contractions import (
     real,
     table_rows,
 )
+from .dtypes import cast, moved_in
 from .fusion import fuse
-from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, shared, tensor
+from .graph import (
+    IR_VERSION,
+    OPSET,
+    Graph,
+    Operand,
+    Value,
+    as_array,
+    in_bytes,
+    onnx_module,
+    onnx_type,
+    shared,
+    tensor,
+)
 from .operators import form_of
 from .primitives import RULES, refuse, write
 from .state import check_state, is_state, parts_of, with_parts, written
@@ -53,13 +76,16 @@ SITES = "jqx_sites"
 
 _EMPTY = Plan((), (), (), 0, ())
 
+_LEAST = np.iinfo(np.int64).min
+"""The end of a slice that runs backwards to the first element."""
+
 _LARGE = 1 << 14
 """Bytes from which a broadcast constant is stored once, and spread by the graph."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """Scales of the sites of a call whose scans are unrolled.
+    """Scales of the sites of a call whose scans are written step by step.
 
     Attributes:
       affines: scales by key, stacked along the steps of scans over the weight of a site.
@@ -101,6 +127,7 @@ class _Emit(Domain[Any]):
     graph: Graph
     plan: Plan
     scales: "Scales"
+    scans: str
 
     unrolls = True
 
@@ -111,6 +138,8 @@ class _Emit(Domain[Any]):
         return as_array(array)
 
     def enters(self, eqn: Eqn, values: list[Any], where: Where) -> bool:
+        if eqn.primitive.name == "scan":
+            return not self._is_loop(eqn, values)
         return eqn.primitive.name not in ("cond", "while") and form_of(eqn, values) is None
 
     def part(self, value: Any, step: int) -> Any:
@@ -118,17 +147,22 @@ class _Emit(Domain[Any]):
             return self._traced(lambda q: q[step], [value])
         if not isinstance(value, Value):
             return value[step]
-        part = self.graph.slice(value, 0, step, step + 1)
-        shape = value.shape[1:]
-        return Value(self.graph.reshape(part, shape), shape, value.dtype)
+        g, shape = self.graph, value.shape[1:]
+        return self._moved(value, shape, lambda x: g.reshape(g.slice(x, 0, step, step + 1), shape))
+
+    def _moved(self, x: Value, shape: Any, write: Callable[[Operand], str]) -> Value:
+        """Writes what moves elements, in a dtype that runtimes move."""
+        wide = moved_in(x.dtype)
+        return cast(self.graph, Value(write(cast(self.graph, x, wide)), shape, wide), x.dtype)
 
     def stack(self, values: list[Any], aval: Any) -> Any:
         if values and all(map(is_state, values)):
             return self._traced(lambda *qs: jax.tree.map(lambda *xs: jnp.stack(xs), *qs), values)
         if all(isinstance(x, np.ndarray) for x in values):
             return np.stack(values) if values else np.zeros(aval.shape, aval.dtype)
-        rows = [self.graph.reshape(real(self.graph, x), (1, *aval.shape[1:])) for x in values]
-        return self._value(self.graph.add("Concat", *rows, axis=0), aval)
+        g, wide, shape = self.graph, moved_in(aval.dtype), (1, *aval.shape[1:])
+        rows = [g.reshape(cast(g, real(g, x), wide), shape) for x in values]
+        return cast(g, Value(g.add("Concat", *rows, axis=0), tuple(aval.shape), wide), aval.dtype)
 
     def start(self, eqn: Eqn, values: list[Any], where: Where) -> list[Any]:
         return values
@@ -137,6 +171,8 @@ class _Emit(Domain[Any]):
         name, site = eqn.primitive.name, None
         if where.is_marked:
             site = self.plan.site_at(where.address)
+        if name == "scan":
+            return self._scan(eqn, values, where)
         if name not in CONTRACTIONS and any(map(is_state, values)):
             return self._of_state(eqn, values)
         if name == "cond":
@@ -274,13 +310,21 @@ class _Emit(Domain[Any]):
         """Writes a function into a graph of its own, and returns its results."""
         return walk(dataclasses.replace(self, graph=graph), body, values, where)
 
-    def _outputs(self, graph: Graph, results: list[Any], atoms: Sequence[Any]) -> list[Any]:
+    def _made(self, graph: Graph, results: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+        """Returns values as what nodes of a graph compute, such as the results of a body."""
+
+        def computed(x: Value) -> Value:
+            return x._replace(name=graph.add("Identity", x))
+
+        values = [
+            x if is_state(x) else self._value(graph.name(real(graph, x)), aval)
+            for x, aval in zip(results, avals, strict=True)
+        ]
+        return jax.tree.map(computed, values, is_leaf=_is_value)
+
+    def _outputs(self, graph: Graph, results: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
         """Returns the declared outputs of a graph inside another."""
-        helper, infos = onnx_module().helper, []
-        for x, atom in zip(results, atoms, strict=True):
-            name = graph.add("Identity", real(graph, x))
-            infos.append(_info(helper, name, atom.aval))
-        return infos
+        return _infos(_leaves(self._made(graph, results, [atom.aval for atom in atoms])))
 
     def _branches(self, eqn: Eqn, values: list[Any], where: Where) -> Sequence[Any]:
         helper = onnx_module().helper
@@ -320,7 +364,7 @@ class _Emit(Domain[Any]):
         return g.add_many("If", count, is_this, then_branch=branch, else_branch=other)
 
     def _loop(self, eqn: Eqn, values: list[Any], where: Where) -> Sequence[Any]:
-        helper, g = onnx_module().helper, self.graph
+        g, avals = self.graph, [atom.aval for atom in eqn.outvars]
         condition, body = bodies(eqn)
         consts, start = while_starts(eqn)
         for_condition, for_body, state = values[:consts], values[consts:start], values[start:]
@@ -328,34 +372,189 @@ class _Emit(Domain[Any]):
             condition.jaxpr, [*for_condition, *state], g, _at(where, condition)
         )
         inner = Graph(g)
-        atoms = eqn.outvars
-        carried = [self._value(inner.new_name("carried"), v.aval) for v in atoms]
-        results = self._inside(body.jaxpr, [*for_body, *carried], inner, _at(where, body))
+        before = [self._value(inner.new_name("carried"), aval) for aval in avals]
+        results = self._inside(body.jaxpr, [*for_body, *before], inner, _at(where, body))
         (again,) = self._inside(
             condition.jaxpr, [*for_condition, *results], inner, _at(where, condition)
         )
-        boolean = np.dtype(np.bool_)
-        step, before = inner.new_name("step"), inner.new_name("goes_on")
-        inputs = [
-            helper.make_tensor_value_info(step, onnx_type(np.int64), []),
-            helper.make_tensor_value_info(before, onnx_type(boolean), []),
-            *(_info(helper, x.name, v.aval) for x, v in zip(carried, atoms, strict=True)),
-        ]
-        again_name = inner.add("Identity", again)
-        outputs = [
-            helper.make_tensor_value_info(again_name, onnx_type(boolean), []),
-            *self._outputs(inner, results, atoms),
-        ]
-        graph = helper.make_graph(inner.nodes, g.new_name("body"), inputs, outputs)
-        first = [g.name(real(g, x)) for x in state]
-        names = g.add_many("Loop", len(atoms), "", goes_on, *first, body=graph)
-        return [self._value(n, v.aval) for n, v in zip(names, atoms, strict=True)]
+        step, first = g.new_name("step"), [g.name(real(g, x)) for x in state]
+        made = self._made(inner, results, avals)
+        names = self._repeated(
+            inner.nodes, step, before, inner.name(again), made, "", goes_on, *first
+        )
+        return [self._value(n, aval) for n, aval in zip(names, avals, strict=True)]
+
+    def _repeated(
+        self,
+        nodes: Sequence[Any],
+        step: str,
+        before: Sequence[Value],
+        again: str,
+        made: Sequence[Value],
+        *operands: Operand,
+    ) -> list[str]:
+        """Adds a `Loop`. Its body has the number of the step, the carried values before it, whether
+        it goes on after it, and its results.
+        """
+        helper, g, boolean = onnx_module().helper, self.graph, np.dtype(np.bool_)
+        inputs = Value(step, (), np.dtype(np.int64)), Value(g.new_name("goes_on"), (), boolean)
+        outputs = Value(again, (), boolean), *made
+        declared = _infos([*inputs, *before]), _infos(outputs)
+        body = helper.make_graph(nodes, g.new_name("body"), *declared)
+        return g.add_many("Loop", len(made), *operands, body=body)
+
+    # Scans.
+
+    def _is_loop(self, eqn: Eqn, values: Sequence[Any]) -> bool:
+        """Whether a scan is written as a `Loop`. If not, its steps are, one after another."""
+        length = eqn.params["length"]
+        if jax_export.is_symbolic_dim(length):
+            return True
+        is_open = any(isinstance(x, Value) or is_state(x) for x in values)
+        return self.scans == "loop" and length > 1 and is_open
+
+    def _scan(self, eqn: Eqn, values: list[Any], where: Where) -> Sequence[Any]:
+        """Writes a scan as a `Loop`. Values that its steps pass on unchanged stay what they are.
+
+        A `Scan` is no faster, and runtimes lack parts of it: a length of 0, values from outside of
+        its body, and bodies that hold another.
+        """
+        g, state = self.graph, carried(eqn)
+        length, is_reverse = eqn.params["length"], eqn.params["reverse"]
+        results = dict(enumerate(values[state]))
+        avals = [atom.aval for atom in compat.open_jaxpr(bodies(eqn)[0].jaxpr)[0].outvars]
+        moving = [i for i, is_same in enumerate(passed_on(eqn)) if not is_same]
+        first = self._made(g, [results[i] for i in moving], [avals[i] for i in moving])
+        inner = jax.tree.map(
+            lambda x: x._replace(name=g.new_name("carried")), first, is_leaf=_is_value
+        )
+        before = results | dict(zip(moving, inner, strict=True))
+        moving += range(len(results), len(avals))
+        given = [*values[: state.start], *before.values()], values[state.stop :]
+        steps = self._steps(eqn, *given, moving, where, is_known=True)
+        steps = steps or self._steps(eqn, *given, moving, where, is_known=False)
+        if steps is None:
+            raise _refuse_scan(eqn, "its steps differ in more than their constants")
+        body, made, slices = steps
+        if _types(made[: len(first)]) != _types(first):
+            raise _refuse_scan(eqn, "it changes the format of an input in codes that it carries")
+        if any(x.dtype != in_bytes(x.dtype) for x in _leaves(made)):
+            fix = "convert them in the function, for example with x.astype(jnp.int8)."
+            raise refuse(eqn, "of values of 4 bits has no form in ONNX", fix)
+        head, step = Graph(g), g.new_name("step")
+        last = g.add("Squeeze", g.size(length - 1)) if is_reverse else ""
+        place = head.add("Sub", last, step) if is_reverse else step
+        for part, stack in slices.items():
+            rows = cast(g, stack, moved_in(part.dtype))
+            row = part._replace(name=head.add("Gather", rows, place, axis=0), dtype=rows.dtype)
+            cast(head, row, part.dtype)
+            head.nodes[-1].output[0] = part.name
+        again, count = head.add("Identity", np.asarray(True)), g.add("Squeeze", g.size(length))
+        nodes, carries = [*head.nodes, *body.nodes], _leaves(first)
+        names = self._repeated(
+            nodes, step, _leaves(inner), again, _leaves(made), count, "", *carries
+        )
+        found = [x._replace(name=name) for x, name in zip(_leaves(made), names, strict=True)]
+        for i, x in list(enumerate(found))[len(carries) :]:
+            found[i] = x = x._replace(shape=(length, *x.shape))
+            if is_reverse:
+                found[i] = self._moved(x, x.shape, lambda x: g.slice(x, 0, -1, _LEAST, -1))
+        results |= dict(zip(moving, jax.tree.unflatten(_tree(made), found), strict=True))
+        return [results[i] for i in range(len(avals))]
+
+    def _steps(
+        self,
+        eqn: Eqn,
+        before: list[Any],
+        stacks: list[Any],
+        moving: list[int],
+        where: Where,
+        *,
+        is_known: bool,
+    ) -> tuple[Graph, list[Any], dict[Value, Operand]] | None:
+        """Writes the steps of a scan, each into a graph, and returns one that holds for all, its
+        results, and the stacks of which its inputs are slices: those of the graph, and constants
+        that differ between the steps. With `is_known=False` arrays are sliced as they are, since
+        they may choose branches. Returns `None` if the nodes of the steps still differ.
+        """
+        g, (body,), length = self.graph, bodies(eqn), eqn.params["length"]
+        avals = [atom.aval for atom in compat.open_jaxpr(body.jaxpr)[0].outvars]
+        inputs: dict[Value, Operand] = {}
+
+        def sliced(x: Any) -> Value:
+            part = Value(g.new_name("slice"), tuple(x.shape[1:]), np.dtype(x.dtype))
+            inputs[part] = x
+            return part
+
+        def slice_of(x: Any) -> Any:
+            """Returns the slice of a stack that is the same for all steps, or `None`."""
+            if is_state(x):
+                if not all(y.shape[0] in (1, length) for y in _leaves(x)):
+                    raise _refuse_scan(eqn, "it cuts blocks of an input in codes")
+                first = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x, is_leaf=_is_value
+                )
+                parts = [sliced(x) if x.shape[0] == length else self.part(x, 0) for x in _leaves(x)]
+                return jax.tree.unflatten(_tree(jax.eval_shape(lambda q: q[0], first)), parts)
+            is_array = isinstance(x, np.ndarray)
+            return sliced(x) if isinstance(x, Value) or (is_array and not is_known) else None
+
+        slices = list(map(slice_of, stacks))
+        is_one = all(isinstance(x, Value) or is_state(x) for x in stacks)
+        graphs, made, count = [], [], g.count[0]
+        for step in range(1 if is_one else length):
+            g.count[0], graph = count, Graph(g, is_step=True)  # with the same names
+            parts = [
+                self.part(x, step) if y is None else y for x, y in zip(stacks, slices, strict=True)
+            ]
+            inside = _at(where, body)._replace(steps=(*where.steps, step))
+            results = self._inside(body.jaxpr, [*before, *parts], graph, inside)
+            made = self._made(graph, [results[i] for i in moving], [avals[i] for i in moving])
+            graphs.append(graph)
+            if graph.form() != graphs[0].form():
+                g.count[0] = count
+                return None
+        for name, x in graphs[0].constants.items():
+            column = [graph.constants[name] for graph in graphs]
+            are_one = all(y is x for y in column)
+            # In a step of another scan, what is equal here may differ in the next of its steps.
+            if not g.in_step or x.dtype == np.int64:
+                are_one = are_one or all(y.tobytes() == x.tobytes() for y in column)
+            if are_one:
+                g.constants[name] = x
+            else:
+                inputs[Value(name, x.shape, x.dtype)] = g.stacked(column)
+        return graphs[0], made, inputs
 
 
 def _at(where: Where, body: Body) -> Where:
     """Returns where a function inside an equation is."""
     address = (*where.around, *body.part)
     return where._replace(address=address, is_marked=True, inside=address)
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, Value)
+
+
+def _leaves(values: Any) -> list[Value]:
+    """Returns the values of the graph in a list of them and of states."""
+    return jax.tree.leaves(values, is_leaf=_is_value)
+
+
+def _tree(values: Any) -> Any:
+    return jax.tree.structure(values, is_leaf=_is_value)
+
+
+def _types(values: Any) -> Any:
+    """Returns the structure of values of the graph, and their shapes and dtypes."""
+    return _tree(values), [(x.shape, x.dtype) for x in _leaves(values)]
+
+
+def _refuse_scan(eqn: Eqn, reason: str) -> Exception:
+    is_open = jax_export.is_symbolic_dim(eqn.params["length"])
+    fix = "pass scans='unroll'" + (" and a known length." if is_open else ".")
+    return refuse(eqn, f"has no form as a loop in ONNX, since {reason}", fix)
 
 
 def _nbytes(aval: Any) -> int:
@@ -368,6 +567,11 @@ def _info(helper: Any, name: str, aval: Any) -> Any:
     return helper.make_tensor_value_info(name, onnx_type(aval.dtype), sizes)
 
 
+def _infos(values: Sequence[Value]) -> list[Any]:
+    """Returns the declarations of values."""
+    return [_info(onnx_module().helper, x.name, x) for x in values]
+
+
 @called("interop.to_onnx", "call it in two steps: to_onnx(quantized)(x), or to_onnx(f, params)(x).")
 def to_onnx(
     f: Callable[..., Any],
@@ -376,6 +580,7 @@ def to_onnx(
     plan: Plan | None = None,
     affines: Mapping[str, Affine] | None = None,
     products: Literal["uint8", "int8", "qdq_uint8", "qdq_int8"] = "uint8",
+    scans: Literal["unroll", "loop"] = "unroll",
 ) -> Callable[..., Any]:
     """Returns a function that writes `f` as a model of ONNX, with its weights.
 
@@ -391,6 +596,10 @@ def to_onnx(
         (QDQ), which onnxruntime and OpenVINO fuse into the fastest products of codes that they
         have; on x86 processors without VNNI these add pairs of products in 16 bits, and saturate.
         As `"qdq_int8"`, the same with activations in int8 and zero points of 0, as TensorRT wants.
+      scans: how a `lax.scan` is written. `"unroll"` writes its steps one after another; each has
+        its own weights, which runtimes prepare when they load the file. `"loop"` writes one `Loop`,
+        whose steps get slices of the weights, codes and scales: the graph stays small, and is quick
+        to load. A scan whose length is a symbol is always a `Loop`.
 
     Returns:
       A function of the other arguments, arrays or `jax.ShapeDtypeStruct`, whose sizes may be
@@ -415,8 +624,11 @@ def to_onnx(
         problem = f"`products` is unknown: {products!r}."
         fix = "pass 'uint8', 'int8', 'qdq_uint8' or 'qdq_int8'."
         raise fail("interop.to_onnx", problem, fix=fix)
+    if scans not in ("unroll", "loop"):
+        problem = f"`scans` is unknown: {scans!r}."
+        raise fail("interop.to_onnx", problem, fix="pass 'unroll' or 'loop'.")
     traced = with_parameters("interop.to_onnx", f, params, plan, affines)
-    return lambda *args, **kwargs: _model(*traced(*args, **kwargs), products)
+    return lambda *args, **kwargs: _model(*traced(*args, **kwargs), products, scans)
 
 
 def with_parameters(
@@ -455,13 +667,13 @@ def with_parameters(
     return traced
 
 
-def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str) -> Any:
+def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str, scans: str) -> Any:
     """Returns the model of a traced call."""
     onnx = onnx_module()
     helper = onnx.helper
     graph = Graph(products=products)
     leaves = quantized_leaves(call, call.leaves, OnIntegers(plan, affines, call=call))
-    emit = _Emit(graph, plan, Scales.of(call, affines))
+    emit = _Emit(graph, plan, Scales.of(call, affines), scans)
     values, inputs = [], []
     for leaf, path, keys, var in zip(leaves, call.paths, call.keys, call.jaxpr.invars, strict=True):
         if path is not None:
@@ -502,9 +714,13 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
 
 
 def output_names(call: Call) -> list[str]:
-    """Returns the names of the results; a result in codes has an output for each of its arrays."""
-    tree = jax.tree.unflatten(call.out_tree, range(call.out_tree.num_leaves))
-    return [f"output{keystr(keys)}" for keys, _ in jax.tree.leaves_with_path(tree)]
+    """Returns the names of the results that are arrays; one in codes has an output for each of its
+    arrays.
+    """
+    array = object()
+    tree = jax.tree.unflatten(call.out_tree, [array] * call.out_tree.num_leaves)
+    pairs = jax.tree.leaves_with_path(tree)
+    return [f"output{keystr(keys)}" for keys, leaf in pairs if leaf is array]
 
 
 def input_name(keys: Sequence[Any], plan: Plan) -> str:

@@ -63,19 +63,25 @@ class Graph:
         With a bias inside a convolution, also the name of the bias and the axis of its channels.
       products: how codes are multiplied; see `to_onnx`.
       matrices: the names of products of two axes whose operands are dequantized.
+      in_step: whether it is one step of a scan, or inside one. A step has constants of its own.
+      count: how many names there are, in a list that all graphs share.
     """
 
-    def __init__(self, around: Graph | None = None, products: str = "uint8") -> None:
+    def __init__(
+        self, around: Graph | None = None, products: str = "uint8", *, is_step: bool = False
+    ) -> None:
+        owner = None if is_step else around
         self.nodes: list[Any] = []
-        self.constants: dict[str, np.ndarray] = {} if around is None else around.constants
+        self.constants: dict[str, np.ndarray] = {} if owner is None else owner.constants
         self.sizes: dict[str, tuple[str, int]] = {} if around is None else around.sizes
         self.domains: set[str] = {""} if around is None else around.domains
         self.sites: list[list[Any]] = []
         self.products = products if around is None else around.products
         self.matrices: set[str] = set()
-        self._known: dict[Any, str] = {} if around is None else around._known
-        self._kept: list[Any] = [] if around is None else around._kept
-        self._count: list[int] = [0] if around is None else around._count
+        self.in_step = is_step or (around is not None and around.in_step)
+        self.count: list[int] = [0] if around is None else around.count
+        self._known: dict[Any, str] = {} if owner is None else owner._known
+        self._kept: list[Any] = [] if owner is None else owner._kept
 
     @property
     def multiplied(self) -> np.dtype[Any]:
@@ -89,8 +95,8 @@ class Graph:
 
     def new_name(self, hint: str) -> str:
         """Returns a name that nothing else in the model has."""
-        self._count[0] += 1
-        return f"{hint}_{self._count[0]}"
+        self.count[0] += 1
+        return f"{hint}_{self.count[0]}"
 
     def add(self, op: str, *operands: Operand, **attributes: Any) -> str:
         """Adds a node, and returns the name of its result."""
@@ -115,7 +121,8 @@ class Graph:
             return x.name
         array = np.asarray(x)
         array = array.view(np.uint8) if array.dtype == E8M0 else array
-        if array.nbytes <= 64:
+        # In a step only axes and sizes are compared: what else is equal may differ in the next.
+        if array.nbytes <= 64 and (not self.in_step or array.dtype == np.int64):
             key: Any = (array.dtype.name, array.shape, array.tobytes())
         else:  # the object is kept, so that no other has its id
             key = id(x)
@@ -124,6 +131,26 @@ class Graph:
             self._known[key] = self.new_name("constant")
             self.constants[self._known[key]] = array
         return self._known[key]
+
+    def form(self) -> list[Any]:
+        """Returns what two steps of a scan must share: all but the numbers in constants."""
+        constants = [(name, x.shape, x.dtype) for name, x in self.constants.items()]
+        return [*constants, *(node.SerializeToString() for node in self.nodes)]
+
+    def packed(self, dtype: Any) -> np.dtype[Any]:
+        """Returns the dtype of codes of 4 bits among the constants: that of bytes in a step, since
+        runtimes do not slice 4 bits.
+        """
+        return in_bytes(dtype) if self.in_step else np.dtype(dtype)
+
+    def stacked(self, arrays: Sequence[np.ndarray]) -> Operand:
+        """Returns constants of steps as one: bytes that 4 bits hold are stored in these."""
+        x = np.stack(arrays)
+        for small in () if self.in_step or x.nbytes < _SHARED else _PACKED:
+            limits = jnp.iinfo(small)
+            if x.dtype == in_bytes(small) and x.min() >= limits.min and x.max() <= limits.max:
+                return Value(self.cast(x.astype(small), x.dtype), x.shape, x.dtype)
+        return x
 
     def ints(self, *numbers: int) -> np.ndarray:
         """Returns axes, sizes or indices as ONNX takes them."""
@@ -210,6 +237,15 @@ _DTYPES = (
 """The dtypes of the opset that JAX has too."""
 
 
+_PACKED = {jnp.dtype(jnp.int4): "INT4", jnp.dtype(jnp.uint4): "UINT4"}
+
+
+def in_bytes(dtype: Any) -> np.dtype[Any]:
+    """Returns a dtype, but for 4 bits that of bytes."""
+    dtype = np.dtype(dtype)
+    return np.dtype(dtype.name.replace("4", "8")) if dtype in _PACKED else dtype
+
+
 def onnx_type(dtype: Any) -> int:
     """Returns the number of ONNX for a dtype, or raises an error. Powers of two of float8_e8m0fnu,
     which it lacks, are bytes inside of a graph.
@@ -219,9 +255,6 @@ def onnx_type(dtype: Any) -> int:
         fix = f"use one of {', '.join(_DTYPES)} in the function."
         raise fail("interop.to_onnx", problem, fix=fix, error=NotImplementedError)
     return int(onnx_module().helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
-
-
-_PACKED = {jnp.dtype(jnp.int4): "INT4", jnp.dtype(jnp.uint4): "UINT4"}
 
 
 def tensor(name: str, array: np.ndarray) -> Any:

@@ -37,12 +37,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def refuse(eqn: Eqn, reason: str) -> Exception:
+def refuse(eqn: Eqn, reason: str, fix: str = "") -> Exception:
     """Returns the error of an equation that has no form in ONNX."""
     problem = f"`{eqn.primitive.name}` {reason}{compat.at_line_of(eqn)}."
     facts = f"scope {compat.scope_of(eqn) or '(none)'}"
-    fix = "write this part of the function in another way, compute it outside, or pass a rule to "
-    fix += "jqx.extend.onnx_rules."
+    if not fix:
+        fix = "write this part of the function in another way, compute it outside, or pass a rule "
+        fix += "to jqx.extend.onnx_rules."
     return fail("interop.to_onnx", problem, given=facts, fix=fix, error=NotImplementedError)
 
 

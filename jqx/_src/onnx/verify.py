@@ -61,8 +61,8 @@ class FileComparison(Tabular):
     """The result of `verify_onnx`. Prints as a table.
 
     Attributes:
-      sites: in the order of the file; without those inside of branches and loops that are decided
-        at run time, and without lookups.
+      sites: in the order of the file; without those inside of its branches and loops, and without
+        lookups.
       result: the results of the file, run operation by operation as it is written.
       optimized: the results of the file as onnxruntime runs it by default, which rewrites it.
     """
