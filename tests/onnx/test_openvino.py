@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import openvino
 import pytest
 
 import jqx
@@ -11,7 +12,6 @@ from . import test_fusion as fusion
 from .runtime import assert_close
 from .test_quantized import SCHEMES, X, quantized
 
-openvino = pytest.importorskip("openvino")
 CORE = openvino.Core()
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 
@@ -26,7 +26,7 @@ def outputs(model, *args):
     return [np.array(x) for x in compiled(model)(list(map(np.asarray, args))).values()]
 
 
-# OpenVINO 2026.4 rounds to float16 on the way to float8, and so to the other neighbour now and then.
+# OpenVINO 2026.4 rounds to float16 on the way to float8, so at times to the other neighbour.
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != "fp8"])
 def test_a_model_gives_the_results_of_the_quantized_function(name):
     policy, options = SCHEMES[name]
