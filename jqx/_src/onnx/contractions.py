@@ -251,10 +251,11 @@ def quantized(
         units = g.add("Min", g.add("Max", units, limits[0]), limits[1])
         rounded = g.cast(g.cast(units, dtype), np.float32)
         return _as(g, g.add("Mul", rounded, scale), x)
-    if as_codes and affine is None and spec.symmetric:
-        codes = _codes_of_rows(g, real, str(scale), x.shape, shared, zero_point, dtype, limits)
-        if codes is not None:
-            return Codes(codes, dtype, scale, _scalar(zero_point, dtype), x.shape, scale_shape)
+    if as_codes and affine is None and spec.symmetric and _fills(dtype, limits):
+        # Where a scale is NaN, so is the result, whatever the codes are.
+        zero = _scalar(0 if zero_point is None else zero_point, dtype)
+        codes = g.add("QuantizeLinear", g.add("Div", real, scale), np.float32(1), zero)
+        return Codes(codes, dtype, scale, zero, x.shape, scale_shape)
     units = rounded_units(g, real, scale, zero_point, limits)
     if affine is not None or not spec.symmetric:
         # NaN has the code 0, which may have been moved. A symmetric current scale is NaN itself.
@@ -275,33 +276,11 @@ def _scalar(zero_point: Any, dtype: np.dtype[Any]) -> np.ndarray | None:
     return None if zero_point is None else np.asarray(zero_point).reshape(()).astype(dtype)
 
 
-def _codes_of_rows(
-    g: Graph,
-    x: str,
-    scale: str,
-    shape: Sequence[Any],
-    shared: Sequence[int],
-    zero_point: Any,
-    dtype: np.dtype[Any],
-    limits: Sequence[Any],
-) -> str | None:
-    """Returns codes by one `QuantizeLinear`, which takes a quarter of the time of the arithmetic;
-    `None` if the axes that share a scale are not the last ones, or codes do not fill their dtype.
-    A NaN among scales makes the result NaN, whatever the codes are.
-    """
-    kept, info = len(shape) - len(shared), np.iinfo(dtype) if dtype.kind in "iu" else None
-    if list(shared) != list(range(kept, len(shape))) or dtype.name not in _IN_ONNX:
-        return None
-    if info is None or tuple(map(float, limits)) != (info.min, info.max):
-        return None
-    zero = np.zeros((), dtype) if zero_point is None else _scalar(zero_point, dtype)
-    if not kept:
-        return g.add("QuantizeLinear", x, g.reshape(scale, ()), zero)
-    rows, columns = _size(shape, range(kept)), _size(shape, range(kept, len(shape)))
-    if export.is_symbolic_dim(rows):  # OpenVINO does not read an open number of scales
-        return None
-    operands = g.reshape(x, (rows, columns)), g.reshape(scale, (rows,)), np.full(rows, zero)
-    return g.reshape(g.add("QuantizeLinear", *operands, axis=0), shape)
+def _fills(dtype: np.dtype[Any], limits: Sequence[Any]) -> bool:
+    """Whether codes are all integers of their dtype, so that `QuantizeLinear` has their limits."""
+    if dtype.kind not in "iu" or dtype.name not in _IN_ONNX:
+        return False
+    return tuple(map(float, limits)) == (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
 def rounded_units(
