@@ -58,10 +58,14 @@ def optimized(model, path):
 U8 = {"qtype": jnp.uint8, "symmetric": False, "calibrator": jqx.calibrators.minmax}
 # One result is rounded and also added in float, which no operation of onnxruntime gives.
 STATIC = {"Conv": 1, "QLinearConv": 2, "MatMulIntegerToFloat": 3}
+DYNAMIC = {"Conv": 1, "ConvInteger": 1, "MatMulIntegerToFloat": 4}
 SCHEMES = {
     "static": (jqx.presets.w8a8(), STATIC),
     "static with zero points": (jqx.presets.w8a8(activation=U8), STATIC),
-    "dynamic": (jqx.presets.w8a8_dynamic(), {"Conv": 2, "MatMulIntegerToFloat": 4}),
+    "dynamic": (
+        jqx.presets.w8a8_dynamic(),
+        {"Conv": 1, "ConvInteger": 1, "MatMulIntegerToFloat": 4},
+    ),
 }
 
 

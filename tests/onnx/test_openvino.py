@@ -46,3 +46,12 @@ def test_convolutions_and_products_are_those_of_codes():
         if node.get_rt_info()["layerType"].value in ("Convolution", "FullyConnected", "MatMul")
     ]
     assert sorted(products) == ["i8"] + 5 * ["u8"]
+
+
+@pytest.mark.parametrize("products", ["int8", "qdq_uint8"])
+def test_convolutions_by_scales_of_current_values(products):
+    nearest = jqx.algorithms.nearest()
+    quantize = jqx.ptq(fusion.network, jqx.presets.w8a8_dynamic(), nearest, progress=False)
+    q = quantize(fusion.CHANNELS, [fusion.IMAGES])
+    model = to_onnx(q, products=products)(fusion.IMAGES)
+    assert_close(outputs(model, fusion.IMAGES), jax.jit(q.function)(q.params, fusion.IMAGES))

@@ -618,7 +618,8 @@ def _integer_convolution(
     numbers, dtype = eqn.params["dimension_numbers"], np.dtype(eqn.outvars[0].aval.dtype)
     codes, of_image = _image(g, eqn, x.codes, x.zero), x.scale
     is_of_images = numbers.lhs_spec[0] == numbers.out_spec[0] == 0 and set(x.scale_shape[1:]) == {1}
-    if g.is_qdq and is_of_images and _is_fused(weight):
+    has_groups = eqn.params["feature_group_count"] > 1  # those in QDQ crash OpenVINO 2026.4
+    if g.is_qdq and is_of_images and _is_fused(weight) and not has_groups:
         # As in products of tokens, the scales of images follow.
         units = g.add("DequantizeLinear", codes, np.float32(1), x.zero)
         y = g.add("Conv", units, dequantized(g, weight), **attributes)
