@@ -61,11 +61,11 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class Later:
-    """An image with one static scale, which is rounded after its axes are turned: runtimes look for
-    what rounds it beside the convolution.
+    """An operand with one static scale, which is rounded after its axes are turned: runtimes look
+    for what rounds it beside the product, and onnxruntime 1.32 fails to load what it moves there.
 
     Attributes:
-      x: the image.
+      x: the operand.
       spec: its spec.
       affine: its scale.
     """
@@ -390,6 +390,21 @@ def _size(shape: Sequence[Any], axes: Sequence[int]) -> Any:
     return math.prod(shape[i] for i in axes)
 
 
+def is_turned(eqn: Eqn, index: int) -> bool:
+    """Whether a product in float reads an operand with its axes turned or merged."""
+    if eqn.primitive.name != "dot_general":
+        return eqn.primitive.name == "conv_general_dilated"
+    ranks = [atom.aval.ndim for atom in eqn.invars]
+    n = Dimensions.of(eqn.params["dimension_numbers"], *ranks)
+    batch, free, summed = (
+        (n.lhs_batch, n.lhs_free, n.lhs_contracting),
+        (n.rhs_batch, n.rhs_free, n.rhs_contracting),
+    )[index]
+    order = (*batch, *summed, *free) if index else (*batch, *free, *summed)
+    is_merged = len(summed) != 1 or (len(free) != 1 and bool(index or batch or not free))
+    return is_merged or order != tuple(range(ranks[index]))
+
+
 def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
     """Returns a product: of integers if an activation is in codes, else in float."""
     shapes = [atom.aval.shape for atom in eqn.invars]
@@ -554,6 +569,8 @@ def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
     numbers = p["dimension_numbers"]
     if p["batch_group_count"] != 1:
         raise refuse(eqn, "with groups of the batch has no form in ONNX")
+    if not p["window_strides"]:
+        raise refuse(eqn, "without axes of space has no form in ONNX")
     if isinstance(kernel, QTensor | np.ndarray):
         kernel = kernel.unpack() if isinstance(kernel, QTensor) else kernel
         weight: Any = kernel.transpose(tuple(numbers.rhs_spec))
@@ -664,7 +681,36 @@ def table_rows(g: Graph, eqn: Eqn, table: QTensor, starts: Operand) -> str:
     return filled(g, eqn, rows if dtype == np.float32 else g.cast(rows, dtype), index.inside)
 
 
+def ragged_dot(g: Graph, eqn: Eqn, x: Any, weights: Any, sizes: Operand) -> str:
+    """Returns a product of groups of rows, each by a matrix of its own: all rows by each matrix,
+    and zeros in place of those of other groups.
+    """
+    numbers, (rows, _) = eqn.params["ragged_dot_dimension_numbers"], eqn.invars[0].aval.shape
+    axes = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    expected = ((0,), (0,), (((1,), (1,)), ((), ())))
+    dimensions = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
+    if (*map(tuple, axes), dimensions) != expected or eqn.params["group_offset"] is not None:
+        raise refuse(eqn, "of another pattern than rows by matrices has no form in ONNX")
+    dtypes = [np.dtype(atom.aval.dtype) for atom in eqn.invars[:2]]
+    operands = zip((x, weights), dtypes, strict=True)
+    x, weights = (real(g, _plain(g, v, dtype, lambda v, _: v)) for v, dtype in operands)
+    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+    wide = computed_in("dot_general", dtype)
+    x, weights = (cast(g, v, wide) for v in (x, weights))
+    sizes = g.add("Reshape", cast(g, sizes, np.int64), g.ints(-1, 1))
+    ends = g.add("CumSum", sizes, np.asarray(0, np.int64))
+    row = g.add("Range", np.asarray(0, np.int64), g.add("Squeeze", g.size(rows)), np.int64(1))
+    inside = g.add(
+        "And", g.add("GreaterOrEqual", row, g.add("Sub", ends, sizes)), g.add("Less", row, ends)
+    )
+    inside = g.add("Unsqueeze", inside, g.ints(-1))
+    parts = g.add("Where", inside, x, np.zeros((), wide))
+    y = g.add("ReduceSum", g.add("MatMul", parts, weights), g.ints(0), keepdims=0)
+    return y if wide == dtype else g.cast(y, dtype)
+
+
 CONTRACTIONS: dict[str, Callable[..., str]] = {
     "dot_general": dot_general,
     "conv_general_dilated": convolution,
+    "ragged_dot_general": ragged_dot,
 }

@@ -1,8 +1,9 @@
 """`to_onnx`: a function, with its weights and its plan, as a model of ONNX."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,10 +32,21 @@ from ..transforms.trace import Call, trace_call
 from ..transforms.views import real_of
 from ..transforms.walk import Body, Domain, Where, bodies, contractions_in, walk, while_starts
 from . import bits as bits  # adds its rules
-from .contractions import CONTRACTIONS, Codes, Later, is_integer, quantized, real, table_rows
+from .contractions import (
+    CONTRACTIONS,
+    Codes,
+    Later,
+    is_integer,
+    is_turned,
+    quantized,
+    real,
+    table_rows,
+)
+from .functions import FUNCTIONS, HELD, function_of
 from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, shared, tensor
 from .operators import form_of
 from .primitives import RULES, refuse, write
+from .primitives import where as chosen
 from .state import check_state, is_state, parts_of, with_parts, written
 
 SITES = "jqx_sites"
@@ -101,7 +113,9 @@ class _Emit(Domain[Any]):
         return as_array(array)
 
     def enters(self, eqn: Eqn, values: list[Any], where: Where) -> bool:
-        return eqn.primitive.name not in ("cond", "while") and form_of(eqn, values) is None
+        # The function of a `shard_map` is that of one device, for a part of the arrays.
+        apart = eqn.primitive.name in ("cond", "shard_map", "while")
+        return not apart and form_of(eqn, values) is None
 
     def part(self, value: Any, step: int) -> Any:
         if is_state(value):
@@ -117,7 +131,8 @@ class _Emit(Domain[Any]):
             return self._traced(lambda *qs: jax.tree.map(lambda *xs: jnp.stack(xs), *qs), values)
         if all(isinstance(x, np.ndarray) for x in values):
             return np.stack(values) if values else np.zeros(aval.shape, aval.dtype)
-        rows = [self.graph.reshape(real(self.graph, x), (1, *aval.shape[1:])) for x in values]
+        sizes = 1, *compat.data_of_key(aval).shape[1:]
+        rows = [self.graph.reshape(real(self.graph, x), sizes) for x in values]
         return self._value(self.graph.add("Concat", *rows, axis=0), aval)
 
     def start(self, eqn: Eqn, values: list[Any], where: Where) -> list[Any]:
@@ -134,6 +149,13 @@ class _Emit(Domain[Any]):
         if name == "while":
             return self._loop(eqn, values, where)
         is_known = not any(isinstance(x, Value) or is_state(x) for x in values)
+        if name in HELD:
+            body, consts = compat.open_jaxpr(eqn.params[HELD[name]])
+            inner = dataclasses.replace(self, plan=_EMPTY)
+            return walk(inner, body, values, consts=list(map(as_array, consts)))
+        function = None if name in ADDED.get() else function_of(eqn)
+        if function is not None and not (is_known and name in FUNCTIONS):
+            return self._traced(function, list(map(self._opened, values, eqn.invars)))
         if is_known and name != "dim_as_value" and not self._is_spread(eqn):
             return self._computed(eqn, values, site, where)
         if all(0 in var.aval.shape for var in eqn.outvars):  # runtimes stop at some empty arrays
@@ -164,6 +186,10 @@ class _Emit(Domain[Any]):
 
         return self._traced(viewed, values)
 
+    def _opened(self, x: Any, atom: Any) -> Any:
+        """Returns the real array of a QTensor, whose codes the file holds."""
+        return self._value(real(self.graph, x), atom.aval) if isinstance(x, QTensor) else x
+
     def _traced(self, f: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Writes what a function of JAX computes of values, some of which are in codes."""
         leaves, tree = jax.tree.flatten(list(values), is_leaf=lambda x: isinstance(x, Value))
@@ -192,6 +218,7 @@ class _Emit(Domain[Any]):
         )
 
     def _value(self, name: str, aval: Any) -> Value:
+        aval = compat.data_of_key(aval)
         return Value(name, tuple(aval.shape), np.dtype(aval.dtype))
 
     def _computed(
@@ -222,7 +249,7 @@ class _Emit(Domain[Any]):
                 continue
             affine = self.scales.at(site, operand.key, where)
             if isinstance(operands[i], Value):
-                operands[i] = self._rounded(eqn, operands[i], spec, affine, values)
+                operands[i] = self._rounded(eqn, i, spec, affine, values)
             else:
                 operands[i] = np.asarray(QTensor.quantize(operands[i], spec, affine).dequantize())
         result = CONTRACTIONS[eqn.primitive.name](g, eqn, *operands)
@@ -240,16 +267,21 @@ class _Emit(Domain[Any]):
             g.sites.append([site.output_key, names, value.name])
         return value
 
-    def _rounded(self, eqn: Eqn, x: Value, spec: Any, affine: Any, values: list[Any]) -> Any:
+    def _rounded(self, eqn: Eqn, index: int, spec: Any, affine: Any, values: list[Any]) -> Any:
         """Returns an activation as codes where a product of integers reads them."""
+        x = values[index]
         is_byte = format_of(spec.qtype).name in ("int8", "uint8")
         as_codes = (
             is_byte
             and any(map(is_integer, values))
             and (affine is None or self.products != "float")
         )
-        is_image = eqn.primitive.name == "conv_general_dilated"
-        if is_image and not as_codes and affine is not None and np.size(affine[0]) == 1:
+        if (
+            is_turned(eqn, index)
+            and not as_codes
+            and affine is not None
+            and np.size(affine[0]) == 1
+        ):
             return Later(x, spec, affine)
         rounded = quantized(self.graph, x, spec, affine, as_codes=as_codes)
         return rounded if isinstance(rounded, Codes) else x._replace(name=rounded)
@@ -310,16 +342,18 @@ class _Emit(Domain[Any]):
         condition, body = bodies(eqn)
         consts, start = while_starts(eqn)
         for_condition, for_body, state = values[:consts], values[consts:start], values[start:]
-        (goes_on,) = self._inside(
-            condition.jaxpr, [*for_condition, *state], g, _at(where, condition)
-        )
-        inner = Graph(g)
-        atoms = eqn.outvars
+
+        def asked(graph: Graph, state: list[Any]) -> Any:
+            inside = _at(where, condition)
+            return self._inside(condition.jaxpr, [*for_condition, *state], graph, inside)[0]
+
+        goes_on, inner, atoms = asked(g, state), Graph(g), eqn.outvars
         carried = [self._value(inner.new_name("carried"), v.aval) for v in atoms]
         results = self._inside(body.jaxpr, [*for_body, *carried], inner, _at(where, body))
-        (again,) = self._inside(
-            condition.jaxpr, [*for_condition, *results], inner, _at(where, condition)
-        )
+        if goes_on.shape:  # each loop of a batch for itself: one that has ended keeps its state
+            on = asked(inner, carried)
+            results = list(map(functools.partial(self._while_on, inner, on), results, carried))
+        again = _any(inner, asked(inner, results))
         boolean = np.dtype(np.bool_)
         step, before = inner.new_name("step"), inner.new_name("goes_on")
         inputs = [
@@ -334,8 +368,20 @@ class _Emit(Domain[Any]):
         ]
         graph = helper.make_graph(inner.nodes, g.new_name("body"), inputs, outputs)
         first = [g.name(real(g, x)) for x in state]
-        names = g.add_many("Loop", len(atoms), "", goes_on, *first, body=graph)
+        names = g.add_many("Loop", len(atoms), "", _any(g, goes_on), *first, body=graph)
         return [self._value(n, v.aval) for n, v in zip(names, atoms, strict=True)]
+
+    def _while_on(self, g: Graph, on: Any, new: Any, old: Value) -> Value:
+        """Returns a new state where a batch of loops goes on, and elsewhere the old one."""
+        aligned = g.reshape(on, (*on.shape, *[1] * (len(old.shape) - len(on.shape))))
+        return old._replace(name=chosen(g, aligned, real(g, new), old, old.dtype))
+
+
+def _any(g: Graph, x: Any) -> Any:
+    """Returns whether anything is true; a scalar as it is."""
+    if not x.shape:
+        return x
+    return x.any() if isinstance(x, np.ndarray) else g.add("ReduceMax", x, keepdims=0)
 
 
 def _at(where: Where, body: Body) -> Where:
@@ -350,6 +396,7 @@ def _nbytes(aval: Any) -> int:
 
 def _info(helper: Any, name: str, aval: Any) -> Any:
     """Returns the declaration of an input or output; open sizes are names."""
+    aval = compat.data_of_key(aval)
     sizes = [str(n) if jax_export.is_symbolic_dim(n) else int(n) for n in aval.shape]
     return helper.make_tensor_value_info(name, onnx_type(aval.dtype), sizes)
 
@@ -381,7 +428,8 @@ def to_onnx(
       A function of the other arguments, arrays or `jax.ShapeDtypeStruct`, whose sizes may be
       symbols of `jax.export`, or QTensors in 8 bits, such as caches. It returns an
       `onnx.ModelProto` of opset 21, whose inputs are the arrays among the arguments in order, named
-      by their places, and whose outputs are those of the result.
+      by their places, and whose outputs are the arrays of the result. Keys of random numbers are
+      their data, `jax.random.key_data`.
 
     Raises:
       ImportError: onnx is not installed.
@@ -448,13 +496,13 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
     emit = _Emit(graph, plan, Scales.of(call, affines), products)
     values, inputs = [], []
     for leaf, path, keys, var in zip(leaves, call.paths, call.keys, call.jaxpr.invars, strict=True):
-        if path is not None:
-            values.append(as_array(leaf))
+        if path is not None or is_of_params(keys, plan):
+            values.append(_constant(leaf, var.aval))
             continue
         name = input_name(keys, plan)
         if isinstance(leaf, QTensor):
             check_state(name, leaf)
-        arrays = parts_of(leaf) if isinstance(leaf, QTensor) else {"": var.aval}
+        arrays = parts_of(leaf) if isinstance(leaf, QTensor) else {"": compat.data_of_key(var.aval)}
         parts = []
         for place, x in arrays.items():
             parts.append(Value(name + place, tuple(x.shape), np.dtype(x.dtype)))
@@ -466,12 +514,13 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
     consts = list(map(as_array, call.consts))
     results = walk(emit, call.jaxpr, values, consts=consts)
     outputs = []
-    for name, x, atom in zip(output_names(call), results, call.jaxpr.outvars, strict=True):
+    avals = [atom.aval for atom in call.jaxpr.outvars]
+    for (name, x), (_, aval) in zip(named(call, results), named(call, avals), strict=True):
         parts = parts_of(x) if is_state(x) else {"": real(graph, x)}
         for place, part in parts.items():
             graph.add("Identity", part)
             graph.nodes[-1].output[0] = name + place
-            outputs.append(_info(helper, name + place, part if is_state(x) else atom.aval))
+            outputs.append(_info(helper, name + place, part if is_state(x) else aval))
     shared(graph)
     constants = [tensor(name, array) for name, array in graph.constants.items()]
     main = helper.make_graph(graph.nodes, "jqx", inputs, outputs, constants)
@@ -483,10 +532,43 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
     return model
 
 
+def named(call: Call, results: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the results of a call with the names of their outputs, and arrays and numbers that the
+    function returns but does not compute; what is no array is no output.
+    """
+    rest, computed = iter(results), object()
+    tree = jax.tree.unflatten(call.out_tree, [computed] * call.out_tree.num_leaves)
+    for keys, x in jax.tree.leaves_with_path(tree):
+        if x is computed:
+            yield f"output{keystr(keys)}", next(rest)
+        elif isinstance(x, bool | int | float | np.generic | np.ndarray | jax.Array):
+            yield f"output{keystr(keys)}", as_array(jnp.asarray(x))
+
+
 def output_names(call: Call) -> list[str]:
-    """Returns the names of the results; a result in codes has an output for each of its arrays."""
-    tree = jax.tree.unflatten(call.out_tree, range(call.out_tree.num_leaves))
-    return [f"output{keystr(keys)}" for keys, _ in jax.tree.leaves_with_path(tree)]
+    """Returns the names of the results that a call computes."""
+    pairs = named(call, call.jaxpr.outvars)
+    return [name for name, x in pairs if not isinstance(x, np.ndarray)]
+
+
+def is_of_params(keys: Sequence[Any], plan: Plan) -> bool:
+    """Whether a leaf belongs to the parameters, also if the plan knows nothing of it."""
+    kind, place, *_ = keys
+    return kind.idx == 0 and place.idx in positions_of(plan.params)
+
+
+def _constant(leaf: Any, aval: Any) -> Any:
+    """Returns a leaf of the parameters in the dtype in which the function reads it."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not compat.is_concrete(leaf):
+        problem = "a leaf of `params` has no values that a file could hold."
+        given = f"{'a shape' if compat.is_concrete(leaf) else 'an array that is traced'}, {aval}"
+        fix = (
+            "pass arrays, and call to_onnx outside of jax.jit; only other arguments may be shapes."
+        )
+        raise fail("interop.to_onnx", problem, given=given, fix=fix, error=TypeError)
+    x = as_array(leaf)
+    dtype = compat.data_of_key(aval).dtype
+    return x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype != dtype else x
 
 
 def input_name(keys: Sequence[Any], plan: Plan) -> str:

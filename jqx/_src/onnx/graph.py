@@ -295,5 +295,7 @@ def _order(x: np.ndarray, wanted: np.ndarray) -> tuple[int, ...] | None:
 
 
 def as_array(x: Any) -> Any:
-    """Returns a concrete array as NumPy has it."""
+    """Returns a concrete array as NumPy has it; of keys of random numbers, their data."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
     return np.asarray(x) if isinstance(x, (jax.Array, np.ndarray, np.generic, float, int)) else x

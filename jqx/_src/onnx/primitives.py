@@ -106,6 +106,8 @@ _SAME = {
     "min": "Min",
     "mul": "Mul",
     "name": "Identity",
+    "reshard": "Identity",
+    "sharding_constraint": "Identity",
     "neg": "Neg",
     "pow": "Pow",
     "sign": "Sign",
@@ -185,8 +187,9 @@ def _shift(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
         codes = g.add("BitwiseXor", codes, mask)
     direction = "LEFT" if eqn.primitive.name == "shift_left" else "RIGHT"
     shifted = g.add("BitShift", codes, count, direction=direction)
-    is_whole = g.add("GreaterOrEqual", count, np.asarray(bits, unsigned))
-    shifted = where(g, is_whole, np.asarray(0, unsigned), shifted, unsigned)
+    if not isinstance(count, np.ndarray) or (count >= bits).any():
+        is_whole = g.add("GreaterOrEqual", count, np.asarray(bits, unsigned))
+        shifted = where(g, is_whole, np.asarray(0, unsigned), shifted, unsigned)
     return g.cast(shifted if mask is None else g.add("BitwiseXor", shifted, mask), dtype)
 
 
@@ -368,7 +371,7 @@ def _reduce_precision(g: Graph, eqn: Eqn, x: Operand) -> str:
     return g.cast(g.cast(x, jnp.dtype(_PRECISIONS[bits])), _dtype(eqn))
 
 
-@rule("optimization_barrier")
+@rule("device_put", "optimization_barrier")
 def _barrier(g: Graph, eqn: Eqn, *xs: Operand) -> list[str]:
     return [g.add("Identity", x) for x in xs]
 
@@ -505,15 +508,24 @@ def _reduced(g: Graph, eqn: Eqn, op: str, x: Operand, empty: np.ndarray) -> str:
     return g.add(op, x, g.ints(*axes), keepdims=0, noop_with_empty_axes=1)
 
 
+def _neutral(eqn: Eqn) -> np.ndarray:
+    """Returns the sum, maximum or minimum of nothing."""
+    kind = eqn.primitive.name.rsplit("_", 1)[1]
+    if kind == "sum":
+        return _scalar(eqn, 0)
+    if jnp.issubdtype(_dtype(eqn), jnp.floating):
+        return _scalar(eqn, -np.inf if kind == "max" else np.inf)
+    limits = jnp.iinfo(_dtype(eqn))
+    return _scalar(eqn, limits.min if kind == "max" else limits.max)
+
+
 @rule("reduce_max", "reduce_min")
 def _extreme(g: Graph, eqn: Eqn, x: Operand) -> str:
     """NaN if there is one, which runtimes pass over."""
-    is_max, dtype = eqn.primitive.name == "reduce_max", _dtype(eqn)
-    op = "ReduceMax" if is_max else "ReduceMin"
-    if not jnp.issubdtype(dtype, jnp.floating):
-        limits = jnp.iinfo(dtype)
-        return _reduced(g, eqn, op, x, _scalar(eqn, limits.min if is_max else limits.max))
-    result = _reduced(g, eqn, op, x, _scalar(eqn, -np.inf if is_max else np.inf))
+    op = "ReduceMax" if eqn.primitive.name == "reduce_max" else "ReduceMin"
+    result = _reduced(g, eqn, op, x, _neutral(eqn))
+    if not jnp.issubdtype(_dtype(eqn), jnp.floating):
+        return result
     numbers = _reduced(g, eqn, "ReduceMin", g.add("Equal", x, x), np.asarray(True))
     return g.add("Where", numbers, result, _scalar(eqn, np.nan))
 
@@ -580,12 +592,16 @@ def _cumsum(g: Graph, eqn: Eqn, x: Operand) -> str:
 
 @rule("sort")
 def _sort(g: Graph, eqn: Eqn, *xs: Operand) -> list[str]:
+    """By the last key first: `TopK` leaves equal elements in their order."""
     axis = eqn.params["dimension"]
-    if eqn.params["num_keys"] != 1:
-        raise refuse(eqn, "by several keys has no form in ONNX")
     count = g.size(eqn.invars[0].aval.shape[axis])
-    keys, order = g.add_many("TopK", 2, xs[0], count, axis=axis, largest=0, sorted=1)
-    return [keys, *(g.add("GatherElements", x, order, axis=axis) for x in xs[1:])]
+    for i in reversed(range(eqn.params["num_keys"])):
+        key, order = g.add_many("TopK", 2, xs[i], count, axis=axis, largest=0, sorted=1)
+        moved = [
+            g.add("GatherElements", x, order, axis=axis) if x is not xs[i] else key for x in xs
+        ]
+        xs = tuple(moved)
+    return list(xs)
 
 
 @rule("top_k")
@@ -597,21 +613,21 @@ def _top_k(g: Graph, eqn: Eqn, x: Operand) -> list[str]:
 
 @rule("reduce_window_max", "reduce_window_sum", "reduce_window_min")
 def _window(g: Graph, eqn: Eqn, x: Operand) -> str:
-    p, shape = eqn.params, eqn.invars[0].aval.shape
-    if any(n != 1 for n in p["base_dilation"]):
-        raise refuse(eqn, "with a base dilation has no form in ONNX")
+    p, shape, padding = eqn.params, eqn.invars[0].aval.shape, eqn.params["padding"]
     sizes, steps, dilations = p["window_dimensions"], p["window_strides"], p["window_dilation"]
-    if any(max(pads) >= n > 1 for pads, n in zip(p["padding"], sizes, strict=True)):
-        raise refuse(eqn, "with padding as large as its window has no form in ONNX")
-    if any(n < 0 for pads in p["padding"] for n in pads):
-        raise refuse(eqn, "with negative padding has no form in ONNX")
-    fields = zip(sizes, steps, p["padding"], dilations, strict=True)
+    config = [(*pads, n - 1) for pads, n in zip(padding, p["base_dilation"], strict=True)]
+    fit = [min(x) >= 0 and max(x) < n and not x[2] for x, n in zip(config, sizes, strict=True)]
+    if not all(fit):  # runtimes take less padding than a window, and no holes
+        x = pad(g, x, _neutral(eqn), config, shape)
+        shape = [a + n + max(n - 1, 0) * c + b for n, (a, b, c) in zip(shape, config, strict=True)]
+        padding = [(0, 0)] * len(shape)
+    fields = zip(sizes, steps, padding, dilations, strict=True)
     moving = [i for i, x in enumerate(fields) if x[:3] != (1, 1, (0, 0))] or [len(shape) - 1]
     rest = [i for i in range(len(shape)) if i not in moving]
     x = g.transpose(x, [*rest, *moving])
     space = [shape[i] for i in moving]
     x = g.reshape(x, [math.prod(shape[i] for i in rest), 1, *space])
-    pads = [p["padding"][i][0] for i in moving] + [p["padding"][i][1] for i in moving]
+    pads = [padding[i][0] for i in moving] + [padding[i][1] for i in moving]
     window = {
         "kernel_shape": [sizes[i] for i in moving],
         "strides": [steps[i] for i in moving],
@@ -623,11 +639,17 @@ def _window(g: Graph, eqn: Eqn, x: Operand) -> str:
         y = g.add("Mul", mean, _scalar(eqn, math.prod(window["kernel_shape"])))
     else:
         is_max = eqn.primitive.name == "reduce_window_max"
-        y = g.add("MaxPool", x if is_max else g.add("Neg", x), **window)
+        x = x if is_max else g.add("Neg", x)
+        y = g.add("MaxPool", x, **window)
+        if jnp.issubdtype(_dtype(eqn), jnp.floating):
+            # Runtimes pass over NaN, and give the least number for infinities alone.
+            low, nan = _scalar(eqn, -np.inf), _scalar(eqn, np.nan)
+            kinds = g.cast(g.add("Greater", x, low), np.uint8)
+            kinds = g.add("Where", g.add("IsNaN", x), np.uint8(2), kinds)
+            kind = g.add("MaxPool", kinds, **window)
+            y = g.add("Where", g.cast(kind, np.bool_), y, low)
+            y = g.add("Where", g.add("Equal", kind, np.uint8(2)), nan, y)
         y = y if is_max else g.add("Neg", y)
-        if jnp.issubdtype(_dtype(eqn), jnp.floating):  # runtimes pass over NaN
-            has_nan = g.add("MaxPool", g.cast(g.add("IsNaN", x), np.uint8), **window)
-            y = g.add("Where", g.cast(has_nan, np.bool_), _scalar(eqn, np.nan), y)
     out = eqn.outvars[0].aval.shape
     y = g.reshape(y, [out[i] for i in (*rest, *moving)])
     return g.transpose(y, list(np.argsort([*rest, *moving])))
@@ -811,6 +833,9 @@ def _fill(eqn: Eqn) -> np.ndarray:
 @rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(g: Graph, eqn: Eqn, x: Operand, starts: Operand, updates: Operand) -> str:
     p, name = eqn.params, eqn.primitive.name.replace("-", "_")
+    combine, _ = compat.open_jaxpr(p["update_jaxpr"])
+    if name == "scatter" and getattr(combine, "eqns", None):
+        raise refuse(eqn, "with a function of the elements has no form in ONNX")
     numbers, mode = p["dimension_numbers"], p["mode"]
     shape, starts_shape, updates_shape = (atom.aval.shape for atom in eqn.invars)
     if any(map(export.is_symbolic_dim, (*shape, *starts_shape, *updates_shape))):
