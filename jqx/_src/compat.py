@@ -351,11 +351,6 @@ def shard_map_options(eqn: Eqn) -> dict[str, Any]:
     return {"mesh": p["mesh"], "axis_names": p["newly_manual_axes"], "check_vma": p["check_vma"]}
 
 
-def evaluate_dim(dim: Any, values: dict[str, Any]) -> Any:
-    """Returns a symbolic size of `jax.export` in arithmetic of values for its symbols."""
-    return dim._evaluate(values)
-
-
 def scope_of(eqn: Eqn) -> str:
     """Returns the name scopes of an equation, joined by `/`; relative to its own jaxpr."""
     return str(eqn.source_info.name_stack)

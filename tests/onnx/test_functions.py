@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import lax
+from jax import export, lax
 from jax.scipy import special
 
 import jqx
@@ -181,6 +181,36 @@ def test_parameters_and_results_that_are_known_are_in_the_file():
     assert_close(run(model, ROWS), [jnp.asarray(expected[name]) for name in names])
 
 
+def test_sizes_in_arithmetic_and_windows_of_open_sizes():
+    """Slices, strides, pools and random numbers; one file for several sizes."""
+    b, n = export.symbolic_shape("b, n")
+    spec = jax.ShapeDtypeStruct((b, n), jnp.float32)
+
+    def f(key, x, i):
+        rows, columns = x.shape
+        yield x[2:], x[:, -3:], x[:, ::2], x[i, i + 1], jnp.roll(x, 1, 0), x[:, :0]
+        yield jnp.zeros(columns % 3 + columns // 2 + columns**2)
+        yield jnp.zeros((jax.core.max_dim(rows, 3), jax.core.min_dim(columns, 4)))
+        yield lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), ((0, 0), (3, 0)))
+        for mode in ("clip", "drop"):
+            for op in ("set", "add", "mul", "min", "max"):
+                yield getattr(x.at[i + 2], op)(0.5, mode=mode), getattr(x.at[0, i], op)(2.0)
+        yield jax.random.categorical(key, x), jax.random.key_data(jax.random.split(key, rows))
+        yield lax.sort((jnp.round(x), x), num_keys=2), lax.cummax(jnp.stack([x, -x]), 0)
+
+    g = lambda *args: list(f(*args))  # noqa: E731
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    model = to_onnx(lambda _, *args: g(*args), {})(jax.random.key(0), spec, index)
+    for x, i in ((ROWS, 1), (ROWS[:3, :4], 2), (np.tile(ROWS, (2, 1)), -1)):
+        args = jax.random.key(5), x, np.int32(i)
+        assert_close(run(model, *data_of(args)), jax.jit(g)(*args))
+    with pytest.raises(NotImplementedError, match="`cumprod` over an open size"):
+        to_onnx(lambda _, x: lax.cumprod(x, 1), {})(spec)
+    (m,) = export.symbolic_shape("m")
+    with pytest.raises(ValueError, match="the open size 'm' is not that of an axis of an input"):
+        to_onnx(lambda _, x: x[::2], {})(jax.ShapeDtypeStruct((2 * m,), jnp.float32))
+
+
 def test_what_a_file_cannot_hold_is_refused():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     places = jax.sharding.PartitionSpec("d")
@@ -197,10 +227,15 @@ def test_what_a_file_cannot_hold_is_refused():
         with pytest.raises(NotImplementedError, match=text):
             to_onnx(lambda _, x: f(x), {})(ROWS)  # noqa: B023
     f = lambda w, x: x @ w  # noqa: E731
-    with pytest.raises(TypeError, match=r"no values that a file could hold.\n  given:    a shape"):
+    with pytest.raises(TypeError, match=r"no values for a file.\n  given:    a shape"):
         to_onnx(f, jax.ShapeDtypeStruct((6, 2), jnp.float32))(ROWS)
     with pytest.raises(TypeError, match="an array that is traced"):
         jax.jit(lambda w: to_onnx(f, w)(ROWS))(normal(0, 6, 2))
+    with pytest.raises(TypeError, match="or what the function closes over, has no values"):
+        jax.jit(lambda w: to_onnx(lambda _, x: x @ w, {})(ROWS))(normal(0, 6, 2))
+    with pytest.raises(TypeError, match="an array that is traced"):
+        q = jqx.QTensor.quantize(normal(0, 6, 2), jqx.QSpec("int8"))
+        jax.jit(lambda q: to_onnx(f, q)(ROWS))(q)
 
 
 # Layers of libraries.

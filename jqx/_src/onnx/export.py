@@ -154,12 +154,15 @@ class _Emit(Domain[Any]):
             inner = dataclasses.replace(self, plan=_EMPTY)
             return walk(inner, body, values, consts=list(map(as_array, consts)))
         function = None if name in ADDED.get() else function_of(eqn)
-        if function is not None and not (is_known and name in FUNCTIONS):
+        is_open = any(
+            map(jax_export.is_symbolic_dim, [n for v in eqn.outvars for n in v.aval.shape])
+        )
+        if function is not None and not (is_known and name in FUNCTIONS and not is_open):
             return self._traced(function, list(map(self._opened, values, eqn.invars)))
         if is_known and name != "dim_as_value" and not self._is_spread(eqn):
             return self._computed(eqn, values, site, where)
         if all(0 in var.aval.shape for var in eqn.outvars):  # runtimes stop at some empty arrays
-            return [np.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+            return [self._empty(var.aval) for var in eqn.outvars]
         if (form := form_of(eqn, values)) is not None:
             return [self._value(form(self.graph), eqn.outvars[0].aval)]
         if name == "gather" and isinstance(values[0], QTensor):
@@ -171,6 +174,13 @@ class _Emit(Domain[Any]):
         operands = [real(self.graph, x) for x in values]
         pairs = zip(write(self.graph, eqn, operands), eqn.outvars, strict=True)
         return [self._value(name, var.aval) for name, var in pairs]
+
+    def _empty(self, aval: Any) -> Any:
+        """Returns an array without elements."""
+        if not _is_open(aval):
+            return np.zeros(aval.shape, aval.dtype)
+        shape = self.graph.shape(aval.shape)
+        return self._value(self.graph.add("Expand", np.zeros((), aval.dtype), shape), aval)
 
     def _of_state(self, eqn: Eqn, values: list[Any]) -> list[Any]:
         """Writes a view or an update of inputs in codes."""
@@ -211,7 +221,7 @@ class _Emit(Domain[Any]):
         if eqn.primitive.name not in ("broadcast_in_dim", "iota"):
             return False
         aval = eqn.outvars[0].aval
-        if any(map(jax_export.is_symbolic_dim, aval.shape)):
+        if _is_open(aval):
             return True
         return eqn.primitive.name == "broadcast_in_dim" and _nbytes(aval) > max(
             _LARGE, 2 * _nbytes(eqn.invars[0].aval)
@@ -390,6 +400,10 @@ def _at(where: Where, body: Body) -> Where:
     return where._replace(address=address, is_marked=True, inside=address)
 
 
+def _is_open(aval: Any) -> bool:
+    return any(map(jax_export.is_symbolic_dim, aval.shape))
+
+
 def _nbytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
 
@@ -511,7 +525,7 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
                 if jax_export.is_symbolic_dim(n) and str(n).isidentifier():
                     graph.sizes.setdefault(str(n), (name + place, axis))
         values.append(with_parts(leaf, parts) if isinstance(leaf, QTensor) else parts[0])
-    consts = list(map(as_array, call.consts))
+    consts = [_constant(x, v.aval) for x, v in zip(call.consts, call.jaxpr.constvars, strict=True)]
     results = walk(emit, call.jaxpr, values, consts=consts)
     outputs = []
     avals = [atom.aval for atom in call.jaxpr.outvars]
@@ -558,13 +572,12 @@ def is_of_params(keys: Sequence[Any], plan: Plan) -> bool:
 
 
 def _constant(leaf: Any, aval: Any) -> Any:
-    """Returns a leaf of the parameters in the dtype in which the function reads it."""
-    if isinstance(leaf, jax.ShapeDtypeStruct) or not compat.is_concrete(leaf):
-        problem = "a leaf of `params` has no values that a file could hold."
-        given = f"{'a shape' if compat.is_concrete(leaf) else 'an array that is traced'}, {aval}"
-        fix = (
-            "pass arrays, and call to_onnx outside of jax.jit; only other arguments may be shapes."
-        )
+    """Returns an array that a function reads, in the dtype in which it reads it."""
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    if is_shape or not all(map(compat.is_concrete, jax.tree.leaves(leaf))):
+        problem = "`params`, or what the function closes over, has no values for a file."
+        given = f"{'a shape' if is_shape else 'an array that is traced'}, {aval}"
+        fix = "pass arrays, outside of jax.jit; only other arguments may be shapes."
         raise fail("interop.to_onnx", problem, given=given, fix=fix, error=TypeError)
     x = as_array(leaf)
     dtype = compat.data_of_key(aval).dtype

@@ -253,6 +253,17 @@ def _threefry(eqn: Eqn, *operands: jax.Array) -> list[jax.Array]:
     return [x, y]
 
 
+@_function("iota_2x32_shape")
+def _numbered(eqn: Eqn) -> list[jax.Array]:
+    """The place of each element among all, in two words; the first is 0 below 2**32 elements."""
+    shape = eqn.params["shape"]
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis, n in enumerate(shape):
+        step = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        place = place * jnp.asarray(n).astype(jnp.uint32) + step
+    return [jnp.zeros(shape, jnp.uint32), place]
+
+
 def _of_keys(eqn: Eqn, *operands: Any) -> list[Any]:
     """Evaluates an equation of keys, which are their data, on axes after all others."""
     name = eqn.primitive.name
@@ -279,7 +290,7 @@ def _drawn(eqn: Eqn, *operands: Any) -> jax.Array:
     }
     if name not in functions:
         raise refuse(eqn, "has no rule for ONNX")
-    shape: Sequence[Any] = np.broadcast_shapes(*(x.aval.shape for x in eqn.invars))
+    shape: Sequence[Any] = jnp.broadcast_shapes(*(x.aval.shape for x in eqn.invars))
     key_shape = (*shape, *draws.key_shape)
     full = [key_shape if compat.is_key(x) else shape for x in eqn.invars]
     xs = [jnp.broadcast_to(x, n) for x, n in zip(operands, full, strict=True)]

@@ -667,11 +667,9 @@ def _start(g: Graph, start: Operand, most: Any) -> str:
 @rule("dynamic_slice")
 def _dynamic_slice(g: Graph, eqn: Eqn, x: Operand, *starts: Operand) -> str:
     sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
-    for axis, (size, n) in enumerate(zip(sizes, shape, strict=True)):
-        if size is not n and size != n:
-            start = _start(g, starts[axis], n - size)
-            x = g.slice(x, axis, start, g.add("Add", start, g.size(size)))
-    return g.name(x)
+    pairs = zip(starts, shape, sizes, strict=True)
+    places = [g.ints(0) if n is m or n == m else _start(g, x, n - m) for x, n, m in pairs]
+    return g.name(_part(g, x, places, shape, sizes))
 
 
 @rule("dynamic_update_slice")
@@ -704,6 +702,37 @@ def overwritten(
 
     axes = [i for i, (n, m) in enumerate(zip(shape, sizes, strict=True)) if n is not m and n != m]
     return g.name(updated(x, axes))
+
+
+def _is_one_window(numbers: Any, starts_shape: Sequence[Any]) -> bool:
+    """Whether a lookup or an update is of one window, which slices are."""
+    return len(starts_shape) == 1 and not numbers.operand_batching_dims
+
+
+def _one_window(
+    g: Graph, axes: Sequence[int], starts: Operand, shape: Sequence[Any], sizes: Sequence[Any]
+) -> tuple[list[Operand], Operand]:
+    """Returns where a window starts, clamped, along each axis of an array; and whether it lies
+    inside as it was.
+    """
+    places: list[Operand] = [g.ints(0)] * len(shape)
+    inside: Operand = np.asarray(True)
+    for i, axis in enumerate(axes):
+        start = g.cast(g.slice(starts, 0, i, i + 1), np.int64)
+        places[axis] = _start(g, start, shape[axis] - sizes[axis])
+        is_same = g.add("Squeeze", g.add("Equal", start, places[axis]))
+        inside = is_same if isinstance(inside, np.ndarray) else g.add("And", inside, is_same)
+    return places, inside
+
+
+def _part(
+    g: Graph, x: Operand, places: Sequence[Operand], shape: Sequence[Any], sizes: Sequence[Any]
+) -> Operand:
+    """Returns a window of an array."""
+    for axis, (place, n, size) in enumerate(zip(places, shape, sizes, strict=True)):
+        if size is not n and size != n:
+            x = g.slice(x, axis, g.name(place), g.add("Add", place, g.size(size)))
+    return x
 
 
 def _places(
@@ -761,8 +790,12 @@ def gather(g: Graph, eqn: Eqn, x: Operand, starts: Operand) -> str:
     if (axis := row_axis(eqn)) is not None:
         index = row_index(g, eqn, starts, axis)
         return filled(g, eqn, g.add("Gather", x, index.clamped, axis=axis), index.inside)
+    if _is_one_window(numbers, starts_shape):
+        places, inside = _one_window(g, numbers.start_index_map, starts, shape, sizes)
+        values = _part(g, x, places, shape, sizes)
+        return filled(g, eqn, g.reshape(values, eqn.outvars[0].aval.shape), inside)
     if any(map(export.is_symbolic_dim, (*shape, *starts_shape))):
-        raise refuse(eqn, "with open sizes has no form in ONNX, but for rows of an axis")
+        raise refuse(eqn, "of several windows with open sizes has no form in ONNX")
     index, inside, batch = _places(g, numbers, starts, starts_shape, shape, sizes)
     values = filled(g, eqn, g.add("GatherND", x, index), inside)
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -838,12 +871,23 @@ def _scatter(g: Graph, eqn: Eqn, x: Operand, starts: Operand, updates: Operand) 
         raise refuse(eqn, "with a function of the elements has no form in ONNX")
     numbers, mode = p["dimension_numbers"], p["mode"]
     shape, starts_shape, updates_shape = (atom.aval.shape for atom in eqn.invars)
-    if any(map(export.is_symbolic_dim, (*shape, *starts_shape, *updates_shape))):
-        raise refuse(eqn, "with open sizes has no form in ONNX")
     windows = list(numbers.update_window_dims)
     dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     iterator = iter(updates_shape[d] for d in windows)
     sizes = [1 if d in dropped else next(iterator) for d in range(len(shape))]
+    drops = mode in (lax.GatherScatterMode.FILL_OR_DROP, None)
+    if _is_one_window(numbers, starts_shape):
+        axes = numbers.scatter_dims_to_operand_dims
+        places, inside = _one_window(g, axes, starts, shape, sizes)
+        new: Operand = g.reshape(updates, sizes)
+        if name != "scatter":
+            old = _part(g, x, places, shape, sizes)
+            op = {"add": "Add", "mul": "Mul", "min": "Min", "max": "Max"}[name.split("_")[1]]
+            new = g.add(op, old, new)
+        result = overwritten(g, x, new, places, shape, sizes)
+        return where(g, inside, result, x, _dtype(eqn)) if drops else result
+    if any(map(export.is_symbolic_dim, (*shape, *starts_shape, *updates_shape))):
+        raise refuse(eqn, "of several windows with open sizes has no form in ONNX")
     index, inside, batch = _places(g, numbers, starts, starts_shape, shape, sizes)
     order = [d for d in range(len(updates_shape)) if d not in windows] + windows
     values = g.add("Reshape", g.transpose(updates, order), g.ints(*batch, *sizes))
@@ -851,7 +895,7 @@ def _scatter(g: Graph, eqn: Eqn, x: Operand, starts: Operand, updates: Operand) 
 
     def put(x: Operand, values: Operand, reduction: str) -> str:
         """Returns `x` with the updates; those outside go to one more element, which is dropped."""
-        if mode not in (lax.GatherScatterMode.FILL_OR_DROP, None):
+        if not drops:
             return g.add("ScatterND", x, index, values, reduction=reduction)
         count = math.prod(shape)
         strides = g.ints(*(math.prod(shape[d + 1 :]) for d in range(len(shape))))
