@@ -27,6 +27,10 @@ SPECIAL = np.array(
 )
 
 
+EXACT = {"session.qdq_matmulnbits_accuracy_level": "1"}
+"""The option of onnxruntime that does not round activations to 8 bits."""
+
+
 def data_of(tree):
     """The data of keys of random numbers; all else as it is."""
     is_key = lambda x: jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)  # noqa: E731
@@ -162,6 +166,24 @@ def test_products_of_groups_of_rows(scheme):
             q = jqx.ptq(f, policy, jqx.algorithms.nearest(), progress=False)(w, [args])
             found, expected = run(to_onnx(q)(*args), *args), q.function(q.params, *args)
         assert_close(found, expected)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4:group=16"])
+def test_weights_inside_of_branches_and_loops(scheme):
+    """onnxruntime loads them with its default rewriting too."""
+
+    def f(w, x):
+        x = lax.cond(x[0, 0] < 9, lambda: x @ w["a"], lambda: x @ w["b"])
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w["a"]))  # noqa: E731
+        return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1] @ w["b"]
+
+    w, x = {"a": normal(0, 32, 32), "b": normal(1, 32, 32)}, normal(2, 5, 32)
+    policy = jqx.Policy({".*": scheme})
+    q = jqx.ptq(f, policy, jqx.algorithms.nearest(), progress=False)(w, [x])
+    model, expected = to_onnx(q)(x), q.function(q.params, x)
+    for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
+        found = run(model, x, level=level, options=EXACT)
+        assert_close(found, expected, 1e-4)
 
 
 def test_parameters_and_results_that_are_known_are_in_the_file():
@@ -344,8 +366,7 @@ def test_layers_in_float_and_in_each_scheme(name):
         models[scheme] = model, jax.jit(q.function)(q.params, *args)
     for scheme, (model, expected) in models.items():
         for level in (LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_ALL):
-            exact = {"session.qdq_matmulnbits_accuracy_level": "1"}
-            found = run(model, *args, level=level, options=exact)
+            found = run(model, *args, level=level, options=EXACT)
             assert_close(found, expected, 2e-5 if scheme == "float" else 1e-3)
 
 

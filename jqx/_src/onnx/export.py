@@ -43,7 +43,18 @@ from .contractions import (
     table_rows,
 )
 from .functions import FUNCTIONS, HELD, function_of
-from .graph import IR_VERSION, OPSET, Graph, Value, as_array, onnx_module, onnx_type, shared, tensor
+from .graph import (
+    IR_VERSION,
+    OPSET,
+    Graph,
+    Value,
+    as_array,
+    beside,
+    onnx_module,
+    onnx_type,
+    shared,
+    tensor,
+)
 from .operators import form_of
 from .primitives import RULES, refuse, write
 from .primitives import where as chosen
@@ -535,6 +546,7 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str)
             graph.add("Identity", part)
             graph.nodes[-1].output[0] = name + place
             outputs.append(_info(helper, name + place, part if is_state(x) else aval))
+    beside(graph)
     shared(graph)
     constants = [tensor(name, array) for name, array in graph.constants.items()]
     main = helper.make_graph(graph.nodes, "jqx", inputs, outputs, constants)

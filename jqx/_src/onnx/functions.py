@@ -105,7 +105,8 @@ _LANCZOS = (
 def _lanczos(z: jax.Array, power: int = 1) -> jax.Array:
     """Returns the series of the gamma function of `z + 1`; with 2 its derivative times -1."""
     first, *rest = _LANCZOS
-    return sum((c / (z + i) ** power for i, c in enumerate(rest, 1)), first * (power == 1))
+    start = jnp.full_like(z, first if power == 1 else 0)
+    return sum((c / (z + i) ** power for i, c in enumerate(rest, 1)), start)
 
 
 @_function("lgamma")

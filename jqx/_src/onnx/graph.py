@@ -6,7 +6,7 @@ import functools
 import importlib
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -249,6 +249,31 @@ def tensor(name: str, array: np.ndarray) -> Any:
         kind = getattr(onnx.TensorProto, _PACKED[array.dtype])
         return onnx.helper.make_tensor(name, kind, array.shape, packed.tobytes(), raw=True)
     return onnx.numpy_helper.from_array(np.require(array, requirements="C"), name)
+
+
+def beside(g: Graph) -> None:
+    """Stores what `DequantizeLinear` reads inside of a branch or a loop beside it: onnxruntime does
+    not look for it in the graph around, and then refuses to load what it rewrites.
+    """
+    read: set[str] = set()
+
+    def visit(nodes: Iterable[Any], inner: Any) -> None:
+        stored: set[str] = set()
+        for node in nodes:
+            if inner is not None and node.op_type == "DequantizeLinear":
+                for i, name in enumerate(node.input):
+                    if name in g.constants:
+                        node.input[i] = local = f"{name}_of_{inner.name}"
+                        if local not in stored:
+                            inner.initializer.append(tensor(local, g.constants[name]))
+                        stored.add(local)
+            read.update(node.input)
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    visit(attribute.g.node, attribute.g)
+
+    visit(g.nodes, None)
+    g.constants = {name: x for name, x in g.constants.items() if name in read}
 
 
 _SHARED = 1 << 10
