@@ -26,7 +26,8 @@ from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from .dtypes import cast, computed_in
 from .graph import Graph, Operand, Value
-from .primitives import RULES, filled, pad, refuse, row_axis, row_index
+from .lookups import filled, row_axis, row_index
+from .primitives import RULES, pad, refuse
 
 # Quantized values.
 
