@@ -228,9 +228,35 @@ def test_sizes_in_arithmetic_and_windows_of_open_sizes():
         assert_close(run(model, *data_of(args)), jax.jit(g)(*args))
     with pytest.raises(NotImplementedError, match="`cumprod` over an open size"):
         to_onnx(lambda _, x: lax.cumprod(x, 1), {})(spec)
+    with pytest.raises(
+        jax.errors.InconclusiveDimensionOperation, match=r"constraints=\['n >= 2'\]"
+    ):
+        to_onnx(lambda _, x: lax.dynamic_slice_in_dim(x, 1, 2, 0), {})(spec)
     (m,) = export.symbolic_shape("m")
     with pytest.raises(ValueError, match="the open size 'm' is not that of an axis of an input"):
         to_onnx(lambda _, x: x[::2], {})(jax.ShapeDtypeStruct((2 * m,), jnp.float32))
+
+
+@pytest.mark.parametrize("scheme", [None, "w8a8"])
+def test_images_of_open_sizes(scheme):
+    h, w = export.symbolic_shape("h, w", constraints=["h >= 4", "w >= 4"])
+
+    def f(kernel, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+        pool = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 2, 1), (1, 2, 2, 1), "SAME")
+        total = lax.reduce_window(x, 0.0, lax.add, (1, 2, 3, 1), (1, 2, 1, 1), "SAME")
+        return y, y.sum((1, 2)), pool, total
+
+    kernel, images = normal(0, 3, 2, 3, 5), [normal(i, 2, 4 + i, 9 - i, 3) for i in range(3)]
+    spec, g, params = jax.ShapeDtypeStruct((2, h, w, 3), jnp.float32), f, kernel
+    if scheme is None:
+        model = to_onnx(f, kernel)(spec)
+    else:
+        q = jqx.ptq(f, jqx.presets.w8a8(), jqx.algorithms.nearest(), progress=False)(kernel, images)
+        model, g, params = to_onnx(q)(spec), q.function, q.params
+    for x in images:
+        assert_close(run(model, x), jax.jit(g)(params, x), 1e-5 if scheme is None else 1e-3)
 
 
 def test_what_a_file_cannot_hold_is_refused():

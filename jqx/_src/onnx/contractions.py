@@ -580,13 +580,18 @@ def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
     attributes = {
         "dilations": list(p["rhs_dilation"]),
         "group": p["feature_group_count"],
-        "pads": [max(pair[end], 0) for end in (0, 1) for pair in p["padding"]],
+        "pads": [n - _by_hand(n) for end in (0, 1) for n in (x[end] for x in p["padding"])],
         "strides": list(p["window_strides"]),
     }
     y = _integer_convolution(g, eqn, x, weight, attributes)
     if y is None:
         y = _float_convolution(g, eqn, x, weight, attributes)
     return g.transpose(y, list(np.argsort(numbers.out_spec)))
+
+
+def _by_hand(n: Any) -> Any:
+    """Returns how much of a padding is not written as that of `Conv`: what is cut, or open."""
+    return n if export.is_symbolic_dim(n) else min(n, 0)
 
 
 def _image(g: Graph, eqn: Eqn, x: Operand, zero: np.ndarray) -> str:
@@ -598,7 +603,7 @@ def _image(g: Graph, eqn: Eqn, x: Operand, zero: np.ndarray) -> str:
     )
     x = g.transpose(x, numbers.lhs_spec)
     pairs = zip(padding, dilations, strict=True)
-    config = [(min(low, 0), min(high, 0), n - 1) for (low, high), n in pairs]
+    config = [(_by_hand(low), _by_hand(high), n - 1) for (low, high), n in pairs]
     if all(entry == (0, 0, 0) for entry in config):
         return x
     shape, wide = eqn.invars[0].aval.shape, computed_in("pad", zero.dtype)

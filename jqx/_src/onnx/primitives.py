@@ -450,7 +450,7 @@ def _stack(g: Graph, eqn: Eqn, *xs: Operand) -> str:
 
 
 def pad(g: Graph, x: Operand, value: Operand, config: Sequence[Any], shape: Sequence[Any]) -> str:
-    """Returns `x` padded as `lax.pad` does."""
+    """Returns `x` padded as `lax.pad` does; padding of an open size is not negative."""
     shape = list(shape)
     for axis, (_, _, between) in enumerate(config):
         if between and shape[axis] > 1:
@@ -462,12 +462,14 @@ def pad(g: Graph, x: Operand, value: Operand, config: Sequence[Any], shape: Sequ
             shape[axis] = n * (1 + between)
             x = g.slice(g.reshape(x, shape), axis, 0, shape[axis] - between)
             shape[axis] -= between
-    for axis, (low, high, _) in enumerate(config):
-        if low < 0 or high < 0:
-            end = shape[axis] + min(high, 0)
-            x = g.slice(x, axis, max(-low, 0), end)
-    pads = [max(x[0], 0) for x in config] + [max(x[1], 0) for x in config]
-    return g.add("Pad", x, g.ints(*pads), value) if any(pads) else g.name(x)
+    pads = [n for end in (0, 1) for n in (x[end] for x in config)]
+    cuts = [0 if export.is_symbolic_dim(n) else max(-n, 0) for n in pads]
+    for axis, (low, high) in enumerate(zip(cuts[: len(config)], cuts[len(config) :], strict=True)):
+        if low or high:
+            x = g.slice(x, axis, low, shape[axis] - high)
+    pads = [n + cut for n, cut in zip(pads, cuts, strict=True)]
+    is_padded = any(export.is_symbolic_dim(n) or n for n in pads)
+    return g.add("Pad", x, g.shape(pads), value) if is_padded else g.name(x)
 
 
 @rule("pad")
@@ -616,10 +618,13 @@ def _window(g: Graph, eqn: Eqn, x: Operand) -> str:
     p, shape, padding = eqn.params, eqn.invars[0].aval.shape, eqn.params["padding"]
     sizes, steps, dilations = p["window_dimensions"], p["window_strides"], p["window_dilation"]
     config = [(*pads, n - 1) for pads, n in zip(padding, p["base_dilation"], strict=True)]
-    fit = [min(x) >= 0 and max(x) < n and not x[2] for x, n in zip(config, sizes, strict=True)]
-    if not all(fit):  # runtimes take less padding than a window, and no holes
+    is_open = any(export.is_symbolic_dim(n) for pads in padding for n in pads)
+    pairs = zip(config, sizes, strict=True)
+    if is_open or any(min(x) < 0 or max(x) >= n or x[2] for x, n in pairs):
+        # Runtimes take less padding than a window, and no holes.
         x = pad(g, x, _neutral(eqn), config, shape)
-        shape = [a + n + max(n - 1, 0) * c + b for n, (a, b, c) in zip(shape, config, strict=True)]
+        pairs = zip(shape, config, strict=True)
+        shape = [a + n + (max(n - 1, 0) * c if c else 0) + b for n, (a, b, c) in pairs]
         padding = [(0, 0)] * len(shape)
     fields = zip(sizes, steps, padding, dilations, strict=True)
     moving = [i for i, x in enumerate(fields) if x[:3] != (1, 1, (0, 0))] or [len(shape) - 1]
