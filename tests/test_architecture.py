@@ -89,8 +89,8 @@ INSIDE = {
     "onnx": """
         contractions.cache contractions.problem diagnostics.report gradients.estimators
         numerics.exact numerics.lookup numerics.minifloats numerics.qtype numerics.runtimes
-        ops.affine statistics.calibrators tensor.qtensor tensor.spec transforms.arguments
-        transforms.calibrate transforms.higher_order transforms.integers transforms.interpret
+        ops.affine statistics.calibrators tensor.grid tensor.qtensor tensor.spec
+        transforms.arguments transforms.calibrate transforms.higher_order transforms.integers transforms.interpret
         transforms.make_plan transforms.onnx_rules transforms.paths transforms.plan transforms.trace
         transforms.views transforms.walk
     """,

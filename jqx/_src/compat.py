@@ -180,6 +180,23 @@ def bind(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def is_key(atom: Any) -> bool:
+    """Whether a variable holds keys of random numbers."""
+    return jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
+
+
+def data_of_key(aval: Any) -> Any:
+    """Returns the shape and dtype of an array, or those of the data of keys."""
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return aval
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+
+def generator_of(eqn: Eqn) -> Any:
+    """Returns the functions of the random numbers that an equation draws."""
+    return eqn.params.get("impl") or eqn.invars[0].aval.dtype._impl
+
+
 def cotangent(x: Any) -> Any:
     """Returns what a function of `jax.vjp` takes for a cotangent from a rule with `symbolic_zeros`:
     an array unchanged, and a zero for a missing cotangent.
@@ -332,11 +349,6 @@ def shard_map_options(eqn: Eqn) -> dict[str, Any]:
     """Returns the arguments of `jax.shard_map` other than the function and the specs."""
     p = eqn.params
     return {"mesh": p["mesh"], "axis_names": p["newly_manual_axes"], "check_vma": p["check_vma"]}
-
-
-def evaluate_dim(dim: Any, values: dict[str, Any]) -> Any:
-    """Returns a symbolic size of `jax.export` in arithmetic of values for its symbols."""
-    return dim._evaluate(values)
 
 
 def scope_of(eqn: Eqn) -> str:

@@ -27,7 +27,7 @@ from .compat import Eqn
 from .errors import fail, some
 from .numerics.exact import RoundMode
 from .numerics.lookup import format_of
-from .onnx.export import Scales, input_name, output_names, with_parameters
+from .onnx.export import Scales, input_name, is_of_params, output_names, with_parameters
 from .policy import pattern_of
 from .statistics.calibrators import Affine
 from .transforms.integers import OnIntegers, contracted, quantized_leaves
@@ -111,7 +111,8 @@ def _model(
     api, ir, passmanager = converter
     leaves = quantized_leaves(call, call.leaves, OnIntegers(plan, affines, call=call))
     leaves = [x.unpack() if isinstance(x, QTensor) else x for x in leaves]
-    places = [i for i, path in enumerate(call.paths) if path is None]
+    pairs = enumerate(zip(call.paths, call.keys, strict=True))
+    places = [i for i, (path, keys) in pairs if path is None and not is_of_params(keys, plan)]
     names = [input_name(call.keys[i], plan) for i in places]
     avals = [call.jaxpr.invars[i].aval for i in places]
     for name, i, aval in zip(names, places, avals, strict=True):

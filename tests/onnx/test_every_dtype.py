@@ -372,11 +372,6 @@ REFUSED = [
         "int32",
         "`reduce_window_sum` of int32",
     ),
-    (
-        lambda x: lax.reduce_window(x, -np.inf, lax.max, (2,), (1,), ((2, 2),)),
-        "float32",
-        "padding as large as its window",
-    ),
 ]
 
 

@@ -320,10 +320,8 @@ def test_names_are_those_of_the_places():
 
 def test_what_has_no_form_is_refused_with_its_line():
     cases = [
-        (lambda x: lax.cummax(x, 1), "`cummax` has no rule for ONNX, at .*test_primitives"),
+        (lambda x: lax.igamma(x, x), "`igamma` has no rule for ONNX, at .*test_primitives"),
         (lambda x: lax.reduce_precision(x, 4, 3), "to 4 and 3 bits has no form"),
-        (lambda x: lax.sort((x, x), num_keys=2), "by several keys"),
-        (lambda x: jax.random.normal(jax.random.key(x[0, 0, 0].astype(int)), (2,)), "no rule"),
     ]
     for f, text in cases:
         with pytest.raises(NotImplementedError, match=text):
@@ -343,8 +341,8 @@ def test_rules_of_users_write_their_primitives():
         values, indices = graph.add_many("TopK", 2, x, count, axis=0)
         return values, graph.cast(indices, np.int32)
 
-    f = lambda x: lax.atan2(x, jnp.full_like(x, 3.0))  # noqa: E731
-    with onnx_rules({"atan2": hypotenuse}), onnx_rules({"tanh": gelu, "top_k": largest}):
+    f = lambda x: lax.igamma(x, jnp.full_like(x, 3.0))  # noqa: E731
+    with onnx_rules({"igamma": hypotenuse}), onnx_rules({"tanh": gelu, "top_k": largest}):
         assert_close(exported(f, X), jnp.hypot(X, jnp.full_like(X, 3.0)))
         assert_close(exported(jnp.tanh, X), jax.nn.gelu(X, approximate=False))
         found = exported(lambda x: lax.top_k(x, 2)[0], X[0, 0])

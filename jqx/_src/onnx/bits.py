@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..compat import Eqn
@@ -25,6 +26,19 @@ def _bitcast(g: Graph, eqn: Eqn, x: Operand) -> str:
         return g.cast(_bits(g, x), new)
     if old.kind in "iu" and old.itemsize == 4 and new == np.float32:
         return _number(g, g.cast(x, np.uint32))
+    if old == jnp.bfloat16 and new.kind in "iu" and new.itemsize == 2:
+        return g.cast(
+            g.add(
+                "BitShift",
+                g.cast(_bits(g, g.cast(x, np.float32)), np.uint32),
+                np.uint32(16),
+                direction="RIGHT",
+            ),
+            new,
+        )
+    if old.kind in "iu" and old.itemsize == 2 and new == jnp.bfloat16:
+        codes = g.cast(g.cast(x, np.uint16), np.uint32)
+        return g.cast(_number(g, g.add("BitShift", codes, np.uint32(16), direction="LEFT")), new)
     if old == np.uint8 and new.name.startswith("float8"):
         numbers = np.arange(256, dtype=np.uint8).view(new).astype(np.float32)
         return g.cast(g.add("Gather", numbers, g.cast(x, np.int32)), new)

@@ -25,7 +25,8 @@ from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
 from .dtypes import cast, computed_in
 from .graph import Graph, Operand, Value
-from .primitives import RULES, filled, pad, refuse, row_axis, row_index
+from .lookups import filled, row_axis, row_index
+from .primitives import RULES, pad, refuse
 
 # Quantized values.
 
@@ -60,11 +61,11 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class Later:
-    """An image with one static scale, which is rounded after its axes are turned: runtimes look for
-    what rounds it beside the convolution.
+    """An operand with one static scale, which is rounded after its axes are turned: runtimes look
+    for what rounds it beside the product, and onnxruntime 1.32 fails to load what it moves there.
 
     Attributes:
-      x: the image.
+      x: the operand.
       spec: its spec.
       affine: its scale.
     """
@@ -387,6 +388,21 @@ def _size(shape: Sequence[Any], axes: Sequence[int]) -> Any:
     return math.prod(shape[i] for i in axes)
 
 
+def is_turned(eqn: Eqn, index: int) -> bool:
+    """Whether a product in float reads an operand with its axes turned or merged."""
+    if eqn.primitive.name != "dot_general":
+        return eqn.primitive.name == "conv_general_dilated"
+    ranks = [atom.aval.ndim for atom in eqn.invars]
+    n = Dimensions.of(eqn.params["dimension_numbers"], *ranks)
+    batch, free, summed = (
+        (n.lhs_batch, n.lhs_free, n.lhs_contracting),
+        (n.rhs_batch, n.rhs_free, n.rhs_contracting),
+    )[index]
+    order = (*batch, *summed, *free) if index else (*batch, *free, *summed)
+    is_merged = len(summed) != 1 or (len(free) != 1 and bool(index or batch or not free))
+    return is_merged or order != tuple(range(ranks[index]))
+
+
 def dot_general(g: Graph, eqn: Eqn, x: Any, y: Any) -> str:
     """Returns a product: of integers if an activation is in codes, else in float."""
     shapes = [atom.aval.shape for atom in eqn.invars]
@@ -563,6 +579,8 @@ def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
     numbers = p["dimension_numbers"]
     if p["batch_group_count"] != 1:
         raise refuse(eqn, "with groups of the batch has no form in ONNX")
+    if not p["window_strides"]:
+        raise refuse(eqn, "without axes of space has no form in ONNX")
     if isinstance(kernel, QTensor | np.ndarray):
         kernel = kernel.unpack() if isinstance(kernel, QTensor) else kernel
         weight: Any = kernel.transpose(tuple(numbers.rhs_spec))
@@ -571,7 +589,7 @@ def convolution(g: Graph, eqn: Eqn, x: Any, kernel: Any) -> str:
     attributes = {
         "dilations": list(p["rhs_dilation"]),
         "group": p["feature_group_count"],
-        "pads": [max(pair[end], 0) for end in (0, 1) for pair in p["padding"]],
+        "pads": [n - _by_hand(n) for end in (0, 1) for n in (x[end] for x in p["padding"])],
         "strides": list(p["window_strides"]),
     }
     y = _integer_convolution(g, eqn, x, weight, attributes)
@@ -585,6 +603,11 @@ def _to_result(eqn: Eqn) -> list[int]:
     return [int(i) for i in np.argsort(eqn.params["dimension_numbers"].out_spec)]
 
 
+def _by_hand(n: Any) -> Any:
+    """Returns how much of a padding is not written as that of `Conv`: what is cut, or open."""
+    return n if export.is_symbolic_dim(n) else min(n, 0)
+
+
 def _image(g: Graph, eqn: Eqn, x: Operand, zero: np.ndarray) -> str:
     """Returns an image with its channels in front, spread by zeros, and cut. `Conv` pads by itself,
     but neither spreads nor cuts.
@@ -594,7 +617,7 @@ def _image(g: Graph, eqn: Eqn, x: Operand, zero: np.ndarray) -> str:
     )
     x = g.transpose(x, numbers.lhs_spec)
     pairs = zip(padding, dilations, strict=True)
-    config = [(min(low, 0), min(high, 0), n - 1) for (low, high), n in pairs]
+    config = [(_by_hand(low), _by_hand(high), n - 1) for (low, high), n in pairs]
     if all(entry == (0, 0, 0) for entry in config):
         return x
     shape, wide = eqn.invars[0].aval.shape, computed_in("pad", zero.dtype)
@@ -684,7 +707,36 @@ def table_rows(g: Graph, eqn: Eqn, table: QTensor, starts: Operand) -> str:
     return filled(g, eqn, rows if dtype == np.float32 else g.cast(rows, dtype), index.inside)
 
 
+def ragged_dot(g: Graph, eqn: Eqn, x: Any, weights: Any, sizes: Operand) -> str:
+    """Returns a product of groups of rows, each by a matrix of its own: all rows by each matrix,
+    and zeros in place of those of other groups.
+    """
+    numbers, (rows, _) = eqn.params["ragged_dot_dimension_numbers"], eqn.invars[0].aval.shape
+    axes = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    expected = ((0,), (0,), (((1,), (1,)), ((), ())))
+    dimensions = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
+    if (*map(tuple, axes), dimensions) != expected or eqn.params["group_offset"] is not None:
+        raise refuse(eqn, "of another pattern than rows by matrices has no form in ONNX")
+    dtypes = [np.dtype(atom.aval.dtype) for atom in eqn.invars[:2]]
+    operands = zip((x, weights), dtypes, strict=True)
+    x, weights = (real(g, _plain(g, v, dtype, lambda v, _: v)) for v, dtype in operands)
+    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+    wide = computed_in("dot_general", dtype)
+    x, weights = (cast(g, v, wide) for v in (x, weights))
+    sizes = g.add("Reshape", cast(g, sizes, np.int64), g.ints(-1, 1))
+    ends = g.add("CumSum", sizes, np.asarray(0, np.int64))
+    row = g.add("Range", np.asarray(0, np.int64), g.add("Squeeze", g.size(rows)), np.int64(1))
+    inside = g.add(
+        "And", g.add("GreaterOrEqual", row, g.add("Sub", ends, sizes)), g.add("Less", row, ends)
+    )
+    inside = g.add("Unsqueeze", inside, g.ints(-1))
+    parts = g.add("Where", inside, x, np.zeros((), wide))
+    y = g.add("ReduceSum", g.add("MatMul", parts, weights), g.ints(0), keepdims=0)
+    return y if wide == dtype else g.cast(y, dtype)
+
+
 CONTRACTIONS: dict[str, Callable[..., str]] = {
     "dot_general": dot_general,
     "conv_general_dilated": convolution,
+    "ragged_dot_general": ragged_dot,
 }

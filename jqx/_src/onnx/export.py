@@ -1,8 +1,9 @@
 """`to_onnx`: a function, with its weights and its plan, as a model of ONNX."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -48,11 +49,13 @@ from .contractions import (
     Later,
     has_nodes,
     is_integer,
+    is_turned,
     quantized,
     real,
     table_rows,
 )
 from .dtypes import cast, moved_in
+from .functions import FUNCTIONS, HELD, function_of
 from .fusion import fuse
 from .graph import (
     IR_VERSION,
@@ -61,6 +64,7 @@ from .graph import (
     Operand,
     Value,
     as_array,
+    beside,
     in_bytes,
     onnx_module,
     onnx_type,
@@ -69,6 +73,7 @@ from .graph import (
 )
 from .operators import form_of
 from .primitives import RULES, refuse, write
+from .primitives import where as chosen
 from .state import check_state, is_state, parts_of, with_parts, written
 
 SITES = "jqx_sites"
@@ -140,7 +145,9 @@ class _Emit(Domain[Any]):
     def enters(self, eqn: Eqn, values: list[Any], where: Where) -> bool:
         if eqn.primitive.name == "scan":
             return not self._is_loop(eqn, values)
-        return eqn.primitive.name not in ("cond", "while") and form_of(eqn, values) is None
+        # The function of a `shard_map` is that of one device, for a part of the arrays.
+        apart = eqn.primitive.name in ("cond", "shard_map", "while")
+        return not apart and form_of(eqn, values) is None
 
     def part(self, value: Any, step: int) -> Any:
         if is_state(value):
@@ -160,9 +167,10 @@ class _Emit(Domain[Any]):
             return self._traced(lambda *qs: jax.tree.map(lambda *xs: jnp.stack(xs), *qs), values)
         if all(isinstance(x, np.ndarray) for x in values):
             return np.stack(values) if values else np.zeros(aval.shape, aval.dtype)
-        g, wide, shape = self.graph, moved_in(aval.dtype), (1, *aval.shape[1:])
+        data = compat.data_of_key(aval)
+        g, wide, shape = self.graph, moved_in(data.dtype), (1, *data.shape[1:])
         rows = [g.reshape(cast(g, real(g, x), wide), shape) for x in values]
-        return cast(g, Value(g.add("Concat", *rows, axis=0), tuple(aval.shape), wide), aval.dtype)
+        return cast(g, Value(g.add("Concat", *rows, axis=0), tuple(data.shape), wide), data.dtype)
 
     def start(self, eqn: Eqn, values: list[Any], where: Where) -> list[Any]:
         return values
@@ -180,10 +188,20 @@ class _Emit(Domain[Any]):
         if name == "while":
             return self._loop(eqn, values, where)
         is_known = not any(isinstance(x, Value) or is_state(x) for x in values)
+        if name in HELD:
+            body, consts = compat.open_jaxpr(eqn.params[HELD[name]])
+            inner = dataclasses.replace(self, plan=_EMPTY)
+            return walk(inner, body, values, consts=list(map(as_array, consts)))
+        function = None if name in ADDED.get() else function_of(eqn)
+        is_open = any(
+            map(jax_export.is_symbolic_dim, [n for v in eqn.outvars for n in v.aval.shape])
+        )
+        if function is not None and not (is_known and name in FUNCTIONS and not is_open):
+            return self._traced(function, list(map(self._opened, values, eqn.invars)))
         if is_known and name != "dim_as_value" and not self._is_spread(eqn):
             return self._computed(eqn, values, site, where)
         if all(0 in var.aval.shape for var in eqn.outvars):  # runtimes stop at some empty arrays
-            return [np.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+            return [self._empty(var.aval) for var in eqn.outvars]
         if (form := form_of(eqn, values)) is not None:
             return [self._value(form(self.graph), eqn.outvars[0].aval)]
         if name == "gather" and isinstance(values[0], QTensor):
@@ -195,6 +213,13 @@ class _Emit(Domain[Any]):
         operands = [real(self.graph, x) for x in values]
         pairs = zip(write(self.graph, eqn, operands), eqn.outvars, strict=True)
         return [self._value(name, var.aval) for name, var in pairs]
+
+    def _empty(self, aval: Any) -> Any:
+        """Returns an array without elements."""
+        if not _is_open(aval):
+            return np.zeros(aval.shape, aval.dtype)
+        shape = self.graph.shape(aval.shape)
+        return self._value(self.graph.add("Expand", np.zeros((), aval.dtype), shape), aval)
 
     def _of_state(self, eqn: Eqn, values: list[Any]) -> list[Any]:
         """Writes a view or an update of inputs in codes."""
@@ -209,6 +234,10 @@ class _Emit(Domain[Any]):
             return results
 
         return self._traced(viewed, values)
+
+    def _opened(self, x: Any, atom: Any) -> Any:
+        """Returns the real array of a QTensor, whose codes the file holds."""
+        return self._value(real(self.graph, x), atom.aval) if isinstance(x, QTensor) else x
 
     def _traced(self, f: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Writes what a function of JAX computes of values, some of which are in codes."""
@@ -231,13 +260,14 @@ class _Emit(Domain[Any]):
         if eqn.primitive.name not in ("broadcast_in_dim", "iota"):
             return False
         aval = eqn.outvars[0].aval
-        if any(map(jax_export.is_symbolic_dim, aval.shape)):
+        if _is_open(aval):
             return True
         return eqn.primitive.name == "broadcast_in_dim" and _nbytes(aval) > max(
             _LARGE, 2 * _nbytes(eqn.invars[0].aval)
         )
 
     def _value(self, name: str, aval: Any) -> Value:
+        aval = compat.data_of_key(aval)
         return Value(name, tuple(aval.shape), np.dtype(aval.dtype))
 
     def _computed(
@@ -268,7 +298,7 @@ class _Emit(Domain[Any]):
                 continue
             affine = self.scales.at(site, operand.key, where)
             if isinstance(operands[i], Value):
-                operands[i] = self._rounded(eqn, operands[i], spec, affine, values)
+                operands[i] = self._rounded(eqn, i, spec, affine, values)
             else:
                 operands[i] = np.asarray(QTensor.quantize(operands[i], spec, affine).dequantize())
         result = CONTRACTIONS[eqn.primitive.name](g, eqn, *operands)
@@ -284,15 +314,15 @@ class _Emit(Domain[Any]):
             g.sites.append([site.output_key, names, value.name])
         return value
 
-    def _rounded(self, eqn: Eqn, x: Value, spec: Any, affine: Any, values: list[Any]) -> Any:
+    def _rounded(self, eqn: Eqn, index: int, spec: Any, affine: Any, values: list[Any]) -> Any:
         """Returns an activation as codes where a product of integers reads them."""
+        x = values[index]
         is_read = any(map(is_integer, values)) and (affine is None or not self.graph.is_qdq)
         if not has_nodes(spec, affine, x.shape):
             return self._to_grid(x, spec, affine)
         if is_read and format_of(spec.qtype).name in ("int8", "uint8"):
             return quantized(self.graph, x, spec, affine, as_codes=True)
-        is_image = eqn.primitive.name == "conv_general_dilated"
-        if is_image and affine is not None and np.size(affine[0]) == 1:
+        if is_turned(eqn, index) and affine is not None and np.size(affine[0]) == 1:
             return Later(x, spec, affine)
         return self._to_grid(x, spec, affine)
 
@@ -368,20 +398,22 @@ class _Emit(Domain[Any]):
         condition, body = bodies(eqn)
         consts, start = while_starts(eqn)
         for_condition, for_body, state = values[:consts], values[consts:start], values[start:]
-        (goes_on,) = self._inside(
-            condition.jaxpr, [*for_condition, *state], g, _at(where, condition)
-        )
-        inner = Graph(g)
+
+        def asked(graph: Graph, state: list[Any]) -> Any:
+            inside = _at(where, condition)
+            return self._inside(condition.jaxpr, [*for_condition, *state], graph, inside)[0]
+
+        goes_on, inner = asked(g, state), Graph(g)
         before = [self._value(inner.new_name("carried"), aval) for aval in avals]
         results = self._inside(body.jaxpr, [*for_body, *before], inner, _at(where, body))
-        (again,) = self._inside(
-            condition.jaxpr, [*for_condition, *results], inner, _at(where, condition)
-        )
+        if goes_on.shape:  # each loop of a batch for itself: one that has ended keeps its state
+            on = asked(inner, before)
+            results = list(map(functools.partial(self._while_on, inner, on), results, before))
+        again = inner.name(_any(inner, asked(inner, results)))
         step, first = g.new_name("step"), [g.name(real(g, x)) for x in state]
         made = self._made(inner, results, avals)
-        names = self._repeated(
-            inner.nodes, step, before, inner.name(again), made, "", goes_on, *first
-        )
+        operands = "", _any(g, goes_on), *first
+        names = self._repeated(inner.nodes, step, before, again, made, *operands)
         return [self._value(n, aval) for n, aval in zip(names, avals, strict=True)]
 
     def _repeated(
@@ -526,6 +558,18 @@ class _Emit(Domain[Any]):
                 inputs[Value(name, x.shape, x.dtype)] = g.stacked(column)
         return graphs[0], made, inputs
 
+    def _while_on(self, g: Graph, on: Any, new: Any, old: Value) -> Value:
+        """Returns a new state where a batch of loops goes on, and elsewhere the old one."""
+        aligned = g.reshape(on, (*on.shape, *[1] * (len(old.shape) - len(on.shape))))
+        return old._replace(name=chosen(g, aligned, real(g, new), old, old.dtype))
+
+
+def _any(g: Graph, x: Any) -> Any:
+    """Returns whether anything is true; a scalar as it is."""
+    if not x.shape:
+        return x
+    return x.any() if isinstance(x, np.ndarray) else g.add("ReduceMax", x, keepdims=0)
+
 
 def _at(where: Where, body: Body) -> Where:
     """Returns where a function inside an equation is."""
@@ -557,12 +601,17 @@ def _refuse_scan(eqn: Eqn, reason: str) -> Exception:
     return refuse(eqn, f"has no form as a loop in ONNX, since {reason}", fix)
 
 
+def _is_open(aval: Any) -> bool:
+    return any(map(jax_export.is_symbolic_dim, aval.shape))
+
+
 def _nbytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
 
 
 def _info(helper: Any, name: str, aval: Any) -> Any:
     """Returns the declaration of an input or output; open sizes are names."""
+    aval = compat.data_of_key(aval)
     sizes = [str(n) if jax_export.is_symbolic_dim(n) else int(n) for n in aval.shape]
     return helper.make_tensor_value_info(name, onnx_type(aval.dtype), sizes)
 
@@ -605,7 +654,8 @@ def to_onnx(
       A function of the other arguments, arrays or `jax.ShapeDtypeStruct`, whose sizes may be
       symbols of `jax.export`, or QTensors in 8 bits, such as caches. It returns an
       `onnx.ModelProto` of opset 21, whose inputs are the arrays among the arguments in order, named
-      by their places, and whose outputs are those of the result.
+      by their places, and whose outputs are the arrays of the result. Keys of random numbers are
+      their data, `jax.random.key_data`.
 
     Raises:
       ImportError: onnx is not installed.
@@ -676,13 +726,13 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str,
     emit = _Emit(graph, plan, Scales.of(call, affines), scans)
     values, inputs = [], []
     for leaf, path, keys, var in zip(leaves, call.paths, call.keys, call.jaxpr.invars, strict=True):
-        if path is not None:
-            values.append(as_array(leaf))
+        if path is not None or is_of_params(keys, plan):
+            values.append(_constant(leaf, var.aval))
             continue
         name = input_name(keys, plan)
         if isinstance(leaf, QTensor):
             check_state(name, leaf)
-        arrays = parts_of(leaf) if isinstance(leaf, QTensor) else {"": var.aval}
+        arrays = parts_of(leaf) if isinstance(leaf, QTensor) else {"": compat.data_of_key(var.aval)}
         parts = []
         for place, x in arrays.items():
             parts.append(Value(name + place, tuple(x.shape), np.dtype(x.dtype)))
@@ -691,17 +741,19 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str,
                 if jax_export.is_symbolic_dim(n) and str(n).isidentifier():
                     graph.sizes.setdefault(str(n), (name + place, axis))
         values.append(with_parts(leaf, parts) if isinstance(leaf, QTensor) else parts[0])
-    consts = list(map(as_array, call.consts))
+    consts = [_constant(x, v.aval) for x, v in zip(call.consts, call.jaxpr.constvars, strict=True)]
     results = walk(emit, call.jaxpr, values, consts=consts)
     outputs = []
-    for name, x, atom in zip(output_names(call), results, call.jaxpr.outvars, strict=True):
+    avals = [atom.aval for atom in call.jaxpr.outvars]
+    for (name, x), (_, aval) in zip(named(call, results), named(call, avals), strict=True):
         parts = parts_of(x) if is_state(x) else {"": real(graph, x)}
         for place, part in parts.items():
             graph.add("Identity", part)
             graph.nodes[-1].output[0] = name + place
-            outputs.append(_info(helper, name + place, part if is_state(x) else atom.aval))
+            outputs.append(_info(helper, name + place, part if is_state(x) else aval))
     if products == "qdq_uint8":
         fuse(graph)
+    beside(graph)
     shared(graph)
     constants = [tensor(name, array) for name, array in graph.constants.items()]
     main = helper.make_graph(graph.nodes, "jqx", inputs, outputs, constants)
@@ -713,14 +765,42 @@ def _model(call: Call, plan: Plan, affines: Mapping[str, Affine], products: str,
     return model
 
 
-def output_names(call: Call) -> list[str]:
-    """Returns the names of the results that are arrays; one in codes has an output for each of its
-    arrays.
+def named(call: Call, results: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the results of a call with the names of their outputs, and arrays and numbers that the
+    function returns but does not compute; what is no array is no output.
     """
-    array = object()
-    tree = jax.tree.unflatten(call.out_tree, [array] * call.out_tree.num_leaves)
-    pairs = jax.tree.leaves_with_path(tree)
-    return [f"output{keystr(keys)}" for keys, leaf in pairs if leaf is array]
+    rest, computed = iter(results), object()
+    tree = jax.tree.unflatten(call.out_tree, [computed] * call.out_tree.num_leaves)
+    for keys, x in jax.tree.leaves_with_path(tree):
+        if x is computed:
+            yield f"output{keystr(keys)}", next(rest)
+        elif isinstance(x, bool | int | float | np.generic | np.ndarray | jax.Array):
+            yield f"output{keystr(keys)}", as_array(jnp.asarray(x))
+
+
+def output_names(call: Call) -> list[str]:
+    """Returns the names of the results that a call computes."""
+    pairs = named(call, call.jaxpr.outvars)
+    return [name for name, x in pairs if not isinstance(x, np.ndarray)]
+
+
+def is_of_params(keys: Sequence[Any], plan: Plan) -> bool:
+    """Whether a leaf belongs to the parameters, also if the plan knows nothing of it."""
+    kind, place, *_ = keys
+    return kind.idx == 0 and place.idx in positions_of(plan.params)
+
+
+def _constant(leaf: Any, aval: Any) -> Any:
+    """Returns an array that a function reads, in the dtype in which it reads it."""
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    if is_shape or not all(map(compat.is_concrete, jax.tree.leaves(leaf))):
+        problem = "`params`, or what the function closes over, has no values for a file."
+        given = f"{'a shape' if is_shape else 'an array that is traced'}, {aval}"
+        fix = "pass arrays, outside of jax.jit; only other arguments may be shapes."
+        raise fail("interop.to_onnx", problem, given=given, fix=fix, error=TypeError)
+    x = as_array(leaf)
+    dtype = compat.data_of_key(aval).dtype
+    return x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype != dtype else x
 
 
 def input_name(keys: Sequence[Any], plan: Plan) -> str:

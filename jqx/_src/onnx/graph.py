@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from .. import compat
 from ..errors import fail
 from ..numerics.lookup import E8M0
 
@@ -162,9 +163,14 @@ class Graph:
         """Returns the name of a size, int64 [1], that may be known only at run time."""
         if not export.is_symbolic_dim(dim):
             return self.name(self.ints(int(dim)))
-        known = {symbol: _Size(self, self._size_of(symbol)) for symbol in self.sizes}
-        result = compat.evaluate_dim(dim, known)
-        return result.name if isinstance(result, _Size) else self.size(int(result))
+        text = str(dim).replace("^", "**")  # as `jax.export.symbolic_shape` reads it
+        symbols = set(re.findall(r"[^\W\d]\w*", text)) - _FUNCTIONS.keys()
+        if unknown := symbols - self.sizes.keys():
+            problem = f"the open size {min(unknown)!r} is not that of an axis of an input."
+            fix = f"pass an argument that has an axis of {min(unknown)!r} elements."
+            raise fail("interop.to_onnx", problem, given=f"a size of {dim}", fix=fix)
+        known = {symbol: _Size(self, self._size_of(symbol)) for symbol in sorted(symbols)}
+        return eval(text, {"__builtins__": {}}, {**_FUNCTIONS, **known}).name
 
     def _size_of(self, symbol: str) -> str:
         source, axis = self.sizes[symbol]
@@ -206,9 +212,10 @@ class _Size:
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph, self.name = graph, name
 
-    def _with(self, op: str, other: Any) -> _Size:
+    def _with(self, op: str, other: Any, *, swapped: bool = False) -> _Size:
         name = other.name if isinstance(other, _Size) else self.graph.size(int(other))
-        return _Size(self.graph, self.graph.add(op, self.name, name))
+        pair = (name, self.name) if swapped else (self.name, name)
+        return _Size(self.graph, self.graph.add(op, *pair))
 
     def __add__(self, other: Any) -> _Size:
         return self._with("Add", other)
@@ -219,13 +226,38 @@ class _Size:
     def __sub__(self, other: Any) -> _Size:
         return self._with("Sub", other)
 
-    def __floordiv__(self, other: Any) -> _Size:
-        return self._with("Div", other)  # sizes are not negative
+    def __rsub__(self, other: Any) -> _Size:
+        return self._with("Sub", other, swapped=True)
 
-    def __mod__(self, other: Any) -> _Size:
-        return self._with("Mod", other)
+    def __neg__(self) -> _Size:
+        return 0 - self
+
+    def __pow__(self, count: int) -> _Size:
+        return functools.reduce(_Size.__mul__, [self] * count)
 
     __radd__, __rmul__ = __add__, __mul__
+
+
+def _of_sizes(op: str) -> Callable[[Any, Any], Any]:
+    """Returns a function of sizes, at least one of which is known only at run time."""
+
+    def apply(x: Any, y: Any) -> Any:
+        return x._with(op, y) if isinstance(x, _Size) else y._with(op, x, swapped=True)
+
+    return apply
+
+
+def _floordiv(x: Any, y: Any) -> Any:
+    return _of_sizes("Div")(x - _FUNCTIONS["mod"](x, y), y)  # `Div` rounds toward zero
+
+
+_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "max": _of_sizes("Max"),
+    "min": _of_sizes("Min"),
+    "mod": _of_sizes("Mod"),
+    "floordiv": _floordiv,
+}
+"""The functions in the text of a size."""
 
 
 _DTYPES = (
@@ -267,6 +299,31 @@ def tensor(name: str, array: np.ndarray) -> Any:
         kind = getattr(onnx.TensorProto, _PACKED[array.dtype])
         return onnx.helper.make_tensor(name, kind, array.shape, packed.tobytes(), raw=True)
     return onnx.numpy_helper.from_array(np.require(array, requirements="C"), name)
+
+
+def beside(g: Graph) -> None:
+    """Stores what `DequantizeLinear` reads inside of a branch or a loop beside it: onnxruntime does
+    not look for it in the graph around, and then refuses to load what it rewrites.
+    """
+    read: set[str] = set()
+
+    def visit(nodes: Iterable[Any], inner: Any) -> None:
+        stored: set[str] = set()
+        for node in nodes:
+            if inner is not None and node.op_type == "DequantizeLinear":
+                for i, name in enumerate(node.input):
+                    if name in g.constants:
+                        node.input[i] = local = f"{name}_of_{inner.name}"
+                        if local not in stored:
+                            inner.initializer.append(tensor(local, g.constants[name]))
+                        stored.add(local)
+            read.update(node.input)
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    visit(attribute.g.node, attribute.g)
+
+    visit(g.nodes, None)
+    g.constants = {name: x for name, x in g.constants.items() if name in read}
 
 
 _SHARED = 1 << 10
@@ -345,5 +402,7 @@ def _order(x: np.ndarray, wanted: np.ndarray) -> tuple[int, ...] | None:
 
 
 def as_array(x: Any) -> Any:
-    """Returns a concrete array as NumPy has it."""
+    """Returns a concrete array as NumPy has it; of keys of random numbers, their data."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
     return np.asarray(x) if isinstance(x, (jax.Array, np.ndarray, np.generic, float, int)) else x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +108,8 @@ _SAME = {
     "min": "Min",
     "mul": "Mul",
     "name": "Identity",
+    "reshard": "Identity",
+    "sharding_constraint": "Identity",
     "neg": "Neg",
     "pow": "Pow",
     "sign": "Sign",
@@ -136,13 +138,13 @@ _COMPARISONS = {
 }
 
 
-def _dtype(eqn: Eqn, index: int = 0) -> np.dtype[Any]:
+def dtype_of(eqn: Eqn, index: int = 0) -> np.dtype[Any]:
     return np.dtype(eqn.invars[index].aval.dtype)
 
 
-def _scalar(eqn: Eqn, number: float) -> np.ndarray:
+def scalar(eqn: Eqn, number: float) -> np.ndarray:
     """Returns a number in the dtype of the first operand."""
-    return np.asarray(number, _dtype(eqn))
+    return np.asarray(number, dtype_of(eqn))
 
 
 def _compared(op: str) -> Rule:
@@ -165,7 +167,7 @@ _LOGIC = {"and": "And", "or": "Or", "xor": "Xor", "not": "Not"}
 
 def _logic(name: str) -> Rule:
     def apply(g: Graph, eqn: Eqn, *xs: Operand) -> str:
-        return g.add(_LOGIC[name] if _dtype(eqn) == np.bool_ else f"Bitwise{_LOGIC[name]}", *xs)
+        return g.add(_LOGIC[name] if dtype_of(eqn) == np.bool_ else f"Bitwise{_LOGIC[name]}", *xs)
 
     return apply
 
@@ -175,7 +177,7 @@ RULES.update({name: _logic(name) for name in _LOGIC})
 
 @rule("shift_left", "shift_right_logical", "shift_right_arithmetic")
 def _shift(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
-    dtype, bits = _dtype(eqn), _dtype(eqn).itemsize * 8
+    dtype, bits = dtype_of(eqn), dtype_of(eqn).itemsize * 8
     signed, unsigned = np.dtype(f"int{bits}"), np.dtype(f"uint{bits}")
     codes, count = (cast(g, a, unsigned) for a in (x, y))
     mask = None
@@ -187,14 +189,15 @@ def _shift(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
         codes = g.add("BitwiseXor", codes, mask)
     direction = "LEFT" if eqn.primitive.name == "shift_left" else "RIGHT"
     shifted = g.add("BitShift", codes, count, direction=direction)
-    is_whole = g.add("GreaterOrEqual", count, np.asarray(bits, unsigned))
-    shifted = where(g, is_whole, np.asarray(0, unsigned), shifted, unsigned)
+    if not isinstance(count, np.ndarray) or (count >= bits).any():
+        is_whole = g.add("GreaterOrEqual", count, np.asarray(bits, unsigned))
+        shifted = where(g, is_whole, np.asarray(0, unsigned), shifted, unsigned)
     return g.cast(shifted if mask is None else g.add("BitwiseXor", shifted, mask), dtype)
 
 
 @rule("rsqrt")
 def _rsqrt(g: Graph, eqn: Eqn, x: Operand) -> str:
-    return g.add("Div", _scalar(eqn, 1), g.add("Sqrt", x))
+    return g.add("Div", scalar(eqn, 1), g.add("Sqrt", x))
 
 
 @rule("square")
@@ -206,31 +209,31 @@ def _square(g: Graph, eqn: Eqn, x: Operand) -> str:
 def _integer_pow(g: Graph, eqn: Eqn, x: Operand) -> str:
     exponent = eqn.params["y"]
     if exponent == 0:
-        return g.add("Expand", _scalar(eqn, 1), g.shape(eqn.invars[0].aval.shape))
-    if not np.issubdtype(_dtype(eqn), np.integer) and abs(exponent) > 2:
-        power = g.add("Pow", x, _scalar(eqn, abs(exponent)))
+        return g.add("Expand", scalar(eqn, 1), g.shape(eqn.invars[0].aval.shape))
+    if not np.issubdtype(dtype_of(eqn), np.integer) and abs(exponent) > 2:
+        power = g.add("Pow", x, scalar(eqn, abs(exponent)))
     else:  # `Pow` computes integers in floats
         factors, square = [], x
         for bit in reversed(f"{abs(exponent):b}"):
             factors += [square] if bit == "1" else []
             square = g.add("Mul", square, square)
         power = functools.reduce(lambda a, b: g.add("Mul", a, b), factors)
-    return g.add("Div", _scalar(eqn, 1), power) if exponent < 0 else g.name(power)
+    return g.add("Div", scalar(eqn, 1), power) if exponent < 0 else g.name(power)
 
 
 @rule("exp2")
 def _exp2(g: Graph, eqn: Eqn, x: Operand) -> str:
-    return g.add("Pow", _scalar(eqn, 2), x)
+    return g.add("Pow", scalar(eqn, 2), x)
 
 
 @rule("log2")
 def _log2(g: Graph, eqn: Eqn, x: Operand) -> str:
-    return g.add("Div", g.add("Log", x), _scalar(eqn, math.log(2)))
+    return g.add("Div", g.add("Log", x), scalar(eqn, math.log(2)))
 
 
 @rule("cbrt")
 def _cbrt(g: Graph, eqn: Eqn, x: Operand) -> str:
-    root = g.add("Pow", g.add("Abs", x), _scalar(eqn, 1 / 3))
+    root = g.add("Pow", g.add("Abs", x), scalar(eqn, 1 / 3))
     return g.add("Mul", g.add("Sign", x), root)
 
 
@@ -238,19 +241,19 @@ def _cbrt(g: Graph, eqn: Eqn, x: Operand) -> str:
 def _expm1(g: Graph, eqn: Eqn, x: Operand) -> str:
     """`tanh(x / 2) (exp(x) + 1)`, which loses no digits near 0."""
     power = g.add("Exp", x)
-    half = g.add("Tanh", g.add("Mul", x, _scalar(eqn, 0.5)))
-    near = g.add("Mul", half, g.add("Add", power, _scalar(eqn, 1)))
-    is_near = g.add("Less", g.add("Abs", x), _scalar(eqn, 1))
-    return g.add("Where", is_near, near, g.add("Sub", power, _scalar(eqn, 1)))
+    half = g.add("Tanh", g.add("Mul", x, scalar(eqn, 0.5)))
+    near = g.add("Mul", half, g.add("Add", power, scalar(eqn, 1)))
+    is_near = g.add("Less", g.add("Abs", x), scalar(eqn, 1))
+    return g.add("Where", is_near, near, g.add("Sub", power, scalar(eqn, 1)))
 
 
 @rule("log1p")
 def _log1p(g: Graph, eqn: Eqn, x: Operand) -> str:
     """`x log(u) / (u - 1)` for `u = 1 + x`, in which the errors of `u` cancel."""
-    one = _scalar(eqn, 1)
+    one = scalar(eqn, 1)
     u = g.add("Add", x, one)
     log, difference = g.add("Log", u), g.add("Sub", u, one)
-    is_tiny = g.add("Equal", difference, _scalar(eqn, 0))
+    is_tiny = g.add("Equal", difference, scalar(eqn, 0))
     safe = g.add("Where", is_tiny, one, difference)
     near = g.add("Where", is_tiny, x, g.add("Mul", x, g.add("Div", log, safe)))
     is_near = g.add("Less", g.add("Abs", x), one)
@@ -260,28 +263,28 @@ def _log1p(g: Graph, eqn: Eqn, x: Operand) -> str:
 @rule("erfc")
 def _erfc(g: Graph, eqn: Eqn, x: Operand) -> str:
     """To the last digit of 1, not of the result: ONNX has no function for the tail."""
-    return g.add("Sub", _scalar(eqn, 1), g.add("Erf", x))
+    return g.add("Sub", scalar(eqn, 1), g.add("Erf", x))
 
 
 @rule("div", "rem")
 def _divide(g: Graph, eqn: Eqn, x: Operand, y: Operand) -> str:
     """Integers by 0, and the least one by -1, have results in JAX, and stop runtimes."""
-    dtype, is_div = _dtype(eqn), eqn.primitive.name == "div"
+    dtype, is_div = dtype_of(eqn), eqn.primitive.name == "div"
     op, attributes = ("Div", {}) if is_div else ("Mod", {"fmod": 1})
     if not np.issubdtype(dtype, np.integer):
         return g.add(op, x, y, **attributes)
     divisors = [0, -1] if np.iinfo(dtype).min < 0 else [0]
     if isinstance(y, np.ndarray):
         divisors = [n for n in divisors if (y == n).any()]
-    meets = {n: g.add("Equal", y, _scalar(eqn, n)) for n in divisors}
+    meets = {n: g.add("Equal", y, scalar(eqn, n)) for n in divisors}
     for here in meets.values():
-        y = where(g, here, _scalar(eqn, 1), y, dtype)
+        y = where(g, here, scalar(eqn, 1), y, dtype)
     result = g.add(op, x, y, **attributes)
     for n, here in meets.items():
         if is_div:
-            other = g.add("Neg", x) if n else ~_scalar(eqn, 0)
+            other = g.add("Neg", x) if n else ~scalar(eqn, 0)
         else:
-            other = _scalar(eqn, 0) if n else x
+            other = scalar(eqn, 0) if n else x
         result = where(g, here, other, result, dtype)
     return result
 
@@ -292,14 +295,14 @@ def _round(g: Graph, eqn: Eqn, x: Operand) -> str:
         return g.add("Round", x)
     floor = g.add("Floor", g.add("Abs", x))
     rest = g.add("Sub", g.add("Abs", x), floor)
-    up = g.cast(g.add("GreaterOrEqual", rest, _scalar(eqn, 0.5)), _dtype(eqn))
+    up = g.cast(g.add("GreaterOrEqual", rest, scalar(eqn, 0.5)), dtype_of(eqn))
     return g.add("Mul", g.add("Sign", x), g.add("Add", floor, up))
 
 
 @rule("is_finite")
 def _is_finite(g: Graph, eqn: Eqn, x: Operand) -> str:
     difference = g.add("Sub", x, x)  # 0, or NaN for infinity and NaN
-    return g.add("Equal", difference, _scalar(eqn, 0))
+    return g.add("Equal", difference, scalar(eqn, 0))
 
 
 @rule("clamp")
@@ -309,21 +312,21 @@ def _clamp(g: Graph, eqn: Eqn, low: Operand, x: Operand, high: Operand) -> str:
 
 @rule("select_n")
 def _select_n(g: Graph, eqn: Eqn, which: Operand, *cases: Operand) -> str:
-    dtype = _dtype(eqn, 1)
+    dtype = dtype_of(eqn, 1)
     if len(cases) == 1:
         return g.name(cases[0])
-    if _dtype(eqn) == np.bool_:
+    if dtype_of(eqn) == np.bool_:
         return where(g, which, cases[1], cases[0], dtype)
     result: Operand = cases[-1]
     for i in reversed(range(len(cases) - 1)):
-        is_here = g.add("LessOrEqual", which, _scalar(eqn, i))
+        is_here = g.add("LessOrEqual", which, scalar(eqn, i))
         result = where(g, is_here, cases[i], result, dtype)
     return g.name(result)
 
 
 @rule("convert_element_type")
 def _convert(g: Graph, eqn: Eqn, x: Operand) -> str:
-    old, new = _dtype(eqn), np.dtype(eqn.params["new_dtype"])
+    old, new = dtype_of(eqn), np.dtype(eqn.params["new_dtype"])
     if old == E8M0:
         return g.cast(number_of_e8m0(g, x), new)
     if new == old:
@@ -366,13 +369,13 @@ _PRECISIONS = {(8, 7): "bfloat16", (5, 10): "float16"}
 @rule("reduce_precision")
 def _reduce_precision(g: Graph, eqn: Eqn, x: Operand) -> str:
     bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
-    if bits not in _PRECISIONS or _dtype(eqn) == np.float64:
-        name = _dtype(eqn).name
+    if bits not in _PRECISIONS or dtype_of(eqn) == np.float64:
+        name = dtype_of(eqn).name
         raise refuse(eqn, f"of {name} to {bits[0]} and {bits[1]} bits has no form in ONNX")
-    return g.cast(g.cast(x, jnp.dtype(_PRECISIONS[bits])), _dtype(eqn))
+    return g.cast(g.cast(x, jnp.dtype(_PRECISIONS[bits])), dtype_of(eqn))
 
 
-@rule("optimization_barrier")
+@rule("device_put", "optimization_barrier")
 def _barrier(g: Graph, eqn: Eqn, *xs: Operand) -> list[str]:
     return [g.add("Identity", x) for x in xs]
 
@@ -451,7 +454,7 @@ def _stack(g: Graph, eqn: Eqn, *xs: Operand) -> str:
 
 
 def pad(g: Graph, x: Operand, value: Operand, config: Sequence[Any], shape: Sequence[Any]) -> str:
-    """Returns `x` padded as `lax.pad` does."""
+    """Returns `x` padded as `lax.pad` does; padding of an open size is not negative."""
     shape = list(shape)
     for axis, (_, _, between) in enumerate(config):
         if between and shape[axis] > 1:
@@ -463,12 +466,14 @@ def pad(g: Graph, x: Operand, value: Operand, config: Sequence[Any], shape: Sequ
             shape[axis] = n * (1 + between)
             x = g.slice(g.reshape(x, shape), axis, 0, shape[axis] - between)
             shape[axis] -= between
-    for axis, (low, high, _) in enumerate(config):
-        if low < 0 or high < 0:
-            end = shape[axis] + min(high, 0)
-            x = g.slice(x, axis, max(-low, 0), end)
-    pads = [max(x[0], 0) for x in config] + [max(x[1], 0) for x in config]
-    return g.add("Pad", x, g.ints(*pads), value) if any(pads) else g.name(x)
+    pads = [n for end in (0, 1) for n in (x[end] for x in config)]
+    cuts = [0 if export.is_symbolic_dim(n) else max(-n, 0) for n in pads]
+    for axis, (low, high) in enumerate(zip(cuts[: len(config)], cuts[len(config) :], strict=True)):
+        if low or high:
+            x = g.slice(x, axis, low, shape[axis] - high)
+    pads = [n + cut for n, cut in zip(pads, cuts, strict=True)]
+    is_padded = any(export.is_symbolic_dim(n) or n for n in pads)
+    return g.add("Pad", x, g.shape(pads), value) if is_padded else g.name(x)
 
 
 @rule("pad")
@@ -509,26 +514,35 @@ def _reduced(g: Graph, eqn: Eqn, op: str, x: Operand, empty: np.ndarray) -> str:
     return g.add(op, x, g.ints(*axes), keepdims=0, noop_with_empty_axes=1)
 
 
+def _neutral(eqn: Eqn) -> np.ndarray:
+    """Returns the sum, maximum or minimum of nothing."""
+    kind = eqn.primitive.name.rsplit("_", 1)[1]
+    if kind == "sum":
+        return scalar(eqn, 0)
+    if jnp.issubdtype(dtype_of(eqn), jnp.floating):
+        return scalar(eqn, -np.inf if kind == "max" else np.inf)
+    limits = jnp.iinfo(dtype_of(eqn))
+    return scalar(eqn, limits.min if kind == "max" else limits.max)
+
+
 @rule("reduce_max", "reduce_min")
 def _extreme(g: Graph, eqn: Eqn, x: Operand) -> str:
     """NaN if there is one, which runtimes pass over."""
-    is_max, dtype = eqn.primitive.name == "reduce_max", _dtype(eqn)
-    op = "ReduceMax" if is_max else "ReduceMin"
-    if not jnp.issubdtype(dtype, jnp.floating):
-        limits = jnp.iinfo(dtype)
-        return _reduced(g, eqn, op, x, _scalar(eqn, limits.min if is_max else limits.max))
-    result = _reduced(g, eqn, op, x, _scalar(eqn, -np.inf if is_max else np.inf))
+    op = "ReduceMax" if eqn.primitive.name == "reduce_max" else "ReduceMin"
+    result = _reduced(g, eqn, op, x, _neutral(eqn))
+    if not jnp.issubdtype(dtype_of(eqn), jnp.floating):
+        return result
     numbers = _reduced(g, eqn, "ReduceMin", g.add("Equal", x, x), np.asarray(True))
-    return g.add("Where", numbers, result, _scalar(eqn, np.nan))
+    return g.add("Where", numbers, result, scalar(eqn, np.nan))
 
 
 @rule("reduce_sum", "reduce_prod")
 def _total(g: Graph, eqn: Eqn, x: Operand) -> str:
     """Runtimes add and multiply integers in float64, and do not wrap around."""
-    is_sum, dtype = eqn.primitive.name == "reduce_sum", _dtype(eqn)
+    is_sum, dtype = eqn.primitive.name == "reduce_sum", dtype_of(eqn)
     if jnp.issubdtype(dtype, jnp.floating):
         op = "ReduceSum" if is_sum else "ReduceProd"
-        return _reduced(g, eqn, op, x, _scalar(eqn, not is_sum))
+        return _reduced(g, eqn, op, x, scalar(eqn, not is_sum))
     if not is_sum or dtype == np.int64:
         return _folded(g, eqn, "Add" if is_sum else "Mul", x, not is_sum)
     total = _reduced(g, eqn, "ReduceSum", g.cast(x, np.int64), np.asarray(0, np.int64))
@@ -537,7 +551,7 @@ def _total(g: Graph, eqn: Eqn, x: Operand) -> str:
 
 @rule("reduce_and", "reduce_or", "reduce_xor")
 def _reduce_logic(g: Graph, eqn: Eqn, x: Operand) -> str:
-    name, is_bool = eqn.primitive.name, _dtype(eqn) == np.bool_
+    name, is_bool = eqn.primitive.name, dtype_of(eqn) == np.bool_
     is_and = name == "reduce_and"
     if is_bool and name != "reduce_xor":
         return _reduced(g, eqn, "ReduceMin" if is_and else "ReduceMax", x, np.asarray(is_and))
@@ -549,7 +563,7 @@ def _folded(g: Graph, eqn: Eqn, op: str, x: Operand, neutral: int) -> str:
     """Returns a reduction by an operation of two halves at a time."""
     sizes, axes = list(eqn.invars[0].aval.shape), eqn.params["axes"]
     if any(export.is_symbolic_dim(sizes[axis]) for axis in axes):
-        raise refuse(eqn, f"of {_dtype(eqn).name} over an open size has no form in ONNX")
+        raise refuse(eqn, f"of {dtype_of(eqn).name} over an open size has no form in ONNX")
     for axis in axes:
         while (n := sizes[axis]) > 1:
             half = n // 2
@@ -558,7 +572,7 @@ def _folded(g: Graph, eqn: Eqn, op: str, x: Operand, neutral: int) -> str:
             x = g.add("Concat", *parts, axis=axis) if n % 2 else parts[0]
             sizes[axis] = half + n % 2
     if 0 in [sizes[axis] for axis in axes]:
-        return _reduced(g, eqn, op, x, np.asarray(neutral).astype(_dtype(eqn)))
+        return _reduced(g, eqn, op, x, np.asarray(neutral).astype(dtype_of(eqn)))
     return g.reshape(x, eqn.outvars[0].aval.shape)
 
 
@@ -568,7 +582,7 @@ def _arg(g: Graph, eqn: Eqn, x: Operand) -> str:
     (axis,) = eqn.params["axes"]
     op = {"argmax": "ArgMax", "argmin": "ArgMin"}[eqn.primitive.name]
     index = g.add(op, x, axis=axis, keepdims=0)
-    if jnp.issubdtype(_dtype(eqn), jnp.floating):
+    if jnp.issubdtype(dtype_of(eqn), jnp.floating):
         numbers = g.cast(g.add("Equal", x, x), np.uint8)
         are_all = g.cast(g.add("ReduceMin", numbers, g.ints(axis), keepdims=0), np.bool_)
         first = g.add("ArgMin", numbers, axis=axis, keepdims=0)
@@ -584,12 +598,16 @@ def _cumsum(g: Graph, eqn: Eqn, x: Operand) -> str:
 
 @rule("sort")
 def _sort(g: Graph, eqn: Eqn, *xs: Operand) -> list[str]:
+    """By the last key first: `TopK` leaves equal elements in their order."""
     axis = eqn.params["dimension"]
-    if eqn.params["num_keys"] != 1:
-        raise refuse(eqn, "by several keys has no form in ONNX")
     count = g.size(eqn.invars[0].aval.shape[axis])
-    keys, order = g.add_many("TopK", 2, xs[0], count, axis=axis, largest=0, sorted=1)
-    return [keys, *(g.add("GatherElements", x, order, axis=axis) for x in xs[1:])]
+    for i in reversed(range(eqn.params["num_keys"])):
+        key, order = g.add_many("TopK", 2, xs[i], count, axis=axis, largest=0, sorted=1)
+        moved = [
+            g.add("GatherElements", x, order, axis=axis) if x is not xs[i] else key for x in xs
+        ]
+        xs = tuple(moved)
+    return list(xs)
 
 
 @rule("top_k")
@@ -601,21 +619,24 @@ def _top_k(g: Graph, eqn: Eqn, x: Operand) -> list[str]:
 
 @rule("reduce_window_max", "reduce_window_sum", "reduce_window_min")
 def _window(g: Graph, eqn: Eqn, x: Operand) -> str:
-    p, shape = eqn.params, eqn.invars[0].aval.shape
-    if any(n != 1 for n in p["base_dilation"]):
-        raise refuse(eqn, "with a base dilation has no form in ONNX")
+    p, shape, padding = eqn.params, eqn.invars[0].aval.shape, eqn.params["padding"]
     sizes, steps, dilations = p["window_dimensions"], p["window_strides"], p["window_dilation"]
-    if any(max(pads) >= n > 1 for pads, n in zip(p["padding"], sizes, strict=True)):
-        raise refuse(eqn, "with padding as large as its window has no form in ONNX")
-    if any(n < 0 for pads in p["padding"] for n in pads):
-        raise refuse(eqn, "with negative padding has no form in ONNX")
-    fields = zip(sizes, steps, p["padding"], dilations, strict=True)
+    config = [(*pads, n - 1) for pads, n in zip(padding, p["base_dilation"], strict=True)]
+    is_open = any(export.is_symbolic_dim(n) for pads in padding for n in pads)
+    pairs = zip(config, sizes, strict=True)
+    if is_open or any(min(x) < 0 or max(x) >= n or x[2] for x, n in pairs):
+        # Runtimes take less padding than a window, and no holes.
+        x = pad(g, x, _neutral(eqn), config, shape)
+        pairs = zip(shape, config, strict=True)
+        shape = [a + n + (max(n - 1, 0) * c if c else 0) + b for n, (a, b, c) in pairs]
+        padding = [(0, 0)] * len(shape)
+    fields = zip(sizes, steps, padding, dilations, strict=True)
     moving = [i for i, x in enumerate(fields) if x[:3] != (1, 1, (0, 0))] or [len(shape) - 1]
     rest = [i for i in range(len(shape)) if i not in moving]
     x = g.transpose(x, [*rest, *moving])
     space = [shape[i] for i in moving]
     x = g.reshape(x, [math.prod(shape[i] for i in rest), 1, *space])
-    pads = [p["padding"][i][0] for i in moving] + [p["padding"][i][1] for i in moving]
+    pads = [padding[i][0] for i in moving] + [padding[i][1] for i in moving]
     window = {
         "kernel_shape": [sizes[i] for i in moving],
         "strides": [steps[i] for i in moving],
@@ -624,228 +645,20 @@ def _window(g: Graph, eqn: Eqn, x: Operand) -> str:
     }
     if eqn.primitive.name == "reduce_window_sum":
         mean = g.add("AveragePool", x, count_include_pad=1, **window)
-        y = g.add("Mul", mean, _scalar(eqn, math.prod(window["kernel_shape"])))
+        y = g.add("Mul", mean, scalar(eqn, math.prod(window["kernel_shape"])))
     else:
         is_max = eqn.primitive.name == "reduce_window_max"
-        y = g.add("MaxPool", x if is_max else g.add("Neg", x), **window)
+        x = x if is_max else g.add("Neg", x)
+        y = g.add("MaxPool", x, **window)
+        if jnp.issubdtype(dtype_of(eqn), jnp.floating):
+            # Runtimes pass over NaN, and give the least number for infinities alone.
+            low, nan = scalar(eqn, -np.inf), scalar(eqn, np.nan)
+            kinds = g.cast(g.add("Greater", x, low), np.uint8)
+            kinds = g.add("Where", g.add("IsNaN", x), np.uint8(2), kinds)
+            kind = g.add("MaxPool", kinds, **window)
+            y = g.add("Where", g.cast(kind, np.bool_), y, low)
+            y = g.add("Where", g.add("Equal", kind, np.uint8(2)), nan, y)
         y = y if is_max else g.add("Neg", y)
-        if jnp.issubdtype(_dtype(eqn), jnp.floating):  # runtimes pass over NaN
-            has_nan = g.add("MaxPool", g.cast(g.add("IsNaN", x), np.uint8), **window)
-            y = g.add("Where", g.cast(has_nan, np.bool_), _scalar(eqn, np.nan), y)
     out = eqn.outvars[0].aval.shape
     y = g.reshape(y, [out[i] for i in (*rest, *moving)])
     return g.transpose(y, list(np.argsort([*rest, *moving])))
-
-
-# Lookups and updates, whose starts are clamped as `lax` clamps them.
-
-
-def _start(g: Graph, start: Operand, most: Any) -> str:
-    """Returns a start of a slice, int64 [1], between 0 and a size."""
-    index = g.add("Reshape", g.cast(start, np.int64), g.ints(1))
-    return g.add("Min", g.add("Max", index, g.ints(0)), g.size(most))
-
-
-@rule("dynamic_slice")
-def _dynamic_slice(g: Graph, eqn: Eqn, x: Operand, *starts: Operand) -> str:
-    sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
-    for axis, (size, n) in enumerate(zip(sizes, shape, strict=True)):
-        if size is not n and size != n:
-            start = _start(g, starts[axis], n - size)
-            x = g.slice(x, axis, start, g.add("Add", start, g.size(size)))
-    return g.name(x)
-
-
-@rule("dynamic_update_slice")
-def _dynamic_update_slice(g: Graph, eqn: Eqn, x: Operand, update: Operand, *starts: Operand) -> str:
-    shape, sizes = (atom.aval.shape for atom in eqn.invars[:2])
-    return overwritten(g, x, update, starts, shape, sizes)
-
-
-def overwritten(
-    g: Graph,
-    x: Operand,
-    update: Operand,
-    starts: Sequence[Operand],
-    shape: Sequence[Any],
-    sizes: Sequence[Any],
-) -> str:
-    """Returns `x` of a shape, with an update of other sizes written to it."""
-
-    def updated(x: Operand, axes: list[int]) -> Operand:
-        """Returns `x` with the update, which has the size of `x` but along some axes."""
-        if not axes:
-            return update
-        axis, *others = axes
-        n, size = shape[axis], sizes[axis]
-        start = _start(g, starts[axis], n - size)
-        end = g.add("Add", start, g.size(size))
-        middle = updated(g.slice(x, axis, start, end) if others else x, others)
-        parts = g.slice(x, axis, 0, start), middle, g.slice(x, axis, end, n)
-        return g.add("Concat", *parts, axis=axis)
-
-    axes = [i for i, (n, m) in enumerate(zip(shape, sizes, strict=True)) if n is not m and n != m]
-    return g.name(updated(x, axes))
-
-
-def _places(
-    g: Graph,
-    numbers: Any,
-    starts: Operand,
-    starts_shape: Sequence[int],
-    operand_shape: Sequence[int],
-    sizes: Sequence[int],
-) -> tuple[str, str, list[int]]:
-    """Returns the index of each element of all windows, int64 [*batch, *window, rank]; whether each
-    window lies inside, bool [*batch, 1...]; and the sizes of the batch.
-    """
-    if isinstance(numbers, lax.GatherDimensionNumbers):
-        mapped, start_batching = numbers.start_index_map, numbers.start_indices_batching_dims
-    else:
-        mapped = numbers.scatter_dims_to_operand_dims
-        start_batching = numbers.scatter_indices_batching_dims
-    batching = numbers.operand_batching_dims
-    batch, rank = list(starts_shape[:-1]), len(operand_shape)
-    starts = g.cast(starts, np.int64)
-    highs = g.ints(*(operand_shape[d] - sizes[d] for d in mapped))
-    if mapped:
-        clamped = g.add("Min", g.add("Max", starts, g.ints(0)), highs)
-        same = g.cast(g.add("Equal", starts, clamped), np.int32)
-        inside = g.cast(g.add("ReduceMin", same, g.ints(-1), keepdims=0), np.bool_)
-    else:
-        clamped, inside = starts, g.name(np.ones(batch, np.bool_))
-    inside = g.add("Reshape", inside, g.ints(*batch, *[1] * rank))
-    columns = []
-    for d in range(rank):
-        window = np.arange(sizes[d], dtype=np.int64)
-        column: Operand = window.reshape(
-            [1] * len(batch) + [-1 if i == d else 1 for i in range(rank)]
-        )
-        if d in mapped:
-            start = g.slice(clamped, len(batch), list(mapped).index(d), list(mapped).index(d) + 1)
-            start = g.add("Reshape", start, g.ints(*batch, *[1] * rank))
-            column = g.add("Add", column, start)
-        elif d in batching:
-            axis = start_batching[list(batching).index(d)]
-            index = np.arange(batch[axis], dtype=np.int64)
-            column = index.reshape([-1 if i == axis else 1 for i in range(len(batch))] + [1] * rank)
-        full = g.add("Expand", column, g.ints(*batch, *sizes))
-        columns.append(g.add("Reshape", full, g.ints(*batch, *sizes, 1)))
-    index = g.add("Concat", *columns, axis=-1) if rank > 1 else columns[0]
-    return index, inside, batch
-
-
-@rule("gather")
-def gather(g: Graph, eqn: Eqn, x: Operand, starts: Operand) -> str:
-    """Rows of an axis by `Gather`; anything else by the index of each element."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shape, starts_shape = (atom.aval.shape for atom in eqn.invars)
-    if (axis := row_axis(eqn)) is not None:
-        index = row_index(g, eqn, starts, axis)
-        return filled(g, eqn, g.add("Gather", x, index.clamped, axis=axis), index.inside)
-    if any(map(export.is_symbolic_dim, (*shape, *starts_shape))):
-        raise refuse(eqn, "with open sizes has no form in ONNX, but for rows of an axis")
-    index, inside, batch = _places(g, numbers, starts, starts_shape, shape, sizes)
-    values = filled(g, eqn, g.add("GatherND", x, index), inside)
-    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [n for d, n in enumerate(sizes) if d not in dropped]
-    values = g.add("Reshape", values, g.ints(*batch, *kept))
-    rank, offsets = len(batch) + len(kept), list(numbers.offset_dims)
-    batch_axes = [i for i in range(rank) if i not in offsets]
-    order = [0] * rank
-    for source, target in enumerate([*batch_axes, *offsets]):
-        order[target] = source
-    return g.transpose(values, order)
-
-
-def row_axis(eqn: Eqn) -> int | None:
-    """Returns the axis of which a gather takes whole rows as `Gather` does; else `None`."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shape, starts_shape = (atom.aval.shape for atom in eqn.invars)
-    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
-        return None
-    (axis,) = numbers.start_index_map
-    if numbers.collapsed_slice_dims != (axis,) or starts_shape[-1] != 1:
-        return None
-    others = [i for i in range(len(shape)) if i != axis]
-    if any(sizes[i] != shape[i] for i in others):
-        return None
-    batch = len(starts_shape) - 1
-    expected = (*range(axis), *range(axis + batch, len(shape) - 1 + batch))
-    return axis if tuple(numbers.offset_dims) == expected else None
-
-
-class Rows(NamedTuple):
-    """Which rows a gather takes: their indices within the axis, and whether they were inside."""
-
-    clamped: str
-    inside: str
-
-
-def row_index(g: Graph, eqn: Eqn, starts: Operand, axis: int) -> Rows:
-    """Returns the rows of a gather along an axis; `inside` broadcasts to its result."""
-    shape, starts_shape = (atom.aval.shape for atom in eqn.invars)
-    index = g.reshape(g.cast(starts, np.int64), starts_shape[:-1])
-    first, last = np.asarray(0, np.int64), shape[axis] - 1
-    is_open = export.is_symbolic_dim(last)
-    last = g.add("Squeeze", g.size(last)) if is_open else np.asarray(last, np.int64)
-    clamped = g.add("Min", g.add("Max", index, first), last)
-    aligned = [1] * axis + list(starts_shape[:-1]) + [1] * (len(shape) - axis - 1)
-    return Rows(clamped, g.reshape(g.add("Equal", index, clamped), aligned))
-
-
-def filled(g: Graph, eqn: Eqn, values: str, inside: str) -> str:
-    """Returns the values of a gather, and what its mode gives outside of the array."""
-    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
-        return values
-    return where(g, inside, values, _fill(eqn), _dtype(eqn))
-
-
-def _fill(eqn: Eqn) -> np.ndarray:
-    """Returns what a gather gives outside of the array: NaN, or the number of JAX for a dtype."""
-    dtype, value = _dtype(eqn), eqn.params.get("fill_value")
-    if value is None and np.issubdtype(dtype, np.integer):
-        limits = np.iinfo(dtype)
-        value = limits.min or limits.max
-    elif value is None:
-        value = dtype == np.bool_ or np.nan
-    return np.asarray(value, dtype)
-
-
-@rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
-def _scatter(g: Graph, eqn: Eqn, x: Operand, starts: Operand, updates: Operand) -> str:
-    p, name = eqn.params, eqn.primitive.name.replace("-", "_")
-    numbers, mode = p["dimension_numbers"], p["mode"]
-    shape, starts_shape, updates_shape = (atom.aval.shape for atom in eqn.invars)
-    if any(map(export.is_symbolic_dim, (*shape, *starts_shape, *updates_shape))):
-        raise refuse(eqn, "with open sizes has no form in ONNX")
-    windows = list(numbers.update_window_dims)
-    dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    iterator = iter(updates_shape[d] for d in windows)
-    sizes = [1 if d in dropped else next(iterator) for d in range(len(shape))]
-    index, inside, batch = _places(g, numbers, starts, starts_shape, shape, sizes)
-    order = [d for d in range(len(updates_shape)) if d not in windows] + windows
-    values = g.add("Reshape", g.transpose(updates, order), g.ints(*batch, *sizes))
-    reduction = "none" if name == "scatter" else name.removeprefix("scatter_")
-
-    def put(x: Operand, values: Operand, reduction: str) -> str:
-        """Returns `x` with the updates; those outside go to one more element, which is dropped."""
-        if mode not in (lax.GatherScatterMode.FILL_OR_DROP, None):
-            return g.add("ScatterND", x, index, values, reduction=reduction)
-        count = math.prod(shape)
-        strides = g.ints(*(math.prod(shape[d + 1 :]) for d in range(len(shape))))
-        place = g.add("ReduceSum", g.add("Mul", index, strides), g.ints(-1), keepdims=0)
-        place = g.add("Where", inside, place, np.asarray(count, np.int64))
-        flat, updates = (g.add("Reshape", a, g.ints(-1)) for a in (x, values))
-        flat = g.add("Concat", flat, g.add("Slice", updates, *map(g.ints, (0, 1, 0))), axis=0)
-        place = g.add("Reshape", place, g.ints(-1, 1))
-        flat = g.add("ScatterND", flat, place, updates, reduction=reduction)
-        return g.reshape(g.slice(flat, 0, 0, count), shape)
-
-    result = put(x, values, reduction)
-    if reduction in ("min", "max") and jnp.issubdtype(_dtype(eqn), jnp.floating):
-        # Runtimes pass over NaN.
-        old, new = (g.cast(g.add("IsNaN", a), np.int32) for a in (x, values))
-        has_nan = g.cast(put(old, new, "max"), np.bool_)
-        result = g.add("Where", has_nan, _scalar(eqn, np.nan), result)
-    return result

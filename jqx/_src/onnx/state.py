@@ -19,7 +19,8 @@ from ..numerics.qtype import Integer
 from ..tensor.qtensor import QTensor
 from .contractions import current_affine, rounded_units
 from .graph import Graph, Operand, Value
-from .primitives import overwritten, refuse
+from .lookups import overwritten
+from .primitives import refuse
 
 
 def is_state(x: Any) -> bool:

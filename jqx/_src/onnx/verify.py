@@ -31,7 +31,7 @@ from ..transforms.make_plan import as_plan
 from ..transforms.plan import Site
 from ..transforms.trace import trace_call
 from ..transforms.views import real_of
-from .export import SITES, output_names
+from .export import SITES, named
 from .graph import onnx_module, onnx_type
 
 
@@ -288,9 +288,9 @@ def _recorded(
     @jax.jit
     def run(leaves: Any) -> list[Any]:
         out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        pairs = zip(out, output_names(call), strict=True)
+        pairs = named(call, out)
         # A state in codes has an output for its codes and one for its scales.
-        return jax.tree.leaves([real_of(x) if name in outputs else x for x, name in pairs])
+        return jax.tree.leaves([real_of(x) if name in outputs else x for name, x in pairs])
 
     results = list(map(np.asarray, run(quantized_leaves(call, call.leaves, rules))))
     jax.effects_barrier()

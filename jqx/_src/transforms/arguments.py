@@ -164,7 +164,10 @@ def number_of(function: str, argument: str, f: Callable[..., Any], *values: Any)
 # Errors that a function raises while it is traced are attributed to it, with its arguments.
 
 
-_OWN = (TypeError, ValueError, LookupError, AttributeError)
+_KEPT = (NotImplementedError, jax.errors.InconclusiveDimensionOperation)
+"""The exceptions that JAX raises for what it cannot do, such as with sizes that are open."""
+
+_OWN = (TypeError, ValueError, LookupError, AttributeError, *_KEPT)
 """The exceptions that a function raises for arguments that do not fit."""
 
 _TRACED = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
@@ -188,6 +191,8 @@ def evaluating(
             same = type(error).__new__(type(error))  # its constructor would require the tracer
             same.args = (text,)
             raise same from error
+        if isinstance(error, _KEPT):
+            raise type(error)(text) from error
         raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from error
 
 
@@ -212,6 +217,8 @@ def _text(
     fix = "call f itself with them to see where it fails."
     if isinstance(error, _TRACED):
         fix = "write f with jax.numpy, as for jax.jit: it is traced, without values."
+    elif isinstance(error, jax.errors.InconclusiveDimensionOperation):
+        fix = "say what is known: jax.export.symbolic_shape('n', constraints=['n >= 2'])."
     elif any(hasattr(x, "aval") for x in args):
         fix += " Under jax.vmap, f sees one example: map the batch alone, in_axes=(None, 0)."
     problem = f"`f` cannot be evaluated on these arguments. {type(error).__name__}: {reason[:300]}"
