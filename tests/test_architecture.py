@@ -90,9 +90,9 @@ INSIDE = {
         contractions.cache contractions.problem diagnostics.report gradients.estimators
         numerics.exact numerics.lookup numerics.minifloats numerics.qtype numerics.runtimes
         ops.affine statistics.calibrators tensor.grid tensor.qtensor tensor.spec
-        transforms.arguments transforms.calibrate transforms.higher_order transforms.integers transforms.interpret
-        transforms.make_plan transforms.onnx_rules transforms.paths transforms.plan transforms.trace
-        transforms.views transforms.walk
+        transforms.arguments transforms.calibrate transforms.higher_order transforms.integers
+        transforms.interpret transforms.make_plan transforms.onnx_rules transforms.paths
+        transforms.plan transforms.trace transforms.views transforms.walk
     """,
     "litert": """
         numerics.exact numerics.lookup onnx.export policy statistics.calibrators
