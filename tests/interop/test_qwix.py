@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ import jqx
 import jqx.linen
 import jqx.nnx
 from jqx.calibrators import ceil, fixed, minmax, rms
-from jqx.interop import from_qwix
+from jqx.interop import from_qarray, from_qwix, to_qarray
 from jqx.numerics import ngraph, qwix
 from jqx.recipes import Products, Recipe, Rounded
 
@@ -273,6 +273,39 @@ def test_what_has_no_equal_is_refused():
         assert_error(lambda: from_qwix(text), "MaxText", "yaml.safe_load")  # noqa: B023
 
 
+def test_an_array_of_qwix_is_a_qtensor():
+    codes, scale = jnp.arange(-4, 4).astype(jnp.int8).reshape(4, 2), jnp.ones((2, 2), jnp.bfloat16)
+    x = SimpleNamespace(qvalue=codes, scale=scale, zero_point=None, qtype="int8")
+    q = from_qarray(x)
+    assert q.values is codes and q.scale is scale and q.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(q.dequantize(), codes.astype(jnp.bfloat16))
+    zero_point = jnp.ones((2, 2), jnp.int8)
+    x = SimpleNamespace(qvalue=codes, scale=scale, zero_point=zero_point, qtype=jnp.int8)
+    np.testing.assert_array_equal(from_qarray(x).dequantize(), (codes - 1).astype(jnp.bfloat16))
+
+
+def test_arrays_without_an_equal_are_refused():
+    assert_error(lambda: from_qarray(jnp.ones(2)), "no qwix.QArray", error=TypeError)
+    codes = {"qvalue": jnp.ones(2), "scale": jnp.ones(1), "zero_point": None}
+    for qtype in ("mxfp8", "nvfp4", "int9", object()):
+        x = SimpleNamespace(**codes, qtype=qtype)
+        assert_error(lambda: from_qarray(x), "interop.from_qarray")  # noqa: B023
+    q = jqx.QTensor.quantize(jnp.ones((4, 6)), "int8")
+    tail = jqx.QSpec("int8", jqx.per_block({1: 4}, tail=True))
+    block = jqx.QSpec("mxfp8_e4m3", jqx.per_block({1: 32}, tail=True))
+    for other, words in (
+        (dataclasses.replace(q, offset=jnp.ones((1, 1))), "an offset"),
+        (dataclasses.replace(q, order=jnp.arange(6)[None]), "an order"),
+        (jqx.QTensor.quantize(jnp.ones((4, 6)), tail), "a last block that is smaller"),
+        (jqx.QTensor.quantize(jnp.ones((4, 6)), block), "no format mxfp8_e4m3"),
+        (jqx.QTensor.quantize(jnp.ones((4, 6)), "int16"), "no format int16"),
+    ):
+        assert_error(lambda: to_qarray(other), words)  # noqa: B023
+    assert_error(lambda: to_qarray(jnp.ones(2)), "`q` is not", error=TypeError)
+    if importlib.util.find_spec("qwix") is None:
+        assert_error(lambda: to_qarray(q), "not installed", "pip install qwix", error=ImportError)
+
+
 # Against Qwix itself.
 
 
@@ -396,3 +429,25 @@ def test_nnx_modules_have_the_sites_and_codes_of_qwix(package, name):
     arrays = {"/".join(map(str, keys)): functools.reduce(_child, keys, theirs) for keys in paths}
     ours = jqx.nnx.ptq(Nnx(nnx.Rngs(0)), from_qwix(rules), jqx.algorithms.nearest())([x])
     assert_same_codes(ours.params, arrays)
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("qtype", ["int3", "int4", "int7", "int8", "nf4", "float8_e4m3fn"])
+def test_arrays_of_qwix_come_back_identical(package, qtype):
+    x = jax.random.normal(jax.random.key(0), (64, 32)).astype(jnp.bfloat16)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for options in ({"channelwise_axes": [1]}, {"tiled_axes": {0: 16, 1: 1}}):
+            for method in ("absmax", *(["minmax"] if qtype in ("int4", "int8") else [])):
+                given = x.astype(dtype)
+                array = package.quantize(given, qtype, calibration_method=method, **options)
+                q = from_qarray(array)
+                back = to_qarray(q)
+                assert back.qtype == array.qtype
+                if qtype not in ("int3", "nf4"):
+                    assert back.qvalue is array.qvalue and back.scale is array.scale
+                jax.tree.map(np.testing.assert_array_equal, back, array)
+                near = 0 if dtype == jnp.float32 else 2**-7
+                real, want = (
+                    a.astype(jnp.float32) for a in (q.dequantize(), package.dequantize(array))
+                )
+                np.testing.assert_allclose(real, want, rtol=near)

@@ -82,8 +82,9 @@ def from_qwix(rules: Any, *, merge_einsum: bool = False) -> Policy:
 
     What differs: a static scale covers the largest magnitude of all batches, and is one for the
     array; Qwix takes the mean over batches, for each index that is neither summed nor in
-    `act_batch_axes`. A table that is also multiplied, such as a tied embedding, stays in float.
-    In training, operands are rounded again for each product; Qwix moves scales to `dy`.
+    `act_batch_axes`. A table that is also multiplied, such as a tied embedding, stays in float. A
+    weight on the left of a product is one, while `PtqProvider` takes it for an activation. In
+    training, operands are rounded again for each product; Qwix moves scales to `dy`.
 
     Args:
       rules: a sequence of `qwix.QuantizationRule` or `qwix.QtRule`, of other objects with these
@@ -255,7 +256,7 @@ class _Translated:
         is_block = bool({self.fields["weight_qtype"], self.fields["act_qtype"]} & {*_BLOCKS})
         is_tiled = self._size("tile_size") is not None
         in_one = ("dot_general", "einsum", *([] if is_tiled else ["conv_general_dilated"]))
-        specs = {self._op(*in_one): (weight, x)}
+        specs: dict[str, tuple[QSpec | None, QSpec | None]] = {self._op(*in_one): (weight, x)}
         if is_tiled and not is_block:
             untiled = self._spec("weight", tiled=False), self._spec("act", tiled=False)
             specs[self._op("conv_general_dilated")] = untiled
