@@ -155,7 +155,7 @@ def test_the_backward_pass():
     floats = ("float32", "float32")
     assert forward.products == Products((row, row), floats, floats)
     assert last.products == Products((row, row), (noise, row), (run, noisy_run), "rounded")
-    whole = from_qwix([W8A8B8 | {"disable_channelwise_axes": True, "bwd_weight_grad_tile_size": 8}])
+    whole = from_qwix([W8A8B8 | {"disable_channelwise_axes": True}])
     assert whole.rules[0].products.wgrad.lhs.spec == WHOLE
     e4m3 = jqx.QSpec("float8_e4m3fn", jqx.per_tensor(), calibrator=fixed(-2, 2))
     e5m2 = jqx.QSpec("float8_e5m2", jqx.per_channel())
@@ -175,6 +175,15 @@ def test_a_policy_trains():
 
     gradients = jax.grad(jqx.train(f, policy, recipe))(params, {}, jnp.ones((4, 8)))
     np.testing.assert_allclose(gradients["body"]["w"], 4 * jnp.ones((8, 8)), rtol=0.02)
+
+
+def test_a_static_scale_is_calibrated():
+    policy = from_qwix([W8A8 | {"act_static_scale": True, "act_calibration_method": "minmax"}])
+    batches = [jnp.ones((2, 3, 8)), -jnp.ones((2, 3, 8))]
+    quantized = jqx.ptq(lambda w, x: x @ w, policy, jqx.algorithms.nearest())(jnp.eye(8), batches)
+    (affine,) = quantized.affines.values()
+    assert affine.scale.shape == (1, 1, 1) and affine.zero_point is not None
+    np.testing.assert_allclose(affine.scale, 2 / 255, rtol=1e-6)
 
 
 def test_the_names_of_maxtext():
@@ -228,6 +237,14 @@ def test_what_has_no_equal_is_refused():
         ({"weight_qtype": "mxfp4"}, "blocks of 32"),
         ({"act_qtype": "int8"}, "act_qtype == 'int8'", "no effect"),
         ({"weight_qtype": "int8", "act_static_scale": True}, "act_static_scale == True"),
+        ({"weight_qtype": "int8", "act_calibration_method": "minmax"}, "without act_qtype"),
+        ({"tile_size": 8}, "without weight_qtype"),
+        ({"bwd_qtype": "int8"}, "without weight_qtype"),
+        (W8A8 | {"bwd_weight_grad_tile_size": 8}, "without bwd_qtype"),
+        (
+            W8A8B8 | {"disable_channelwise_axes": True, "bwd_weight_grad_tile_size": 8},
+            "disable_channelwise_axes == True",
+        ),
         (W8A8 | {"act_static_scale": True, "act_batch_axes": (0, 1)}, "act_batch_axes == (0, 1)"),
         (W8A8 | {"act_static_scale": True, "tile_size": 8}, "act_static_scale == True"),
         (W8A8 | {"disable_channelwise_axes": True, "tile_size": 8}, "disable_channelwise_axes"),

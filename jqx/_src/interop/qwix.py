@@ -54,6 +54,19 @@ _FIELDS: dict[str, Any] = {
 
 _OF_TRAINING = tuple(_FIELDS)[9:]
 
+_NEEDS = {
+    "act_qtype": "weight_qtype",
+    "bwd_qtype": "weight_qtype",
+    "tile_size": "weight_qtype",
+    "weight_calibration_method": "weight_qtype",
+    "act_static_scale": "act_qtype",
+    "act_calibration_method": "act_qtype",
+    "bwd_calibration_method": "bwd_qtype",
+    "bwd_weight_grad_tile_size": "bwd_qtype",
+    "bwd_stochastic_rounding": "bwd_qtype",
+}
+"""Fields that Qwix ignores unless another one is set."""
+
 _OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot")
 """The operations that Qwix replaces; `PtqProvider` leaves the last one."""
 
@@ -214,8 +227,9 @@ class _Translated:
             problem = "has one of 'dot_general' and 'einsum', which are one operation in jqx"
             fix = "pass merge_einsum=True if weights of both may be quantized, or name both."
             raise self._no_equal("op_names", problem, fix)
-        for field, needed in (("act_qtype", "weight_qtype"), ("act_static_scale", "act_qtype")):
-            if fields[needed] is None and fields[field]:
+        for field, needed in _NEEDS.items():
+            is_set = fields[field] not in (None, False, "absmax")
+            if fields[needed] is None and is_set:
                 problem = f"has no effect in Qwix without {needed}"
                 fix = f"leave it out, or set {needed}. To round activations alone, write "
                 fix += "jqx.Rule(activation=...)."
@@ -309,17 +323,20 @@ class _Translated:
         """Returns the products of a rule with `bwd_qtype`."""
         dy = self._spec("bwd")
         assert dy is not None
-        in_dgrad, in_wgrad = dy, [x, dy]
+        x_of_rows, dy_of_rows = x, dy
         size = self._size("bwd_weight_grad_tile_size")
         if size is not None:
+            if self.fields["disable_channelwise_axes"]:
+                field, fix = "disable_channelwise_axes", "leave one of both out."
+                raise self._no_equal(field, "has no equal with bwd_weight_grad_tile_size", fix)
             runs = per_group(size)
-            in_wgrad = [
+            x_of_rows, dy_of_rows = (  # a fixed range has no tiles
                 s if s.granularity == per_tensor() else dataclasses.replace(s, granularity=runs)
-                for s in in_wgrad
-            ]
+                for s in (x, dy)
+            )
         method = self.fields["bwd_stochastic_rounding"]
         if method is None:
-            return Products((x, w), (in_dgrad, w), (in_wgrad[0], in_wgrad[1]), "rounded")
+            return Products((x, w), (dy, w), (x_of_rows, dy_of_rows), "rounded")
         if method != "uniform" or [*self.fields["channelwise_noise_axes"]] != [0]:
             field = "channelwise_noise_axes" if method == "uniform" else "bwd_stochastic_rounding"
             raise self._no_equal(field, "has no equal", "pass 'uniform' and leave noise axes out.")
@@ -328,9 +345,9 @@ class _Translated:
             raise self._no_equal("bwd_stochastic_rounding", problem, "leave it out.")
         noisy = [
             Rounded(dataclasses.replace(spec, numerics=numerics.ngraph), "stochastic")
-            for spec in (in_dgrad, in_wgrad[1])
+            for spec in (dy, dy_of_rows)
         ]
-        return Products((x, w), (noisy[0], w), (in_wgrad[0], noisy[1]), "rounded")
+        return Products((x, w), (noisy[0], w), (x_of_rows, noisy[1]), "rounded")
 
     def _size(self, field: str) -> int | None:
         """Returns the size of tiles; a share of 1 is the whole axis."""
