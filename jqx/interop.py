@@ -9,6 +9,9 @@ from ._src.interop.named_tree import tree as tree
 from ._src.interop.orbax import from_gemma as from_gemma
 from ._src.interop.orbax import from_orbax as from_orbax
 from ._src.interop.orbax import to_orbax as to_orbax
+from ._src.interop.qarray import from_qarray as from_qarray
+from ._src.interop.qarray import to_qarray as to_qarray
+from ._src.interop.qwix import from_qwix as from_qwix
 from ._src.interop.save import save_leaves as save_leaves
 from ._src.interop.verify import verify as verify
 from ._src.interop.write import write as write

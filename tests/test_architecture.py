@@ -82,9 +82,9 @@ INSIDE = {
     "optim": "numerics.qtype tensor.grid tensor.spec",
     "interop": """
         diagnostics.compare diagnostics.report numerics.lookup numerics.packing ptq.quantized
-        tensor.layout tensor.segments tensor.serialize tensor.shardings tensor.spec
-        transforms.calibrate transforms.channel_map transforms.map_channels transforms.paths
-        transforms.quantize_params transforms.trace
+        statistics.granularity tensor.layout tensor.segments tensor.serialize tensor.shardings
+        tensor.spec transforms.calibrate transforms.channel_map transforms.map_channels
+        transforms.paths transforms.quantize_params transforms.trace
     """,
     "onnx": """
         contractions.cache contractions.problem diagnostics.report gradients.estimators
@@ -339,8 +339,8 @@ PUBLIC = {
         StochasticRounding stochastic stochastic_round parq
     """,
     "interop": """
-        Archive Lazy Name from_gemma from_orbax named read read_gguf save_leaves to_litert to_onnx
-        to_orbax tree verify verify_onnx write
+        Archive Lazy Name from_gemma from_orbax from_qarray from_qwix named read read_gguf
+        save_leaves to_litert to_onnx to_orbax to_qarray tree verify verify_onnx write
     """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan pure ptq bind

@@ -529,6 +529,7 @@ MADE = {
     granularity_file.PerGroup: {"size": 2},
     granularity_file.PerKeptAxis: {"name": "per_channel"},
     granularity_file.PerRun: {"axes": (0,), "size": 2},
+    granularity_file.PerTile: {"size": 2},
     numerics.Block: {"element": jnp.int8, "size": 4},
     numerics.Codebook: {"entries": (-1.0, 1.0)},
     numerics.Integer: {},

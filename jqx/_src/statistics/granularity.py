@@ -548,6 +548,28 @@ class PerGroup(_Relative):
         return f"per_group({self.size}{', tail=True' if self.tail else ''})"
 
 
+@dataclasses.dataclass(frozen=True)
+class PerTile(_Relative):
+    """`per_channel` with blocks of `size` along the last contracted axis, shared along the others,
+    as Qwix has it; resolved at a site.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_fields("per_group", self, size=whole(1, _MAX_SIZE))
+
+    def resolve(self, rank: int, kept: Sequence[int]) -> PerBlock:
+        """Returns blocks along each axis that is kept, and along the last of the others."""
+        axes = normalize_axes("per_group", tuple(kept), rank)
+        others = [axis for axis in range(rank) if axis not in axes]
+        sizes = dict.fromkeys(axes, 1) | dict.fromkeys(others[-1:], self.size)
+        return PerBlock(tuple(sorted(sizes.items())))
+
+    def __str__(self) -> str:
+        return f"per_tile({self.size})"
+
+
 def is_without_blocks(granularity: Granularity) -> bool:
     """Whether a scale never has blocks, whatever the array."""
     return isinstance(granularity, (PerAxis, PerKeptAxis))

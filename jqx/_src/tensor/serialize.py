@@ -51,6 +51,7 @@ from ..statistics.granularity import (
     PerKeptAxis,
     PerRun,
     PerTensor,
+    PerTile,
 )
 from ..statistics.searches import Ceil, FourOverSix, Hqq, Mse, Percentile
 from . import products
@@ -99,6 +100,7 @@ CLASSES: dict[str, type] = {
     "PerKeptAxis": PerKeptAxis,
     "PerRun": PerRun,
     "PerTensor": PerTensor,
+    "PerTile": PerTile,
 }
 """The classes that jqx reads and writes, by their name in files of version 2. The name of a class
 in files stays when the class moves or is renamed. Version 1 has these names behind a module; those
