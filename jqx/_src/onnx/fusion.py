@@ -30,11 +30,15 @@ class _Nodes:
 
     def __init__(self, g: Graph) -> None:
         self.g = g
-        self.maker = {name: node for node in g.nodes for name in node.output}
+        self.makers: dict[str, Any] = {name: x for x in g.nodes for name in x.output}
         self.users: dict[str, list[Any]] = collections.defaultdict(list)
         for node in g.nodes:
             for name in _inputs(node):
                 self.users[name].append(node)
+
+    def maker(self, name: str) -> Any:
+        """Returns the node that makes a value; `None` for inputs and constants."""
+        return self.makers.get(name)
 
     def of(self, op: str) -> list[Any]:
         """Returns the nodes of an operation."""
@@ -111,15 +115,16 @@ def _clip_codes(nodes: _Nodes) -> None:
         if scale is None or zero is None or zero.dtype.name not in ("int8", "uint8"):
             continue
         lowest, highest = np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max
-        bounds, node = [], nodes.maker.get(q.input[0])
+        bounds, node = [], nodes.maker(q.input[0])
         while node is not None and nodes.only_user(node) is not None:
             bound = nodes.number(node.input[1]) if node.op_type in ("Max", "Min") else None
             if bound is not None and not np.isnan(bound):
-                code = np.clip(np.rint(bound / scale) + np.float32(zero), lowest, highest)
+                with np.errstate(over="ignore"):
+                    code = np.clip(np.rint(bound / scale) + np.float32(zero), lowest, highest)
                 bounds.append((node, int(code)))
             elif node.op_type != "Transpose":
                 break
-            node = nodes.maker.get(node.input[0])
+            node = nodes.maker(node.input[0])
         low, high = int(lowest), int(highest)
         for node, code in reversed(bounds):
             best = max if node.op_type == "Max" else min
@@ -137,7 +142,7 @@ def _multiply_channels(nodes: _Nodes) -> None:
     """
     g = nodes.g
     for conv in nodes.of("Conv"):
-        image, weight, turned = *map(nodes.maker.get, conv.input[:2]), nodes.only_user(conv)
+        image, weight, turned = *map(nodes.maker, conv.input[:2]), nodes.only_user(conv)
         is_quantized = all(
             x is not None and x.op_type == "DequantizeLinear" for x in (image, weight)
         )
@@ -170,7 +175,7 @@ def _put_bias_inside(nodes: _Nodes) -> None:
         if add is None or add.op_type != "Add":
             continue
         bias = g.constants.get(add.input[1 if add.input[0] == last.output[0] else 0])
-        weight = nodes.maker.get(conv.input[1])
+        weight = nodes.maker(conv.input[1])
         kernel = None if weight is None else g.constants.get(weight.input[0])
         if bias is None or kernel is None or bias.ndim > kernel.ndim:
             continue
