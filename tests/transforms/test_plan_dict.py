@@ -127,6 +127,7 @@ GRANULARITIES = [
     *(jqx.per_tensor(), jqx.per_axis(0, -1), jqx.per_channel(), jqx.per_token()),
     *(jqx.per_block({0: 2, -1: 3}, tail=True), jqx.per_group(5), jqx.per_group(5, tail=True)),
     jqx.per_group(5).resolve(3, (1,)),
+    jqx.interop.from_qwix([{"weight_qtype": "int8", "tile_size": 5}]).rules[0].weight.granularity,
 ]
 SPECS = [
     *(
