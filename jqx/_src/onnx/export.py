@@ -189,7 +189,8 @@ class _Emit(Domain[Any]):
             return self._loop(eqn, values, where)
         is_known = not any(isinstance(x, Value) or is_state(x) for x in values)
         if name in HELD:
-            body, consts = compat.open_jaxpr(eqn.params[HELD[name]])
+            held = next(eqn.params[key] for key in HELD[name] if key in eqn.params)
+            body, consts = compat.open_jaxpr(held)
             inner = dataclasses.replace(self, plan=_EMPTY)
             return walk(inner, body, values, consts=list(map(as_array, consts)))
         function = None if name in ADDED.get() else function_of(eqn)

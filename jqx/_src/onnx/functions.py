@@ -19,8 +19,10 @@ from .primitives import refuse
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The function of each primitive, by its name: of an equation and its operands."""
 
-HELD = {"composite": "jaxpr", "custom_vmap_call": "call"}
-"""Primitives that are written as a function that they hold, where plans have no sites."""
+HELD = {"composite": ("jaxpr", "call_jaxpr"), "custom_vmap_call": ("call",)}
+"""Primitives that are written as a function that they hold, where plans have no sites, and what
+versions of JAX call it.
+"""
 
 
 def _function(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -273,9 +275,9 @@ def _of_keys(eqn: Eqn, *operands: Any) -> list[Any]:
     if name.startswith("random_"):
         return [_drawn(eqn, *operands)]
     axes = [-1 if compat.is_key(x) else None for x in eqn.invars]
-    if len(eqn.outvars) != 1 or set(axes) == {None}:
+    out = [-1 if compat.is_key(x) else None for x in eqn.outvars]
+    if set(axes) == {None} or (None in out and len(out) > 1):
         raise refuse(eqn, "of keys of random numbers has no form in ONNX")
-    out = -1 if compat.is_key(eqn.outvars[0]) else None
     return jax.vmap(lambda *xs: compat.bind(eqn, xs), tuple(axes), out)(*operands)
 
 
