@@ -27,15 +27,8 @@ def _bitcast(g: Graph, eqn: Eqn, x: Operand) -> str:
     if old.kind in "iu" and old.itemsize == 4 and new == np.float32:
         return _number(g, g.cast(x, np.uint32))
     if old == jnp.bfloat16 and new.kind in "iu" and new.itemsize == 2:
-        return g.cast(
-            g.add(
-                "BitShift",
-                g.cast(_bits(g, g.cast(x, np.float32)), np.uint32),
-                np.uint32(16),
-                direction="RIGHT",
-            ),
-            new,
-        )
+        codes = g.cast(_bits(g, g.cast(x, np.float32)), np.uint32)
+        return g.cast(g.add("BitShift", codes, np.uint32(16), direction="RIGHT"), new)
     if old.kind in "iu" and old.itemsize == 2 and new == jnp.bfloat16:
         codes = g.cast(g.cast(x, np.uint16), np.uint32)
         return g.cast(_number(g, g.add("BitShift", codes, np.uint32(16), direction="LEFT")), new)

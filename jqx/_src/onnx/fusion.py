@@ -206,12 +206,6 @@ def _add_to_matrices(nodes: _Nodes) -> None:
 
 
 def _drop_unused(g: Graph) -> None:
-    """Drops what dequantizes for nobody, and constants that nothing uses."""
-
-    def used() -> set[str]:
-        return {name for node in g.nodes for name in _inputs(node)}
-
-    names = used()
+    """Drops what dequantizes for nobody; `beside` drops constants that nothing uses."""
+    names = {name for node in g.nodes for name in _inputs(node)}
     g.nodes = [x for x in g.nodes if x.op_type != "DequantizeLinear" or x.output[0] in names]
-    for name in set(g.constants) - used():
-        del g.constants[name]

@@ -303,7 +303,8 @@ def tensor(name: str, array: np.ndarray) -> Any:
 
 def beside(g: Graph) -> None:
     """Stores what `DequantizeLinear` reads inside of a branch or a loop beside it: onnxruntime does
-    not look for it in the graph around, and then refuses to load what it rewrites.
+    not look for it in the graph around, and then refuses to load what it rewrites. Drops constants
+    that nothing reads.
     """
     read: set[str] = set()
 
