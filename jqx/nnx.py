@@ -16,8 +16,9 @@ from ._src.nnx.layers import Linear as Linear
 from ._src.nnx.layers import LinearGeneral as LinearGeneral
 from ._src.nnx.layers import LoRALinear as LoRALinear
 from ._src.nnx.layers import MultiHeadAttention as MultiHeadAttention
-from ._src.nnx.layers import init_lora as init_lora
-from ._src.nnx.layers import merge_lora as merge_lora
+from ._src.nnx.lora import apply_lora as apply_lora
+from ._src.nnx.lora import init_lora as init_lora
+from ._src.nnx.lora import merge_lora as merge_lora
 from ._src.nnx.ptq import bind as bind
 from ._src.nnx.ptq import ptq as ptq
 from ._src.nnx.ptq import pure as pure
@@ -27,6 +28,7 @@ from ._src.nnx.quantized import quantize as quantize
 from ._src.nnx.state import QParam as QParam
 from ._src.nnx.state import Scale as Scale
 from ._src.nnx.state import Stat as Stat
+from ._src.transforms.adapters import LoRA as LoRA
 
 if not _typing.TYPE_CHECKING:  # so that type checkers report unknown names
     __getattr__ = _unknown(__name__)

@@ -240,16 +240,16 @@ def test_what_does_not_fit_is_refused():
     maps = {key: x for key, x in unscanned.maps.items() if key.startswith("layers/")}
     first = dataclasses.replace(unscanned, maps=maps)
     for module, given, facts in (
-        (Net(), quantized_model, "no layer with adapters|LoRADense"),
+        (Net(), quantized_model, "no weights with adapters|LoRADense"),
         (with_adapters(WEIGHTS, rank=3), quantized_model, "another rank|product of rank 4|rank=4"),
         (with_adapters(WEIGHTS, rank=8), quantized_model, "another rank|product of rank 4"),
         (with_adapters(WEIGHTS, alpha=0.0), quantized_model, "add nothing|alpha == 0"),
-        (with_adapters(WEIGHTS), quantized(WEIGHTS, None), "no compensation|'last'|loftq"),
-        (with_adapters(WEIGHTS), quantized(other, loft), "no compensation|'layers/own'"),
+        (with_adapters(WEIGHTS), quantized(WEIGHTS, None), "no compensation|'last/kernel'|loftq"),
+        (with_adapters(WEIGHTS), quantized(other, loft), "no compensation|'layers/own/kernel'"),
         (with_adapters(WEIGHTS), quantized(WEIGHTS, chain(rotate(), loft)), "hold|ChannelMap"),
         (with_adapters(WEIGHTS), unscanned, "do not fit its compensation|(16, 4)|(2, 16, 4)"),
-        (Mixed(lora, half), unscanned, "in no layer with adapters|'last'"),
-        (Mixed(lora, lora), first, "no compensation|'last'"),
+        (Mixed(lora, half), unscanned, "have no adapters|'last/kernel'"),
+        (Mixed(lora, lora), first, "no compensation|'last/kernel'"),
         (Mixed(lora, nn.Dense), first, "not in a layer that takes codes|'last/kernel'"),
         (
             Mixed(lora, half, (1, 1)),

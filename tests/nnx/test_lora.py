@@ -168,11 +168,11 @@ def test_what_does_not_fit_is_refused():
         return nnx.Linear(count, 3, rngs=rngs)
 
     for model, given, facts in (
-        (Layered(nnx.Linear), own, "no layer with adapters|LoRALinear"),
+        (Layered(nnx.Linear), own, "no weights with adapters|LoRALinear"),
         (with_adapters(WEIGHTS, rank=3), own, "another rank|product of rank 4|rank=4"),
-        (with_adapters(WEIGHTS), none, "no compensation|'down'|loftq"),
-        (with_adapters(WEIGHTS), first, "no compensation|'down'"),
-        (with_adapters(WEIGHTS, nnx.Linear), own, "in no layer with adapters|'down'"),
+        (with_adapters(WEIGHTS), none, "no compensation|'down/kernel'|loftq"),
+        (with_adapters(WEIGHTS), first, "no compensation|'down/kernel'"),
+        (with_adapters(WEIGHTS, nnx.Linear), own, "have no adapters|'down/kernel'"),
         (
             with_adapters(WEIGHTS, wide),
             first,

@@ -8,25 +8,18 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import unfreeze
 
-from ..checks import called, check_instance
-from ..errors import fail
 from ..modules.layers import (
-    Adapter,
+    AdapterMatrices,
     add_low_rank,
     check_cache,
-    check_same_parameters,
     empty_cache,
-    initial_adapters,
     merge_low_rank,
     with_cache,
 )
-from ..modules.quantized_function import by_path, nest, without
-from ..ptq.quantized import Quantized as PtqResult
-from ..transforms.paths import is_whole
+from ..modules.quantized_function import by_path
 from ..transforms.trace import is_array
-from .quantized import QPARAMS, SCALES, Quantized, values
+from .quantized import Quantized, values
 
 LORA = "lora"
 """Collection of the adapters, which training differentiates."""
@@ -220,114 +213,21 @@ class LoRADense(Quantized, nn.Dense, kw_only=True):
         return add_low_rank(base, inputs, a, b, self.alpha)
 
 
-def merge_lora(variables: Mapping[str, Any], *, alpha: float = 1.0) -> dict[str, Any]:
-    """Returns variables with every adapter added to its weight, in float, and without adapters.
-
-    Args:
-      variables: variables of a module with `LoRADense` layers, float or converted.
-      alpha: the `alpha` of its layers.
-
-    Returns:
-      Variables for the same module with `flax.linen.Dense` layers: float kernels in `params`.
-
-    Raises:
-      ValueError: if there are no adapters.
-
-    Example:
-      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
-      >>> layer, x = jqx.linen.LoRADense(2, rank=1, policy=jqx.presets.w8a16()), jnp.ones((1, 4))
-      >>> merged = jqx.linen.merge_lora(layer.init(jax.random.key(0), x))
-      >>> jax.tree.map(jnp.shape, merged)
-      {'params': {'bias': (2,), 'kernel': (4, 2)}}
-    """
-    if not variables.get(LORA):
-        problem = f"there are no adapters: the collections are {', '.join(variables)}."
-        fix = "pass all variables of a module with LoRADense layers."
-        raise fail("linen.merge_lora", problem, fix=fix)
-    merged = {name: unfreeze(tree) for name, tree in variables.items() if name != LORA}
-    params, codes = merged.get("params", {}), merged.get(QPARAMS, {})
-    merged["params"] = _merge(params, codes, unfreeze(variables[LORA]), alpha)
-    merged[QPARAMS] = without(codes, merged["params"])
-    return {name: tree for name, tree in merged.items() if tree}
-
-
-@called("linen.init_lora", "pass jqx.linen.init_lora(module, quantized, x).")
-def init_lora(module: nn.Module, quantized: PtqResult, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Returns variables of a module with `LoRADense` layers: the codes of a quantized module, and
-    adapters that start from the low-rank products that `jqx.algorithms.loftq` or `eora` has found.
-    `module.init` has adapters that add nothing.
-
-    The module then computes the same as `quantized`, in `Mode.SIMULATE` and `Mode.CONVERT`, up to
-    rounding in float32: `a` and `b` share the factor that cancels `alpha / rank`. Training
-    continues from there.
-
-    Args:
-      module: has `LoRADense` layers where the module that was quantized has `flax.linen.Dense`, and
-        other layers of `jqx.linen` where it has other quantized weights; in any mode.
-      quantized: the result of `jqx.linen.ptq(float_module, policy, loftq(rank=...))`.
-      *args: positional arguments of a call, as for `module.init`; arrays or `jax.ShapeDtypeStruct`.
-      **kwargs: keyword arguments of the call, as for `module.init`.
-
-    Returns:
-      The collections `qparams` and `lora`; `params` and other collections as in `quantized`; and
-      `quant_scales` if activations have static scales. They have no boxes such as `nn.Partitioned`.
-
-    Raises:
-      TypeError: if `module` is not a linen module, or `quantized` is not a `jqx.Quantized`.
-      ValueError: if a `LoRADense` has no such product, or one of another rank; if something else is
-        kept at a site; if the parameters of `module` are not those of `quantized`; or if a
-        quantized weight is not in a layer of `jqx.linen`.
-
-    Source: Li et al., arXiv:2310.08659 (LoftQ); Liu et al., arXiv:2410.21271 (EoRA).
-
-    Example:
-      >>> import jax, jqx, jqx.linen, jax.numpy as jnp
-      >>> from flax import linen as nn
-      >>> policy, x = jqx.presets.nf4(block=8), jax.random.normal(jax.random.key(0), (4, 16))
-      >>> variables = nn.Dense(8).init(jax.random.key(1), x)
-      >>> ptq = jqx.linen.ptq(nn.Dense(8), policy, jqx.algorithms.loftq(rank=2), progress=False)
-      >>> quantized = ptq(variables, [x])
-      >>> layer = jqx.linen.LoRADense(8, rank=2, policy=policy)
-      >>> known = jqx.linen.init_lora(layer, quantized, x)
-      >>> sorted(known), jax.tree.map(jnp.shape, known["lora"])
-      (['lora', 'params', 'qparams'], {'a': (16, 2), 'b': (2, 8)})
-      >>> bool(jnp.allclose(layer.apply(known, x), quantized(x), atol=1e-5))
-      True
-    """
-    name = "linen.init_lora"
-    check_instance(name, "module", module, nn.Module, fix="pass the module to be trained.")
-    fix = "pass the result of jqx.linen.ptq for the float module and its variables."
-    check_instance(name, "quantized", quantized, PtqResult, fix=fix)
-    shapes, layers, parts = _inspect(module, args, kwargs)
-    collections = values(quantized.params)
-    params = collections.pop("params")
-    products = initial_adapters(name, quantized.plan, quantized.maps, layers)
-    leaves = by_path(params)
-    check_same_parameters(name, by_path(shapes.get("params", {})), leaves, parts)
-    codes = nest({path: x for path, x in leaves.items() if is_whole(x)})
-    adapters: dict[str, Any] = {}
-    for path, (a, b) in products.items():
-        prefix = path and f"{path}/"
-        adapters |= {f"{prefix}a": a, f"{prefix}b": b}
-    collections |= {"params": without(params, codes), QPARAMS: codes, LORA: nest(adapters)}
-    collections[SCALES] = nest(quantized.affines)
-    return {name: tree for name, tree in collections.items() if tree}
-
-
-def _merge(params: Any, codes: Any, adapters: Any, alpha: float) -> dict[str, Any]:
+def merge_layers(params: Any, codes: Any, adapters: Any, alpha: float) -> dict[str, Any]:
+    """Returns parameters with the adapters of `LoRADense` layers added, in float."""
     merged = dict(params)
     if isinstance(adapters.get("a"), jax.Array):
         kernel = codes["kernel"] if "kernel" in codes else params["kernel"]
         kernel = merge_low_rank(kernel, adapters["a"], adapters["b"], alpha)
         return {**merged, "kernel": kernel}
     for name, inner in adapters.items():
-        merged[name] = _merge(params.get(name, {}), codes.get(name, {}), inner, alpha)
+        merged[name] = merge_layers(params.get(name, {}), codes.get(name, {}), inner, alpha)
     return merged
 
 
-def _inspect(
+def inspect_layers(
     module: nn.Module, args: Any, kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Adapter], set[str]]:
+) -> tuple[dict[str, Any], dict[str, AdapterMatrices], set[str]]:
     """Returns the shapes of the variables of a module, its layers with adapters, and the paths of
     all quantized parts.
     """
@@ -355,5 +255,5 @@ def _inspect(
     layers = {}
     for path, (rank, alpha) in lora_layers.items():
         a, b = (lora[f"{path}/{name}".lstrip("/")] for name in ("a", "b"))
-        layers[path] = Adapter(rank, alpha, a.shape, b.shape, a.dtype)
+        layers[path] = AdapterMatrices(rank, alpha, a.shape, b.shape, a.dtype)
     return shapes, layers, parts

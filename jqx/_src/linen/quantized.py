@@ -166,8 +166,10 @@ class Quantized(nn.Module, kw_only=True):
     @nn.nowrap
     def clone(self, **updates: Any) -> Self:
         """Returns a copy with some fields changed, as `flax.linen.Module.clone` does."""
-        options = {name: getattr(self, name) for name in _field_names(Quantized)}
-        new = super().clone(**options | updates)
+        own = [
+            x for x in _field_names(type(self)) if x not in _field_names(float_class(type(self)))
+        ]
+        new = super().clone(**{name: getattr(self, name) for name in own} | updates)
         if _FIELDS in vars(self):
             object.__setattr__(new, _FIELDS, vars(self)[_FIELDS])
         return new
@@ -275,7 +277,16 @@ def quantize(
       >>> bool(jnp.allclose(integers.apply(small, x), trained))
       True
     """
-    name = "linen.quantize"
+    options = {"policy": policy, "mode": mode, "backward": backward, "scales": scales}
+    return wrapped("linen.quantize", module, Whole, "Quantized", options)
+
+
+def wrapped(
+    name: str, module: nn.Module, base: "type[Whole]", prefix: str, options: Mapping[str, Any]
+) -> Any:
+    """Returns a copy of a float module as an instance of its class and of `base`, with the fields
+    of `base` in `options`.
+    """
     check_instance(name, "module", module, nn.Module, fix="pass a linen module.")
     kind = type(module)
     fields = _field_names(kind)
@@ -286,24 +297,23 @@ def quantize(
     elif module.scope is not None:
         problem = "is bound to variables"
         fix = "pass it before it is bound; inside another module, make it with parent=None."
-    elif reserved := sorted({*fields} & {*_field_names(Quantized)}):
+    elif reserved := sorted({*fields} & {*options}):
         problem = f"has fields with names that quantized modules use: {', '.join(reserved)}"
         fix = "rename these fields in the class of the module."
     if problem:
         raise fail(name, f"this module, of the class {kind.__name__}, {problem}.", fix=fix)
     values = {field: getattr(module, field) for field in fields}
-    options = {"policy": policy, "mode": mode, "backward": backward, "scales": scales}
-    return _quantized_class(kind)(**values, **options, name=module.name)
+    return _wrapper_class(kind, base, prefix)(**values, **options, name=module.name)
 
 
 @functools.cache
-def _quantized_class(kind: type[nn.Module]) -> type[Any]:
-    """Returns the class of a quantized module: one for each float class."""
+def _wrapper_class(kind: type[nn.Module], base: "type[Whole]", prefix: str) -> type[Any]:
+    """Returns the class of a quantized module: one for each float class and each base."""
     namespace = forwards(kind, nn.Module.__mro__)
     namespace.pop("setup", None)
     namespace |= {"__doc__": kind.__doc__, "__module__": kind.__module__}
     return types.new_class(
-        f"Quantized{kind.__name__}", (Whole, kind), {}, lambda space: space.update(namespace)
+        f"{prefix}{kind.__name__}", (base, kind), {}, lambda space: space.update(namespace)
     )
 
 

@@ -88,12 +88,12 @@ def merge_low_rank(kernel: Any, a: jax.Array, b: jax.Array, alpha: float) -> jax
     return kernel + product.astype(kernel.dtype)
 
 
-class Adapter(NamedTuple):
-    """The adapters of a layer.
+class AdapterMatrices(NamedTuple):
+    """The adapters of a weight, as matrices.
 
     Attributes:
       rank: rank of the adapters.
-      alpha: the layer adds `alpha / rank * x a b`.
+      alpha: a product with the weight adds `alpha / rank * x a b`.
       a: shape of the first, `[..., inputs, rank]`.
       b: shape of the second, `[..., rank, features]`.
       dtype: dtype of both.
@@ -107,28 +107,28 @@ class Adapter(NamedTuple):
 
 
 def initial_adapters(
-    function: str, plan: Plan, maps: Maps, layers: Mapping[str, Adapter]
+    function: str, plan: Plan, maps: Maps, adapters: Mapping[str, AdapterMatrices]
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns the initial values of adapters by the path of their layer: an `a` and a `b` for each,
-    such that the layer adds what the maps add.
+    """Returns the initial values of adapters by the path of their weight: an `a` and a `b` for
+    each, such that a product with the weight adds what the maps add.
 
     Raises:
-      ValueError: if a map is not a product of two narrow matrices at a layer, or if a layer has no
-        such product or one that does not fit.
+      ValueError: if a map is not a product of two narrow matrices at a weight with adapters, or if
+        a weight has no such product or one that does not fit.
     """
-    if not layers:
-        fix = "make its layers of jqx.linen.LoRADense or jqx.nnx.LoRALinear."
-        raise fail(function, "the module has no layer with adapters.", fix=fix)
+    if not adapters:
+        fix = "pass a model from apply_lora, or with layers LoRADense or LoRALinear."
+        raise fail(function, "the module has no weights with adapters.", fix=fix)
     products = _products(function, plan, maps)
-    if missing := sorted(set(layers) - set(products)):
-        problem = f"layers with adapters have no compensation: {some(map(repr, missing))}."
-        fix = "quantize their kernels with jqx.algorithms.loftq or eora, or use other layers there."
+    if missing := sorted(set(adapters) - set(products)):
+        problem = f"weights with adapters have no compensation: {some(map(repr, missing))}."
+        fix = "quantize them with jqx.algorithms.loftq or eora, or leave adapters out there."
         raise fail(function, problem, fix=fix)
-    if unused := sorted(set(products) - set(layers)):
-        problem = f"compensated weights are in no layer with adapters: {some(map(repr, unused))}."
-        fix = "make those layers of LoRADense or LoRALinear, or leave them out of the policy."
+    if unused := sorted(set(products) - set(adapters)):
+        problem = f"compensated weights have no adapters: {some(map(repr, unused))}."
+        fix = "add adapters there, by LoRADense, LoRALinear or apply_lora, or change the policy."
         raise fail(function, problem, fix=fix)
-    return {path: _scaled(function, path, products[path], layers[path]) for path in layers}
+    return {path: _scaled(function, path, products[path], adapters[path]) for path in adapters}
 
 
 def check_same_parameters(
@@ -159,26 +159,22 @@ def check_same_parameters(
 
 
 def _products(function: str, plan: Plan, maps: Maps) -> dict[str, LowRank]:
-    """Returns the products of narrow matrices by the path of the layer that has the kernel."""
-    kernels = {
-        site.output_key: site.path[: -len("kernel")].removesuffix("/")
-        for site in plan.sites
-        if site.path.split("/")[-1] == "kernel"
-    }
+    """Returns the products of narrow matrices by the path of the weight."""
+    weights = {site.output_key: site.path for site in plan.sites}
     products = {}
     for key, values in as_maps(function, maps).items():
         value = values[0] if len(values) == 1 else None
-        if not isinstance(value, LowRank) or key not in kernels:
+        if not isinstance(value, LowRank) or key not in weights:
             maps_there = ", ".join(type(x).__name__ for x in values)
-            problem = f"an adapter holds one LowRank of a `kernel`, not {maps_there} at {key!r}."
+            problem = f"an adapter holds one LowRank of a weight, not {maps_there} at {key!r}."
             fix = "quantize with loftq or eora alone, or after algorithms without maps."
             raise fail(function, problem, fix=fix)
-        products[kernels[key]] = value
+        products[weights[key]] = value
     return products
 
 
 def _scaled(
-    function: str, path: str, product: LowRank, layer: Adapter
+    function: str, path: str, product: LowRank, layer: AdapterMatrices
 ) -> tuple[jax.Array, jax.Array]:
     """Returns both matrices of a product, each with half of the inverse of `alpha / rank`."""
     a, b = jnp.asarray(product.a), jnp.asarray(product.b)

@@ -7,23 +7,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..checks import called, check_instance
 from ..errors import fail
 from ..modules.layers import (
-    Adapter,
     add_low_rank,
     check_cache,
-    check_same_parameters,
     empty_cache,
-    initial_adapters,
-    merge_low_rank,
     with_cache,
 )
-from ..modules.quantized_function import Mode, by_path, nest
 from ..policy import Policy
-from ..ptq.quantized import Quantized as PtqResult
-from .quantized import ATTRIBUTES, Quantized
-from .state import STATE, Path, is_random, replace_nodes, values, with_classes, write_values
+from .quantized import Quantized
 
 
 class _Layer(Quantized):
@@ -262,112 +254,3 @@ class LoRALinear(Quantized, nnx.Linear):
         operands = (inputs, self.lora_a[...], self.lora_b[...])
         inputs, a, b = self.promote_dtype(operands, dtype=self.dtype)
         return add_low_rank(base, inputs, a, b, self.alpha)
-
-
-def merge_lora(model: nnx.Module) -> nnx.Module:
-    """Returns a model with every adapter added to its weight, in float, and without adapters.
-
-    Args:
-      model: has `LoRALinear` layers, float or converted; it is not changed.
-
-    Returns:
-      A copy in which those layers are `flax.nnx.Linear`, with float kernels.
-
-    Raises:
-      TypeError: if `model` is not a module.
-      ValueError: if there are no adapters.
-
-    Example:
-      >>> import jqx, jqx.nnx, jax.numpy as jnp
-      >>> from flax import nnx
-      >>> options = {"policy": jqx.presets.nf4(block=4), "rngs": nnx.Rngs(0)}
-      >>> layer = jqx.nnx.LoRALinear(4, 2, rank=1, **options)
-      >>> type(jqx.nnx.merge_lora(layer)).__name__
-      'Linear'
-    """
-    check_instance("nnx.merge_lora", "model", model, nnx.Module, fix="pass an nnx module.")
-    merged = nnx.clone(model)
-    layers = [layer for _, layer in nnx.iter_modules(merged) if isinstance(layer, LoRALinear)]
-    if not layers:
-        problem = f"there are no adapters: {type(model).__name__} has no jqx.nnx.LoRALinear layers."
-        raise fail("nnx.merge_lora", problem, fix="pass the model that was trained.")
-    for layer in layers:
-        a, b = layer.lora_a[...], layer.lora_b[...]
-        layer.kernel = nnx.Param(merge_low_rank(layer.kernel.get_value(), a, b, layer.alpha))
-        for name in ("rank", "alpha", "lora_a", "lora_b", *ATTRIBUTES):
-            if name in vars(layer):
-                delattr(layer, name)
-    return with_classes(merged, {id(layer): nnx.Linear for layer in layers})
-
-
-@called("nnx.init_lora", "pass jqx.nnx.init_lora(model, quantized).")
-def init_lora(model: nnx.Module, quantized: PtqResult) -> None:
-    """Gives a model with `LoRALinear` layers the codes of a quantized model, in place. Its adapters
-    start from the low-rank products that `jqx.algorithms.loftq` or `eora` has found.
-
-    All parameters become those of `quantized`; its weights are `QParam`s. The mode of every part
-    becomes `Mode.SIMULATE`, except that parts in `Mode.FLOAT` stay unchanged. The model then
-    computes the same as `quantized`, also in `Mode.CONVERT`, up to rounding in float32: `lora_a`
-    and `lora_b` share the factor that cancels `alpha / rank`. Training continues from there.
-
-    Args:
-      model: has `LoRALinear` layers where the model that was quantized has `flax.nnx.Linear`, and
-        other layers of `jqx.nnx` where it has other quantized weights. Its values are not used.
-      quantized: the result of `jqx.nnx.ptq(float_model, policy, loftq(rank=...))`.
-
-    Raises:
-      TypeError: if `model` is not a module, or `quantized` is not a `jqx.Quantized`.
-      ValueError: if a `LoRALinear` has no such product, or one of another rank; if something else
-        is kept at a site; if the parameters of `model` are not those of `quantized`; or if a
-        quantized weight is not in a layer of `jqx.nnx`.
-
-    Source: Li et al., arXiv:2310.08659 (LoftQ); Liu et al., arXiv:2410.21271 (EoRA).
-
-    Example:
-      >>> import jax, jqx, jqx.nnx, jax.numpy as jnp
-      >>> from flax import nnx
-      >>> policy, x = jqx.presets.nf4(block=8), jax.random.normal(jax.random.key(0), (4, 16))
-      >>> ptq, loftq = jqx.nnx.ptq, jqx.algorithms.loftq(rank=2)
-      >>> quantized = ptq(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), policy, loftq, progress=False)([x])
-      >>> layer = jqx.nnx.LoRALinear(16, 8, rank=2, policy=policy, rngs=nnx.Rngs(1))
-      >>> jqx.nnx.init_lora(layer, quantized)
-      >>> bool(jnp.allclose(layer(x), quantized(x), atol=1e-5))
-      True
-    """
-    name = "nnx.init_lora"
-    check_instance(name, "model", model, nnx.Module, fix="pass the model to be trained.")
-    fix = "pass what jqx.nnx.ptq returns for the float model."
-    check_instance(name, "quantized", quantized, PtqResult, fix=fix)
-    modules = [("/".join(map(str, path)), part) for path, part in nnx.iter_modules(model)]
-    parts = {path: part for path, part in modules if isinstance(part, Quantized)}
-    layers = {path: part for path, part in parts.items() if isinstance(part, LoRALinear)}
-    shapes = {path: _adapter(layer) for path, layer in layers.items()}
-    adapters = initial_adapters(name, quantized.plan, quantized.maps, shapes)
-    check_same_parameters(name, _float_values(model), by_path(quantized.params), parts)
-    replace_nodes(model, write_values(model, quantized.params))
-    for path, (a, b) in adapters.items():
-        layers[path].lora_a.set_value(a)
-        layers[path].lora_b.set_value(b)
-    for path, part in parts.items():
-        prefix = path and f"{path}/"
-        scales = {key: x for key, x in quantized.affines.items() if key.startswith(prefix)}
-        part.quant_scales.set_value(nest({key[len(prefix) :]: x for key, x in scales.items()}))
-        part.quant_stats.set_value({})
-        part.learned_scales = None
-        if part.mode is not Mode.FLOAT:
-            part.mode = Mode.SIMULATE
-
-
-def _adapter(layer: LoRALinear) -> Adapter:
-    a, b = layer.lora_a.get_value(), layer.lora_b.get_value()
-    return Adapter(layer.rank, layer.alpha, a.shape, b.shape, a.dtype)
-
-
-def _float_values(model: nnx.Module) -> dict[str, Any]:
-    """Returns the values of the variables that the float model also has, by path."""
-
-    def is_state(path: Path, _: Any) -> bool:
-        return any(name in STATE for name in path)
-
-    _, _, shared = nnx.split(model, (nnx.LoRAParam, is_random, is_state), ...)
-    return by_path(values(shared))

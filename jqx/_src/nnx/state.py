@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import types
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -454,17 +454,20 @@ def write_values(module: Any, new: Mapping[str, Any]) -> dict[int, QParam]:
         if isinstance(value, Mapping):
             value = overlay(variable.get_value(), value)
         if holds_codes(value):
-            codes[id(_variable_at(module, path))] = QParam(value)
+            codes[id(variable_at(module, path))] = QParam(value)
         elif value is not ...:
             written.append((path, replaced_by(variable, value)))
     nnx.update(module, nnx.from_flat_state(written))
     return codes
 
 
-def _variable_at(node: Any, path: Path) -> nnx.Variable[Any]:
-    """Returns the variable at a path of a graph."""
+def variable_at(node: Any, path: Iterable[Any]) -> Any:
+    """Returns the variable, or another node, at a path of a graph."""
     for key in path:
-        node = getattr(node, str(key)) if isinstance(node, nnx.Pytree) else node[key]
+        if isinstance(node, nnx.Pytree):
+            node = getattr(node, str(key))
+        else:
+            node = node[int(key) if isinstance(node, (list, tuple)) else key]
     return node
 
 

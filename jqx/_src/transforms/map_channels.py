@@ -21,7 +21,7 @@ from .interpret import Rules, interpret
 from .make_plan import with_contractions
 from .plan import Operand, Plan, Site
 from .stats import observed_parts
-from .trace import trace_call
+from .trace import Call, trace_call
 from .views import Address, real_of
 
 _NAME, _SIDES = "map_channels", ("lhs", "rhs")
@@ -77,23 +77,36 @@ def map_channels(f: Callable[P, R], plan: Plan, maps: Maps) -> Callable[P, R]:
     def mapped(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace_call(name, f, plan.parameters, args, kwargs)
         fitted, items = with_contractions(name, plan, call, plan.parameters)
-        sides_of_keys, keys_of_sites = _sides_by_key(fitted), dict[Address, dict[int, str]]()
-        for key in maps_of_keys:
-            address, side = sides_of_keys[key]
-            keys_of_sites.setdefault(address, {})[side] = key
-        items_by_address = {item.address: item for item in items if item.address}
-        sites = [_site(items_by_address[address], keys) for address, keys in keys_of_sites.items()]
-        for mapped_site in sites:
-            _check_loops(mapped_site.site, maps_of_keys)
-        mapped_plan = Plan(tuple(x.site for x in sites), (), (), plan.params, ())
-        by_address = {x.site.address: x for x in sites}
-        rules = _Mapped(mapped_plan, maps_of_keys, sites=by_address)  # type: ignore[arg-type]
-        leaves = list(map(real_of, call.leaves))
-        out, _ = interpret(call.jaxpr, call.consts, leaves, rules)
-        out = [real_of(call.returned.get(i, x)) for i, x in enumerate(out)]
-        return jax.tree.unflatten(call.out_tree, out)
+        return map_call(call, fitted, items, maps_of_keys)
 
     return mapped
+
+
+def map_call(
+    call: Call, plan: Plan, items: Sequence[Found], maps: Mapping[str, Sequence[Map]]
+) -> Any:
+    """Evaluates a call with maps at its contractions, given its plan and these contractions."""
+    sides_of_keys, keys_of_sites = _sides_by_key(plan), dict[Address, dict[int, str]]()
+    for key in maps:
+        address, side = sides_of_keys[key]
+        keys_of_sites.setdefault(address, {})[side] = key
+    items_by_address = {item.address: item for item in items if item.address}
+    sites = [_site(items_by_address[address], keys) for address, keys in keys_of_sites.items()]
+    for mapped_site in sites:
+        _check_loops(mapped_site.site, maps)
+    mapped_plan = Plan(tuple(x.site for x in sites), (), (), plan.params, ())
+    by_address = {x.site.address: x for x in sites}
+    rules = _Mapped(mapped_plan, maps, sites=by_address)  # type: ignore[arg-type]
+    out, _ = interpret(call.jaxpr, call.consts, list(map(real_of, call.leaves)), rules)
+    out = [real_of(call.returned.get(i, x)) for i, x in enumerate(out)]
+    return jax.tree.unflatten(call.out_tree, out)
+
+
+def keys_by_address(plan: Plan) -> dict[tuple[Address, int], str]:
+    """Returns the key of each operand, by the address of its contraction and its index; -1 is the
+    result.
+    """
+    return {place: key for key, place in _sides_by_key(plan).items()}
 
 
 def as_maps(function: str, maps: Any) -> dict[str, tuple[Map, ...]]:
