@@ -159,7 +159,9 @@ def test_a_base_in_codes_trains_only_adapters():
 class Scanned(nnx.Module):
     """Stacked layers, one after another by a scan with remat, each with two experts by vmap."""
 
-    def __init__(self):
+    def __init__(self, axes=0):
+        self.axes = axes
+
         @nnx.split_rngs(splits=3)
         @nnx.vmap
         def make(rngs):
@@ -173,7 +175,7 @@ class Scanned(nnx.Module):
         self.layers, self.experts = make(nnx.Rngs(0)), experts(nnx.Rngs(1))
 
     def __call__(self, x):
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.scan(in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)
         def steps(layer, x):
             return jnp.tanh(nnx.remat(lambda layer, x: layer(x))(layer, x))
 
@@ -194,6 +196,20 @@ def test_stacked_layers_have_stacked_adapters(base):
     assert jnp.abs(model(X) - expected).max() <= 2.0**-18 * jnp.abs(expected).max()
     grads = nnx.grad(lambda model: jnp.square(model(X)).sum(), argnums=ADAPTERS)(model)
     assert all(bool((x != 0).any(axis=(-2, -1)).all()) for x in jax.tree.leaves(grads))
+
+
+def test_a_scan_over_parameters_alone_needs_the_axis_of_codes():
+    """A whole model that is quantized does not: its codes are parameters inside."""
+    axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+    quantized = jqx.nnx.quantize(Scanned(axes), jqx.presets.w8a16())
+    simulated = quantized(X)
+    jqx.nnx.convert(quantized, X)
+    assert jnp.abs(quantized(X) - simulated).max() <= 2.0**-18 * jnp.abs(simulated).max()
+    assert apply_lora(Scanned(axes), RULES, X)(X).shape == (2, 3, SIZE)
+    model = apply_lora(Scanned(axes), RULES, X, base="int4:channel")
+    assert_error(lambda: model(X), "not over its codes", "jqx.nnx.QParam: 0")
+    axes = nnx.StateAxes({nnx.Param: 0, QParam: 0, ...: None})
+    assert apply_lora(Scanned(axes), RULES, X, base="int4:channel")(X).shape == (2, 3, SIZE)
 
 
 @pytest.mark.parametrize("algorithm", [loftq(rank=3), eora(rank=3)])

@@ -130,6 +130,15 @@ class Adapted(Quantized):
     ) -> QuantizedCall:
         call, params, graph = super()._q_function(name, run, args, kwargs)
         factors = {x.weight: x.factors(params) for x in self.adapters}
+        for x in self.adapters:
+            weight, (a, _) = value_at(params, _names(x.weight)), factors[x.weight]
+            if x.adapter.steps_apart(jnp.ndim(weight), jnp.ndim(a)):
+                problem = (
+                    f"a scan or vmap steps over the adapter of {x.weight!r}, not over its codes."
+                )
+                fix = "give jqx.nnx.QParam the axis of nnx.Param there: "
+                fix += "nnx.StateAxes({nnx.Param: 0, jqx.nnx.QParam: 0, ...})."
+                raise fail(_NAME, problem, fix=fix)
         adapters = {x.weight: x.adapter for x in self.adapters}
         function = with_adapters(_NAME, call.function, adapters)
         return (

@@ -228,6 +228,9 @@ def quantized_call(
     """
     graph, leaves, insert = split_nodes(module, args, kwargs)
     floats = nnx.clone(graph)
+    # Scans of the float model may name the axis of an `nnx.Param`.
+    codes = {path: x for path, x in nnx.iter_graph(floats) if isinstance(x, QParam)}
+    replace_nodes(floats, {id(x): nnx.Param(x.get_value()) for x in codes.values()})
     floats = with_classes(floats, {id(x): float_class(type(x)) for x in _wrappers(floats[0])})
     graphdef = nnx.graphdef(floats)
 
@@ -245,7 +248,7 @@ def quantized_call(
     rest = nnx.map_state(lambda path, x: x.replace({}) if _is_state(path, x) else x, rest)
 
     def may_write(path: Path, variable: Any) -> bool:
-        return not isinstance(variable, QParam) and not (constant and is_weight(path, variable))
+        return path not in codes and not (constant and is_weight(path, variable))
 
     def function(params: Any, *args: Any) -> Any:
         out, written = call({"0": value_at(params, prefix)}, *args)

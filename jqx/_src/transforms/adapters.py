@@ -93,6 +93,11 @@ class Adapter(NamedTuple):
         a = a.transpose(*range(n), *(n + i for i in _sorted(summed)), a.ndim - 1)
         return a, b.transpose(*range(n + 1), *(n + 1 + i for i in _sorted(kept)))
 
+    def steps_apart(self, weight: int, a: int) -> bool:
+        """Returns whether a weight and `a`, of these ranks, are not in the same step of a stack."""
+        stack, summed, kept = map(len, self.use)
+        return stack + summed + kept - weight != stack + summed + 1 - a
+
     def product(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Returns what the adapter adds to its weight, in the shape of the weight."""
         count = sum(map(len, self.use))
