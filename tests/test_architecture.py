@@ -345,13 +345,14 @@ PUBLIC = {
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan pure ptq bind
         Conv ConvTranspose Dense DenseGeneral Einsum Embed MultiHeadAttention
-        MultiHeadDotProductAttention LoRADense init_lora merge_lora
+        MultiHeadDotProductAttention LoRA LoRADense apply_lora init_lora
+        merge_lora
     """,
     "nnx": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan pure update ptq bind
         QParam Scale Stat
         Conv ConvTranspose Einsum Embed Linear LinearGeneral MultiHeadAttention
-        LoRALinear init_lora merge_lora
+        LoRA LoRALinear apply_lora init_lora merge_lora
     """,
     "numerics": """
         format_of

@@ -11,7 +11,9 @@ from ..environment import ROOT, cached
 
 FOLDER = ROOT / "examples" / "adopters"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
-MODULES: dict[str, tuple[str, ...]] = {}
+MODULES: dict[str, tuple[str, ...]] = {
+    "tunix_qlora": ("qwix", "tunix"),
+}
 """What each imports that the extra `examples` does not install."""
 
 
