@@ -14,9 +14,9 @@ from ..modules.layers import (
     add_low_rank,
     check_cache,
     empty_cache,
-    merge_low_rank,
     with_cache,
 )
+from ..modules.lora import of_matrices, with_product
 from ..modules.quantized_function import by_path
 from ..transforms.trace import is_array
 from .quantized import Quantized, values
@@ -218,8 +218,9 @@ def merge_layers(params: Any, codes: Any, adapters: Any, alpha: float) -> dict[s
     merged = dict(params)
     if isinstance(adapters.get("a"), jax.Array):
         kernel = codes["kernel"] if "kernel" in codes else params["kernel"]
-        kernel = merge_low_rank(kernel, adapters["a"], adapters["b"], alpha)
-        return {**merged, "kernel": kernel}
+        a, b = adapters["a"], adapters["b"]
+        adapter = of_matrices(a.shape[-1], alpha, kernel.ndim)
+        return {**merged, "kernel": with_product(kernel, adapter, a, b)}
     for name, inner in adapters.items():
         merged[name] = merge_layers(params.get(name, {}), codes.get(name, {}), inner, alpha)
     return merged

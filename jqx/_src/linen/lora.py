@@ -157,8 +157,8 @@ def apply_lora(
     boxed, weights = by_path_boxed(variables), by_path(params)
     keys = jax.random.split(jax.random.key(0) if key is None else key, len(adapters))
     factors = {}
-    for key, (path, adapter) in zip(keys, adapters.items(), strict=True):
-        pair = initial_factors(adapter, key, weights[path])
+    for own, (path, adapter) in zip(keys, adapters.items(), strict=True):
+        pair = initial_factors(adapter, own, weights[path])
         for side, x in zip("ab", _like(boxed[path], adapter, pair), strict=True):
             factors[f"{path}/{side}"] = x
     known = {name: unfreeze(tree) for name, tree in variables.items()}

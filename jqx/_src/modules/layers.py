@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from ..caches.kv_cache import KVCache, check_format
 from ..checks import check_instance
 from ..errors import fail, some
-from ..tensor.qtensor import QTensor
 from ..transforms.channel_map import LowRank, Maps
 from ..transforms.map_channels import as_maps
 from ..transforms.paths import is_whole
@@ -79,13 +78,6 @@ def add_low_rank(base: Any, inputs: Any, a: Any, b: Any, alpha: float) -> Any:
     """Returns the result of a layer plus `alpha / rank x a b`."""
     product = (inputs @ a) @ b
     return base + (product * jnp.asarray(alpha / a.shape[-1], product.dtype)).astype(base.dtype)
-
-
-def merge_low_rank(kernel: Any, a: jax.Array, b: jax.Array, alpha: float) -> jax.Array:
-    """Returns a kernel, as floats, plus its adapters."""
-    kernel = kernel.dequantize() if isinstance(kernel, QTensor) else kernel
-    product = (a @ b) * jnp.asarray(alpha / a.shape[-1], a.dtype)
-    return kernel + product.astype(kernel.dtype)
 
 
 class AdapterMatrices(NamedTuple):

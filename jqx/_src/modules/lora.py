@@ -11,7 +11,7 @@ from ..checks import check_instance
 from ..compat import is_concrete
 from ..policy import Policy, Rule
 from ..tensor.spec import QSpec
-from ..transforms.adapters import Adapter
+from ..transforms.adapters import Adapter, Use
 from ..transforms.paths import is_whole
 
 
@@ -26,6 +26,12 @@ def check_base(function: str, base: Any) -> None:
     check_instance(function, "base", base, (str, QSpec, type(None)), fix=fix)
     if base is not None:
         base_policy(["w"], base)
+
+
+def of_matrices(rank: int, alpha: float, axes: int) -> Adapter:
+    """Returns the adapter of a layer whose kernel has this number of axes: a stack of matrices."""
+    *stack, summed, kept = range(axes)
+    return Adapter(rank, alpha, Use(tuple(stack), (summed,), (kept,)))
 
 
 def initial_factors(adapter: Adapter, key: jax.Array, weight: jax.Array) -> list[jax.Array]:

@@ -16,9 +16,15 @@ from ..modules.layers import (
     check_same_parameters,
     forwards,
     initial_adapters,
-    merge_low_rank,
 )
-from ..modules.lora import base_policy, check_base, initial_factors, of_padded, with_product
+from ..modules.lora import (
+    base_policy,
+    check_base,
+    initial_factors,
+    of_matrices,
+    of_padded,
+    with_product,
+)
 from ..modules.quantized_function import Mode, by_path, nest
 from ..policy import Policy
 from ..ptq.quantized import Quantized as PtqResult
@@ -450,36 +456,31 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         problem += " and is not from jqx.nnx.apply_lora."
         raise fail("nnx.merge_lora", problem, fix="pass the model that was trained.")
     for part in adapted:
-        if isinstance(part, LoRALinear):
-            a, b = part.lora_a[...], part.lora_b[...]
-            part.kernel = nnx.Param(merge_low_rank(part.kernel.get_value(), a, b, part.alpha))
-        else:
-            for entry in part.adapters:
-                _merge(part, entry)
+        for entry in _entries(part):
+            weight = variable_at(part, _names(entry.weight))
+            a, b = entry.a.get_value(), entry.b.get_value()
+            value = with_product(weight.get_value(), entry.adapter, a, b)
+            if isinstance(weight, QParam):
+                replace_nodes(part, {id(weight): nnx.Param(value)})
+            else:
+                weight.set_value(value)
+            _remove(part, (entry.a, entry.b))
         for _, inside in nnx.iter_modules(part):
             if inside is part or isinstance(inside, Part):
                 _make_float(inside)
     return merged
 
 
-def _merge(module: Adapted, entry: Adapters) -> None:
-    """Replaces a weight by its sum with its adapter, and removes the factors."""
-    weight = variable_at(module, _names(entry.weight))
-    *names, name = entry.name.split("/")
-    holder = variable_at(module, names)
-    a, b = (x.get_value() for x in _variables(module, entry))
-    value = with_product(weight.get_value(), entry.adapter, a, b)
-    if isinstance(weight, QParam):
-        replace_nodes(module, {id(weight): nnx.Param(value)})
-    else:
-        weight.set_value(value)
-    for side in "ab":
-        delattr(holder, f"{name}_lora_{side}")
+def _remove(module: nnx.Module, variables: Collection[Any]) -> None:
+    """Removes the attributes of modules that are some variables."""
+    for _, inside in list(nnx.iter_modules(module)):
+        for name in [x for x, value in vars(inside).items() if any(value is y for y in variables)]:
+            delattr(inside, name)
 
 
 def _make_float(module: Any) -> None:
     """Makes a quantized module, or a part of one, an instance of its float class again."""
-    for name in ("rank", "alpha", "lora_a", "lora_b", "adapters", "quant_parent", *ATTRIBUTES):
+    for name in ("rank", "alpha", "adapters", "quant_parent", *ATTRIBUTES):
         vars(module).pop(name, None)
     object.__setattr__(module, "__class__", float_class(type(module)))
 
@@ -525,15 +526,25 @@ def init_lora(model: nnx.Module, quantized: PtqResult) -> None:
     check_instance(name, "quantized", quantized, PtqResult, fix=fix)
     modules = [("/".join(map(str, path)), part) for path, part in nnx.iter_modules(model)]
     parts = {path: part for path, part in modules if isinstance(part, Quantized)}
-    adapters: dict[str, _Place] = {}
-    for path, part in parts.items():
-        adapters |= _places(path and f"{path}/", part)
-    kinds = {path: place.kind for path, place in adapters.items()}
+    entries = {
+        (f"{path}/" if path else "") + entry.weight: entry
+        for path, part in parts.items()
+        for entry in _entries(part)
+    }
+    shapes = {path: x.shape for path, x in _float_values(model).items()}
+    kinds = {
+        path: AdapterMatrices(
+            x.adapter.rank, x.adapter.alpha, *x.adapter.of_matrices(shapes[path]), x.a.dtype
+        )
+        for path, x in entries.items()
+    }
     starts = initial_adapters(name, quantized.plan, quantized.maps, kinds)
     check_same_parameters(name, _float_values(model), by_path(quantized.params), parts)
     replace_nodes(model, write_values(model, quantized.params))
     for path, matrices in starts.items():
-        adapters[path].write(*matrices)
+        a, b = entries[path].adapter.from_matrices(*matrices, shapes[path])
+        entries[path].a.set_value(a)
+        entries[path].b.set_value(b)
     for path, part in parts.items():
         prefix = path and f"{path}/"
         scales = {key: x for key, x in quantized.affines.items() if key.startswith(prefix)}
@@ -544,46 +555,27 @@ def init_lora(model: nnx.Module, quantized: PtqResult) -> None:
             part.mode = Mode.SIMULATE
 
 
-class _Place(NamedTuple):
-    """The adapter of a weight as matrices, and what writes these matrices."""
+class _Entry(NamedTuple):
+    """The adapter of a weight, with the path of the weight in its module and the two variables."""
 
-    kind: AdapterMatrices
-    write: Callable[[jax.Array, jax.Array], None]
+    weight: str
+    adapter: Adapter
+    a: Any
+    b: Any
 
 
-def _places(prefix: str, part: Any) -> dict[str, _Place]:
-    """Returns the adapters of a module by the path of their weight."""
+def _entries(part: Any) -> list[_Entry]:
+    """Returns the adapters of a module."""
     if isinstance(part, LoRALinear):
-        entries = [("kernel", part.lora_a, part.lora_b, part.rank, part.alpha, None)]
-    elif isinstance(part, Adapted):
-        entries = [
-            (x.weight, *_variables(part, x), x.adapter.rank, x.adapter.alpha, x.adapter)
-            for x in part.adapters
-        ]
-    else:
-        return {}
-    return {f"{prefix}{weight}": _place(part, weight, *entry) for weight, *entry in entries}
-
-
-def _place(
-    part: Any, path: str, a: Any, b: Any, rank: int, alpha: float, adapter: Adapter | None
-) -> _Place:
-    shape = variable_at(part, _names(path)).shape
-    shapes = (a.shape, b.shape) if adapter is None else adapter.of_matrices(shape)
-
-    def write(x: jax.Array, y: jax.Array) -> None:
-        x, y = (x, y) if adapter is None else adapter.from_matrices(x, y, shape)
-        a.set_value(x)
-        b.set_value(y)
-
-    return _Place(AdapterMatrices(rank, alpha, *shapes, a.dtype), write)
-
-
-def _variables(part: Any, entry: Adapters) -> tuple[Any, Any]:
-    """Returns the variables of the two factors."""
-    *names, name = entry.name.split("/")
-    holder = variable_at(part, names)
-    return getattr(holder, f"{name}_lora_a"), getattr(holder, f"{name}_lora_b")
+        adapter = of_matrices(part.rank, part.alpha, part.kernel.ndim)
+        return [_Entry("kernel", adapter, part.lora_a, part.lora_b)]
+    entries = []
+    for weight, name, adapter in part.adapters if isinstance(part, Adapted) else ():
+        *names, name = name.split("/")
+        holder = variable_at(part, names)
+        pair = getattr(holder, f"{name}_lora_a"), getattr(holder, f"{name}_lora_b")
+        entries.append(_Entry(weight, adapter, *pair))
+    return entries
 
 
 def _float_values(model: nnx.Module) -> dict[str, Any]:

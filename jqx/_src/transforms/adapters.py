@@ -230,7 +230,8 @@ def with_adapters(
         keys, maps = keys_by_address(plan), {}
         for item in items:
             if (path := _product_of(item)) is not None and path in adapters:
-                low_rank = adapters[path].as_map(*values[path], _use(function, path, item))
+                a, b = values[path]
+                low_rank = adapters[path].as_map(a, b, _use(function, path, item))
                 maps[keys[item.address, -1]] = (low_rank,)
         return map_call(call, plan, items, maps)
 
