@@ -8,6 +8,7 @@ import typing as _typing
 from ._src.contractions.formulation import Formulation as Formulation
 from ._src.contractions.formulation import using as using
 from ._src.contractions.problem import OperandAxes as OperandAxes
+from ._src.contractions.scaled import cudnn_blocks as cudnn_blocks
 from ._src.gradients.estimators import GradientEstimator as GradientEstimator
 from ._src.gradients.estimators import Surrogate as Surrogate
 from ._src.late import unknown as _unknown

@@ -74,8 +74,8 @@ INSIDE = {
         transforms.partitioned transforms.paths transforms.plan transforms.quantize_params
     """,
     "train": """
-        compat_kernels contractions.plain contractions.problem numerics.exact
-        numerics.minifloats numerics.qtype statistics.granularity tensor.grid tensor.layout
+        contractions.formulation contractions.problem contractions.scaled numerics.exact
+        numerics.qtype statistics.granularity tensor.grid tensor.layout
         tensor.products transforms.arguments transforms.convert transforms.higher_order
         transforms.interpret transforms.make_plan transforms.trace transforms.views
     """,
@@ -328,7 +328,7 @@ PUBLIC = {
     """,
     "diagnostics.plots": "front heat_map histogram ranges sensitivity_bars sqnr_bars",
     "extend": """
-        Contraction Formulation OperandAxes View onnx_rules primitive_rules using
+        Contraction Formulation OperandAxes View cudnn_blocks onnx_rules primitive_rules using
         Site Operand Weight Skipped Unreached
         Algorithm AlgorithmResult Calibrator Granularity Groups GradientEstimator Surrogate
         Observer ObservedSite absmax hessian mean mean_abs places

@@ -260,6 +260,7 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
     tables |= {cpu for *_, cpu in INTEGERS.values()}
     tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
     tables |= {"float8_groups", "float8_groups_in_tiles"}
+    tables |= {"dequantize_smaller", "exact_blocks", "scaled_blocks"}  # of test_scaled
     package = {  # of tests/package_cpu
         "package_batches",
         "package_codes",

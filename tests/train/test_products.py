@@ -8,8 +8,8 @@ import pytest
 
 import jqx
 from jqx import recipes
+from jqx._src.contractions import scaled
 from jqx._src.tensor.products import FIXED_SIGNS
-from jqx._src.train import products as products_file
 from jqx._src.train.products import layer, multiplied, prepared
 from jqx.recipes import Product, Products, Rounded
 
@@ -203,10 +203,10 @@ def test_the_form_for_gpus_and_tpus_is_the_same_product(name):
     @jax.jit
     def forms_of(x, w):
         operands = [prepared(a, product, i, None) for i, a in enumerate((x, w))]
-        assert all(map(products_file._has_blocks_exact_in_bfloat16, operands))
-        forms = [products_file._in_bfloat16]
-        if all(map(products_file._has_scaled_bytes, operands)):
-            forms.append(products_file._scaled)
+        assert all(map(scaled.has_blocks_exact_in_bfloat16, operands))
+        forms = [scaled.exact_product]
+        if all(map(scaled.has_scaled_bytes, operands)):
+            forms.append(scaled.scaled_product)
         return [multiplied(*operands), *(form(*operands) for form in forms)]
 
     expected, *results = forms_of(*(jnp.asarray(a[..., :32]) for a in (X, W)))

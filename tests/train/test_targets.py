@@ -10,6 +10,7 @@ import pytest
 import jqx
 from jqx import recipes
 from jqx._src.diagnostics import lowering as targets
+from jqx.extend import cudnn_blocks, using
 from jqx.recipes import Products, Recipe
 
 pytestmark = pytest.mark.aot
@@ -74,6 +75,14 @@ def test_int8_multiplies_two_products_as_int8_and_all_three_in_runs(target):
 @pytest.mark.parametrize("target", ["h200", "b200"])
 def test_nvfp4_is_emulated_by_exact_products_of_bfloat16(target):
     assert multiplied(compiled("nvfp4", target))["bf16 x bf16"] == 3
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_cudnn_multiplies_all_three_products_in_blocks_on_blackwell(recipe):
+    with using(cudnn_blocks):
+        contractions = compiled(recipe, "b200").contractions
+    products = [c.runs for c in contractions if "jvp()" not in c.op_name]  # not the transforms
+    assert products == ["__cudnn$blockScaledDot"] * 3
 
 
 @pytest.mark.parametrize(("target", "left"), [("b200", ""), ("h200", "emulated: bf16")])

@@ -62,6 +62,18 @@ from .requantize import (
     lined_up,
     requantized,
 )
+from .scaled import SCALED_PRODUCTS, are_blocks
+
+
+@formulation(
+    "two operands in MX or NVFP4 blocks on CPU: the smaller one is dequantized first",
+    CPU,
+    lambda case: True,
+    is_composite=True,
+)
+def dequantize_smaller(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    return _with_smaller_dequantized(lhs, rhs, how.dimensions, how.precision, how.dtype)
+
 
 PRODUCTS = Planner(
     "dot_general",
@@ -69,6 +81,7 @@ PRODUCTS = Planner(
     Family(lambda case: case.rhs.layout is not None, KERNELS),
     Family(lambda case: case.are_integers, INTEGERS),
     Family(lambda case: case.are_float8, FLOAT8_PRODUCTS),
+    Family(are_blocks, (*SCALED_PRODUCTS, dequantize_smaller)),
     Family(lambda case: case.is_beside_floats, FLOAT_PRODUCTS),
 )
 SUMS = Planner("dot_general:int32", package_sums, *SUMS_OF_INTEGERS)
@@ -355,14 +368,9 @@ def _contract_codes(
     left, right, dimensions = as_stored(left, right, dimensions)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         y = _computed(left, right, dimensions, precision, dtype)
-        if y is not None:
-            return y
-        # If the operands are not both integers, the smaller one is the activation.
-        wide = common_dtype(left.dtype, right.dtype)
-        if _is_smaller(left, right):
-            left = as_activation(left, right, wide)
-        else:
-            right = as_activation(right, left, wide)
+        if y is None:
+            y = _with_smaller_dequantized(left, right, dimensions, precision, dtype)
+        return y
     is_swapped = not isinstance(right, QTensor)
     if is_swapped:
         y = _computed(right, left, dimensions.swapped, precision, dtype)
@@ -370,6 +378,18 @@ def _contract_codes(
         y = _computed(left, right, dimensions, precision, dtype)
     assert y is not None
     return dimensions.swap_output(y) if is_swapped else y
+
+
+def _with_smaller_dequantized(
+    left: QTensor, right: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
+) -> jax.Array:
+    """Contracts two operands that are not both integers: the smaller one is the activation."""
+    wide = common_dtype(left.dtype, right.dtype)
+    if _is_smaller(left, right):
+        real = as_activation(left, right, wide), right
+    else:
+        real = left, as_activation(right, left, wide)
+    return _contract_codes(*real, dimensions, precision, dtype)
 
 
 def _computed(

@@ -225,6 +225,11 @@ def using(*formulations: Formulation) -> Iterator[None]:
         yield
 
 
+def is_used(op: str) -> bool:
+    """Returns whether the caller is inside of `using`, with a formulation of an operation."""
+    return any(form.op == op for form, *_ in _ADDED.value)
+
+
 def _check(mine: Any) -> None:
     fix = "pass jqx.extend.Formulation(name, reason, platforms, applies, compute)."
     check_instance("extend.using", "formulation", mine, Formulation, fix=fix)
@@ -450,14 +455,20 @@ def _read(jaxpr: Any, repeats: int) -> list[LoweredContraction]:
     contractions = []
     for eqn in jaxpr.eqns:
         choice = _CHOICES.get(compat.name_of_jit(eqn))
-        if choice is not None and not choice.cpu.is_composite:
-            operands = tuple(_type(v) for v in eqn.invars)
-            result = ", ".join(_type(v) for v in eqn.outvars)
-            contractions.append(LoweredContraction(choice, operands, result, repeats))
-            continue
         inner_times = repeats * eqn.params["length"] if eqn.primitive.name == "scan" else repeats
-        for inner in compat.sub_jaxprs(eqn):
-            contractions += _read(inner, inner_times)
+        inner: list[LoweredContraction] = []
+        if choice is None or any(form.is_composite for form in choice):
+            for body in compat.sub_jaxprs(eqn):
+                inner += _read(body, inner_times)
+        if choice is None or all(form.is_composite for form in choice):
+            contractions += inner
+            continue
+        if len(inner) == 1:  # what is inside of the composite of some platforms
+            forms = zip(choice, inner[0].choice, strict=True)
+            choice = Choice(*(own if form.is_composite else form for form, own in forms))
+        operands = tuple(_type(v) for v in eqn.invars)
+        result = ", ".join(_type(v) for v in eqn.outvars)
+        contractions.append(LoweredContraction(choice, operands, result, repeats))
     return contractions
 
 

@@ -14,10 +14,14 @@ import numpy as np
 from jax import lax
 
 from ... import QTensor, dot_general, per_block, per_tensor, ragged_dot
-from ...numerics import Block, format_of
-from ..compat_kernels import alone_or_in_parts
-from ..contractions.plain import is_exact_in
-from ..numerics.minifloats import Minifloat
+from ..contractions.formulation import is_used
+from ..contractions.scaled import (
+    SUM_LAST,
+    exact_product,
+    has_blocks_exact_in_bfloat16,
+    has_scaled_bytes,
+    scaled_product,
+)
 from ..statistics.granularity import PerBlock
 from ..tensor.layout import swap_axes
 from ..tensor.products import (
@@ -32,9 +36,6 @@ from ..tensor.products import (
 )
 from ..transforms.convert import as_stored
 from .operands import largest_magnitude, packed_axis, padded, quantized, remembered, rotated
-
-_SUM_LAST = (((2,), (2,)), ((0,), (0,)))
-"""The contraction of all products: the last axis of both operands, for each index of the first."""
 
 _ANY = 1 << 20
 """A size that all blocks divide."""
@@ -131,9 +132,10 @@ def multiplied(lhs: Any, rhs: Any, sizes: jax.Array | None = None) -> jax.Array:
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
         if sizes is None and lhs.shape[0] == 1:  # XLA merges transposes into products of matrices
             return jnp.matmul(lhs[0], rhs[0].T, preferred_element_type=jnp.float32)[None]
-    if sizes is None and all(map(_has_blocks_exact_in_bfloat16, (lhs, rhs))):
-        cuda = _scaled if all(map(_has_scaled_bytes, (lhs, rhs))) else _in_bfloat16
-        return lax.platform_dependent(lhs, rhs, cpu=_in_float32, cuda=cuda, default=_in_bfloat16)
+    in_blocks = sizes is None and all(map(has_blocks_exact_in_bfloat16, (lhs, rhs)))
+    if in_blocks and not is_used("dot_general"):
+        cuda = scaled_product if all(map(has_scaled_bytes, (lhs, rhs))) else exact_product
+        return lax.platform_dependent(lhs, rhs, cpu=_in_float32, cuda=cuda, default=exact_product)
     if sizes is None:
         return _multiplied(lhs, rhs)
     rows, matrices = lhs.reshape(*lhs.shape[1:]), rhs.transpose(0, 2, 1)
@@ -142,71 +144,13 @@ def multiplied(lhs: Any, rhs: Any, sizes: jax.Array | None = None) -> jax.Array:
 
 def _multiplied(lhs: Any, rhs: Any) -> jax.Array:
     """Returns a product as jqx chooses to compute it."""
-    return dot_general(lhs, rhs, _SUM_LAST, preferred_element_type=jnp.float32)
-
-
-def _has_blocks_exact_in_bfloat16(q: Any) -> bool:
-    """Whether bfloat16 holds all elements of a block format times their scales, which are powers of
-    two, or floats of few bits under a float32 scale.
-    """
-    form = format_of(q.qtype) if isinstance(q, QTensor) else None
-    if not isinstance(form, Block) or not is_exact_in(q, jnp.bfloat16):
-        return False
-    if not form.two_level:
-        return True
-    element, scale = form.elements, format_of(form.scale_qtype)
-    if not isinstance(element, Minifloat) or not isinstance(scale, Minifloat):
-        return False
-    return element.mantissa_bits + scale.mantissa_bits + 1 <= jnp.finfo(jnp.bfloat16).nmant
-
-
-def _has_scaled_bytes(q: QTensor) -> bool:
-    """Whether an operand is 8-bit floats under powers of two, in whole blocks of 32."""
-    form = format_of(q.qtype)
-    is_scaled = isinstance(form, Block) and not form.two_level and q.codes.dtype.itemsize == 1
-    floats = jnp.issubdtype(q.codes.dtype, jnp.floating)
-    return is_scaled and floats and q.shape[-1] == 32 * q.scale.shape[-1]
-
-
-def _scaled(lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Returns a product whose scales the matrix units of Blackwell apply. XLA computes it in
-    bfloat16, as `_in_bfloat16`, on GPUs without such units. XLA of jaxlib 0.10.2 does not compile
-    it for several devices, and JAX does not export it for several platforms.
-    """
-
-    def on_one_device(lhs: Any, rhs: Any) -> jax.Array:
-        return lax.scaled_dot(
-            lhs.codes,
-            rhs.codes,
-            lhs_scale=lhs.scale,
-            rhs_scale=rhs.scale,
-            dimension_numbers=_SUM_LAST,
-            preferred_element_type=jnp.float32,
-        )
-
-    return alone_or_in_parts(on_one_device, _in_bfloat16, lhs, rhs, in_shard_map=False)
+    return dot_general(lhs, rhs, SUM_LAST, preferred_element_type=jnp.float32)
 
 
 def _in_float32(*operands: QTensor) -> jax.Array:
     """Returns a product of dequantized operands, for which CPUs have the fastest instructions."""
     lhs, rhs = (q.astype(jnp.float32).dequantize() for q in operands)
-    return lax.dot_general(lhs, rhs, _SUM_LAST, preferred_element_type=jnp.float32)
-
-
-def _in_bfloat16(*operands: QTensor) -> jax.Array:
-    """Returns a product of operands in blocks, which are exact in bfloat16 but for scales of all of
-    them. Units multiply that faster than float32, and XLA has no product of such codes.
-    """
-    second_scales, exact = [], []
-    for q in operands:
-        scale = q.scale
-        if isinstance(scale, QTensor):
-            second_scales.append(scale.real_scale())
-            scale = dataclasses.replace(scale, scale=jnp.ones_like(scale.real_scale()))
-        q = dataclasses.replace(q, scale=scale, dtype=jnp.bfloat16)
-        exact.append(q.dequantize())
-    y = lax.dot_general(exact[0], exact[1], _SUM_LAST, preferred_element_type=jnp.float32)
-    return functools.reduce(jnp.multiply, second_scales, y)
+    return lax.dot_general(lhs, rhs, SUM_LAST, preferred_element_type=jnp.float32)
 
 
 def layer(
