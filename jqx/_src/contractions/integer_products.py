@@ -12,6 +12,7 @@ from jax import export, lax
 
 from ..checks import is_at_least
 from ..errors import fail
+from ..kernels.onednn import bytes_product
 from ..numerics.exact import common_dtype
 from ..numerics.lookup import format_of, name_of_qtype
 from ..tensor.layout import Layout, is_flipped, to_int8
@@ -118,6 +119,31 @@ def shaped(
     columns = tuple(rhs.shape[axis] for axis in dimensions.rhs_free)
     return Products(
         total.reshape(batch + free + columns),
+        None if of_left is None else of_left.reshape(batch + free + (1,) * len(columns)),
+        None if of_right is None else of_right.reshape(batch + (1,) * len(free) + columns),
+    )
+
+
+def by_onednn(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
+) -> Products:
+    """Multiplies by oneDNN; the result is that of `plain`."""
+    d, dtype = dimensions, jnp.int32 if left or right else jnp.float32
+    batch = tuple(lhs.shape[axis] for axis in d.lhs_batch)
+    free = tuple(lhs.shape[axis] for axis in d.lhs_free)
+    columns = tuple(rhs.shape[axis] for axis in d.rhs_free)
+    count = d.contracted_size(lhs)
+    rows = to_rows(lhs, d).reshape(*batch, -1, count)
+    in_rows = (*d.rhs_batch, *d.rhs_contracting, *d.rhs_free) != tuple(range(d.rhs_rank))
+    weight = to_rows(rhs, d.swapped) if in_rows else rhs
+    weight = weight.reshape(*batch, *((-1, count) if in_rows else (count, -1)))
+    ones = jnp.ones((*batch, 1, count), jnp.int8)
+    multiply = functools.partial(bytes_product, dtype=dtype)
+    total = multiply(rows, weight, in_rows=in_rows).reshape(batch + free + columns)
+    of_left = multiply(rows, ones, in_rows=True) if left else None
+    of_right = multiply(ones, weight, in_rows=in_rows) if right else None
+    return Products(
+        total,
         None if of_left is None else of_left.reshape(batch + free + (1,) * len(columns)),
         None if of_right is None else of_right.reshape(batch + (1,) * len(free) + columns),
     )
@@ -344,6 +370,11 @@ SUMS_OF_INTEGERS = (
 def in_fitting_shapes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     """Multiplies without blocks in the shapes that are fast on CPU."""
     return _integer(lhs, rhs, how, fitting)
+
+
+def in_onednn(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    """Multiplies without blocks by oneDNN."""
+    return _integer(lhs, rhs, how, by_onednn)
 
 
 def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:

@@ -16,6 +16,7 @@ from jax import export, lax
 
 from .. import package_cpu
 from ..compat_kernels import alone_or_in_parts
+from ..kernels import onednn
 from ..kernels.products_cpu import decoded_product_cpu, float_product_cpu, product_cpu
 from ..numerics.exact import common_dtype
 from ..numerics.lookup import E8M0, format_of
@@ -29,6 +30,7 @@ from .integer_products import (
     as_int8,
     fitting,
     in_fitting_shapes,
+    in_onednn,
     integer_blocks,
     to_rows,
 )
@@ -138,6 +140,22 @@ def package_sums(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
         return as_output(product_cpu(x, None, x_zero, w, None, w_zero, step=step), lhs, how)
 
     return by_kernel(kernel, functools.partial(plain_sums, how=how), *constant(lhs, rhs))
+
+
+@formulation(
+    "integers on CPU: multiplied exactly by oneDNN, which is part of jaxlib; zero points and "
+    "scales come after",
+    CPU,
+    lambda case: case.are_bytes and case.is_large and case.block is None and onednn.is_available(),
+)
+def integer_onednn(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
+    plain = functools.partial(in_fitting_shapes, how=how)
+
+    def product(lhs: QTensor, rhs: QTensor) -> jax.Array:
+        kernel = functools.partial(in_onednn, how=how)
+        return alone_or_in_parts(kernel, plain, lhs, rhs, in_shard_map=False)
+
+    return derived_as(product, plain)(lhs, rhs)
 
 
 def codes_of(lhs: QTensor, rhs: QTensor, how: HowTo, *stack: jax.Array) -> tuple[Any, ...]:

@@ -1,0 +1,80 @@
+"""Products of bytes by oneDNN, which jaxlib contains. XLA calls it on CPU, with its own threads.
+
+The name of the call is that which passes of XLA write, and no part of StableHLO. So it is used only
+where a first product is exact, with this jaxlib and on this processor, and never in exports.
+"""
+
+import functools
+import json
+import platform
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
+
+
+def bytes_product(
+    rows: jax.Array, columns: jax.Array, dtype: DTypeLike, *, in_rows: bool
+) -> jax.Array:
+    """Returns sums of products, exact as int32, or as such rounded to float32: [*batch, M, N].
+
+    Args:
+      rows: int8 [*batch, M, K].
+      columns: int8, the other operand.
+      dtype: int32 or float32.
+      in_rows: whether that is [*batch, N, K]; else [*batch, K, N].
+    """
+    return _product(jnp.dtype(dtype), in_rows)(rows, columns)
+
+
+@functools.cache
+def _product(dtype: Any, in_rows: bool) -> Any:
+    config = json.dumps({"onednn_matmul_config": {"transpose_b": in_rows}})
+
+    @custom_vmap
+    def product(rows: jax.Array, columns: jax.Array) -> jax.Array:
+        shape = (*rows.shape[:-1], columns.shape[-2 if in_rows else -1])
+        kind = jax.ShapeDtypeStruct(shape, dtype)
+        options: Any = {"custom_call_api_version": 2, "legacy_backend_config": config}
+        return jax.ffi.ffi_call("__onednn$matmul", kind, **options)(rows, columns)
+
+    @product.def_vmap
+    def batched(size: int, is_batched: Any, rows: Any, columns: Any) -> Any:
+        if not is_batched[1] and columns.ndim == 2:  # one product with all rows
+            y = product(rows.reshape(-1, rows.shape[-1]), columns)
+            return y.reshape(*rows.shape[:-1], y.shape[-1]), True
+        rows, columns = (
+            x if batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, batched in zip((rows, columns), is_batched, strict=True)
+        )
+        return product(rows, columns), True
+
+    return product
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether oneDNN multiplies bytes exactly here. Processors without VNNI add pairs of products
+    in 16 bits, where they may saturate.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    extremes = np.array([-128, 127, -128, 127, 127, 127, -128, -128], np.int8)
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.ensure_compile_time_eval(), jax.default_device(cpu):
+        for m, n, k in ((1, 3, 8), (5, 17, 40), (64, 64, 256)):
+            rows, columns = (
+                np.resize(np.roll(extremes, i), (count, k)) for i, count in enumerate((m, n))
+            )
+            expected = rows.astype(np.int32) @ columns.astype(np.int32).T
+            try:
+                product = functools.partial(bytes_product, dtype=jnp.int32, in_rows=True)
+                y = jax.jit(product)(rows, columns)
+            except jax.errors.JaxRuntimeError:  # a jaxlib without this call
+                return False
+            if not (np.asarray(y) == expected).all():
+                return False
+    return True
