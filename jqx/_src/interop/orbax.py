@@ -308,10 +308,10 @@ def _replaced(params: Any, make: Callable[[tuple[str, ...], Any, Any], Any]) -> 
 
 def _is_coded(item: Any) -> bool:
     """Whether a node has a kernel of codes and its scale."""
-    if not isinstance(item, Mapping):
+    if not isinstance(item, Mapping) or not {"kernel", "scale"} <= {*item}:
         return False
-    pair = item.get("kernel"), item.get("scale")
-    return all(hasattr(x, "dtype") for x in pair) and pair[0].dtype in _KINDS
+    kinds = [getattr(item[part], "dtype", None) for part in ("kernel", "scale")]
+    return all(kind is not None for kind in kinds) and kinds[0] in _KINDS
 
 
 def _groups(path: tuple[str, ...], kernel: Any, scale: Any) -> Groups:
