@@ -11,7 +11,7 @@ from ..environment import ROOT, cached
 
 FOLDER = ROOT / "examples" / "adopters"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
-MODULES: dict[str, tuple[str, ...]] = {}
+MODULES: dict[str, tuple[str, ...]] = {"keras_codes": ()}
 """What each imports that the extra `examples` does not install."""
 
 
