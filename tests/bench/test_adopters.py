@@ -17,6 +17,7 @@ from ..environment import ROOT, cached
 FOLDER = ROOT / "examples" / "adopters"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 MODULES: dict[str, tuple[str, ...]] = {
+    "keras_codes": (),
     "tunix_qlora": ("qwix", "tunix"),
     "gemma_int4": ("gemma", "kauldron", "orbax"),
     "levanter_decoder": ("levanter", "haliax"),
