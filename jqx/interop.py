@@ -3,6 +3,8 @@
 from ._src.interop.archive import Archive as Archive
 from ._src.interop.archive import read as read
 from ._src.interop.gguf import read_gguf as read_gguf
+from ._src.interop.keras import from_keras as from_keras
+from ._src.interop.keras import to_keras as to_keras
 from ._src.interop.named_tree import Name as Name
 from ._src.interop.named_tree import named as named
 from ._src.interop.named_tree import tree as tree

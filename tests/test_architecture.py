@@ -339,8 +339,9 @@ PUBLIC = {
         StochasticRounding stochastic stochastic_round parq
     """,
     "interop": """
-        Archive Lazy Name from_gemma from_orbax from_qarray from_qwix named read read_gguf
-        save_leaves to_litert to_onnx to_orbax to_qarray tree verify verify_onnx write
+        Archive Lazy Name from_gemma from_keras from_orbax from_qarray from_qwix named read
+        read_gguf save_leaves to_keras to_litert to_onnx to_orbax to_qarray tree verify
+        verify_onnx write
     """,
     "linen": """
         Mode quantize Quantized convert fix_scales learn_scales make_plan pure ptq bind

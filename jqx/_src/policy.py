@@ -132,7 +132,8 @@ class Rule:
       optional: whether the rule, or an alternative in its path, may match nothing. Otherwise that
         is an error for a rule, and a warning for an alternative, as in `(embed|haed)/kernel`.
       products: for `jqx.train`, how the three products of a layer are rounded; a
-        `jqx.recipes.Products`. It determines `weight` and `activation`.
+        `jqx.recipes.Products`. It determines `weight` and `activation`, and leaves lookups in
+        float.
 
     Raises:
       TypeError: if a field has the wrong type.
@@ -175,6 +176,8 @@ class Rule:
             _check_op(path, op)
         check_flags("Rule", optional=optional)
         as_is = isinstance(tables, str) and tables == "weight"
+        if as_is and products is not None:  # a lookup is no product
+            tables, as_is = None, False
         fields = {
             "path": path,
             "op": op,

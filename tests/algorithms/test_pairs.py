@@ -81,6 +81,23 @@ def test_the_pairs_of_a_llama_are_those_of_registries_and_values_of_shared_heads
     assert table_of(pairs) == OF_LLAMA and not pairs.reasons
 
 
+def test_weights_that_are_multiplied_by_numbers_have_the_pairs_of_others():
+    """The layers of haliax multiply each weight by a number, which is 1 or from muP."""
+
+    def f(p, tokens):
+        numbers = {"q": 2.0, "v": 0.5, "out": -1.0, "gate": 1.0, "down": jnp.float32(3)}
+        layers = {name: w * numbers.get(name, 1.0) for name, w in p["layers"].items()}
+        return llama({**p, "layers": layers | {"up": p["layers"]["up"] / 2.0}}, tokens)
+
+    pairs = check_identity(f, LLAMA, TOKEN_IDS)
+    assert table_of(pairs) == OF_LLAMA and not pairs.reasons
+    plan = jqx.make_plan(f, POLICY)(LLAMA, TOKEN_IDS)
+    done = rotate(offline=True).rewrite(f, plan, LLAMA, [TOKEN_IDS], progress=False)
+    assert sum(x.offline for x in done.report) >= 6
+    mapped = jqx.map_channels(f, plan, done.maps)
+    assert_near(mapped(done.params, TOKEN_IDS), f(LLAMA, TOKEN_IDS), 3e-6)
+
+
 def unrolled(p, tokens):
     return llama(unstacked(p), tokens, checkpointed=True)
 
@@ -102,13 +119,15 @@ def test_floats_of_two_bytes_have_the_pairs_and_rotations_of_four(dtype):
     more = {"up": normal(TOKENS, 16), "down": normal(16, 3)}
     params, tables, reports = LLAMA | more, [], []
     with jax.numpy_dtype_promotion("standard"):  # attention computes in float32
-        for p in (params, jax.tree.map(lambda x: x.astype(dtype), params)):
-            plan = jqx.make_plan(f, POLICY)(p, TOKEN_IDS)
-            tables.append(table_of(find_pairs(f, plan)(p, TOKEN_IDS)))
-            done = rotate(offline=True).rewrite(f, plan, p, [(TOKEN_IDS,)], progress=False)
+        cast = lambda p: jax.tree.map(lambda x: x.astype(dtype), p)  # noqa: E731
+        in_f = lambda p, tokens: f(cast(p), tokens)  # noqa: E731
+        for g, p in ((f, params), (f, cast(params)), (in_f, params)):
+            plan = jqx.make_plan(g, POLICY)(p, TOKEN_IDS)
+            tables.append(table_of(find_pairs(g, plan)(p, TOKEN_IDS)))
+            done = rotate(offline=True).rewrite(g, plan, p, [(TOKEN_IDS,)], progress=False)
             reports.append([(x.site, x.channels) for x in done.report if x.offline])
-    assert tables[0] == tables[1] and tables[0]["down"] == ("up", 16)
-    assert reports[0] == reports[1] != []
+    assert tables[0] == tables[1] == tables[2] and tables[0]["down"] == ("up", 16)
+    assert reports[0] == reports[1] == reports[2] != []
 
 
 def test_values_of_a_cache_that_is_given_are_not_scaled_and_the_table_says_so():

@@ -33,6 +33,7 @@ def gemma(rng):
                 "_IntEinsum_linear": coded((7, 8), (0,), jnp.int4),
                 "_IntEinsum_gating_einsum": coded((2, 5, 8), (2,), jnp.int8),
             },
+            "dense": {**coded((8, 4), (0,), jnp.int4), "bias": jnp.ones(4)},  # in place
             "norm": {"scale": jnp.ones(4)},
         }
     }
@@ -67,6 +68,7 @@ def test_gemma_is_what_from_gemma_makes_of_the_restored_tree(tmp_path):
         assert leaf.dtype == want.dtype
         np.testing.assert_array_equal(leaf, want)
     assert loaded["layer_0"]["mlp"]["linear"].layout.packing is not None
+    assert loaded["layer_0"]["dense"]["kernel"].shape == (8, 4)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
@@ -147,6 +149,7 @@ def test_what_is_no_such_tree_is_refused():
     assert_error(lambda: from_gemma({"a": {"w": scale}}), "no `kernel` of int4")
     assert_error(lambda: from_gemma({"a": {"_IntEinsum_0": {**weight, "b": 1}}}), "a/_IntEinsum_0")
     assert_error(lambda: from_gemma({"_IntEinsum_0": weight, "w": weight}), "two weights")
+    assert_error(lambda: from_gemma({"w": scale, "_IntEinsum_0": weight}), "two weights")
     for bad in (jnp.ones(2), jnp.ones((2, 2))):
         tree = {"a": {"kernel": kernel, "scale": bad}}
         assert_error(lambda tree=tree: from_gemma(tree), "at a", "scale float32")

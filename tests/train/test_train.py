@@ -169,6 +169,23 @@ def test_layers_that_a_recipe_leaves_out_are_in_float():
     assert "f8_e4m3fn" in text and text.count("custom_vjp_call") == 1
 
 
+def test_a_lookup_stays_in_float_and_so_does_a_head_that_is_tied_to_its_table():
+    recipe, tokens = jqx.recipes.int8(), jnp.array([3, 0, 31])
+    params = {"embed": normal(7, 32, 32), "w": W}
+    f = lambda p, tokens: jnp.tanh(p["embed"][tokens] @ p["w"])  # noqa: E731
+    plan = planned(f, recipe, params, tokens)
+    assert [site.path for site in plan.sites] == ["w"]
+    assert [item.reason for item in plan.skipped] == ["rule 0 leaves lookups in float"]
+    found = jax.grad(lambda p: jqx.train(f, plan, recipe)(p, {}, tokens).sum())(params)
+    exact = jax.grad(lambda p: f(p, tokens).sum())(params)
+    for name in params:
+        error = jnp.linalg.norm(found[name] - exact[name])
+        assert error < 0.05 * jnp.linalg.norm(exact[name])
+    tied = planned(lambda p, tokens: f(p, tokens) @ p["embed"].T, recipe, params, tokens)
+    assert [site.path for site in tied.sites] == ["w"]
+    assert "lookup of 'embed'" in str(tied)
+
+
 def test_a_few_steps_of_training_follow_those_of_float():
     import optax
 

@@ -441,6 +441,61 @@ def test_the_key_of_a_variables_value_is_no_part_of_a_path_and_that_of_others_is
     assert [weight.path for weight in boxed.weights] == ["value"]
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Axes:
+    """An array with named axes, whose number is checked: a node whose children have no keys."""
+
+    array: jax.Array
+    names: tuple[str, ...]
+
+    def __post_init__(self):
+        if hasattr(self.array, "shape"):
+            assert len(self.array.shape) == len(self.names)
+
+    def tree_flatten(self):
+        return (self.array,), self.names
+
+    @classmethod
+    def tree_unflatten(cls, names, children):
+        return cls(*children, names)
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair(tuple):
+    def tree_flatten(self):
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(children)
+
+
+def test_an_only_child_without_a_key_has_the_path_of_its_node():
+    """Weights are in classes such as `haliax.NamedArray`, stacked, in a scan with remat."""
+    params = {
+        "layers": {"w": Axes(normal(0, 3, 8, 8), ("layer", "in", "out"))},
+        "heads": Pair([Axes(normal(1, 8, 4), ("in", "out")), normal(2, 4, 4)]),
+    }
+
+    def f(params, x):
+        @jax.checkpoint
+        def layer(x, w):
+            return jnp.tanh(x @ w.array), None
+
+        stack = params["layers"]["w"]
+        x, _ = jax.lax.scan(lambda x, w: layer(x, Axes(w, stack.names[1:])), x, stack.array)
+        return x @ params["heads"][0].array @ params["heads"][1]
+
+    plan = jqx.make_plan(f, POLICY)(params, EIGHTHS)
+    assert [weight.path for weight in plan.weights] == ["layers/w", "heads/0", "heads/1"]
+    q = jqx.quantize_params(params, plan)
+    assert isinstance(q["layers"]["w"], Axes)
+    assert isinstance(q["layers"]["w"].array, jqx.QTensor)
+    y = jqx.convert(f, plan)(q, EIGHTHS)
+    np.testing.assert_allclose(y, f(jqx.dequantize_params(q), EIGHTHS), rtol=0, atol=1e-4)
+
+
 def test_what_is_named_none_holds_no_weights():
     def f(params, x):
         return x @ params["w"] @ params["constants"]["turn"] + params["constants"]["b"]

@@ -126,6 +126,9 @@ class ScalingDomain(ChannelDomain):
         name = eqn.primitive.name
         if name in CONTRACTIONS:
             return [self._contraction(eqn, inputs, address, steps)]
+        scaled = self.scaled_weight(eqn, inputs)
+        if scaled is not None:
+            return scaled
         leaves = [x for x in inputs if isinstance(x, Parameter)]
         is_view = name in VIEWED and len({x.leaf_index for x in leaves}) == 1
         if is_view and not any(isinstance(x, Labelled) for x in inputs):

@@ -827,6 +827,25 @@ class ChannelDomain(Domain[Any], abc.ABC):
         """Returns the leaves of which a part is not used. A call with other shapes may use it."""
         return [leaf_index for leaf_index, used in self._used.items() if not used.all()]
 
+    def scaled_weight(self, eqn: Eqn, inputs: Sequence[Any]) -> list[Parameter] | None:
+        """Returns the weight of a site that is cast, or multiplied or divided by a number, which
+        changes all channels alike; `None` for other equations.
+        """
+        x, name = inputs[0], eqn.primitive.name
+        if name == "mul" and not isinstance(x, Parameter):
+            x = inputs[1]
+        if not isinstance(x, Parameter) or x.elements is not None:
+            return None
+        is_cast = name == "convert_element_type" and jnp.issubdtype(
+            eqn.outvars[0].aval.dtype, jnp.inexact
+        )
+        is_scaled = name in ("mul", "div") and any(
+            isinstance(y, Known) and np.ndim(y.value) == 0 for y in inputs
+        )
+        if is_cast:
+            return [x]
+        return [dataclasses.replace(x)] if is_scaled else None
+
     def viewed(self, eqn: Eqn, inputs: Sequence[Any], x: Parameter) -> list[Parameter] | None:
         """Returns views of a parameter; `None` if some of their elements are not of it."""
         shapes = [v.aval.shape for v in eqn.outvars]

@@ -690,6 +690,9 @@ class RotationDomain(ChannelDomain):
             eqn.outvars[0].aval.dtype, jnp.inexact
         ):
             return None
+        scaled = self.scaled_weight(eqn, inputs)
+        if scaled is not None:
+            return scaled
         x, shape = parameters[0], eqn.outvars[0].aval.shape
         if (
             name in _FLAT

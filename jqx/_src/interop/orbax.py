@@ -217,8 +217,9 @@ def from_gemma(params: Any) -> Any:
     The published int4 checkpoints of Gemma are such trees, in Orbax. `jqx.load(folder)` reads them
     array by array, with the same result. This function takes a tree that has already been restored.
 
-    Each `kernel` with a `scale` becomes one QTensor, under the key of the float weight (`w`,
-    `gating_einsum`, `linear`). Thus functions of the float parameters run on them with
+    Each `kernel` with a `scale` becomes one QTensor, under the key of the float weight: `w`,
+    `gating_einsum` or `linear`; after `quantize(in_place_keys=True)` it is `kernel`, with a bias
+    beside it. Thus functions of the float parameters run on them with
     `jqx.convert(f, jqx.Policy([]))`. The codes are those of the tree. gemma divides by its scale,
     and a QTensor multiplies by the reciprocal in float32: a weight may differ by one unit in the
     last place.
@@ -285,23 +286,32 @@ def _replaced(params: Any, make: Callable[[tuple[str, ...], Any, Any], Any]) -> 
         children: dict[str, Any] = {}
         for key, item in node.items():
             address = (*path, str(key))
-            coded = isinstance(item, Mapping) and "kernel" in item and "scale" in item
-            coded = coded and all(hasattr(item[part], "dtype") for part in ("kernel", "scale"))
-            name = key
-            if coded and str(key).startswith(_PREFIX):
-                name = _WEIGHT if key == _ONLY else str(key).removeprefix(_PREFIX)
-            if name in children:
+            if not _is_coded(item):
+                children[key] = walk(item, address)
+                continue
+            count += 1
+            pair = item["kernel"], item["scale"]
+            if not str(key).startswith(_PREFIX):  # quantized in place, with a bias beside it
+                rest = {name: x for name, x in item.items() if name not in ("kernel", "scale")}
+                children[key] = {**rest, "kernel": make((*address, "kernel"), *pair)}
+                continue
+            name = _WEIGHT if key == _ONLY else str(key).removeprefix(_PREFIX)
+            if name in node:
                 raise _not_gemma(address, "two weights of one name", "drop one of them.")
-            if coded and item["kernel"].dtype in _KINDS:
-                if len(item) != 2:
-                    raise _not_gemma(address, shown([*item]), "keep only kernel and scale.")
-                children[name] = make((*path, str(name)), item["kernel"], item["scale"])
-                count += 1
-            else:
-                children[name] = walk(item, address)
+            if len(item) != 2:
+                raise _not_gemma(address, shown([*item]), "keep only kernel and scale.")
+            children[name] = make((*path, name), *pair)
         return children
 
     return walk(params, ()), count
+
+
+def _is_coded(item: Any) -> bool:
+    """Whether a node has a kernel of codes and its scale."""
+    if not isinstance(item, Mapping) or not {"kernel", "scale"} <= {*item}:
+        return False
+    kinds = [getattr(item[part], "dtype", None) for part in ("kernel", "scale")]
+    return all(kind is not None for kind in kinds) and kinds[0] in _KINDS
 
 
 def _groups(path: tuple[str, ...], kernel: Any, scale: Any) -> Groups:

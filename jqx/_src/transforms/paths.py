@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax import dtypes, lax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import FlattenedIndexKey, keystr, tree_flatten_with_path
 
 from ..errors import fail, some
 from ..policy import Policy
@@ -193,11 +193,12 @@ def flatten(
     tree: Any, is_leaf: Callable[[Any], bool] = is_whole
 ) -> list[tuple[tuple[Any, ...], Any]]:
     """Returns the leaves of a pytree, each with its keys; QTensors and Segments are leaves. The key
-    of the value of an `nnx.Variable` is left out.
+    of the value of an `nnx.Variable` is left out, and that of the only child of a node without
+    names, such as the array of a `haliax.NamedArray`.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # Flax is not imported, so there are no variables
-        return tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+        return _without_only_children(tree_flatten_with_path(tree, is_leaf=is_leaf)[0])
 
     def is_variable(x: Any) -> bool:
         return isinstance(x, nnx.Variable)
@@ -210,7 +211,25 @@ def flatten(
             continue
         inside, _ = tree_flatten_with_path(leaf, is_leaf=is_leaf)
         leaves += [((*keys, *inner[1:]), value) for inner, value in inside]
-    return leaves
+    return _without_only_children(leaves)
+
+
+def _without_only_children(
+    leaves: list[tuple[tuple[Any, ...], Any]],
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Leaves out the positions of children that have no siblings."""
+    children: dict[tuple[Any, ...], set[int]] = {}
+    for keys, _ in leaves:
+        for place, key in enumerate(keys):
+            if isinstance(key, FlattenedIndexKey):
+                children.setdefault(keys[:place], set()).add(key.key)
+    if not children:
+        return leaves
+    only = {place for place, indices in children.items() if len(indices) == 1}
+    return [
+        (tuple(key for place, key in enumerate(keys) if keys[:place] not in only), leaf)
+        for keys, leaf in leaves
+    ]
 
 
 def renamed(paths: Sequence[str | None], names: Sequence[str | None]) -> Renamed:
