@@ -125,10 +125,18 @@ def shaped(
 
 
 def by_onednn(
-    lhs: jax.Array, rhs: jax.Array, dimensions: Dimensions, *, left: bool, right: bool
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimensions: Dimensions,
+    *,
+    left: bool,
+    right: bool,
+    dtype: Any = jnp.int32,
 ) -> Products:
-    """Multiplies by oneDNN; the result is that of `plain`."""
-    d, dtype = dimensions, jnp.int32 if left or right else jnp.float32
+    """Multiplies by oneDNN; the result is that of `plain`, in `dtype` if no other sums are asked
+    for.
+    """
+    d, dtype = dimensions, jnp.int32 if left or right else dtype
     batch = tuple(lhs.shape[axis] for axis in d.lhs_batch)
     free = tuple(lhs.shape[axis] for axis in d.lhs_free)
     columns = tuple(rhs.shape[axis] for axis in d.rhs_free)
@@ -373,8 +381,9 @@ def in_fitting_shapes(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 def in_onednn(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    """Multiplies without blocks by oneDNN."""
-    return _integer(lhs, rhs, how, by_onednn)
+    """Multiplies without blocks by oneDNN, which rounds sums to float32 as it writes them."""
+    dtype = jnp.float32 if _float_of(lhs, rhs) == jnp.float32 else jnp.int32
+    return _integer(lhs, rhs, how, functools.partial(by_onednn, dtype=dtype))
 
 
 def accumulate(lhs: QTensor, rhs: QTensor, dimensions: Dimensions, multiply: Multiply) -> jax.Array:

@@ -1,0 +1,167 @@
+"""Products of bytes by the oneDNN inside of jaxlib, where it is exact on the processor."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jqx
+from jqx._src.kernels import onednn
+
+from ..oracles.contractions import MATRICES, exact_tensor
+
+pytestmark = pytest.mark.skipif(
+    not onednn.is_available(), reason="oneDNN does not multiply bytes exactly here"
+)
+
+CALL = "__onednn$matmul"
+ROWS = (((1,), (1,)), ((), ()))
+HEADS = (((3,), (0,)), ((0,), (2,)))
+
+
+def integers(seed, *shape):
+    return np.random.default_rng(seed).integers(-128, 128, shape).astype(np.int8)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def product(rows, columns, in_rows):
+    return [
+        onednn.bytes_product(rows, columns, dtype, in_rows=in_rows)
+        for dtype in (jnp.int32, jnp.float32)
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), max_size=2),
+    st.sampled_from([1, 2, 3, 15, 16, 17, 33, 64]),
+    st.sampled_from([1, 2, 15, 17, 48, 130]),
+    st.sampled_from([1, 3, 4, 31, 64, 65, 257]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_sums_are_exact(batch, m, n, k, in_rows, seed):
+    rows, columns = integers(seed, *batch, m, k), integers(seed + 1, *batch, n, k)
+    rows[..., : k // 2] = np.where(seed % 3, rows[..., : k // 2], -128)  # extremes in pairs
+    columns[..., : k // 2] = np.where(seed % 3, columns[..., : k // 2], -128)
+    expected = rows.astype(np.int64) @ np.swapaxes(columns, -1, -2).astype(np.int64)
+    other = columns if in_rows else np.swapaxes(columns, -1, -2).copy()
+    sums, floats = product(rows, other, in_rows)
+    assert (np.asarray(sums) == expected).all()
+    assert (np.asarray(floats) == expected.astype(np.float32)).all()
+
+
+def test_sums_above_float32_are_rounded_once():
+    rows, columns = np.full((3, 2**15), 127, np.int8), np.full((5, 2**15), 127, np.int8)
+    columns[:, :7] = -1
+    expected = rows.astype(np.int64) @ columns.T.astype(np.int64)
+    assert expected.max() > 2**24
+    sums, floats = product(rows, columns, True)
+    assert (np.asarray(sums) == expected).all()
+    assert (np.asarray(floats) == expected.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 2)])
+def test_mapped_products_are_those_of_each(axes):
+    by_axes = {
+        (0, None): ((4, 6, 8), (5, 8)),
+        (None, 0): ((6, 8), (4, 5, 8)),
+        (0, 0): ((4, 6, 8), (4, 5, 8)),
+        (1, 2): ((6, 4, 8), (5, 8, 4)),
+    }
+    rows, columns = (jnp.asarray(integers(i, *shape)) for i, shape in enumerate(by_axes[axes]))
+    multiply = functools.partial(onednn.bytes_product, dtype=jnp.int32, in_rows=True)
+    mapped = jax.jit(jax.vmap(multiply, axes))(rows, columns)
+    for i in range(4):
+        x = rows if axes[0] is None else jnp.take(rows, i, axes[0])
+        y = columns if axes[1] is None else jnp.take(columns, i, axes[1])
+        expected = np.asarray(x, np.int64) @ np.asarray(y, np.int64).T
+        assert (np.asarray(mapped[i]) == expected).all()
+
+
+def operands(left, right, numbers, zero_point=True):
+    rng = np.random.default_rng(0)
+    (left_kept, right_kept) = (
+        tuple(axis for axis in range(len(shape)) if axis not in axes)
+        for shape, axes in zip((left, right), numbers[0], strict=True)
+    )
+    return (
+        exact_tensor(rng, "uint8", left, left_kept, zero_point=zero_point),
+        exact_tensor(rng, "int8", right, right_kept, zero_point=zero_point),
+    )
+
+
+CASES = {
+    "matrices": ((33, 640), (640, 48), MATRICES),
+    "one row by [N, K]": ((1, 640), (48, 640), ROWS),
+    "heads": ((2, 40, 3, 128), (128, 60, 2), HEADS),
+}
+
+
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_products_of_tensors_are_those_without_it(name, zero_point, monkeypatch):
+    """Bit for bit, and so are the derivatives of scales."""
+    left, right, numbers = CASES[name]
+    lhs, rhs = operands(left, right, numbers, zero_point)
+
+    def results(lhs, rhs):
+        def f(factor):
+            q = dataclasses.replace(rhs, scale=rhs.scale * factor)
+            return jqx.dot_general(lhs, q, numbers).sum()
+
+        return jqx.dot_general(lhs, rhs, numbers), jax.grad(f)(1.0)
+
+    (form,) = jqx.formulations(lambda *x: jqx.dot_general(*x, numbers))(lhs, rhs)
+    assert form.cpu.name == "integer_onednn"
+    own = jax.jit(lambda *x: results(*x))(lhs, rhs)
+    monkeypatch.setattr(onednn, "is_available", lambda: False)
+    without = jax.jit(lambda *x: results(*x))(lhs, rhs)
+    assert (own[0] == without[0]).all() and own[1] == without[1]
+
+
+def test_programs_on_several_devices_and_exports_do_without():
+    lhs, rhs = operands(*CASES["matrices"])
+
+    def f(lhs, rhs):
+        return jqx.dot_general(lhs, rhs, MATRICES)
+
+    alone = jax.jit(f)
+    assert CALL in alone.lower(lhs, rhs).as_text()
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    columns = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "x"))), rhs)
+    replicated = jax.device_put(lhs, NamedSharding(mesh, P()))
+    parts = jax.jit(f)
+    assert CALL not in parts.lower(replicated, columns).as_text()
+    assert (parts(replicated, columns) == alone(lhs, rhs)).all()
+    with jqx.kernels_in_exports():
+        exported = export.export(jax.jit(lambda *x: f(*x)))(lhs, rhs)
+    assert CALL not in exported.mlir_module()
+    assert (exported.call(lhs, rhs) == alone(lhs, rhs)).all()
+
+
+def test_a_scan_over_layers_multiplies_each():
+    q = jqx.QTensor.quantize(
+        jax.random.normal(jax.random.key(0), (3, 160, 160)), jqx.QSpec("int8", jqx.per_axis(0, 2))
+    )
+    x = jax.random.normal(jax.random.key(1), (9, 160))
+    plan_spec = jqx.QSpec("int8", jqx.per_axis(0), dynamic=True)
+
+    def layer(x, w):
+        rows = jqx.QTensor.quantize(x, dataclasses.replace(plan_spec, dynamic=False))
+        return jnp.tanh(jqx.matmul(rows, w)), None
+
+    scanned = jax.jit(lambda x, q: jax.lax.scan(layer, x, q)[0])
+    assert CALL in scanned.lower(x, q).as_text()
+    expected = x
+    for i in range(3):
+        expected, _ = layer(expected, jax.tree.map(lambda leaf, i=i: leaf[i], q))
+    assert jnp.abs(scanned(x, q) - expected).max() <= 2.0**-20
