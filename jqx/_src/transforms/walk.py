@@ -29,6 +29,7 @@ REMAT = ("remat2", "remat", "checkpoint")
 CALLS = {
     **dict.fromkeys(("jit", "pjit", *REMAT), "jaxpr"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    "custom_vmap_call": "call",
 }
 """Primitives whose function runs once, on the operands of the equation: where they hold it."""
 
