@@ -11,7 +11,10 @@ from ..environment import ROOT, cached
 
 FOLDER = ROOT / "examples" / "adopters"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
-MODULES: dict[str, tuple[str, ...]] = {}
+MODULES: dict[str, tuple[str, ...]] = {
+    "maxtext_decoder": ("maxtext",),
+    "tokamax_experts": ("tokamax",),
+}
 """What each imports that the extra `examples` does not install."""
 
 
