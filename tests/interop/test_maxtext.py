@@ -70,9 +70,8 @@ def function_of(model):
     return (lambda *args: f(*args)[0]), params
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "fp8_e5m2", "fp8_full", "fp8_gpu"])
-def test_the_sites_of_a_quantization_are_those_of_maxtext(make, monkeypatch, name, scan):
+def quantized_by_maxtext(make, monkeypatch, name, **settings):
+    """A decoder that MaxText quantizes, and the modules whose products it quantizes."""
     quantizations = importlib.import_module("maxtext.layers.quantizations")
     rules_of = quantizations.get_quantization_rule
     modules = []
@@ -84,11 +83,18 @@ def test_the_sites_of_a_quantization_are_those_of_maxtext(make, monkeypatch, nam
 
     with monkeypatch.context() as patched:
         patched.setattr(quantizations, "get_qt_provider", provider)
-        theirs = make(quantization=name, use_qwix_quantization=True, scan_layers=scan)
+        model = make(quantization=name, use_qwix_quantization=True, **settings)
+    return model, {*modules[0]}
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "fp8_e5m2", "fp8_full", "fp8_gpu"])
+def test_the_sites_of_a_quantization_are_those_of_maxtext(make, monkeypatch, name, scan):
+    theirs, modules = quantized_by_maxtext(make, monkeypatch, name, scan_layers=scan)
     policy = from_qwix(name, merge_einsum=True)
     f, params = function_of(make(scan_layers=scan))
     plan = jqx.make_plan(f, policy)(params, TOKENS, POSITIONS)
-    assert {site.path.rpartition("/")[0] for site in plan.sites} == {*modules[0]}
+    assert {site.path.rpartition("/")[0] for site in plan.sites} == modules
     assert len(plan.sites) == (7 if scan else 14)
     if name in ("int4", "fp8_gpu"):  # XLA on CPU stops at the first, and the second is of Flax
         return
@@ -99,6 +105,16 @@ def test_the_sites_of_a_quantization_are_those_of_maxtext(make, monkeypatch, nam
         np.testing.assert_array_equal(y, expected)
     else:  # XLA rearranges how Qwix rounds, and a code may be the next one
         assert float(jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected)) < 0.02
+
+
+def test_experts_are_left_in_float_as_by_maxtext(make, monkeypatch):
+    settings = {"megablox": False, **EXPERTS}
+    _, modules = quantized_by_maxtext(make, monkeypatch, "int8", **settings)
+    f, params = function_of(make(**settings))
+    policy = from_qwix("int8", merge_einsum=True)
+    plan = jqx.make_plan(f, policy)(params, TOKENS, POSITIONS)
+    assert {site.path.rpartition("/")[0] for site in plan.sites} == modules
+    assert len(plan.sites) == 5 and all(site.op == "dot_general" for site in plan.sites)
 
 
 def grouped(lhs, rhs, sizes, *offset):

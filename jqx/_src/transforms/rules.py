@@ -384,8 +384,8 @@ def primitive_rules(rules: Mapping[str, Contraction | View | Callable[..., Any]]
     fix = "pass for example {'my_primitive': jqx.extend.View(track, apply)}."
     check_instance(_RULES, "rules", rules, Mapping, fix=fix)
     for primitive, rule in rules.items():
-        kinds = (Contraction, View, Callable)
-        check_instance(_RULES, f"rules[{primitive!r}]", rule, kinds, fix=fix)
+        if not callable(rule):
+            check_instance(_RULES, f"rules[{primitive!r}]", rule, (Contraction, View), fix=fix)
         if primitive in {*CONTRACTION_RULES, *VIEW_RULES}:
             problem = f"jqx already has a rule for the primitive {primitive!r}."
             raise fail(_RULES, problem, fix="leave it out.")

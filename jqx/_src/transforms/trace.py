@@ -246,8 +246,8 @@ def _with_functions(jaxpr: Any, functions: Mapping[str, Callable[..., Any]]) -> 
         if found != expected:
             problem = f"the function for {name!r} does not return what the jitted one returns."
             fix = "return it; the dtype of a product is its preferred_element_type=."
-            details = {"given": found, "expected": expected, "fix": fix}
-            raise fail("extend.primitive_rules", problem, **details)
+            function = "extend.primitive_rules"
+            raise fail(function, problem, given=found, expected=expected, fix=fix)
         # It has another name, so that it is not replaced where a transform of f is traced again.
         return eqn.replace(params={**eqn.params, "jaxpr": body, "name": f"{name}_rule"})
 
