@@ -21,6 +21,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "tunix_qlora": ("qwix", "tunix"),
     "gemma_int4": ("gemma", "kauldron", "orbax"),
     "levanter_decoder": ("levanter", "haliax"),
+    "maxtext_decoder": ("maxtext",),
+    "tokamax_experts": ("tokamax",),
 }
 """What each imports that the extra `examples` does not install."""
 

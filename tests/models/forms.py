@@ -221,6 +221,22 @@ def custom_vjp(dot, w, x):
     return f(w[0], x)
 
 
+def custom_vmap(dot, w, x):
+    """A function with a rule for `vmap` has no derivative in reverse unless it gets one."""
+
+    def product(w, x):
+        return dot(x, w)
+
+    mapped = jax.custom_batching.custom_vmap(product)
+
+    @mapped.def_vmap
+    def rule(size, batched, w, x):
+        axes = [0 if x else None for x in batched]
+        return jax.vmap(product, axes, axis_size=size)(w, x), True
+
+    return custom_vjp(lambda x, w: mapped(w, x), w, x)
+
+
 WHILES = (while_constant, while_carried, while_in_scan, scan_in_while)
 """Without a derivative in reverse."""
 
@@ -235,6 +251,7 @@ ALL = (
         associative_scan_of_products,
         custom_jvp,
         custom_vjp,
+        custom_vmap,
     ),
 )
 FORMS = {f.__name__: f for f in ALL}

@@ -11,6 +11,7 @@ import jqx
 import jqx.nnx
 
 from ..arrays import normal, on_device
+from ..oracles.refusals import assert_error
 
 ONES = on_device(np.linspace(0.5, 1.5, 8), jnp.float32)
 X = normal(0, 4, 16)
@@ -98,6 +99,48 @@ def test_a_call_that_replaces_an_array_is_refused():
     with pytest.raises(ValueError, match="writes variables") as refusal:
         quantize([X])
     assert "'seen'" in str(refusal.value)
+
+
+class Checkpointed(nnx.Module):
+    """Writes all variables of its block after each call, as MaxText does where no scan is."""
+
+    def __init__(self, counts, rngs):
+        self.block = nnx.Sequential(
+            nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        )
+        self.counts, self.seen = counts, nnx.Variable(on_device(0.0, jnp.float32))
+
+    def __call__(self, x):
+        graphdef, state = nnx.split(self.block)
+
+        @jax.checkpoint
+        def run(state, seen, x):
+            block = nnx.merge(graphdef, state)
+            y = block(x)
+            return y, nnx.state(block), seen + y.sum() if self.counts else seen
+
+        y, state, self.seen[...] = run(state, self.seen[...], x)
+        nnx.update(self.block, state)
+        return y
+
+
+def test_a_variable_that_a_call_writes_back_is_not_written():
+    model = Checkpointed(False, nnx.Rngs(0))
+    model.eval()
+    f, params = jqx.nnx.pure(model)
+    np.testing.assert_array_equal(f(params, X), model(X))
+    quantized = jqx.nnx.ptq(model, jqx.presets.w8a16(), progress=False)([X])
+    assert [site.path for site in quantized.plan.sites] == ["block/layers/0/kernel"]
+    plain = jqx.nnx.ptq(model.block, jqx.presets.w8a16(), progress=False)([X])
+    np.testing.assert_array_equal(quantized(X), plain(X))
+    counting = Checkpointed(True, nnx.Rngs(0))
+    counting.eval()
+    f, params = jqx.nnx.pure(counting)
+    words = "writes variables, which a pure function cannot do: 'seen'."
+    assert_error(lambda: jax.jit(f)(params, X), words)
+    model.train()
+    f, params = jqx.nnx.pure(model)
+    assert_error(lambda: f(params, X), "block/layers/1/mean", "stream 'default'")
 
 
 def test_an_abstract_model_whose_arrays_flax_loses_is_refused(tmp_path):

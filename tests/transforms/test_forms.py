@@ -52,7 +52,7 @@ ways = pytest.mark.parametrize(
         (BOTH, "jit"),
     ],
 )
-CUSTOM = ("custom_jvp", "custom_vjp")
+CUSTOM = ("custom_jvp", "custom_vjp", "custom_vmap")
 
 
 def plan_of(name, policy=BOTH):

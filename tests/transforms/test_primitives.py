@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas.ops.tpu import megablox
 from jax.interpreters import mlir
 
 import jqx
@@ -20,6 +21,7 @@ from jqx._src.transforms.views import View
 from ..arrays import on_device
 from ..models.forms import POLICIES
 from ..models.transforms import normal
+from ..oracles.refusals import assert_error
 
 STEP = 2.0**-2
 
@@ -254,6 +256,72 @@ def test_a_jitted_transform_is_traced_again_inside():
         assert (simulate(W, X) != before).any()
     np.testing.assert_array_equal(simulate(W, X), before)
     np.testing.assert_array_equal(before, jax.jit(bound)(W, X))
+
+
+def grouped(lhs, rhs, sizes):
+    return lax.ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.float32)
+
+
+def with_kernel(w, x, sizes):
+    """Megablox: a `custom_vjp` around a jitted function around a kernel."""
+    tiling = (128, 128, 128)
+    return megablox.gmm(x, w, sizes, jnp.float32, tiling, None, None, False, True)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_a_kernel_is_planned_as_the_function_that_stands_for_its_name():
+    w, x, sizes = normal(0, 3, 128, 128), normal(1, 256, 128), jnp.array([64, 0, 192])
+    policy = jqx.Policy({".*": jqx.presets.w8a8_dynamic()})
+    with primitive_rules({"gmm": lambda *args: args[0]}), primitive_rules({"gmm": grouped}):
+        plan = jqx.make_plan(with_kernel, policy)(w, x, sizes)
+        loss = lambda w, x: (jqx.simulate(with_kernel, plan)(w, x, sizes) ** 2).sum()  # noqa: E731
+
+        @jax.jit
+        def run(q, w, x):
+            out = jqx.convert(with_kernel, plan)(q, x, sizes)
+            simulated = jqx.simulate(with_kernel, plan)(w, x, sizes)
+            _, stats = jqx.calibrate(with_kernel, plan)(w, x, sizes)
+            return out, simulated, jax.grad(loss, (0, 1))(w, x), stats
+
+        q = jqx.quantize_params(w, plan)
+        out, simulated, (dw, dx), _ = run(q, w, x)
+        (site,) = plan.sites
+        key = site.operands[0].key
+        mapped = jqx.map_channels(with_kernel, plan, {key: jqx.ChannelMap(jnp.ones(128))})
+        assert jqx.make_plan(mapped, policy)(w, x, sizes).sites == plan.sites
+    known = jqx.make_plan(lambda w, *args: grouped(args[0], w, args[1]), policy)(w, x, sizes)
+    assert plan.weights == known.weights and plan.skipped == ()
+    assert site.op == "ragged_dot"
+    rows = jqx.QTensor.quantize(x, site.operands[0].spec)
+    np.testing.assert_array_equal(out, jqx.ragged_dot(rows, q, sizes))
+    np.testing.assert_allclose(simulated, out, rtol=1e-5, atol=1e-4)
+    # The derivative of the kernel: of rounded weights and of rows that are not rounded.
+    dy = 2 * np.asarray(simulated)
+    for group, part in ((0, slice(64)), (2, slice(64, None))):
+        real = q.dequantize()[group]
+        np.testing.assert_allclose(dw[group], x[part].T @ dy[part], rtol=1e-4, atol=1e-2)
+        np.testing.assert_allclose(dx[part], dy[part] @ real.T, rtol=1e-4, atol=1e-2)
+
+
+def test_what_is_inside_of_a_kernel_is_named_and_how_to_reach_it():
+    args = normal(0, 3, 128, 128), normal(1, 256, 128), jnp.array([64, 0, 192])
+    words = "inside `pallas_call`", "jqx.extend.primitive_rules"
+    assert_error(lambda: jqx.make_plan(with_kernel, POLICY)(*args), *words)
+
+
+def test_a_function_that_does_not_stand_for_the_jitted_one_is_refused():
+    w, x, sizes = normal(0, 3, 128, 128), normal(1, 256, 128), jnp.array([64, 0, 192])
+    for f, *words in (
+        (lambda x, w, sizes: x[:3], "for 'gmm'", "float32[3, 128]", "float32[256, 128]"),
+        (lambda x, w: x, "`f` does not take these arguments"),
+    ):
+        with primitive_rules({"gmm": f}):
+            assert_error(
+                lambda: jqx.make_plan(with_kernel, POLICY)(w, x, sizes),
+                "extend.primitive_rules",
+                *words,
+                error=(TypeError, ValueError),
+            )
 
 
 WRONG = {

@@ -370,7 +370,7 @@ PRODUCTS: dict[str, Any] = {
 
 def called(steps: Steps, eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     """Calls of functions."""
-    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
     body, consts = compat.open_jaxpr(next(eqn.params[n] for n in names if n in eqn.params))
     return steps.run(body, consts, xs)
 
@@ -428,7 +428,7 @@ def _recurrent(
 
 
 _CALLS = """
-checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2
+checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call jit pjit remat2
 """
 
 SCANS: dict[str, Any] = {**dict.fromkeys(_CALLS.split(), called), "scan": scanned}

@@ -25,6 +25,7 @@ from .state import (
     replace_nodes,
     split_call,
     stream_of,
+    unchanged,
     value_at,
     with_values,
     write_values,
@@ -300,6 +301,9 @@ def _as_function(
         seeded = tuple(seeds) if isinstance(seeds, Mapping) else ()
         written = nnx.All(is_param, mutable)
         _, new, refused = nnx.split_state(state, lambda _, x: stream_of(x) in seeded, written, ...)
+        if refused:
+            same = unchanged(call, params, streams, *args, **options)
+            refused = nnx.filter_state(refused, lambda path, _: path not in same)
         if refused:
             problem = f"`{method}` writes variables, which a pure function cannot do: "
             problem += f"{some(map(_shown, nnx.to_flat_state(refused)))}."

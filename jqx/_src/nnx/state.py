@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .. import compat
 from ..errors import fail, some
 from ..modules.layers import forwards, read
 from ..modules.quantized_function import QuantizedFunction, Search, holds_codes, overlay
 from ..tensor.qtensor import QTensor
 from ..transforms.paths import nested
 from ..transforms.plan import Plan
+from ..transforms.walk import passed_through
 
 Run = Callable[..., Any]
 """A function of a float module and of arguments."""
@@ -207,6 +209,29 @@ def split_call(
         return out, nnx.state(copy, lambda path, variable: was_written(path, variable, old))
 
     return function, values(state), rest
+
+
+def unchanged(
+    call: Callable[..., tuple[Any, Any]], params: Any, rest: Any, *args: Any, **kwargs: Any
+) -> set[Path]:
+    """Returns the paths of the variables that a call of `split_call` writes, but with the values
+    that they had: a checkpointed function returns all variables of the modules that it is given.
+    """
+    leaves, structure = jax.tree.flatten((params, rest))
+    numbers, numbers_of_rest = jax.tree.unflatten(structure, range(len(leaves)))
+    of_rest = dict(nnx.to_flat_state(numbers_of_rest))
+    before: list[tuple[Path, list[int]]] = []
+
+    def after(*leaves: Any) -> list[Any]:
+        _, state = call(*jax.tree.unflatten(structure, leaves), *args, **kwargs)
+        written = nnx.to_flat_state(state)
+        for path, _ in written:
+            before.append((path, jax.tree.leaves(of_rest.get(path, value_at(numbers, path)))))
+        return [jax.tree.leaves(variable) for _, variable in written]
+
+    jaxpr, _ = compat.trace(lambda *leaves: jax.tree.leaves(after(*leaves)), *leaves)
+    found = iter(passed_through(jaxpr))
+    return {path for path, old in before if [next(found) for _ in old] == old}
 
 
 def quantized_call(

@@ -19,7 +19,7 @@ from .primitives import refuse
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The function of each primitive, by its name: of an equation and its operands."""
 
-HELD = {"composite": ("jaxpr", "call_jaxpr"), "custom_vmap_call": ("call",)}
+HELD = {"composite": ("jaxpr", "call_jaxpr")}
 """Primitives that are written as a function that they hold, where plans have no sites, and what
 versions of JAX call it.
 """

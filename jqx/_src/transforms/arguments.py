@@ -260,7 +260,10 @@ def kind_of(x: Any) -> str:
 
 
 _OPENED = set(
-    "jit pjit checkpoint remat2 closed_call core_call custom_jvp_call custom_vjp_call".split()
+    """
+    checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call jit pjit
+    remat2
+    """.split()
 )
 """Calls of functions that compute what the function alone would compute."""
 

@@ -1,6 +1,6 @@
 """How the transforms run the functions that a primitive holds: a rule for `cond`, `while`, `scan`,
-`jax.checkpoint`, `jit`, custom derivatives and `shard_map`, listed in `FORMS`. `walk` has which
-functions these are.
+`jax.checkpoint`, `jit`, custom derivatives, `custom_vmap` and `shard_map`, listed in `FORMS`.
+`walk` has which functions these are.
 """
 
 import dataclasses
@@ -370,6 +370,14 @@ def _no_tangent(x: Any) -> Any:
     return jnp.zeros_like(x) if real else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
+# `jax.custom_batching.custom_vmap`: the rule for `vmap` cannot take what sites read, so JAX batches
+# the body. It is jitted, so that addresses inside stay.
+
+
+def _apply_vmap(eqn: Eqn, operands: Sequence[Any], runner: Runner) -> tuple[list[Any], Records]:
+    return jax.jit(as_function(runner, eqn.params["call"]))(runner.site_inputs, *operands)
+
+
 # `shard_map`: each device sees its part; a scale is partitioned in step with its weight.
 
 
@@ -411,6 +419,7 @@ FORMS: dict[str, Callable[[Eqn, Sequence[Any], Runner], tuple[list[Any], Records
     **dict.fromkeys(("jit", "pjit"), _apply_jit),
     **dict.fromkeys(REMAT, _apply_remat),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _apply_custom),
+    "custom_vmap_call": _apply_vmap,
     "scan": _apply_scan,
     "while": _apply_while,
     "cond": _apply_cond,

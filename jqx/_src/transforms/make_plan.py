@@ -655,6 +655,8 @@ def _why_unused(
         fix = _fix(rule, sorted({path for item in items for path in item.paths}), is_shadowed)
     elif any("jqx.hoist" in text for text in facts):
         fix = "compute them first: g, computed = jqx.hoist(f)(params, x), and plan g."
+    elif any("does not look into" in text for text in facts):
+        fix = "pass a function that computes the same to jqx.extend.primitive_rules."
     problem = " that an earlier rule has not taken." if is_shadowed else "."
     return problem, "; ".join(dict.fromkeys(facts)), fix
 

@@ -332,10 +332,19 @@ def tracked(eqn: Eqn, origins: Sequence[Origin | None]) -> Sequence[Origin | Non
     return marked(eqn, origins, view.track(eqn, origins), is_known=name in VIEW_RULES)
 
 
+def given_functions() -> dict[str, Callable[..., Any]]:
+    """Returns what the user has given for jitted functions, by their names."""
+    rules = reversed(_ADDED.value)  # the innermost context counts
+    return {name: f for name, f in rules if not isinstance(f, (Contraction, View))}
+
+
+_RULES = "extend.primitive_rules"
+
+
 @contextlib.contextmanager
-def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
-    """Adds rules for primitives that jqx does not know, for planning, calibration, simulation and
-    conversion inside the context.
+def primitive_rules(rules: Mapping[str, Contraction | View | Callable[..., Any]]) -> Iterator[None]:
+    """Adds rules for primitives and jitted functions that jqx does not know, for planning,
+    calibration, simulation and conversion inside the context.
 
     It affects only this thread, and only inside the context. A plan that was made inside fits its
     function only inside.
@@ -343,10 +352,15 @@ def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
     Args:
       rules: by the name of the primitive, a `Contraction`, whose operands can be quantized, or a
         `View`, through which a weight passes. The primitive has no functions among its parameters.
+        Or by the name of a jitted function, such as one that calls a kernel, a function that
+        computes the same in operations that jqx knows. It is given the operands of the call in a
+        jaxpr, without those that are static, and is evaluated in its place, also where no rule of
+        the policy matches. Derivatives of a `jax.custom_vjp` around it stay.
 
     Raises:
       TypeError: if `rules` is not a mapping, or an entry is not a rule.
-      ValueError: if jqx has a rule for a primitive of that name.
+      ValueError: if jqx has a rule for a primitive of that name; in a transform, if a function
+        returns other shapes or dtypes than the jitted function.
 
     Example:
       >>> import jqx, jax, jax.numpy as jnp
@@ -359,14 +373,21 @@ def primitive_rules(rules: Mapping[str, Contraction | View]) -> Iterator[None]:
       ...     plan = jqx.make_plan(f, jqx.presets.w8a16())(*args)
       >>> [site.op for site in plan.sites]
       ['dot_general']
+      >>> @jax.jit
+      ... def kernel(x, w):
+      ...     return jnp.sum(x[:, :, None] * w[None], axis=1)
+      >>> with primitive_rules({"kernel": lambda x, w: x @ w}):
+      ...     plan = jqx.make_plan(lambda w, x: kernel(x, w), jqx.presets.w8a16())(*args)
+      >>> [site.op for site in plan.sites]
+      ['dot_general']
     """
-    name = "extend.primitive_rules"
     fix = "pass for example {'my_primitive': jqx.extend.View(track, apply)}."
-    check_instance(name, "rules", rules, Mapping, fix=fix)
+    check_instance(_RULES, "rules", rules, Mapping, fix=fix)
     for primitive, rule in rules.items():
-        check_instance(name, f"rules[{primitive!r}]", rule, (Contraction, View), fix=fix)
+        if not callable(rule):
+            check_instance(_RULES, f"rules[{primitive!r}]", rule, (Contraction, View), fix=fix)
         if primitive in {*CONTRACTION_RULES, *VIEW_RULES}:
             problem = f"jqx already has a rule for the primitive {primitive!r}."
-            raise fail(name, problem, fix="leave it out.")
+            raise fail(_RULES, problem, fix="leave it out.")
     with _ADDED((*rules.items(), *_ADDED.value)):
         yield

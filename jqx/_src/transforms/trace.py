@@ -47,7 +47,7 @@ from .paths import (
     stack_leaf,
     stand_in,
 )
-from .rules import VIEWS
+from .rules import VIEWS, given_functions
 from .views import Origin
 from .walk import evaluate
 
@@ -224,7 +224,36 @@ def _trace(f: Callable[..., Any], tree: Any, arrays_given: Sequence[Any]) -> Tra
 
     arrays = [x for x in arrays_given if not isinstance(x, _Same)]
     jaxpr, consts = compat.trace(flat_f, *arrays)
-    return Traced(live(jaxpr), consts, out_tree, {})
+    return Traced(live(_with_functions(jaxpr, given_functions())), consts, out_tree, {})
+
+
+def _with_functions(jaxpr: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """Returns an open jaxpr in which jitted functions compute what is given for their names; the
+    same object if none has such a name.
+    """
+
+    def changed(eqn: Eqn) -> Eqn:
+        name = compat.name_of_jit(eqn)
+        if name not in functions:
+            return compat.with_bodies(eqn, lambda body: _with_functions(body, functions))
+        f, operands = functions[name], [x.aval for x in eqn.invars]
+        with evaluating("extend.primitive_rules", f, operands, {}), compat.equation_context(eqn):
+            body = jax.make_jaxpr(f)(*operands)
+        found, expected = (
+            ", ".join(f"{x.dtype}{list(x.shape)}" for x in avals)
+            for avals in (body.out_avals, [x.aval for x in eqn.outvars])
+        )
+        if found != expected:
+            problem = f"the function for {name!r} does not return what the jitted one returns."
+            fix = "return it; the dtype of a product is its preferred_element_type=."
+            function = "extend.primitive_rules"
+            raise fail(function, problem, given=found, expected=expected, fix=fix)
+        # It has another name, so that it is not replaced where a transform of f is traced again.
+        return eqn.replace(params={**eqn.params, "jaxpr": body, "name": f"{name}_rule"})
+
+    eqns = list(map(changed, jaxpr.eqns)) if functions else []
+    is_new = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=False))
+    return jaxpr.replace(eqns=eqns) if is_new else jaxpr
 
 
 def as_params(function: str, params: Any) -> Params:

@@ -29,6 +29,7 @@ REMAT = ("remat2", "remat", "checkpoint")
 CALLS = {
     **dict.fromkeys(("jit", "pjit", *REMAT), "jaxpr"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    "custom_vmap_call": "call",
 }
 """Primitives whose function runs once, on the operands of the equation: where they hold it."""
 
@@ -435,3 +436,16 @@ class Followed(Domain[S | None]):
             return results[-1]
         state = values[carried(eqn)] if eqn.primitive.name in ("scan", "while") else []
         return [*state, *[None] * (len(eqn.outvars) - len(state))]
+
+
+class _Same(Followed[Any]):
+    """Follows values as long as nothing changes them; a step of a scan gets another value."""
+
+    def step(self, value: Any, loop: Loop) -> None:
+        return None
+
+
+def passed_through(jaxpr: Any) -> list[int | None]:
+    """Returns for each result of a jaxpr the index of the operand that it is, if it is one."""
+    body, _ = compat.open_jaxpr(jaxpr)
+    return walk(_Same(), jaxpr, range(len(body.invars)))
