@@ -18,9 +18,19 @@ from jqx._src.kernels import onednn
 
 from ..oracles.contractions import MATRICES, exact_tensor
 
-pytestmark = pytest.mark.skipif(
-    not onednn.is_available(), reason="oneDNN does not multiply bytes exactly here"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not onednn.is_available(), reason="oneDNN does not multiply bytes exactly here"
+    ),
+    # XLA does not serialize these programs, and so jqx does not use them with the cache of tests.
+    pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache"),
+]
+
+
+@pytest.fixture(autouse=True)
+def used(monkeypatch):
+    monkeypatch.setattr(onednn, "is_used", lambda: True)
+
 
 CALL = "__onednn$matmul"
 ROWS = (((1,), (1,)), ((), ()))
@@ -57,6 +67,14 @@ def test_sums_are_exact(batch, m, n, k, in_rows, seed):
     sums, floats = product(rows, other, in_rows)
     assert (np.asarray(sums) == expected).all()
     assert (np.asarray(floats) == expected.astype(np.float32)).all()
+
+
+def test_programs_that_jax_stores_do_without(monkeypatch):
+    monkeypatch.undo()
+    lhs, rhs = operands(*CASES["matrices"])
+    assert jax.config.jax_compilation_cache_dir  # that of the tests
+    (form,) = jqx.formulations(jqx.matmul)(lhs, rhs)
+    assert form.cpu.name == "integer_shaped"
 
 
 def test_sums_above_float32_are_rounded_once():
@@ -123,7 +141,7 @@ def test_products_of_tensors_are_those_without_it(name, zero_point, monkeypatch)
     (form,) = jqx.formulations(lambda *x: jqx.dot_general(*x, numbers))(lhs, rhs)
     assert form.cpu.name == "integer_onednn"
     own = jax.jit(lambda *x: results(*x))(lhs, rhs)
-    monkeypatch.setattr(onednn, "is_available", lambda: False)
+    monkeypatch.setattr(onednn, "is_used", lambda: False)
     without = jax.jit(lambda *x: results(*x))(lhs, rhs)
     assert (own[0] == without[0]).all() and own[1] == without[1]
 
@@ -142,8 +160,7 @@ def test_programs_on_several_devices_and_exports_do_without():
     parts = jax.jit(f)
     assert CALL not in parts.lower(replicated, columns).as_text()
     assert (parts(replicated, columns) == alone(lhs, rhs)).all()
-    with jqx.kernels_in_exports():
-        exported = export.export(jax.jit(lambda *x: f(*x)))(lhs, rhs)
+    exported = export.export(jax.jit(lambda *x: f(*x)))(lhs, rhs)
     assert CALL not in exported.mlir_module()
     assert (exported.call(lhs, rhs) == alone(lhs, rhs)).all()
 

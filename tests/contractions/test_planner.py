@@ -261,6 +261,7 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
     tables |= {"accumulator", "accumulator_shaped", "float8", "float8_tiles", "convert_wide"}
     tables |= {"float8_groups", "float8_groups_in_tiles"}
     tables |= {"dequantize_smaller", "exact_blocks", "scaled_blocks"}  # of test_scaled
+    tables |= {"integer_onednn"}  # of test_onednn
     package = {  # of tests/package_cpu
         "package_batches",
         "package_codes",

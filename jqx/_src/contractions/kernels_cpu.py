@@ -143,10 +143,10 @@ def package_sums(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
 
 @formulation(
-    "integers on CPU: multiplied exactly by oneDNN, which is part of jaxlib; zero points and "
-    "scales come after",
+    "integers on CPUs with VNNI, if JAX stores no compiled programs: multiplied exactly by oneDNN, "
+    "which is part of jaxlib; zero points and scales come after",
     CPU,
-    lambda case: case.are_bytes and case.is_large and case.block is None and onednn.is_available(),
+    lambda case: case.are_bytes and case.is_large and case.block is None and onednn.is_used(),
 )
 def integer_onednn(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     plain = functools.partial(in_fitting_shapes, how=how)

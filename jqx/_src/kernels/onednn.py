@@ -55,6 +55,14 @@ def _product(dtype: Any, in_rows: bool) -> Any:
     return product
 
 
+def is_used() -> bool:
+    """Whether products are computed by oneDNN: where it is exact, unless compiled programs are
+    stored. XLA (jaxlib 0.10.2 to 0.12) does not serialize programs with these calls, so the
+    persistent compilation cache of JAX would compile them again in each process.
+    """
+    return jax.config.jax_compilation_cache_dir is None and is_available()
+
+
 @functools.cache
 def is_available() -> bool:
     """Whether oneDNN multiplies bytes exactly here. Processors without VNNI add pairs of products
