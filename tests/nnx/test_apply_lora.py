@@ -111,6 +111,39 @@ def test_a_model_with_adapters_is_the_model_with_their_sums():
     assert type(model.up) is not nnx.Linear
 
 
+class Either(nnx.Module):
+    """An einsum with a weight on either side."""
+
+    def __init__(self, equation, is_left):
+        sizes = {"a": 2, "b": 3, "c": 4, "d": 5, "k": 3, "l": 2}
+        self.equation, self.is_left = equation, is_left
+        axes = equation.split("->")[0].split(",")[0 if is_left else 1]
+        self.w = nnx.Param(normal(7, *(sizes[axis] for axis in axes)))
+
+    def __call__(self, x):
+        pair = (self.w[...], x) if self.is_left else (x, self.w[...])
+        return jnp.einsum(self.equation, *pair)
+
+
+@pytest.mark.parametrize(
+    ("equation", "is_left", "shape"),
+    [
+        ("xc,kc->xk", False, (6, 4)),
+        ("dc,xcdy->xy", True, (6, 4, 5, 2)),
+        ("cda,kadlc->lka", False, (4, 5, 2)),
+        ("bckd,axdbc->kabx", True, (2, 6, 5, 3, 4)),
+        ("axc,cka->kax", False, (2, 6, 4)),
+    ],
+)
+def test_axes_may_be_in_any_order_and_on_either_side(equation, is_left, shape):
+    x, model = normal(8, *shape), Either(equation, is_left)
+    randomized(apply_lora(model, RULES, x, base="int8:channel"))
+    expected = merge_lora(model)(x)
+    for mode in (Mode.SIMULATE, Mode.CONVERT):
+        model.set_attributes(mode=mode)
+        assert jnp.abs(model(x) - expected).max() <= 2.0**-18 * jnp.abs(expected).max()
+
+
 def test_a_base_in_codes_trains_only_adapters():
     rules = {"query": LoRA(2, 4.0), "up|mix": LoRA(4, 4.0)}
     model = Block(nnx.Rngs(0))
