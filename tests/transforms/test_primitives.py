@@ -295,12 +295,31 @@ def test_a_kernel_is_planned_as_the_function_that_stands_for_its_name():
     rows = jqx.QTensor.quantize(x, site.operands[0].spec)
     np.testing.assert_array_equal(out, jqx.ragged_dot(rows, q, sizes))
     np.testing.assert_allclose(simulated, out, rtol=1e-5, atol=1e-4)
-    # The derivative of the kernel: of rounded weights and of rows that are not rounded.
-    dy = 2 * np.asarray(simulated)
+    # The derivative of the function, of rounded operands, and not that of the kernel.
+    dy, real_rows = 2 * np.asarray(simulated), rows.dequantize()
     for group, part in ((0, slice(64)), (2, slice(64, None))):
         real = q.dequantize()[group]
-        np.testing.assert_allclose(dw[group], x[part].T @ dy[part], rtol=1e-4, atol=1e-2)
+        np.testing.assert_allclose(dw[group], real_rows[part].T @ dy[part], rtol=1e-4, atol=1e-2)
         np.testing.assert_allclose(dx[part], dy[part] @ real.T, rtol=1e-4, atol=1e-2)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_training_rounds_all_three_products_in_place_of_a_kernel():
+    args = normal(0, 3, 128, 128), normal(1, 256, 128), jnp.array([64, 0, 192])
+    recipe = jqx.recipes.int8()
+
+    def gradients(f):
+        def loss(w, x):
+            return (jqx.train(f, recipe.policy, recipe)(w, {}, x, args[2]) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1)))(*args[:2])
+
+    def direct(w, x, sizes):
+        return grouped(x, w, sizes)
+
+    with primitive_rules({"gmm": grouped}):
+        own = gradients(with_kernel)
+    jax.tree.map(np.testing.assert_array_equal, own, gradients(direct))
 
 
 def test_what_is_inside_of_a_kernel_is_named_and_how_to_reach_it():

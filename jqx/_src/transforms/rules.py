@@ -355,7 +355,8 @@ def primitive_rules(rules: Mapping[str, Contraction | View | Callable[..., Any]]
         Or by the name of a jitted function, such as one that calls a kernel, a function that
         computes the same in operations that jqx knows. It is given the operands of the call in a
         jaxpr, without those that are static, and is evaluated in its place, also where no rule of
-        the policy matches. Derivatives of a `jax.custom_vjp` around it stay.
+        the policy matches. Its derivative counts, also if a `jax.custom_vjp` is around the call and
+        does nothing else; one that does more keeps its own.
 
     Raises:
       TypeError: if `rules` is not a mapping, or an entry is not a rule.

@@ -5,7 +5,7 @@ and with split scans where rules select steps.
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -233,6 +233,7 @@ def _with_functions(jaxpr: Any, functions: Mapping[str, Callable[..., Any]]) -> 
     """
 
     def changed(eqn: Eqn) -> Eqn:
+        eqn = _only_call(eqn, functions)
         name = compat.name_of_jit(eqn)
         if name not in functions:
             return compat.with_bodies(eqn, lambda body: _with_functions(body, functions))
@@ -254,6 +255,21 @@ def _with_functions(jaxpr: Any, functions: Mapping[str, Callable[..., Any]]) -> 
     eqns = list(map(changed, jaxpr.eqns)) if functions else []
     is_new = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=False))
     return jaxpr.replace(eqns=eqns) if is_new else jaxpr
+
+
+def _only_call(eqn: Eqn, names: Container[str]) -> Eqn:
+    """Returns the call of a jitted function with one of these names, if a `jax.custom_vjp` does
+    nothing else: then derivatives are those of the function in its place.
+    """
+    if eqn.primitive.name != "custom_vjp_call":
+        return eqn
+    body, consts = compat.open_jaxpr(eqn.params["call_jaxpr"])
+    if len(body.eqns) != 1 or consts or list(body.outvars) != list(body.eqns[0].outvars):
+        return eqn
+    inner, outer = body.eqns[0], dict(zip(body.invars, eqn.invars, strict=True))
+    if compat.name_of_jit(inner) not in names or any(map(compat.is_literal, inner.invars)):
+        return eqn
+    return inner.replace(invars=[outer[x] for x in inner.invars], outvars=eqn.outvars)
 
 
 def as_params(function: str, params: Any) -> Params:
