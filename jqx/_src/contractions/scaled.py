@@ -214,8 +214,8 @@ cudnn_blocks = Formulation(
 )
 """A formulation for `using`: products of two operands of MXFP8, or of NVFP4, on GPUs, by the kernel
 of cuDNN for Blackwell (`jax.nn.scaled_matmul`). On other GPUs XLA multiplies such operands one by
-one, so it is not chosen by itself. In programs on several devices and in exports they are
-multiplied as bfloat16, which is exact.
+one, so it is not chosen by itself. Programs on several devices are partitioned as
+`jax.nn.scaled_matmul` says.
 
 Example:
   >>> import jqx, jax.numpy as jnp

@@ -61,7 +61,8 @@ def is_used() -> bool:
     stored. XLA (jaxlib 0.10.2 to 0.12) does not serialize programs with these calls, so the
     persistent compilation cache of JAX would compile them again in each process.
     """
-    return jax.config.jax_compilation_cache_dir is None and is_available()
+    config: Any = jax.config
+    return config.jax_compilation_cache_dir is None and is_available()
 
 
 @functools.cache
