@@ -25,7 +25,9 @@ from tqdm import tqdm
 import jqx
 
 SIZES, BATCH, EPOCHS = (64, 128, 64, 10), 64, 60
-INTEGER_PRODUCT = r"= s32\[[\d,]*\]\S* dot\(|custom_call_target=\"jqx_cpu_\w*product"
+INTEGER_PRODUCT = (  # of XLA, of jqx-cpu, or of oneDNN inside of jaxlib
+    r"= s32\[[\d,]*\]\S* dot\(|custom_call_target=\"(?:jqx_cpu_\w*product|__onednn\$matmul)"
+)
 
 
 def network(params, x):
