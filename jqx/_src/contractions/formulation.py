@@ -225,7 +225,7 @@ def using(*formulations: Formulation) -> Iterator[None]:
         yield
 
 
-def is_used(op: str) -> bool:
+def is_using(op: str) -> bool:
     """Returns whether the caller is inside of `using`, with a formulation of an operation."""
     return any(form.op == op for form, *_ in _ADDED.value)
 

@@ -22,6 +22,7 @@ from ..tensor.qtensor import QTensor
 from ..tensor.targets import kernel_of
 from .blocks import with_own_scales
 from .formulation import ELSEWHERE, Formulation, formulation
+from .kernels import derived_as
 from .plain import is_exact_in
 from .problem import Dimensions, HowTo, Product
 
@@ -160,18 +161,14 @@ def _of_any_axes(product: Callable[[QTensor, QTensor], jax.Array]) -> Callable[.
     """Returns a formulation by a product of matrices, with the derivative of real operands."""
 
     def compute(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-        y = product(*_matrices(lhs, rhs, how.dimensions))
-        y = y.reshape(how.dimensions.result_shape(lhs.shape, rhs.shape))
-        return y.astype(common_dtype(lhs.dtype, rhs.dtype))
+        def own(lhs: QTensor, rhs: QTensor) -> jax.Array:
+            y = product(*_matrices(lhs, rhs, how.dimensions))
+            y = y.reshape(how.dimensions.result_shape(lhs.shape, rhs.shape))
+            return y.astype(common_dtype(lhs.dtype, rhs.dtype))
 
-    with_rule = jax.custom_jvp(compute, nondiff_argnums=(2,))
+        return derived_as(own, functools.partial(_plain, how=how))(lhs, rhs)
 
-    @with_rule.defjvp
-    def rule(how: HowTo, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        plain = functools.partial(_plain, how=how)
-        return with_rule(*primals, how), jax.jvp(plain, primals, tangents)[1]
-
-    return with_rule
+    return compute
 
 
 def _plain(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import linen as nn
@@ -23,6 +23,7 @@ from ..transforms.adapters import (
     check_rules,
     find_products,
     match_rules,
+    use_of,
     with_adapters,
 )
 from ..transforms.make_plan import make_plan
@@ -34,11 +35,8 @@ from .quantized import QPARAMS, SCALES, Method, Whole, call_method, values, wrap
 _NAME = "linen.apply_lora"
 
 
-class Adapters(NamedTuple):
-    """The adapter of a weight, given by its path in `params`."""
-
-    path: str
-    adapter: Adapter
+Adapters = tuple[tuple[str, Adapter], ...]
+"""The adapters of weights, each with the path of its weight in `params`."""
 
 
 class Adapted(Whole, kw_only=True):
@@ -48,7 +46,7 @@ class Adapted(Whole, kw_only=True):
       adapters: one for each weight that has one.
     """
 
-    adapters: tuple[Adapters, ...]
+    adapters: Adapters
 
     @nn.nowrap
     def _q_is_plain(self) -> bool:
@@ -140,11 +138,11 @@ def apply_lora(
 
         return module.apply({**others, "params": params}, *args, mutable=mutable, method=run)
 
-    call = (params, others, *args)
-    found = find_products(_NAME, f, call, ())
-    matched = match_rules(_NAME, rules, *found)
-    uses = find_products(_NAME, f, call, matched).uses
-    adapters = {path: adapter_of(_NAME, path, rule, uses[path]) for path, rule in matched.items()}
+    products = find_products(_NAME, f, (params, others, *args))
+    adapters = dict[str, Adapter]()
+    for path, rule in match_rules(_NAME, rules, *products).items():
+        uses = {use_of(_NAME, path, item) for item in products.items[path]}
+        adapters[path] = adapter_of(_NAME, path, rule, uses)
     options: dict[str, Any] = {"policy": Policy([]), "mode": Mode.FLOAT}
     codes = dict[str, Any]()
     if base is not None:
@@ -152,7 +150,7 @@ def apply_lora(
         plan = make_plan(f, options["policy"])(params, others, *args)
         quantized = by_path(quantize_params(params, plan))
         codes = nest({path: quantized[path] for path in adapters})
-    entries = tuple(Adapters(*item) for item in adapters.items())
+    entries = tuple(adapters.items())
     adapted = wrapped(_NAME, module, Adapted, "LoRA", {**options, "adapters": entries})
     boxed, weights = by_path_boxed(variables), by_path(params)
     keys = jax.random.split(jax.random.key(0) if key is None else key, len(adapters))
@@ -183,16 +181,16 @@ def _like(weight: Any, adapter: Adapter, factors: list[jax.Array]) -> list[Any]:
 
 
 def _factors(
-    function: str, adapters: tuple[Adapters, ...], tree: Mapping[str, Any] | None
+    function: str, adapters: Adapters, tree: Mapping[str, Any] | None
 ) -> dict[str, tuple[Any, Any]]:
     """Returns the two factors of each weight."""
     leaves = by_path(tree or {})
-    missing = [entry.path for entry in adapters if f"{entry.path}/a" not in leaves]
+    missing = [path for path, _ in adapters if f"{path}/a" not in leaves]
     if missing:
         problem = f"the collection {LORA!r} has no adapters of {some(map(repr, missing))}."
         fix = "pass the variables that jqx.linen.apply_lora has returned with the module."
         raise fail(function, problem, fix=fix)
-    return {x.path: (leaves[f"{x.path}/a"], leaves[f"{x.path}/b"]) for x in adapters}
+    return {path: (leaves[f"{path}/a"], leaves[f"{path}/b"]) for path, _ in adapters}
 
 
 @called("linen.init_lora", "pass jqx.linen.init_lora(module, quantized, x).")
@@ -306,8 +304,8 @@ def merge_lora(
         factors = _factors(name, module.adapters, values(variables)[LORA])
         weights = by_path(overlay(values(variables)["params"], codes))
         sums = {
-            x.path: with_product(weights[x.path], x.adapter, *factors[x.path])
-            for x in module.adapters
+            path: with_product(weights[path], adapter, *factors[path])
+            for path, adapter in module.adapters
         }
         merged["params"] = overlay(params, nest(sums))
     merged[QPARAMS] = without(codes, merged["params"])

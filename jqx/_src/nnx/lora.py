@@ -37,8 +37,10 @@ from ..transforms.adapters import (
     check_rules,
     find_products,
     match_rules,
+    use_of,
     with_adapters,
 )
+from ..transforms.find import Found
 from ..transforms.make_plan import make_plan
 from ..transforms.quantize_params import quantize_params
 from .layers import LoRALinear
@@ -89,13 +91,12 @@ class Watched(Quantized):
         self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> QuantizedCall:
         call, params, graph = super()._q_function(name, run, args, kwargs)
-        paths = [path for path, _, _ in self.watched]
-        uses = find_products(_NAME, call.function, (params, *call.args), paths).uses
+        items = find_products(_NAME, call.function, (params, *call.args)).items
         for path, path_in_model, rank in self.watched:
             # A scan or a vmap over modules gives a call one step of a stack.
             stacked = rank - jnp.ndim(value_at(params, _names(path)))
-            uses_of_path = {use.stacked(stacked) for use in uses.get(path, ())}
-            _USES.get().setdefault(path_in_model, set()).update(uses_of_path)
+            uses = {use_of(_NAME, path, item).stacked(stacked) for item in items.get(path, ())}
+            _USES.get().setdefault(path_in_model, set()).update(uses)
         return call, params, graph
 
 
@@ -219,21 +220,18 @@ def apply_lora(
     rules = check_rules(_NAME, rules)
     check_base(_NAME, base)
     calls = _calls(model, method, args, kwargs)
-    found = {prefix: find_products(_NAME, *call, ()) for prefix, call in calls.items()}
-    products, others = (
-        {prefix + path for prefix, x in found.items() for path in x[i]} for i in range(2)
-    )
-    matched = match_rules(_NAME, rules, products, others)
+    items, others = dict[str, list[Found]](), set[str]()
+    for prefix, call in calls.items():
+        products = find_products(_NAME, *call)
+        items |= {prefix + path: x for path, x in products.items.items()}
+        others |= {prefix + path for path in products.others}
+    matched = match_rules(_NAME, rules, items, others)
     for path in matched:
         check_float(_NAME, _holder(model, path)[1], ATTRIBUTES)
     if args or kwargs:
         uses = _uses(model, matched, method, args, kwargs)
     else:
-        uses = {
-            prefix + path: uses
-            for prefix, call in calls.items()
-            for path, uses in find_products(_NAME, *call).uses.items()
-        }
+        uses = {path: {use_of(_NAME, path, item) for item in items[path]} for path in matched}
     adapters = {path: adapter_of(_NAME, path, rule, uses[path]) for path, rule in matched.items()}
     codes = {} if base is None else _codes(calls, adapters, base)
     _adapt(model, adapters, base, rngs or nnx.Rngs(0))
@@ -531,7 +529,8 @@ def init_lora(model: nnx.Module, quantized: PtqResult) -> None:
         for path, part in parts.items()
         for entry in _entries(part)
     }
-    shapes = {path: x.shape for path, x in _float_values(model).items()}
+    params = _float_values(model)
+    shapes = {path: x.shape for path, x in params.items()}
     kinds = {
         path: AdapterMatrices(
             x.adapter.rank, x.adapter.alpha, *x.adapter.of_matrices(shapes[path]), x.a.dtype
@@ -539,7 +538,7 @@ def init_lora(model: nnx.Module, quantized: PtqResult) -> None:
         for path, x in entries.items()
     }
     starts = initial_adapters(name, quantized.plan, quantized.maps, kinds)
-    check_same_parameters(name, _float_values(model), by_path(quantized.params), parts)
+    check_same_parameters(name, params, by_path(quantized.params), parts)
     replace_nodes(model, write_values(model, quantized.params))
     for path, matrices in starts.items():
         a, b = entries[path].adapter.from_matrices(*matrices, shapes[path])

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from ... import QTensor, dot_general, per_block, per_tensor, ragged_dot
-from ..contractions.formulation import is_used
+from ..contractions.formulation import is_using
 from ..contractions.scaled import (
     SUM_LAST,
     exact_product,
@@ -133,7 +133,7 @@ def multiplied(lhs: Any, rhs: Any, sizes: jax.Array | None = None) -> jax.Array:
         if sizes is None and lhs.shape[0] == 1:  # XLA merges transposes into products of matrices
             return jnp.matmul(lhs[0], rhs[0].T, preferred_element_type=jnp.float32)[None]
     in_blocks = sizes is None and all(map(has_blocks_exact_in_bfloat16, (lhs, rhs)))
-    if in_blocks and not is_used("dot_general"):
+    if in_blocks and not is_using("dot_general"):
         cuda = scaled_product if all(map(has_scaled_bytes, (lhs, rhs))) else exact_product
         return lax.platform_dependent(lhs, rhs, cpu=_in_float32, cuda=cuda, default=exact_product)
     if sizes is None:

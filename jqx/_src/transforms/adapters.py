@@ -128,31 +128,22 @@ class Products(NamedTuple):
     """What a function does with its weights, by their paths.
 
     Attributes:
-      uses: how products with one weight use its axes.
+      items: the products with one weight.
       others: weights in lookups, convolutions and other forms.
     """
 
-    uses: dict[str, set[Use]]
+    items: dict[str, list[Found]]
     others: set[str]
 
 
-def find_products(
-    function: str, f: Callable[..., Any], args: Sequence[Any], paths: Collection[str] | None = None
-) -> Products:
-    """Returns the products of `f(params, ...)`. Those at `paths`, by default all, must use their
-    whole weight; the uses of others are empty.
-
-    Raises:
-      ValueError: if a product uses a part of a weight.
-    """
+def find_products(function: str, f: Callable[..., Any], args: Sequence[Any]) -> Products:
+    """Returns the products of `f(params, ...)`."""
     products = Products({}, set())
     for item in contractions(trace_call(function, f, 0, args, {})):
         if (path := _product_of(item)) is None:
             products.others.update(p.path for x in item.origins if x is not None for p in x.parts)
         else:
-            uses = products.uses.setdefault(path, set())
-            if paths is None or path in paths:
-                uses.add(_use(function, path, item))
+            products.items.setdefault(path, []).append(item)
     return products
 
 
@@ -231,7 +222,7 @@ def with_adapters(
         for item in items:
             if (path := _product_of(item)) is not None and path in adapters:
                 a, b = values[path]
-                low_rank = adapters[path].as_map(a, b, _use(function, path, item))
+                low_rank = adapters[path].as_map(a, b, use_of(function, path, item))
                 maps[keys[item.address, -1]] = (low_rank,)
         return map_call(call, plan, items, maps)
 
@@ -245,7 +236,12 @@ def _product_of(item: Found) -> str | None:
     return weights[0].path if is_product and not weights[0].others else None
 
 
-def _use(function: str, path: str, item: Found) -> Use:
+def use_of(function: str, path: str, item: Found) -> Use:
+    """Returns how a product uses its weight.
+
+    Raises:
+      ValueError: if it uses a part of the weight, or has its axes merged in another order.
+    """
     (side,) = (i for i, origin in enumerate(item.origins) if origin is not None)
     origin: Origin = item.origins[side]  # type: ignore[assignment]
     axes = item.family.axes(item.eqn)[side]
