@@ -512,15 +512,37 @@ def test_the_largest_margins_are_taken():
         jax.eval_shape(lambda x, spec=spec: jqx.QTensor.quantize(x, spec), jnp.ones(4))
 
 
+def test_a_factor_narrows_the_range_of_arrays_and_of_statistics():
+    x = on_device(np.linspace(-1, 3, 24, dtype=np.float32).reshape(4, 6))
+    for whole in (absmax, minmax):
+        half = dataclasses.replace(whole, factor=0.5)
+        assert str(half) == f"{whole}(0.5)"
+        form = {"granularity": jqx.per_axis(0), "symmetric": whole == absmax}
+        spec, narrow = (jqx.QSpec(jnp.int8, calibrator=c, **form) for c in (whole, half))
+        wide, *narrowed = jax.jit(
+            lambda x, spec, narrow: (
+                spec.calibrator.fit(x, spec),
+                narrow.calibrator.fit(x, narrow),
+                narrow.calibrator.affine(narrow.calibrator.observe(x, narrow), narrow),
+            ),
+            static_argnums=(1, 2),
+        )(x, spec, narrow)
+        for affine in narrowed:
+            np.testing.assert_array_equal(2 * affine.scale, wide.scale)
+            np.testing.assert_array_equal(affine.zero_point, wide.zero_point)
+
+
 HOSTILE = [
     *(None, True, -1, 0, 3.5, math.nan, math.inf, -math.inf, 1e300, 10**400, -(10**400), 2**31),
     *("x", b"x", (), [], {}, (1,), ("a",), ((0, -3),), ((0, 2.5),), ((0,),), {0: 1}, object(), int),
     *(jnp.int8(3), np.float32(2), 1j, jnp.int8, numerics.int3, set(), jqx.RoundMode.UP),
 ]
 MADE = {
+    type(absmax): {},
     Delayed: {},
     Fixed: {"low": -1.0, "high": 1.0},
     Hqq: {},
+    type(minmax): {},
     Mse: {},
     Percentile: {},
     Rms: {"multiplier": 1.0},
@@ -529,6 +551,7 @@ MADE = {
     granularity_file.PerGroup: {"size": 2},
     granularity_file.PerKeptAxis: {"name": "per_channel"},
     granularity_file.PerRun: {"axes": (0,), "size": 2},
+    granularity_file.PerShare: {"axes": (0,), "axis": 1, "size": 0.5},
     granularity_file.PerTile: {"size": 2},
     numerics.Block: {"element": jnp.int8, "size": 4},
     numerics.Codebook: {"entries": (-1.0, 1.0)},

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 import jqx
 import jqx.linen
 import jqx.nnx
-from jqx.calibrators import ceil, fixed, minmax, rms
+from jqx.calibrators import absmax, ceil, fixed, minmax, rms
 from jqx.interop import from_qarray, from_qwix, to_qarray
 from jqx.numerics import ngraph, qwix
 from jqx.recipes import Products, Recipe, Rounded
@@ -71,6 +71,18 @@ WHOLE = int8(jqx.per_tensor())
             int8(jqx.per_tensor(), calibrator=fixed(-1, 3), symmetric=False, dynamic=True),
         ),
         (W8A8 | {"tile_size": 1.0, "act_calibration_method": "absmax,1"}, CHANNEL, TOKEN),
+        (
+            W8A8
+            | {"weight_calibration_method": "minmax,0.5", "act_calibration_method": "absmax,.8"},
+            int8(
+                jqx.per_channel(),
+                symmetric=False,
+                calibrator=dataclasses.replace(minmax, factor=0.5),
+            ),
+            int8(
+                jqx.per_channel(), calibrator=dataclasses.replace(absmax, factor=0.8), dynamic=True
+            ),
+        ),
     ],
 )
 def test_a_field_has_an_equal(fields, weight, activation):
@@ -95,6 +107,11 @@ def test_tiles_are_along_the_last_summed_axis():
     assert scales == {"out": (1, 2, 12), "w": (3, 3)}
     granularities = [site.operands[0].spec.granularity for site in plan.sites]
     assert granularities == [jqx.per_block({0: 1, 2: 4}), jqx.per_block({0: 1, 1: 4})]
+    (rule, *_) = from_qwix([{"weight_qtype": "int8", "tile_size": 1 / 4}]).rules
+    spec = rule.weight.resolve(3, (0,))
+    assert spec.granularity.scale_shape((3, 2, 8)) == (3, 1, 4)
+    words = "per_tile", "(3, 2, 7)", "divides axis 2"
+    assert_error(lambda: spec.granularity.scale_shape((3, 2, 7)), *words)
     (block,) = from_qwix([{"weight_qtype": "mxfp8", "tile_size": 32}]).rules
     assert (block.weight.qtype, block.weight.calibrator) == (jqx.numerics.mxfp8_e4m3, ceil)
 
@@ -155,6 +172,9 @@ def test_the_backward_pass():
     floats = ("float32", "float32")
     assert forward.products == Products((row, row), floats, floats)
     assert last.products == Products((row, row), (noise, row), (run, noisy_run), "rounded")
+    (rule,) = from_qwix([W8A8B8 | {"bwd_weight_grad_tile_size": 1 / 4}]).rules
+    specs = [x.spec.resolve(3, (0, 1)) for x in rule.products.wgrad.operands]
+    assert [x.granularity.scale_shape((2, 5, 8)) for x in specs] == [(2, 5, 4)] * 2
     whole = from_qwix([W8A8B8 | {"disable_channelwise_axes": True}])
     assert whole.rules[0].products.wgrad.lhs.spec == WHOLE
     e4m3 = jqx.QSpec("float8_e4m3fn", jqx.per_tensor(), calibrator=fixed(-2, 2))
@@ -166,7 +186,8 @@ def test_the_backward_pass():
 
 
 def test_a_policy_trains():
-    policy = from_qwix([{"module_path": "head"}, W8A8B8 | {"module_path": "body"}])
+    fields = {"module_path": "body", "bwd_weight_grad_tile_size": 1 / 2}
+    policy = from_qwix([{"module_path": "head"}, W8A8B8 | fields])
     recipe = Recipe("qwix", {rule.path: rule.products for rule in policy.rules})
     params = {"body": {"w": jnp.eye(8)}, "head": {"w": jnp.eye(8)}}
 
@@ -248,9 +269,10 @@ def test_what_has_no_equal_is_refused():
         (W8A8 | {"act_static_scale": True, "act_batch_axes": (0, 1)}, "act_batch_axes == (0, 1)"),
         (W8A8 | {"act_static_scale": True, "tile_size": 8}, "act_static_scale == True"),
         (W8A8 | {"disable_channelwise_axes": True, "tile_size": 8}, "disable_channelwise_axes"),
-        (W8A8 | {"tile_size": 0.25}, "tile_size == 0.25", "share of an axis"),
+        (W8A8 | {"tile_size": 2.5}, "tile_size == 2.5", "neither a size nor a share"),
         (W8A8 | {"tile_size": True}, "tile_size == True"),
-        (W8A8 | {"weight_calibration_method": "absmax,0.8"}, "absmax,0.8", "percentile"),
+        (W8A8 | {"weight_calibration_method": "absmax,0"}, "absmax,0", "above 0"),
+        (W8A8 | {"weight_calibration_method": "minmax,1,2"}, "minmax,1,2"),
         (W8A8 | {"weight_calibration_method": "rms"}, "== 'rms'"),
         (W8A8 | {"weight_calibration_method": "fixed,1,2"}, "== 'fixed,1,2'"),
         (W8A8 | {"act_calibration_method": "fixed,a"}, "act_calibration_method", "no number"),
@@ -262,7 +284,7 @@ def test_what_has_no_equal_is_refused():
         (W8A8B8 | {"tile_size": 8}, "tile_size == 8", "in training"),
         (W8A8B8 | {"act_static_scale": True}, "act_static_scale == True", "in training"),
         (W8A8B8 | {"act_qtype": None}, "act_qtype == None", "in training"),
-        (W8A8B8 | {"bwd_weight_grad_tile_size": 1 / 4}, "bwd_weight_grad_tile_size == 0.25"),
+        (W8A8B8 | {"bwd_weight_grad_tile_size": -1}, "bwd_weight_grad_tile_size == -1"),
         (W8A8B8 | {"bwd_stochastic_rounding": "low_bit_uniform"}, "low_bit_uniform"),
         (
             W8A8B8 | {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": (0, 1)},
@@ -354,6 +376,11 @@ RULES = {
         {"weight_qtype": "int4", "tile_size": 16},
     ],
     "tiles": [{"weight_qtype": "int4", "act_qtype": "int8", "tile_size": 8}],
+    "shares": [{"weight_qtype": "int8", "act_qtype": "int8", "tile_size": 1 / 4}],
+    "narrowed": [
+        {"module_path": "down|blocks/1", **W8A8, "weight_calibration_method": "minmax,0.7"},
+        {**W8A8, "weight_calibration_method": "absmax,0.8"},
+    ],
     "minmax": [{"weight_qtype": "int4", "weight_calibration_method": "minmax", "tile_size": 16}],
     "rms": [{"weight_qtype": "int8", "weight_calibration_method": "rms,3"}],
     "fixed": [{"weight_qtype": "int8", "weight_calibration_method": "fixed,-0.2,0.3"}],

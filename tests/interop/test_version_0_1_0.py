@@ -185,8 +185,8 @@ NAMES = (
     *("Fixed", "FourOverSix", "Groups"),
     *("Hqq", "Integer", "LearnedStep", "LearnedStepAndOffset", "MinMax", "Minifloat", "Mse"),
     *("Numerics", "ParameterizedClipping", "Parq", "PerAxis", "PerBlock", "PerGroup"),
-    *("PerKeptAxis", "PerRun", "PerTensor", "PerTile", "Percentile", "PowerOfTwo", "Rms"),
-    *("Rounded", "RoundedOperand"),
+    *("PerKeptAxis", "PerRun", "PerShare", "PerTensor", "PerTile", "Percentile", "PowerOfTwo"),
+    *("Rms", "Rounded", "RoundedOperand"),
     *("Squares", "StochasticRounding", "StraightThrough", "StraightThroughUnclipped"),
 )
 """What version 2 calls the classes of jqx. These names never change."""

@@ -22,6 +22,7 @@ from jqx._src.statistics.calibrators import AbsMax
 from jqx._src.tensor.serialize import CLASSES, record_from_json, to_json
 from jqx._src.transforms.plan import Weight
 from jqx.extend import Groups
+from jqx.interop import from_qwix
 
 from ..models.forms import FORMS, POLICIES, function, rows, weights
 from ..models.transforms import jitted, jitted_params, mlp, mlp_params, normal, plan_of
@@ -108,6 +109,10 @@ CALIBRATORS = [
     *public(calibrators, lambda value: isinstance(value, jqx.extend.Calibrator)),
     calibrators.fixed(-1e-300, 2.5),
     calibrators.rms(3.0),
+    *(
+        dataclasses.replace(value, factor=0.8)
+        for value in (calibrators.absmax, calibrators.minmax, calibrators.ceil)
+    ),
     calibrators.Percentile(99.99),
     calibrators.Delayed(4, 1),
     calibrators.Rounded(calibrators.Mse(candidates=7), jnp.bfloat16),
@@ -123,11 +128,16 @@ NUMERICS = [
     *public(numerics, lambda value: isinstance(value, numerics.Numerics)),
     numerics.Numerics(min_scale=5e-324, symmetric_range=numerics.SymmetricRange.COVER),
 ]
+TILES = [
+    from_qwix([{"weight_qtype": "int8", "tile_size": size}]).rules[0].weight.granularity
+    for size in (5, 1 / 2)
+]
 GRANULARITIES = [
     *(jqx.per_tensor(), jqx.per_axis(0, -1), jqx.per_channel(), jqx.per_token()),
     *(jqx.per_block({0: 2, -1: 3}, tail=True), jqx.per_group(5), jqx.per_group(5, tail=True)),
     jqx.per_group(5).resolve(3, (1,)),
-    jqx.interop.from_qwix([{"weight_qtype": "int8", "tile_size": 5}]).rules[0].weight.granularity,
+    *TILES,
+    TILES[1].resolve(3, (1,)),
 ]
 SPECS = [
     *(

@@ -24,12 +24,13 @@ from ... import (
     per_group,
     per_tensor,
 )
-from ...calibrators import absmax, ceil, fixed, minmax, rms
+from ...calibrators import absmax, ceil, fixed, rms
 from ...extend import Granularity
 from ...recipes import Products, Rounded
 from ..checks import check_instance, check_pattern, shown
 from ..errors import fail, some
 from ..files import as_path, open_regular
+from ..statistics.calibrators import AbsMax, MinMax
 from ..statistics.granularity import PerTile
 
 _FIELDS: dict[str, Any] = {
@@ -329,7 +330,7 @@ class _Translated:
             if self.fields["disable_channelwise_axes"]:
                 field, fix = "disable_channelwise_axes", "leave one of both out."
                 raise self._no_equal(field, "has no equal with bwd_weight_grad_tile_size", fix)
-            runs = per_group(size)
+            runs = per_group(size) if isinstance(size, int) else PerTile(size)
             x_of_rows, dy_of_rows = (  # a fixed range has no tiles
                 s if s.granularity == per_tensor() else dataclasses.replace(s, granularity=runs)
                 for s in (x, dy)
@@ -349,14 +350,14 @@ class _Translated:
         ]
         return Products((x, w), (noisy[0], w), (x_of_rows, noisy[1]), "rounded")
 
-    def _size(self, field: str) -> int | None:
-        """Returns the size of tiles; a share of 1 is the whole axis."""
+    def _size(self, field: str) -> int | float | None:
+        """Returns the size of tiles, or their share of an axis; that of 1 is the whole axis."""
         size = self.fields[field]
         if not size or (isinstance(size, float) and size == 1):
             return None
-        if type(size) is not int or size < 0:
-            problem = "is a share of an axis, or not a size"
-            raise self._no_equal(field, problem, "give the number of elements of a tile.")
+        if type(size) not in (int, float) or size < 0 or (isinstance(size, float) and size > 1):
+            fix = "give the number of elements of a tile, or a share of the axis as a float."
+            raise self._no_equal(field, "is neither a size nor a share", fix)
         return size
 
     def _spec(self, role: str, tiled: bool = True) -> QSpec | None:
@@ -397,25 +398,23 @@ class _Translated:
         text = self.fields[field] or "absmax"
         where = f"{field} of rule {self.index}"
         check_instance("interop.from_qwix", where, text, str, fix="pass 'absmax'.")
-        fix = "pass 'absmax', 'minmax', 'rms,<multiple>' or 'fixed,<low>,<high>'."
+        fix = "pass 'absmax' or 'minmax', with or without a factor above 0 as in 'absmax,0.8', "
+        fix += "'rms,<multiple>' or 'fixed,<low>,<high>'."
         method, *args = text.lower().split(",")
         try:
             values = [float(number) for number in args]
         except ValueError:
             raise self._no_equal(field, "has an argument that is no number", fix) from None
         match method, values:
-            case "absmax", [] | [1.0]:
-                return absmax, True
-            case "minmax", [] | [1.0]:
-                return minmax, False
+            case "absmax" | "minmax", [] | [_] if all(factor > 0 for factor in values):
+                is_symmetric = method == "absmax"
+                return (AbsMax if is_symmetric else MinMax)(*values), is_symmetric
             case "rms", [multiple] if multiple > 0:
                 return rms(multiple), True
             case "fixed", [high] if high > 0:
                 return fixed(-high, high), True
             case "fixed", [low, high] if low <= 0 <= high and low < high:
                 return fixed(low, high), low == -high
-            case "absmax" | "minmax", [_]:
-                fix = "choose what to clip by jqx.calibrators.mse or percentile, in a jqx.Rule."
         raise self._no_equal(field, "has no equal", fix)
 
 

@@ -15,7 +15,7 @@ from ..checks import check_instance
 from ..errors import fail, message, some, warn
 from ..gradients.estimators import draws, moves_limits
 from ..policy import Policy, check_policy
-from ..statistics.calibrators import AbsMax, Affine
+from ..statistics.calibrators import Affine, absmax
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import Segments
 from ..transforms.calibrate import affines_seen, calibrate, merge_stats
@@ -346,7 +346,7 @@ def warn_of_scales_without_gradient(plan: Plan) -> None:
         inside, outside = moves_limits(spec.gradient)
         if not inside and not outside:
             never[key] = spec.gradient
-        elif not inside and key in weights and type(spec.calibrator) is AbsMax:
+        elif not inside and key in weights and spec.calibrator == absmax:
             later[key] = spec.gradient
     stay = "scales have no gradient, and stay as they are."
     start = "scales of weights start with a gradient of 0: `absmax` clips none of their values."

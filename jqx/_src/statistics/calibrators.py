@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .. import compat
-from ..checks import as_dtype, check_fields, check_instance, instance, number, shown, whole
+from ..checks import added, as_dtype, check_fields, check_instance, instance, number, shown, whole
 from ..errors import fail, some
 from ..numerics.blocks import Block
 from ..numerics.lookup import format_of
@@ -184,6 +184,17 @@ def cover(low: jax.Array, high: jax.Array, spec: "QSpec") -> Affine:
     return Affine(*affine_from_range(low, high, **form))
 
 
+def _check_factor(calibrator: Any, name: str) -> None:
+    """Checks the number that a range is multiplied by."""
+    fix = "pass for example 0.8, to clip the largest fifth."
+    check_fields(f"calibrators.{name}", calibrator, fix, factor=number(0, above=True))
+
+
+def _times(factor: float, limit: jax.Array) -> jax.Array:
+    """Returns an end of a range times a factor."""
+    return limit if factor == 1 else limit * jnp.float32(factor)
+
+
 # The largest magnitude.
 
 
@@ -198,21 +209,28 @@ class AbsMaxStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AbsMax(Ready):
-    """Covers `[-m, m]`, `m` the largest magnitude observed."""
+    """Covers `[-m, m]`, `m` the largest magnitude observed times `factor`, which is above 0."""
 
     stats: ClassVar[Any] = AbsMaxStats
+
+    factor: float = added(1.0)
+
+    def __post_init__(self) -> None:
+        _check_factor(self, "absmax")
 
     def measured(self, values: jax.Array, nans: jax.Array, groups: Groups) -> Sequence[jax.Array]:
         """Returns the largest magnitude of the elements that share a scale."""
         return (groups.largest_magnitude(values).astype(jnp.float32),)
 
     def range_of(self, stats: AbsMaxStats) -> tuple[jax.Array, jax.Array]:
-        """Returns the range whose ends have the largest magnitude."""
-        return -stats.largest, stats.largest
+        """Returns the range whose ends have the largest magnitude, times the factor."""
+        largest = _times(self.factor, stats.largest)
+        return -largest, largest
 
     def fit(self, x: jax.Array, spec: "QSpec") -> Affine:
         """Returns the scale for one array in one pass; the largest magnitude of a NaN is NaN."""
         largest = spec.granularity.groups(x.shape).largest_magnitude(x).astype(jnp.float32)
+        largest = _times(self.factor, largest)
         return self.cover(-largest, largest, spec)
 
 
@@ -234,9 +252,16 @@ class MinMaxStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MinMax(Ready):
-    """Covers `[min(low, 0), max(high, 0)]`, `low` and `high` the extremes observed."""
+    """Covers `[min(low, 0), max(high, 0)]`, `low` and `high` the extremes observed times `factor`,
+    which is above 0.
+    """
 
     stats: ClassVar[Any] = MinMaxStats
+
+    factor: float = added(1.0)
+
+    def __post_init__(self) -> None:
+        _check_factor(self, "minmax")
 
     def observe(self, x: jax.Array, spec: "QSpec") -> MinMaxStats:
         """Returns the extremes of the elements that share a scale."""
@@ -245,8 +270,8 @@ class MinMax(Ready):
         return MinMaxStats(*extremes, nans, jnp.int32(x.size > 0))
 
     def range_of(self, stats: MinMaxStats) -> tuple[jax.Array, jax.Array]:
-        """Returns the extremes."""
-        return stats.low, stats.high
+        """Returns the extremes, times the factor."""
+        return _times(self.factor, stats.low), _times(self.factor, stats.high)
 
 
 minmax: MinMax = MinMax()

@@ -21,6 +21,7 @@ from ..checks import (
     instance,
     is_at_least,
     normalize_axes,
+    number,
     shown,
     whole,
 )
@@ -337,6 +338,13 @@ def _check_group(granularity: Any) -> None:
     check_fields("per_group", granularity, fix, size=whole(1, _MAX_SIZE), tail=flag())
 
 
+def _check_tile(granularity: Any, **rules: Any) -> None:
+    """Checks the size of a tile: a number of elements, or a share of an axis."""
+    size = number(0, 1, above=True) if isinstance(granularity.size, float) else whole(1, _MAX_SIZE)
+    fix = "pass a size of 1 or more, or a share of an axis, such as 0.25."
+    check_fields("per_tile", granularity, fix, size=size, **rules)
+
+
 def _unfit(granularity: object, shape: Sequence[int], problem: str, fix: str) -> Exception:
     """Returns the error for a shape that a granularity cannot divide."""
     function = str(granularity).partition("(")[0]
@@ -551,23 +559,52 @@ class PerGroup(_Relative):
 @dataclasses.dataclass(frozen=True)
 class PerTile(_Relative):
     """`per_channel` with blocks of `size` along the last contracted axis, shared along the others,
-    as Qwix has it; resolved at a site.
+    as Qwix has it; resolved at a site. A size that is a float is a share of the axis.
     """
 
-    size: int
+    size: int | float
 
     def __post_init__(self) -> None:
-        check_fields("per_group", self, size=whole(1, _MAX_SIZE))
+        _check_tile(self)
 
-    def resolve(self, rank: int, kept: Sequence[int]) -> PerBlock:
+    def resolve(self, rank: int, kept: Sequence[int]) -> Granularity:
         """Returns blocks along each axis that is kept, and along the last of the others."""
-        axes = normalize_axes("per_group", tuple(kept), rank)
+        axes = normalize_axes("per_tile", tuple(kept), rank)
         others = [axis for axis in range(rank) if axis not in axes]
-        sizes = dict.fromkeys(axes, 1) | dict.fromkeys(others[-1:], self.size)
+        if isinstance(self.size, float) and others:
+            return PerShare(axes, others[-1], self.size)
+        sizes = dict.fromkeys(axes, 1) | {axis: int(self.size) for axis in others[-1:]}
         return PerBlock(tuple(sorted(sizes.items())))
 
     def __str__(self) -> str:
         return f"per_tile({self.size})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PerShare(Granularity):
+    """One scale for each part of an axis, which is a share of it, and for each index of `axes`."""
+
+    axes: tuple[int, ...]
+    axis: int
+    size: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", _check_integers("per_tile", "axes", self.axes))
+        _check_tile(self, axis=whole(0))
+
+    def groups(self, shape: Sequence[int]) -> Groups:
+        """Returns the parts; raises unless all are alike."""
+        n = shape[self.axis]
+        size = 0 if export.is_symbolic_dim(n) else round(n * self.size)
+        if size == 0 or n % size:
+            fix = f"choose another share, or a number of elements, that divides axis {self.axis}."
+            raise _unfit(self, shape, "the parts of an axis are not of one size.", fix)
+        return PerBlock(tuple({**dict.fromkeys(self.axes, 1), self.axis: size}.items())).groups(
+            shape
+        )
+
+    def __str__(self) -> str:
+        return f"per_tile({self.size}) along {self.axis}"
 
 
 def is_without_blocks(granularity: Granularity) -> bool:

@@ -50,6 +50,7 @@ from ..statistics.granularity import (
     PerGroup,
     PerKeptAxis,
     PerRun,
+    PerShare,
     PerTensor,
     PerTile,
 )
@@ -99,6 +100,7 @@ CLASSES: dict[str, type] = {
     "PerGroup": PerGroup,
     "PerKeptAxis": PerKeptAxis,
     "PerRun": PerRun,
+    "PerShare": PerShare,
     "PerTensor": PerTensor,
     "PerTile": PerTile,
 }
