@@ -1,4 +1,4 @@
-"""Products of bytes by the oneDNN inside of jaxlib, where it is exact on the processor."""
+"""Products by the oneDNN inside of jaxlib, where those of bytes are exact on the processor."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def integers(seed, *shape):
 @functools.partial(jax.jit, static_argnums=2)
 def product(rows, columns, in_rows):
     return [
-        onednn.bytes_product(rows, columns, dtype, in_rows=in_rows)
+        onednn.matrix_product(rows, columns, dtype, in_rows=in_rows)
         for dtype in (jnp.int32, jnp.float32)
     ]
 
@@ -96,7 +96,7 @@ def test_mapped_products_are_those_of_each(axes):
         (1, 2): ((6, 4, 8), (5, 8, 4)),
     }
     rows, columns = (jnp.asarray(integers(i, *shape)) for i, shape in enumerate(by_axes[axes]))
-    multiply = functools.partial(onednn.bytes_product, dtype=jnp.int32, in_rows=True)
+    multiply = functools.partial(onednn.matrix_product, dtype=jnp.int32, in_rows=True)
     mapped = jax.jit(jax.vmap(multiply, axes))(rows, columns)
     for i in range(4):
         x = rows if axes[0] is None else jnp.take(rows, i, axes[0])
@@ -119,6 +119,7 @@ def operands(left, right, numbers, zero_point=True):
 
 CASES = {
     "matrices": ((33, 640), (640, 48), MATRICES),
+    "more rows than one beside them pays for": ((520, 160), (160, 48), MATRICES),
     "one row by [N, K]": ((1, 640), (48, 640), ROWS),
     "heads": ((2, 40, 3, 128), (128, 60, 2), HEADS),
 }
@@ -182,3 +183,85 @@ def test_a_scan_over_layers_multiplies_each():
     for i in range(3):
         expected, _ = layer(expected, jax.tree.map(lambda leaf, i=i: leaf[i], q))
     assert jnp.abs(scanned(x, q) - expected).max() <= 2.0**-20
+
+
+def attention(params, x, mask):
+    """Two products of activations, with groups of heads, between two of weights."""
+    heads = (x @ params["in"]).reshape(*x.shape[:2], 4, 24)
+    y = jax.nn.dot_product_attention(heads, heads[:, :, :2], heads[:, :, 2:] + 1, mask=mask)
+    return y.reshape(*x.shape[:2], 96) @ params["out"]
+
+
+def of_attention(batch, length):
+    keys = jax.random.split(jax.random.key(length), 3)
+    params = {
+        "in": jax.random.normal(keys[0], (64, 96)) / 8,
+        "out": jax.random.normal(keys[1], (96, 40)) / 10,
+    }
+    x = jax.random.normal(keys[2], (batch, length, 64))
+    lengths = jnp.arange(batch) * (length // batch)
+    return params, x, (jnp.arange(length)[None] <= lengths[:, None])[:, None, None]
+
+
+def forms_of(f, *args):
+    return [form.cpu.name for form in jqx.formulations(f)(*args)]
+
+
+@pytest.mark.parametrize("shape", [(5, 130), (3, 65), (1, 257)])
+def test_attention_beside_codes_is_that_of_float_products(shape, monkeypatch):
+    args = of_attention(*shape)
+    plan = jqx.make_plan(attention, jqx.presets.w8a16())(*args)
+    weights = jqx.quantize_params(args[0], plan)
+    f = jqx.convert(attention, plan)
+    forms = forms_of(f, weights, *args[1:])
+    assert forms[1:-1] == ["float_onednn"] * 2
+    assert jax.jit(f).lower(weights, *args[1:]).as_text().count(CALL) == 2
+    # Of the last one, all later rows read the NaN; other sequences do not.
+    xs = jnp.stack([args[1], args[1].at[-1, -1, 0].set(jnp.nan)])
+    simulated = jqx.simulate(attention, plan, backward=jnp.float32)
+
+    def each(f, params):
+        return jax.jit(lambda params: jnp.stack([f(params, x, args[2]) for x in xs]))(params)
+
+    own = each(f, weights)
+    assert jnp.array_equal(each(simulated, args[0]), own, equal_nan=True)
+    monkeypatch.setattr(onednn, "is_used", lambda: False)
+    without = each(f, weights)
+    nans = jnp.isnan(without)
+    assert (jnp.isnan(own) == nans).all() and not nans[0].any() and nans[1, -1].any()
+    # Each product rounds sums of up to 257 numbers, and a softmax doubles an error of its scores.
+    assert jnp.nanmax(jnp.abs(own - without)) <= 4 * 257 * 2.0**-24 * jnp.nanmax(jnp.abs(without))
+
+
+def test_gradients_and_maps_through_float_products_are_those_of_jax(monkeypatch):
+    params, x, mask = of_attention(4, 96)
+    plan = jqx.make_plan(attention, jqx.presets.w8a16())(params, x, mask)
+    simulated = jqx.simulate(attention, plan, backward=jnp.float32)
+
+    def results(x):
+        mapped = jax.vmap(simulated, in_axes=(None, 0, None))(params, jnp.stack([x, -x]), mask)
+        return mapped, jax.grad(lambda x: jnp.sin(simulated(params, x, mask)).sum())(x)
+
+    own = jax.jit(lambda x: results(x))(x)
+    assert forms_of(simulated, params, x, mask).count("float_onednn") == 2
+    monkeypatch.setattr(onednn, "is_used", lambda: False)
+    without = jax.jit(lambda x: results(x))(x)
+    for a, b in zip(own, without, strict=True):
+        assert jnp.abs(a - b).max() <= 4 * 257 * 2.0**-24 * jnp.abs(b).max()
+
+
+def test_small_products_and_those_of_other_floats_are_left_to_jax():
+    params, x, mask = of_attention(4, 96)
+    plan = jqx.make_plan(attention, jqx.presets.w8a16())(params, x[:, :16], mask[..., :16])
+    weights = jqx.quantize_params(params, plan)
+    f = jqx.convert(attention, plan)
+    assert "float_onednn" not in forms_of(f, weights, x[:, :16], mask[..., :16])
+
+    def narrow(params, x):
+        heads = (x @ params["in"]).astype(jnp.bfloat16)
+        return jnp.einsum("btd,bsd->bts", heads, heads).astype(jnp.float32) @ x
+
+    plan = jqx.make_plan(narrow, jqx.presets.w8a16())(params, x)
+    f = jqx.convert(narrow, plan)
+    # The second product is of float32, from one of bfloat16.
+    assert forms_of(f, jqx.quantize_params(params, plan), x).count("float_onednn") == 1

@@ -36,9 +36,11 @@ from .kernels_cpu import (
     by_kernel,
     codes_of,
     constant,
+    float_onednn,
     integer_onednn,
     package_quantizing,
     package_sums,
+    plain_float,
     plain_sums,
 )
 from .plain import FLOAT8_PRODUCTS, FLOAT_PRODUCTS
@@ -85,6 +87,16 @@ PRODUCTS = Planner(
     Family(are_blocks, (*SCALED_PRODUCTS, dequantize_smaller)),
     Family(lambda case: case.is_beside_floats, FLOAT_PRODUCTS),
 )
+FLOATS = Planner(
+    "dot_general:float",
+    float_onednn,
+    formulation(
+        "two batches of float matrices, elsewhere: as JAX multiplies them",
+        PLATFORMS,
+        lambda case: True,
+        op="dot_general:float",
+    )(plain_float),
+)
 SUMS = Planner("dot_general:int32", package_sums, *SUMS_OF_INTEGERS)
 
 
@@ -95,6 +107,14 @@ def plan(case: Product) -> Choice | None:
     if case.are_integers and not case.are_bytes:
         check_splittable("dot_general", case.lhs, case.rhs)
     return PRODUCTS.choose(case)
+
+
+def float_product(lhs: jax.Array, rhs: jax.Array, how: HowTo) -> jax.Array | None:
+    """Returns the product of two float arrays that are left in float beside quantized ones; `None`
+    if JAX multiplies them in the same way on every platform.
+    """
+    choice = FLOATS.choose(Product(lhs, rhs, how))
+    return None if choice is None or not choice.own else choice.compute(lhs, rhs, how)
 
 
 # Products whose int32 sums are requantized by integer arithmetic, as in TFLite.

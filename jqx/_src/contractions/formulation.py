@@ -100,7 +100,8 @@ class Formulation:
       op: the operation: `"dot_general"`, `"conv_general_dilated"`, `"ragged_dot"`; or the int32
         sums of the first two, to be requantized: `"dot_general:int32"`,
         `"conv_general_dilated:int32"`; or the codes of such sums, `"dot_general:requantized"`,
-        where `compute` is `(lhs, rhs, requantization, how) -> codes`.
+        where `compute` is `(lhs, rhs, requantization, how) -> codes`; or `"dot_general:float"`, the
+        product of two arrays that a converted function leaves in float.
       rounds: whether JAX must not differentiate `compute` itself; by default, this is so if
         `linear` is given.
       is_composite: whether `jqx.formulations` lists the contractions inside of it instead.

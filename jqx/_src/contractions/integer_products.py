@@ -12,7 +12,7 @@ from jax import export, lax
 
 from ..checks import is_at_least
 from ..errors import fail
-from ..kernels.onednn import bytes_product
+from ..kernels.onednn import matrix_product
 from ..numerics.exact import common_dtype
 from ..numerics.lookup import format_of, name_of_qtype
 from ..tensor.layout import Layout, is_flipped, to_int8
@@ -146,12 +146,17 @@ def by_onednn(
     weight = to_rows(rhs, d.swapped) if in_rows else rhs
     weight = weight.reshape(*batch, *((-1, count) if in_rows else (count, -1)))
     ones = jnp.ones((*batch, 1, count), jnp.int8)
-    multiply = functools.partial(bytes_product, dtype=dtype)
-    total = multiply(rows, weight, in_rows=in_rows).reshape(batch + free + columns)
+    multiply = functools.partial(matrix_product, dtype=dtype)
     of_left = multiply(rows, ones, in_rows=True) if left else None
-    of_right = multiply(ones, weight, in_rows=in_rows) if right else None
+    m, of_right = rows.shape[-2], None
+    if right and not is_at_least(m, TALL):  # in one call
+        sums = multiply(jnp.concatenate([rows, ones], axis=-2), weight, in_rows=in_rows)
+        total, of_right = sums[..., :m, :], sums[..., m:, :]
+    else:
+        total = multiply(rows, weight, in_rows=in_rows)
+        of_right = multiply(ones, weight, in_rows=in_rows) if right else None
     return Products(
-        total,
+        total.reshape(batch + free + columns),
         None if of_left is None else of_left.reshape(batch + free + (1,) * len(columns)),
         None if of_right is None else of_right.reshape(batch + (1,) * len(free) + columns),
     )

@@ -28,6 +28,7 @@ from .formulation import CPU, formulation
 from .integer_products import (
     accumulate,
     as_int8,
+    by_onednn,
     fitting,
     in_fitting_shapes,
     in_onednn,
@@ -153,6 +154,50 @@ def integer_onednn(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
 
     def product(lhs: QTensor, rhs: QTensor) -> jax.Array:
         kernel = functools.partial(in_onednn, how=how)
+        return alone_or_in_parts(kernel, plain, lhs, rhs, in_shard_map=False)
+
+    return derived_as(product, plain)(lhs, rhs)
+
+
+# Two batches of float matrices, such as the queries and keys of attention.
+
+
+FEW, MANY = 8, 2**20
+"""Rows and columns, and products of numbers, from which on oneDNN is faster than XLA."""
+
+
+def are_float_batches(case: Product) -> bool:
+    """Whether both operands are large batches of matrices of float32, of known sizes."""
+    d, x, y = case.dimensions, case.lhs, case.rhs
+    if {x.dtype, y.dtype} != {jnp.dtype(jnp.float32)} or not d.lhs_batch:
+        return False
+    if any(map(export.is_symbolic_dim, (*x.shape, *y.shape))):
+        return False
+    columns = d.columns(y)
+    is_large = x.size * columns >= MANY and min(d.rows(x), columns) >= FEW
+    return is_large and isinstance(case.how.precision, (lax.Precision, tuple, type(None)))
+
+
+def plain_float(lhs: jax.Array, rhs: jax.Array, how: HowTo) -> jax.Array:
+    """Multiplies two arrays as JAX does."""
+    return lax.dot_general(lhs, rhs, how.dimensions.numbers, how.precision, how.dtype)
+
+
+@formulation(
+    "two batches of float32 matrices on CPUs with VNNI, if JAX stores no compiled programs: "
+    "multiplied by oneDNN, which is part of jaxlib",
+    CPU,
+    lambda case: are_float_batches(case) and onednn.is_used(),
+    op="dot_general:float",
+)
+def float_onednn(lhs: jax.Array, rhs: jax.Array, how: HowTo) -> jax.Array:
+    plain = functools.partial(plain_float, how=how)
+
+    def kernel(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        options: Any = {"left": False, "right": False, "dtype": jnp.float32}
+        return by_onednn(lhs, rhs, how.dimensions, **options).total
+
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return alone_or_in_parts(kernel, plain, lhs, rhs, in_shard_map=False)
 
     return derived_as(product, plain)(lhs, rhs)

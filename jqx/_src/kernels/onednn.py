@@ -1,4 +1,5 @@
-"""Products of bytes by oneDNN, which jaxlib contains. XLA calls it on CPU, with its own threads.
+"""Products of bytes and of float32 by oneDNN, which jaxlib contains. XLA calls it on CPU, with its
+own threads.
 
 The name of the call is that which passes of XLA write, and no part of StableHLO. So it is used only
 where a first product is exact, with this jaxlib and on this processor, and never in exports.
@@ -17,14 +18,15 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 
-def bytes_product(
+def matrix_product(
     rows: jax.Array, columns: jax.Array, dtype: DTypeLike, *, in_rows: bool
 ) -> jax.Array:
-    """Returns sums of products, exact as int32, or as such rounded to float32: [*batch, M, N].
+    """Returns sums of products: [*batch, M, N]. Those of bytes are exact as int32, or as such
+    rounded to float32.
 
     Args:
-      rows: int8 [*batch, M, K].
-      columns: int8, the other operand.
+      rows: int8 or float32 [*batch, M, K].
+      columns: the other operand, of the same dtype.
       dtype: int32 or float32.
       in_rows: whether that is [*batch, N, K]; else [*batch, K, N].
     """
@@ -79,7 +81,7 @@ def is_available() -> bool:
 def _is_exact() -> bool:
     """Whether some products of extremes are exact."""
     extremes = np.array([-128, 127, -128, 127, 127, 127, -128, -128], np.int8)
-    product = functools.partial(bytes_product, dtype=jnp.int32, in_rows=True)
+    product = functools.partial(matrix_product, dtype=jnp.int32, in_rows=True)
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves CPUs out

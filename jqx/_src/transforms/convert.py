@@ -29,7 +29,7 @@ from .known_values import check_unsupported
 from .make_plan import as_plan, params_of
 from .partitioned import gathered, partial_sums, weight_shardings
 from .plan import GivenAffines, Plan, Site, Weight
-from .rules import CONTRACTIONS
+from .rules import CONTRACTIONS, in_float
 from .trace import Call, is_quantized, trace_call
 from .views import Trainable, codes_of, is_coded, real_of
 
@@ -214,6 +214,9 @@ class _FakeQuantize(Rules):
             if operand.role == "weight" and self.plan.weight_at(operand.path) is not None
         ]
         return all(isinstance(x, Trainable) for x in weights)
+
+    def in_float(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        return super().in_float(eqn, operands) if self.backward is None else in_float(eqn, operands)
 
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         if self.backward is None:

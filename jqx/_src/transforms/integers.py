@@ -25,7 +25,7 @@ from .known_values import Escape, followed, known_values, reaching
 from .partitioned import Gathered, PartialSums
 from .plan import Operand, Plan, Site, Weight
 from .quantize_params import quantize_weight
-from .rules import CONTRACTIONS
+from .rules import CONTRACTIONS, in_float
 from .trace import Call, is_quantized
 from .views import Address, is_coded, real_of
 from .walk import HOLDING
@@ -80,6 +80,9 @@ class OnIntegers(Rules):
             if not (self.dequantize and any(map(is_quantized, operands))):
                 raise
         return compat.bind(eqn, list(map(real_of, operands)))
+
+    def in_float(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        return in_float(eqn, operands)
 
     def dense(self, eqn: Eqn | None, x: Any) -> Any:
         if self.dequantize or not is_quantized(x):

@@ -115,6 +115,10 @@ class Rules:
         """Evaluates a contraction of quantized arrays that is not a site of the plan."""
         return self.unsupported(eqn, operands)
 
+    def in_float(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates an equation of arrays that is not a site of the plan."""
+        return compat.bind(eqn, operands)
+
     def unsupported(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         """Evaluates an equation that has no quantized form for its quantized operands."""
         return compat.bind(eqn, [self.dense(eqn, x) for x in operands])
@@ -183,7 +187,7 @@ def _evaluate(
         inside = address if holds_site else (*address, *NOWHERE)
         return FORMS[name](eqn, operands, _Runner(eqn, rules, inside))
     if not quantized:
-        return compat.bind(eqn, operands), {}
+        return rules.in_float(eqn, operands), {}
     with _noted(f"{name} of a quantized array, scope {compat.scope_of(eqn) or '(none)'}"):
         viewed = rules.view(eqn, operands)
         if viewed is None and name in UPDATES:

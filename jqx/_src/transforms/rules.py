@@ -20,10 +20,11 @@ from ..checks import check_instance
 from ..compat import Eqn
 from ..contractions.cache import take
 from ..contractions.conv_general_dilated import conv_general_dilated
-from ..contractions.dot_general import dot_general, dot_gradients
+from ..contractions.dot_general import dot_general, dot_gradients, float_product
 from ..contractions.einsum import einsum
 from ..contractions.problem import (
     Dimensions,
+    HowTo,
     OperandAxes,
     can_leave_sum,
     conv_axes,
@@ -108,6 +109,17 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     if _sums_scales(lhs, dimensions.lhs_contracting):
         return _scaled_first(eqn, lhs, real_of(quantize_pending(rhs)))
     return dot_general(lhs, rhs, eqn.params["dimension_numbers"], **_options(eqn))
+
+
+def in_float(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation of arrays; large batches of products by the fastest formulation."""
+    if eqn.primitive.name == "dot_general" and not compat.is_explicit(eqn):
+        dtype = eqn.outvars[0].aval.dtype
+        how = HowTo(_dimensions(eqn), eqn.params["precision"], dtype=dtype)
+        y = float_product(*operands, how) if dtype == jnp.float32 else None
+        if y is not None:
+            return [y]
+    return compat.bind(eqn, operands)
 
 
 def _options(eqn: Eqn) -> dict[str, Any]:
