@@ -110,7 +110,7 @@ def test_tiles_are_along_the_last_summed_axis():
     (rule, *_) = from_qwix([{"weight_qtype": "int8", "tile_size": 1 / 4}]).rules
     spec = rule.weight.resolve(3, (0,))
     assert spec.granularity.scale_shape((3, 2, 8)) == (3, 1, 4)
-    words = "per_tile", "(3, 2, 7)", "divides axis 2"
+    words = "interop.from_qwix", "(3, 2, 7)", "divides axis 2"
     assert_error(lambda: spec.granularity.scale_shape((3, 2, 7)), *words)
     (block,) = from_qwix([{"weight_qtype": "mxfp8", "tile_size": 32}]).rules
     assert (block.weight.qtype, block.weight.calibrator) == (jqx.numerics.mxfp8_e4m3, ceil)

@@ -24,13 +24,12 @@ from ... import (
     per_group,
     per_tensor,
 )
-from ...calibrators import absmax, ceil, fixed, rms
+from ...calibrators import absmax, ceil, fixed, minmax, rms
 from ...extend import Granularity
 from ...recipes import Products, Rounded
 from ..checks import check_instance, check_pattern, shown
 from ..errors import fail, some
 from ..files import as_path, open_regular
-from ..statistics.calibrators import AbsMax, MinMax
 from ..statistics.granularity import PerTile
 
 _FIELDS: dict[str, Any] = {
@@ -407,8 +406,9 @@ class _Translated:
             raise self._no_equal(field, "has an argument that is no number", fix) from None
         match method, values:
             case "absmax" | "minmax", [] | [_] if all(factor > 0 for factor in values):
-                is_symmetric = method == "absmax"
-                return (AbsMax if is_symmetric else MinMax)(*values), is_symmetric
+                calibrator = {"absmax": absmax, "minmax": minmax}[method]
+                factor = values[0] if values else 1.0
+                return dataclasses.replace(calibrator, factor=factor), method == "absmax"
             case "rms", [multiple] if multiple > 0:
                 return rms(multiple), True
             case "fixed", [high] if high > 0:

@@ -342,7 +342,7 @@ def _check_tile(granularity: Any, **rules: Any) -> None:
     """Checks the size of a tile: a number of elements, or a share of an axis."""
     size = number(0, 1, above=True) if isinstance(granularity.size, float) else whole(1, _MAX_SIZE)
     fix = "pass a size of 1 or more, or a share of an axis, such as 0.25."
-    check_fields("per_tile", granularity, fix, size=size, **rules)
+    check_fields("interop.from_qwix", granularity, fix, size=size, **rules)
 
 
 def _unfit(granularity: object, shape: Sequence[int], problem: str, fix: str) -> Exception:
@@ -569,7 +569,7 @@ class PerTile(_Relative):
 
     def resolve(self, rank: int, kept: Sequence[int]) -> Granularity:
         """Returns blocks along each axis that is kept, and along the last of the others."""
-        axes = normalize_axes("per_tile", tuple(kept), rank)
+        axes = normalize_axes("interop.from_qwix", tuple(kept), rank)
         others = [axis for axis in range(rank) if axis not in axes]
         if isinstance(self.size, float) and others:
             return PerShare(axes, others[-1], self.size)
@@ -589,7 +589,7 @@ class PerShare(Granularity):
     size: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", _check_integers("per_tile", "axes", self.axes))
+        object.__setattr__(self, "axes", _check_integers("interop.from_qwix", "axes", self.axes))
         _check_tile(self, axis=whole(0))
 
     def groups(self, shape: Sequence[int]) -> Groups:
@@ -598,7 +598,9 @@ class PerShare(Granularity):
         size = 0 if export.is_symbolic_dim(n) else round(n * self.size)
         if size == 0 or n % size:
             fix = f"choose another share, or a number of elements, that divides axis {self.axis}."
-            raise _unfit(self, shape, "the parts of an axis are not of one size.", fix)
+            problem = "the parts of an axis are not of one size."
+            given = f"{self} for shape {tuple(shape)}"
+            raise fail("interop.from_qwix", problem, given=given, fix=fix)
         return PerBlock(tuple({**dict.fromkeys(self.axes, 1), self.axis: size}.items())).groups(
             shape
         )

@@ -114,9 +114,9 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
 def in_float(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     """Evaluates an equation of arrays; large batches of products by the fastest formulation."""
     if eqn.primitive.name == "dot_general" and not compat.is_explicit(eqn):
-        dtype = eqn.outvars[0].aval.dtype
+        (lhs, rhs), dtype = operands, eqn.outvars[0].aval.dtype
         how = HowTo(_dimensions(eqn), eqn.params["precision"], dtype=dtype)
-        y = float_product(*operands, how) if dtype == jnp.float32 else None
+        y = float_product(lhs, rhs, how) if dtype == jnp.float32 else None
         if y is not None:
             return [y]
     return compat.bind(eqn, operands)
