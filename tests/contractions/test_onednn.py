@@ -35,6 +35,7 @@ def used(monkeypatch):
 CALL = "__onednn$matmul"
 ROWS = (((1,), (1,)), ((), ()))
 HEADS = (((3,), (0,)), ((0,), (2,)))
+MANY_BATCHES = (((6,), (5,)), ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)))
 
 
 def integers(seed, *shape):
@@ -122,6 +123,7 @@ CASES = {
     "more rows than one beside them pays for": ((520, 160), (160, 48), MATRICES),
     "one row by [N, K]": ((1, 640), (48, 640), ROWS),
     "heads": ((2, 40, 3, 128), (128, 60, 2), HEADS),
+    "many batch axes": ((1, 2, 1, 3, 2, 30, 80), (1, 2, 1, 3, 2, 80, 40), MANY_BATCHES),
 }
 
 

@@ -141,11 +141,12 @@ def by_onednn(
     free = tuple(lhs.shape[axis] for axis in d.lhs_free)
     columns = tuple(rhs.shape[axis] for axis in d.rhs_free)
     count = d.contracted_size(lhs)
-    rows = to_rows(lhs, d).reshape(*batch, -1, count)
+    lead = (math.prod(batch),) * bool(batch)
+    rows = to_rows(lhs, d).reshape(*lead, -1, count)
     in_rows = (*d.rhs_batch, *d.rhs_contracting, *d.rhs_free) != tuple(range(d.rhs_rank))
     weight = to_rows(rhs, d.swapped) if in_rows else rhs
-    weight = weight.reshape(*batch, *((-1, count) if in_rows else (count, -1)))
-    ones = jnp.ones((*batch, 1, count), jnp.int8)
+    weight = weight.reshape(*lead, *((-1, count) if in_rows else (count, -1)))
+    ones = jnp.ones((*lead, 1, count), jnp.int8)
     multiply = functools.partial(matrix_product, dtype=dtype)
     of_left = multiply(rows, ones, in_rows=True) if left else None
     m, of_right = rows.shape[-2], None
