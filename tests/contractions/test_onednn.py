@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jqx
 from jqx._src.kernels import onednn
+from jqx.extend import Formulation, using
 
 from ..oracles.contractions import MATRICES, exact_tensor
 
@@ -267,3 +268,20 @@ def test_small_products_and_those_of_other_floats_are_left_to_jax():
     f = jqx.convert(narrow, plan)
     # The second product is of float32, from one of bfloat16.
     assert forms_of(f, jqx.quantize_params(params, plan), x).count("float_onednn") == 1
+
+
+def test_a_formulation_of_the_user_computes_float_products():
+    """Also one for all platforms, and in place of oneDNN."""
+    params, x, mask = of_attention(4, 96)
+    plan = jqx.make_plan(attention, jqx.presets.w8a16())(params, x, mask)
+    weights = jqx.quantize_params(params, plan)
+
+    def mine(lhs, rhs, how):
+        return jax.lax.dot_general(lhs, rhs, how.dimensions.numbers, how.precision, how.dtype)
+
+    platforms = ("cpu", "tpu", "cuda", "rocm", "default")
+    options = {"applies": lambda case: True, "op": "dot_general:float"}
+    form = Formulation("by_hand", "for this test", platforms, compute=mine, **options)
+    with using(form):
+        forms = forms_of(jqx.convert(attention, plan), weights, x, mask)
+    assert forms[1:-1] == ["by_hand"] * 2

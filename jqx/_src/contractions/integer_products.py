@@ -146,7 +146,7 @@ def by_onednn(
     in_rows = (*d.rhs_batch, *d.rhs_contracting, *d.rhs_free) != tuple(range(d.rhs_rank))
     weight = to_rows(rhs, d.swapped) if in_rows else rhs
     weight = weight.reshape(*lead, *((-1, count) if in_rows else (count, -1)))
-    ones = jnp.ones((*lead, 1, count), jnp.int8)
+    ones = _constant(rows, len(lead), 1, 1)
     multiply = functools.partial(matrix_product, dtype=dtype)
     of_left = multiply(rows, ones, in_rows=True) if left else None
     m, of_right = rows.shape[-2], None

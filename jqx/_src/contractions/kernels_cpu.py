@@ -150,13 +150,17 @@ def package_sums(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     lambda case: case.are_bytes and case.is_large and case.block is None and onednn.is_used(),
 )
 def integer_onednn(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
-    plain = functools.partial(in_fitting_shapes, how=how)
+    forms = (functools.partial(form, how=how) for form in (in_onednn, in_fitting_shapes))
+    return _on_one_device(*forms)(lhs, rhs)
 
-    def product(lhs: QTensor, rhs: QTensor) -> jax.Array:
-        kernel = functools.partial(in_onednn, how=how)
-        return alone_or_in_parts(kernel, plain, lhs, rhs, in_shard_map=False)
 
-    return derived_as(product, plain)(lhs, rhs)
+def _on_one_device(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of two operands that calls oneDNN in programs for one device, and is
+    `plain` elsewhere; its derivative is that of `plain`.
+    """
+    return derived_as(
+        functools.partial(alone_or_in_parts, kernel, plain, in_shard_map=False), plain
+    )
 
 
 # Two batches of float matrices, such as the queries and keys of attention.
@@ -169,7 +173,8 @@ FEW, MANY = 8, 2**20
 def are_float_batches(case: Product) -> bool:
     """Whether both operands are large batches of matrices of float32, of known sizes."""
     d, x, y = case.dimensions, case.lhs, case.rhs
-    if {x.dtype, y.dtype} != {jnp.dtype(jnp.float32)} or not d.lhs_batch:
+    dtypes = {jnp.dtype(z) for z in (x.dtype, y.dtype, case.how.dtype)}
+    if dtypes != {jnp.dtype(jnp.float32)} or not d.lhs_batch:
         return False
     if any(map(export.is_symbolic_dim, (*x.shape, *y.shape))):
         return False
@@ -191,16 +196,11 @@ def plain_float(lhs: jax.Array, rhs: jax.Array, how: HowTo) -> jax.Array:
     op="dot_general:float",
 )
 def float_onednn(lhs: jax.Array, rhs: jax.Array, how: HowTo) -> jax.Array:
-    plain = functools.partial(plain_float, how=how)
-
     def kernel(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        options: Any = {"left": False, "right": False, "dtype": jnp.float32}
-        return by_onednn(lhs, rhs, how.dimensions, **options).total
+        dimensions, dtype = how.dimensions, jnp.float32
+        return by_onednn(lhs, rhs, dimensions, left=False, right=False, dtype=dtype).total
 
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return alone_or_in_parts(kernel, plain, lhs, rhs, in_shard_map=False)
-
-    return derived_as(product, plain)(lhs, rhs)
+    return _on_one_device(kernel, functools.partial(plain_float, how=how))(lhs, rhs)
 
 
 def codes_of(lhs: QTensor, rhs: QTensor, how: HowTo, *stack: jax.Array) -> tuple[Any, ...]:

@@ -96,7 +96,8 @@ def from_qwix(rules: Any, *, merge_einsum: bool = False) -> Policy:
     What differs: a static scale covers the largest magnitude of all batches, and is one for the
     array; Qwix takes the mean over batches, for each index that is neither summed nor in
     `act_batch_axes`. A table that is also multiplied, such as a tied embedding, stays in float. A
-    weight on the left of a product is one, while `PtqProvider` takes it for an activation. In
+    weight on the left of a product is one, while `PtqProvider` takes it for an activation. A share
+    as `bwd_weight_grad_tile_size` is that of all rows; in Qwix that of their last axis. In
     training, operands are rounded again for each product; Qwix moves scales to `dy`.
 
     Args:

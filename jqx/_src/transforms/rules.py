@@ -116,7 +116,7 @@ def in_float(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     if eqn.primitive.name == "dot_general" and not compat.is_explicit(eqn):
         (lhs, rhs), dtype = operands, eqn.outvars[0].aval.dtype
         how = HowTo(_dimensions(eqn), eqn.params["precision"], dtype=dtype)
-        y = float_product(lhs, rhs, how) if dtype == jnp.float32 else None
+        y = float_product(lhs, rhs, how) if jnp.issubdtype(dtype, jnp.floating) else None
         if y is not None:
             return [y]
     return compat.bind(eqn, operands)
