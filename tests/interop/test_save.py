@@ -480,6 +480,27 @@ def test_the_command_line_removes_it_too(capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_signal_in_a_callback_of_the_garbage_collector_ends_the_command(tmp_path):
+    """Python drops an exception in such a callback, of which jax has one."""
+    program = f"""if True:
+        import gc, os, runpy, signal, sys
+
+        def callback(phase, info):
+            if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+                gc.callbacks.remove(callback)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        gc.callbacks.append(callback)
+        sys.argv[1:] = ["report", {str(tmp_path / "in")!r}]
+        gc.set_threshold(10)
+        runpy.run_module("jqx", run_name="__main__")
+    """
+    jqx.save(tmp_path / "in", {str(i): np.eye(4, dtype=np.float32) for i in range(4096)})
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_command_that_is_killed(capsys, tmp_path, number):
     x = np.ones((512, 512), np.float32)
