@@ -22,6 +22,7 @@ HANDLERS = (
     "convolution",
     "magnitudes",
     "ranges",
+    "rows",
 )
 
 VARIABLE = "JQX_CPU_KERNELS"

@@ -53,12 +53,12 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   if (auto error = read(kName, x, w, x_zero, w_zero, step, &sizes, &p, &groups); error.failure()) {
     return error;
   }
-  p.low = low, p.high = high;
   const bool rounds = p.floats != nullptr;
   const bool are_whole = low == std::nearbyint(low) && high == std::nearbyint(high);
   if (rounds && !(are_whole && low >= -128 && low <= high && high <= 127)) {
     return ffi::Error::InvalidArgument("jqx_cpu: product: codes are in [-128, 127].");
   }
+  if (rounds) p.low = int32_t(low), p.high = int32_t(high);
   if (!read(x_scale, ffi::F32, p.batch, p.m, &p.x_scale)) {
     return wrong(kName, "scales of rows are f32[batch, m or 1]", x_scale);
   }

@@ -80,8 +80,10 @@ struct Table {
 struct Kernels {
   const char* name;
 
-  // Rounds x / scale to the nearest integer, half to even, in [low, high]; a NaN becomes 0.
-  void (*quantize)(const float* x, int64_t n, float scale, float low, float high, int8_t* codes);
+  // Rounds x / scale to the nearest integer, half to even, plus the zero point, in [low, high]; a
+  // NaN becomes the zero point.
+  void (*quantize)(const float* x, int64_t n, float scale, int32_t zero, int32_t low, int32_t high,
+                   int8_t* codes);
 
   // Returns the largest magnitude, of bits without a sign: infinity is above numbers, NaN above all.
   float (*magnitude)(const float* x, int64_t n);
@@ -185,6 +187,17 @@ struct Kernels {
   // there are zeros, up to kPairs. It may be missing: nullptr.
   void (*add_pairs)(const uint16_t* x, int64_t x_stride, int rows, const GroupedWeights& w,
                     const uint16_t* panel, int64_t from, int64_t to, int columns, float* sums);
+
+  // A function of numbers, by its Op in rows.h: of `n` of each argument, or of one for all.
+  void (*map)(int64_t op, const float* a, bool many_a, const float* b, bool many_b, int64_t n,
+              float* y);
+
+  // Numbers of `b` where a mask is set, and of `c` elsewhere.
+  void (*select)(const bool* mask, bool many, const float* b, bool many_b, const float* c,
+                 bool many_c, int64_t n, float* y);
+
+  // Returns the sum of a row or its largest number; NaN if there is one.
+  float (*reduce)(int64_t op, const float* x, int64_t n);
 
   // Rows that are multiplied at once: whole blocks of those that kernels hold in registers.
   int rows = 24;

@@ -20,8 +20,11 @@ inline __m512i flipped(__m512i codes) { return _mm512_xor_si512(codes, _mm512_se
 
 constexpr int64_t kAhead = 4096;
 
-void quantize_vnni(const float* x, int64_t n, float scale, float low, float high, int8_t* codes) {
-  const __m512 s = _mm512_set1_ps(scale), lo = _mm512_set1_ps(low), hi = _mm512_set1_ps(high);
+void quantize_vnni(const float* x, int64_t n, float scale, int32_t zero, int32_t low, int32_t high,
+                   int8_t* codes) {
+  const __m512 s = _mm512_set1_ps(scale);
+  const __m512 lo = _mm512_set1_ps(float(low - zero)), hi = _mm512_set1_ps(float(high - zero));
+  const __m512i from = _mm512_set1_epi32(zero);
   for (int64_t i = 0; i < n; i += 16) {
     const __mmask16 here = __mmask16(first(n - i));
     const __m512 y = _mm512_div_ps(_mm512_maskz_loadu_ps(here, x + i), s);
@@ -29,8 +32,96 @@ void quantize_vnni(const float* x, int64_t n, float scale, float low, float high
     const __m512 clipped = _mm512_min_ps(_mm512_max_ps(y, lo), hi);
     const __m512i whole = _mm512_maskz_cvt_roundps_epi32(
         known, clipped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm512_mask_cvtepi32_storeu_epi8(codes + i, here, whole);
+    _mm512_mask_cvtepi32_storeu_epi8(codes + i, here, _mm512_add_epi32(whole, from));
   }
+}
+
+// The functions of row_functions.inc, of 16 numbers.
+
+template <class... More>
+__m512 polynomial16(__m512 x, float first, More... more) {
+  __m512 y = _mm512_set1_ps(first);
+  ((y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(more))), ...);
+  return y;
+}
+
+__m512 exp16(__m512 x) {
+  // Of two numbers, one of them NaN, these instructions return the second.
+  const __m512 y = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(89), x));
+  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504f)), 0);
+  const __m512 near = _mm512_fmadd_ps(whole, _mm512_set1_ps(-0.693359375f), y);
+  const __m512 r = _mm512_fmadd_ps(whole, _mm512_set1_ps(2.12194440e-4f), near);
+  return _mm512_scalef_ps(
+      polynomial16(r, 0.00139449219f, 0.00837213465f, 0.0416662759f, 0.166664534f, 0.500000009f,
+                       1.00000003f, 1.0f),
+      whole);
+}
+
+__m512 upper_erfc16(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1);
+  const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(_mm512_set1_ps(0.5f), x, one));
+  const __m512 q =
+      polynomial16(t, -0.135792626f, 0.938846896f, -2.71036754f, 4.13629393f, -3.47038311f,
+                       1.62620949f, -0.698987512f, 0.223318799f, 0.354758605f, 1.00167552f,
+                       -1.26557243f);
+  return _mm512_mul_ps(t, exp16(_mm512_fnmadd_ps(x, x, q)));
+}
+
+__m512 with_sign_of(__m512 magnitude, __m512 x) {
+  const __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN));
+  return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(magnitude), sign));
+}
+
+__m512 of_16(int64_t op, __m512 x) {
+  const __m512 one = _mm512_set1_ps(1), square = _mm512_mul_ps(x, x), size = _mm512_abs_ps(x);
+  switch (op) {
+    case kExp: return exp16(x);
+    case kLogistic:
+      return _mm512_div_ps(one, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    case kErfc: {
+      const __m512 upper = upper_erfc16(size);
+      const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+      return _mm512_mask_sub_ps(upper, below, _mm512_set1_ps(2), upper);
+    }
+    case kErf: {
+      const __m512 p = polynomial16(square, -0.00068276282f, 0.00512458215f, -0.0268392823f,
+                                             0.112834622f, -0.376126242f, 1.12837917f);
+      const __m512 far = with_sign_of(_mm512_sub_ps(one, upper_erfc16(size)), x);
+      const __mmask16 near = _mm512_cmp_ps_mask(square, _mm512_set1_ps(0.5625f), _CMP_LT_OQ);
+      return _mm512_mask_mul_ps(far, near, x, p);
+    }
+    default: {  // kTanh
+      const __m512 p = polynomial16(square, -0.00633176141f, 0.021106955f, -0.0538590149f,
+                                             0.133326201f, -0.333333163f, 0.999999999f);
+      const __m512 both = _mm512_add_ps(exp16(_mm512_add_ps(size, size)), one);
+      const __m512 far =
+          with_sign_of(_mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2), both)), x);
+      const __mmask16 near = _mm512_cmp_ps_mask(square, _mm512_set1_ps(0.3025f), _CMP_LT_OQ);
+      return _mm512_mask_mul_ps(far, near, x, p);
+    }
+  }
+}
+
+template <int64_t op>
+void each_of_16(const float* x, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 here = __mmask16(first(n - i));
+    _mm512_mask_storeu_ps(y + i, here, of_16(op, _mm512_maskz_loadu_ps(here, x + i)));
+  }
+}
+
+void map_vnni(int64_t op, const float* a, bool many_a, const float* b, bool many_b, int64_t n,
+              float* y) {
+  if (many_a) {
+    switch (op) {
+      case kExp: return each_of_16<kExp>(a, n, y);
+      case kTanh: return each_of_16<kTanh>(a, n, y);
+      case kLogistic: return each_of_16<kLogistic>(a, n, y);
+      case kErf: return each_of_16<kErf>(a, n, y);
+      case kErfc: return each_of_16<kErfc>(a, n, y);
+    }
+  }
+  map(op, a, many_a, b, many_b, n, y);
 }
 
 // The instructions for the less and the larger number return the second one where one is NaN.
@@ -724,7 +815,7 @@ namespace jqx {
 const Kernels& avx512_vnni_kernels() {
   static const Kernels all = [] {
     Kernels own = plain_kernels("AVX-512 VNNI");
-    own.quantize = quantize_vnni, own.range = range_vnni, own.sum = sum_vnni;
+    own.quantize = quantize_vnni, own.map = map_vnni, own.range = range_vnni, own.sum = sum_vnni;
     own.dots = dots_vnni;
     own.pack = pack_vnni, own.pack_rows = pack_rows_vnni, own.panel = panel_vnni;
     own.depthwise = depthwise_vnni, own.scale = scale_vnni;

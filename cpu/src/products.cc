@@ -97,7 +97,7 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
         std::memcpy(to, p.codes + i * p.k, p.k);
       } else {
         const float scale = p.x_scale.at(i / p.m, p.m, i % p.m);
-        kernels.quantize(p.floats + i * p.k, p.k, scale, p.low, p.high, to);
+        kernels.quantize(p.floats + i * p.k, p.k, scale, 0, p.low, p.high, to);
       }
       std::memset(to + p.k, 0, width - p.k);
     }

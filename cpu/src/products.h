@@ -39,7 +39,7 @@ struct Product {
   int64_t batch, m, n, k;
   const int8_t* codes = nullptr;  // [batch, m, k], or
   const float* floats = nullptr;  // that are rounded to codes by x_scale, in [low, high]
-  float low = 0, high = 0;
+  int32_t low = 0, high = 0;
   const int8_t* w = nullptr;  // [batch, n, k]
   Each<float> x_scale, w_scale;
   Each<int32_t> x_zero, w_zero;

@@ -17,6 +17,7 @@
 #include "convolutions.h"
 #include "decoded.h"
 #include "products.h"
+#include "rows.h"
 
 namespace {
 
@@ -480,6 +481,81 @@ void check_decoded_products(const Kernels& kernels) {
             std::to_string(worst));
 }
 
+// A program of rows: quantizes them with or without a zero point, multiplies their codes, adds and
+// selects numbers, multiplies by matrices, and returns both products.
+void check_programs(const Kernels& kernels) {
+  const int64_t batch = between(1, 4), each = between(1, 150), m = batch * each;
+  const int64_t k = between(1, 200), n = between(1, 150), columns = between(1, 90);
+  const bool shifted = between(0, 1) == 1, masked = between(0, 1) == 1;
+  Array<float> x(m * k), scales(n), bias(n), matrix(batch * n * columns), y(m * n), z(m * columns);
+  Array<int8_t> w(n * k);
+  Array<uint8_t> mask(n);  // booleans
+  for (auto& each : x) each = float(between(-400, 400)) / 64;
+  for (auto& each : w) each = int8_t(between(-127, 127));
+  for (auto& each : scales) each = float(between(1, 64)) / 4096;
+  for (auto& each : bias) each = float(between(-64, 64)) / 16;
+  for (auto& each : matrix) each = float(between(-8, 8)) / 4;
+  for (int64_t j = 0; j < n; ++j) mask[j] = between(0, 3) > 0;
+  float scale = 0.0625f, low = -1e30f;
+  const int32_t zero = int32_t(between(-50, 50));
+
+  using jqx::Row;
+  jqx::RowProgram program;
+  program.lead = {batch, each};
+  program.rows = {{Row::kInput, 0, k, x.data(), {each * k, k}},
+                  {Row::kColumns, 0, 1, &scale},
+                  {Row::kCodes, 0, k},
+                  {Row::kOfBlock, 0, n},
+                  {Row::kColumns, 0, n, bias.data()},
+                  {Row::kConstant, 0, 1, &low},
+                  {Row::kMask, 0, n, mask.data(), {0, 0}},
+                  {Row::kOfRow, 0, n},
+                  {Row::kOutput, 0, n, y.data(), {each * n, n}},
+                  {Row::kMatrix, 0, columns, matrix.data(), {n * columns, 0}},
+                  {Row::kOutput, 1, columns, z.data(), {columns, batch * columns}}};
+  program.floats_of_row = n, program.floats_of_block = n;
+  program.bytes_of_codes = (k + jqx::kRun - 1) / jqx::kRun * jqx::kRun;
+  jqx::RowStep quantize = {jqx::kQuantize, 2, 0, 1, 0};
+  quantize.low = -128, quantize.high = 127, quantize.zero = shifted ? &zero : nullptr;
+  jqx::RowStep product = {jqx::kProduct, 3, 2, 2, 2};
+  product.k = k, product.w = w.data(), product.scale = scales.data(), product.scale_stride = 1;
+  jqx::RowStep last = {jqx::kMatrixProduct, 10, 8, 9, 8};
+  last.k = n, last.along_k = columns, last.along_n = 1;
+  const int64_t added = masked ? 7 : 8;
+  program.steps = {quantize, product, {jqx::kAdd, added, 3, 4, 4}};
+  if (masked) program.steps.push_back({jqx::kSelect, 8, 6, 7, 5});
+  program.steps.push_back(last);
+  Threads threads;
+  jqx::run_rows(program, kernels, threads);
+
+  bool same = true;
+  double worst = 0;
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      int64_t sum = 0;
+      for (int64_t at = 0; at < k; ++at) {
+        const double own = shifted ? zero : 0;
+        const double code = std::nearbyint(x[i * k + at] / scale) + own;
+        sum += int64_t(std::min(std::max(code, -128.0), 127.0) - own) * w[j * k + at];
+      }
+      const float expected = float(sum) * scale * scales[j] + bias[j];
+      same &= y[i * n + j] == (masked && !mask[j] ? low : expected);
+    }
+    const int64_t b = i / each;
+    for (int64_t j = 0; j < columns; ++j) {
+      double sum = 0, size = 1e-30;
+      for (int64_t at = 0; at < n; ++at) {
+        const double one = double(y[i * n + at]) * matrix[(b * n + at) * columns + j];
+        sum += one, size += std::fabs(one);
+      }
+      worst = std::max(worst, std::fabs(z[(i % each * batch + b) * columns + j] - sum) / size);
+    }
+  }
+  check(same && worst < (n + 4) * 0x1p-24, kernels,
+        "a program of " + std::to_string(m) + " rows of " + std::to_string(k) + " and " +
+            std::to_string(n) + (same ? "" : ", codes"));
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -494,6 +570,7 @@ int main(int count, char** arguments) {
       check_float_products(**each);
       check_convolutions(**each);
       check_decoded_products(**each);
+      check_programs(**each);
     }
   }
   std::printf("%d wrong\n", failures);

@@ -98,22 +98,30 @@ def _bind_alone(alone: Any, in_parts: Any, arrays: Any, in_shard_map: bool) -> l
 
 
 def alone_or_in_parts(
-    alone: Callable[..., jax.Array],
-    in_parts: Callable[..., jax.Array],
+    alone: Callable[..., Any],
+    in_parts: Callable[..., Any],
     *args: Any,
     in_shard_map: bool = True,
-) -> jax.Array:
+) -> Any:
     """Returns the result of `alone` if it is computed on one device, and otherwise of `in_parts`.
     The latter applies if the compiler partitions the program over devices, because it cannot
     partition a kernel, or if the program is exported and `IN_EXPORTS` is false. Both are functions
-    of pytrees of arrays, with results of the same shape and dtype. There is no derivative. Unless
-    `in_shard_map`, `in_parts` applies in a `shard_map` over several devices and in all exports too.
+    of pytrees of arrays, with results of the same shape and dtype: an array, or a list of some.
+    There is no derivative. Unless `in_shard_map`, `in_parts` applies in a `shard_map` over several
+    devices and in all exports too.
     """
     arrays, structure = jax.tree.flatten(args)
+    results = None
 
-    def of_arrays(f: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
-        return lambda *arrays: [f(*jax.tree.unflatten(structure, arrays))]
+    def of_arrays(f: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
+        def run(*arrays: Any) -> list[jax.Array]:
+            nonlocal results
+            leaves, results = jax.tree.flatten(f(*jax.tree.unflatten(structure, arrays)))
+            return leaves
+
+        return run
 
     forms = of_arrays(alone), of_arrays(in_parts)
-    (y,) = _bind_alone(*forms, vary_alike(*arrays), in_shard_map)
-    return y
+    leaves = _bind_alone(*forms, vary_alike(*arrays), in_shard_map)
+    assert results is not None  # `in_parts` was traced for the types of its results
+    return jax.tree.unflatten(results, leaves)

@@ -58,8 +58,10 @@ def handlers() -> tuple[str, ...]:
     return tuple(f"{NAME}_{name}" for name in importlib.import_module(NAME).HANDLERS)
 
 
-def call(name: str, result: jax.ShapeDtypeStruct, *given: jax.Array, **options: Any) -> jax.Array:
-    """Calls a kernel; a tuple of numbers among the options becomes an array of float32."""
+def call(name: str, result: Any, *given: jax.Array, **options: Any) -> Any:
+    """Calls a kernel, which has a result, or several, of some types; a tuple of numbers among the
+    options becomes an array of float32.
+    """
     check_version()
     options |= {k: np.asarray(v, np.float32) for k, v in options.items() if isinstance(v, tuple)}
     return jax.ffi.ffi_call(f"{NAME}_{name}", result)(*given, **options)

@@ -101,7 +101,8 @@ class Formulation:
         sums of the first two, to be requantized: `"dot_general:int32"`,
         `"conv_general_dilated:int32"`; or the codes of such sums, `"dot_general:requantized"`,
         where `compute` is `(lhs, rhs, requantization, how) -> codes`; or `"dot_general:float"`, the
-        product of two arrays that a converted function leaves in float.
+        product of two arrays that a converted function leaves in float. Of jqx alone: `"rows"`,
+        several contractions and what is computed of each row between them.
       rounds: whether JAX must not differentiate `compute` itself; by default, this is so if
         `linear` is given.
       is_composite: whether `jqx.formulations` lists the contractions inside of it instead.
@@ -327,7 +328,18 @@ class Choice(NamedTuple):
         its name. The formulation is selected when the function is lowered for a platform.
         """
         *arrays, how = operands
-        return _named(self)(how, *arrays)
+        return jax.jit(_named(self), static_argnums=0)(how, *arrays)
+
+    def compute_once(self, *operands: Any) -> Any:
+        """The same, where no other call has an equal `how`: nothing is kept of it."""
+        *arrays, how = operands
+        named = _named(self)
+
+        def contract(*arrays: Any) -> Any:
+            return named(how, *arrays)
+
+        contract.__name__ = named.__name__
+        return jax.jit(contract)(*arrays)
 
 
 _CHOICES: dict[str, Choice] = {}
@@ -354,7 +366,7 @@ def _named(choice: Choice) -> Callable[..., Any]:
         name += "_"
     _CHOICES[name] = choice
     contract.__name__ = name
-    return jax.jit(contract, static_argnums=0)
+    return contract
 
 
 def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -350,7 +350,8 @@ def derived_as(f: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...
     @function.defjvp
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         y = function(*primals)
-        return y, jax.jvp(of_slices(plain), primals, tangents)[1].astype(y.dtype)
+        tangent = jax.jvp(of_slices(plain), primals, tangents)[1]
+        return y, jax.tree.map(lambda x, like: x.astype(like.dtype), tangent, y)
 
     return function
 

@@ -12,7 +12,8 @@ import jax
 
 SHAPED = ("broadcast", "bitcast", "reshape", "transpose", "copy")
 LIBRARY = re.compile(
-    r"matmul|gemm|conv|triton|mosaic|cudnn|tpu_custom_call|dot|jqx_cpu_\w*product", re.IGNORECASE
+    r"matmul|gemm|conv|triton|mosaic|cudnn|tpu_custom_call|dot|jqx_cpu_(\w*product|rows)",
+    re.IGNORECASE,
 )
 MULTIPLIES = re.compile(r"/(dot_general|conv_general_dilated|ragged_dot\w*)$")
 CODES = re.compile(r"[su][248]|f8e[45]\w*|f4e2m1fn|f6\w+")

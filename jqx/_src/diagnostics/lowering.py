@@ -5,10 +5,11 @@ contraction of each site of a plan.
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from typing import Any, Literal
 
@@ -233,10 +234,31 @@ Fed = Mapping[int, Instruction]
 def contractions_of(program: Program, target: str) -> list[CompiledContraction]:
     """Returns the contractions of a program for a target, by its name, kernel by kernel."""
     return [
-        _read(program, kernel, inner, target)
+        contraction
         for kernel in kernels(program)
         for inner in program.contractions(kernel.instruction)
+        for contraction in _by_site(program, _read(program, kernel, inner, target), inner)
     ]
+
+
+def _by_site(
+    program: Program, contraction: CompiledContraction, inner: Instruction
+) -> list[CompiledContraction]:
+    """Returns a contraction for each of the sites that one kernel computes, whose weights are its
+    operands in the same order.
+    """
+    sites = SCOPE.findall(contraction.op_name)
+    if not inner.target.endswith("_rows") or not sites:
+        return [contraction]
+    named = [program.named[inner.home].get(name) for name in inner.operands]
+    weights = [x for x in named if x is not None and x.dtype == "s8"]
+    rows = math.prod(inner.dims[:-1])
+    found = []
+    for site, weight in zip(sites, weights, strict=True):
+        operands = f"s8[{rows},{weight.dims[-1]}]", weight.type
+        result, reads = f"f32[{rows},{weight.dims[0]}]", (("f32",), ("s8",))
+        found.append(replace(contraction, site=site, operands=operands, result=result, reads=reads))
+    return found
 
 
 def _read(program: Program, kernel: Kernel, inner: Instruction, target: str) -> CompiledContraction:

@@ -29,6 +29,7 @@ from .known_values import check_unsupported
 from .make_plan import as_plan, params_of
 from .partitioned import gathered, partial_sums, weight_shardings
 from .plan import GivenAffines, Plan, Site, Weight
+from .regions import Recorder, recorder
 from .rules import CONTRACTIONS, in_float
 from .trace import Call, is_quantized, trace_call
 from .views import Trainable, codes_of, is_coded, real_of
@@ -48,7 +49,9 @@ def convert(
     """Returns `f` with its planned contractions run on integers.
 
     `simulate(f, plan, affines, backward=jnp.float32)` has the same bits, and gradients. Plain
-    `simulate` computes in float, so its results differ from these more with depth.
+    `simulate` computes in float, so its results differ from these more with depth. If weights are
+    packed for jqx-cpu, one kernel computes several products and what is between them, with other
+    last bits of functions such as `exp`.
 
     Args:
       f: the function that the plan was made for.
@@ -214,6 +217,9 @@ class _FakeQuantize(Rules):
             if operand.role == "weight" and self.plan.weight_at(operand.path) is not None
         ]
         return all(isinstance(x, Trainable) for x in weights)
+
+    def recorder(self) -> Recorder | None:
+        return None if self.backward is None else recorder()
 
     def in_float(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         return super().in_float(eqn, operands) if self.backward is None else in_float(eqn, operands)

@@ -15,6 +15,7 @@ from ..compat import Eqn
 from ..contractions.problem import Pending, may_wait, quantize_pending
 from ..errors import fail, message, some
 from ..policy import pattern_of
+from ..statistics.calibrators import Affine
 from ..tensor.grid import groups_of
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import abstract
@@ -25,6 +26,7 @@ from .known_values import Escape, followed, known_values, reaching
 from .partitioned import Gathered, PartialSums
 from .plan import Operand, Plan, Site, Weight
 from .quantize_params import quantize_weight
+from .regions import Recorder, recorder
 from .rules import CONTRACTIONS, in_float
 from .trace import Call, is_quantized
 from .views import Address, is_coded, real_of
@@ -59,6 +61,31 @@ class OnIntegers(Rules):
             affine = self.affines.get(site.output_key)
             result = QTensor.quantize(result, site.output, affine).dequantize()
         return result, {}
+
+    def recorder(self) -> Recorder | None:
+        return None if self.partial is not None or self.gather is not None else recorder()
+
+    def recorded(
+        self, recorder: Recorder, eqn: Eqn, operands: Sequence[Any], address: Address | None, /
+    ) -> list[Any] | None:
+        primitive = eqn.primitive.name
+        if address is None or primitive not in CONTRACTIONS:
+            return recorder.equation(eqn, operands)
+        site = self.plan.site_at(address)
+        if site is None:
+            return recorder.equation(eqn, operands)
+        if primitive != "dot_general" or site.output is not None or compat.is_explicit(eqn):
+            return None
+        x, weight = site.operands
+        spec = x.spec
+        if x.role != "activation" or spec is None or weight.role != "weight":
+            return None
+
+        def evaluate(value: jax.Array, affine: Affine | None, codes: Any) -> jax.Array:
+            return contracted(eqn, [QTensor.quantize(value, spec, affine), codes])
+
+        name, affine = self.plan.name_at(address), self.affines.get(x.key)
+        return recorder.site(eqn, operands, f"jqx[{name}]", spec, affine, evaluate)
 
     def scope(self, address: Address) -> AbstractContextManager[Any]:
         name = self.plan.name_at(address)

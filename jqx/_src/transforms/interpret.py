@@ -6,6 +6,7 @@ results.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from ..tensor.qtensor import QTensor
 from ..tensor.segments import without_stack
 from .higher_order import FORMS, Records, Runner
 from .plan import Plan, Site, check_sums
+from .regions import Recorder
 from .row_counts import (
     Counted,
     common,
@@ -111,6 +113,15 @@ class Rules:
         """Returns the name scope in which the contraction at an address is evaluated."""
         return contextlib.nullcontext()
 
+    def recorder(self) -> Recorder | None:
+        """Returns what records the equations that a kernel computes together, if anything does."""
+
+    def recorded(
+        self, recorder: Recorder, eqn: Eqn, operands: Sequence[Any], address: Address | None, /
+    ) -> list[Any] | None:
+        """Records an equation, a contraction with its address; `None` if it is to be evaluated."""
+        return recorder.equation(eqn, operands)
+
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         """Evaluates a contraction of quantized arrays that is not a site of the plan."""
         return self.unsupported(eqn, operands)
@@ -150,14 +161,30 @@ def interpret(
     places = list(addressed(jaxpr, address))
     evaluated = evaluate_counted if rules.is_counting else _evaluate
 
-    def results_of(index: int, eqn: Eqn, operands: list[Any]) -> list[Any]:
+    def results_now(index: int, eqn: Eqn, operands: list[Any]) -> list[Any]:
         eqn_address, _, holds_site = places[index]
         with rules.scope(eqn_address) if holds_site else contextlib.nullcontext():
             results, recorded = evaluated(eqn, operands, rules, eqn_address, holds_site)
         records.update(recorded)
         return results
 
-    return list(map(without_stack, evaluate(jaxpr, consts, args, results_of))), records
+    recorder = rules.recorder()
+    if recorder is None:
+        return list(map(without_stack, evaluate(jaxpr, consts, args, results_now))), records
+
+    def in_context(index: int, eqn: Eqn, operands: list[Any]) -> list[Any]:
+        with compat.equation_context(eqn):
+            return results_now(index, eqn, operands)
+
+    def results_of(index: int, eqn: Eqn, operands: list[Any]) -> list[Any]:
+        eqn_address, _, holds_site = places[index]
+        results = rules.recorded(recorder, eqn, operands, eqn_address if holds_site else None)
+        if results is None and not holds_site:
+            results = recorder.wait(eqn, operands, functools.partial(in_context, index, eqn))
+        return results_now(index, eqn, recorder.settled(operands)) if results is None else results
+
+    results = recorder.settled(evaluate(jaxpr, consts, args, results_of))
+    return list(map(without_stack, results)), records
 
 
 def _evaluate(
