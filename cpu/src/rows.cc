@@ -53,9 +53,10 @@ class Block {
         int64_t longest)
       : program_(program), kernels_(kernels), packed_(packed), size_(rows) {
     const int64_t all = program.rows.size();  // sums, scales or offsets of each
-    uint8_t* memory = memory_of_thread(bytes(program, rows) + longest * (kPanels * kColumns + 1 + rows) +
-                                       all * rows * 16 + rows * kColumns * 4 + 9 * 64);
-    const auto take = [&](int64_t bytes) {
+    const int64_t of_products = longest * (kPanels * kColumns + 1 + rows) + rows * kColumns * 4;
+    uint8_t* memory =
+        memory_of_thread(bytes(program, rows) + of_products + all * rows * 16 + 10 * 64);
+    const auto take = [&](int64_t bytes) {  // ten times
       uint8_t* own = memory;
       memory += up(bytes, 64);
       return own;
