@@ -328,7 +328,7 @@ class Choice(NamedTuple):
         its name. The formulation is selected when the function is lowered for a platform.
         """
         *arrays, how = operands
-        return jax.jit(_named(self), static_argnums=0)(how, *arrays)
+        return _jitted(self)(how, *arrays)
 
     def compute_once(self, *operands: Any) -> Any:
         """The same, where no other call has an equal `how`: nothing is kept of it."""
@@ -367,6 +367,11 @@ def _named(choice: Choice) -> Callable[..., Any]:
     _CHOICES[name] = choice
     contract.__name__ = name
     return contract
+
+
+@functools.cache
+def _jitted(choice: Choice) -> Callable[..., Any]:
+    return jax.jit(_named(choice), static_argnums=0)
 
 
 def of_slices(compute: Callable[..., Any]) -> Callable[..., Any]:

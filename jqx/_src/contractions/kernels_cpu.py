@@ -170,8 +170,10 @@ FEW, MANY = 8, 2**20
 """Rows and columns, and products of numbers, from which on oneDNN is faster than XLA."""
 
 
-def are_float_batches(case: Product) -> bool:
-    """Whether both operands are large batches of matrices of float32, of known sizes."""
+def are_float_batches(case: Product, many: int = MANY) -> bool:
+    """Whether both operands are large batches of matrices of float32, of known sizes, with so many
+    products of numbers.
+    """
     d, x, y = case.dimensions, case.lhs, case.rhs
     dtypes = {jnp.dtype(z) for z in (x.dtype, y.dtype, case.how.dtype)}
     if dtypes != {jnp.dtype(jnp.float32)} or not d.lhs_batch:
@@ -179,7 +181,7 @@ def are_float_batches(case: Product) -> bool:
     if any(map(export.is_symbolic_dim, (*x.shape, *y.shape))):
         return False
     columns = d.columns(y)
-    is_large = x.size * columns >= MANY and min(d.rows(x), columns) >= FEW
+    is_large = x.size * columns >= many and min(d.rows(x), columns) >= FEW
     return is_large and isinstance(case.how.precision, (lax.Precision, tuple, type(None)))
 
 

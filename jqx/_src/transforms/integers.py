@@ -68,13 +68,12 @@ class OnIntegers(Rules):
     def recorded(
         self, recorder: Recorder, eqn: Eqn, operands: Sequence[Any], address: Address | None, /
     ) -> list[Any] | None:
-        primitive = eqn.primitive.name
-        if address is None or primitive not in CONTRACTIONS:
+        if address is None or not self.holds_plan(eqn, address):
             return recorder.equation(eqn, operands)
+        if eqn.primitive.name != "dot_general" or compat.is_explicit(eqn):
+            return None
         site = self.plan.site_at(address)
-        if site is None:
-            return recorder.equation(eqn, operands)
-        if primitive != "dot_general" or site.output is not None or compat.is_explicit(eqn):
+        if site is None or site.output is not None:
             return None
         x, weight = site.operands
         spec = x.spec
@@ -84,8 +83,8 @@ class OnIntegers(Rules):
         def evaluate(value: jax.Array, affine: Affine | None, codes: Any) -> jax.Array:
             return contracted(eqn, [QTensor.quantize(value, spec, affine), codes])
 
-        name, affine = self.plan.name_at(address), self.affines.get(x.key)
-        return recorder.site(eqn, operands, f"jqx[{name}]", spec, affine, evaluate)
+        affine = self.affines.get(x.key)
+        return recorder.site(eqn, operands, self.scope(address), spec, affine, evaluate)
 
     def scope(self, address: Address) -> AbstractContextManager[Any]:
         name = self.plan.name_at(address)

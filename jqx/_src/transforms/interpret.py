@@ -119,8 +119,18 @@ class Rules:
     def recorded(
         self, recorder: Recorder, eqn: Eqn, operands: Sequence[Any], address: Address | None, /
     ) -> list[Any] | None:
-        """Records an equation, a contraction with its address; `None` if it is to be evaluated."""
-        return recorder.equation(eqn, operands)
+        """Records an equation, with its address if there is a contraction in it; `None` if it is to
+        be evaluated, as are all that hold a site of the plan.
+        """
+        return None if self.holds_plan(eqn, address) else recorder.equation(eqn, operands)
+
+    def holds_plan(self, eqn: Eqn, address: Address | None) -> bool:
+        """Whether an equation is a site of the plan, or a function in it has one."""
+        if address is None:
+            return False
+        if eqn.primitive.name in CONTRACTIONS:
+            return self.plan.site_at(address) is not None
+        return self.plan.has_sites_in(address)
 
     def contract(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
         """Evaluates a contraction of quantized arrays that is not a site of the plan."""

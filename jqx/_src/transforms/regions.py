@@ -17,16 +17,18 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import compat, package_cpu
 from ..compat import Eqn
 from ..contractions.formulation import is_using
+from ..contractions.kernels_cpu import are_float_batches
+from ..contractions.problem import Product
 from ..contractions.rows import CHOICE, Argument, Region, in_rows, is_multiplied
 from ..kernels.rows_cpu import (
     CODES,
@@ -48,18 +50,18 @@ from ..statistics.calibrators import Affine, absmax
 from ..tensor.layout import is_flipped
 from ..tensor.qtensor import QTensor
 from ..tensor.spec import QSpec
-from .rules import in_float
+from .rules import float_how, in_float
 from .views import is_coded
+from .walk import CALLS
+from .walk import evaluate as evaluate_body
 
 FEW = 16
 """Rows from which on a region is faster than its products one by one, whose columns several threads
 share.
 """
 
-FEW_OF_EACH, MANY = 8, 2**18
-"""Rows and columns of each matrix, and products of numbers, from which on batches of products of
-floats are recorded.
-"""
+MANY = 2**18
+"""Products of numbers from which on batches of products of floats are recorded."""
 
 _OPS = {
     **{name: name for name in ("add", "sub", "mul", "div", "max", "min", "neg", "abs", "exp")},
@@ -68,8 +70,7 @@ _OPS = {
 }
 _SAME = {"copy", "copy_p", "stop_gradient", "convert_element_type"}
 _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "largest"}
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
-_PRECISIONS = (lax.Precision, tuple, type(None))
+_INLINED = {"jit", "pjit", "custom_jvp_call"}
 
 WIDTH, SUMMED = -1, -2
 """Names of the axis along which a row lies, and of that along which rows and matrices are summed.
@@ -120,7 +121,7 @@ class Recorder:
         self,
         eqn: Eqn,
         operands: Sequence[Any],
-        scope: str,
+        scope: AbstractContextManager[Any],
         spec: QSpec,
         affine: Affine | None,
         evaluate: Callable[..., jax.Array],
@@ -219,17 +220,10 @@ def _is_float(aval: Any) -> bool:
 
 def _are_batches(eqn: Eqn) -> bool:
     """Whether an equation is a large product of two batches of matrices of float32."""
-    lhs, rhs, result = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    lhs, rhs = (atom.aval for atom in eqn.invars)
+    case = Product(lhs, rhs, float_how(eqn))
     (left, _), (batch, _) = eqn.params["dimension_numbers"]
-    sizes = (*lhs.shape, *rhs.shape)
-    if not all(map(_is_float, (lhs, rhs, result))) or not all(isinstance(n, int) for n in sizes):
-        return False
-    if len(left) != 1 or not batch or rhs.ndim != len(batch) + 2 or 0 in sizes:
-        return False
-    columns, summed = result.shape[-1], lhs.shape[left[0]]
-    rows = math.prod(result.shape[len(batch) : -1])
-    is_large = min(rows, columns) >= FEW_OF_EACH and math.prod(result.shape) * summed >= MANY
-    return is_large and isinstance(eqn.params["precision"], _PRECISIONS)
+    return len(left) == 1 and rhs.ndim == len(batch) + 2 and are_float_batches(case, MANY)
 
 
 def _quantizes(
@@ -254,10 +248,14 @@ def _quantizes(
     return is_known and is_multiplied(codes, weight, axis)
 
 
+class _NotRecordedError(Exception):
+    """An equation inside of another one cannot be recorded."""
+
+
 class _Site(NamedTuple):
     """A product of codes: how its left operand is quantized, and what it is multiplied by."""
 
-    scope: str
+    scope: AbstractContextManager[Any]
     spec: QSpec
     affine: Affine | None
     weight: QTensor
@@ -316,7 +314,7 @@ class _Region:
         self.affines: list[Affine] = []
         self.formats: list[Any] = []
         self.weights: list[QTensor] = []
-        self.scopes: list[str] = []
+        self.scopes: list[AbstractContextManager[Any]] = []
         self.contracted: list[int] = []
         self.replayed: list[_Replayed] = []
         self._numbers: dict[Any, int] = {}  # of what was read or quantized before
@@ -503,8 +501,8 @@ class _Region:
     def _record(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
         """Records the steps of an equation, and of those inside of it."""
         name = eqn.primitive.name
-        if name in _CALLS:
-            return self._inside(eqn.params[_CALLS[name]], operands)
+        if name in _INLINED:
+            return self._inside(eqn.params[CALLS[name]], operands)
         result = eqn.outvars[0].aval
         if len(eqn.outvars) != 1 or not _is_float(result):
             return None
@@ -516,13 +514,8 @@ class _Region:
 
     def _inside(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any] | None:
         body, consts = compat.open_jaxpr(jaxpr)
-        env = dict(zip((*body.constvars, *body.invars), (*consts, *operands), strict=True))
 
-        def read(atom: Any) -> Any:
-            return atom.val if compat.is_literal(atom) else env[atom]
-
-        for eqn in body.eqns:
-            given = list(map(read, eqn.invars))
+        def results_of(_: int, eqn: Eqn, given: list[Any]) -> list[Any]:
             if any(isinstance(x, Row) for x in given):
                 results = self._record(eqn, given)
             elif eqn.primitive.name == "broadcast_in_dim" and not np.shape(given[0]):
@@ -531,9 +524,13 @@ class _Region:
                 waits = eqn.effects or any(isinstance(x, Later) for x in given)
                 results = None if waits else compat.bind(eqn, given)
             if results is None:
-                return None
-            env.update(zip(eqn.outvars, results, strict=True))
-        results = list(map(read, body.outvars))
+                raise _NotRecordedError
+            return results
+
+        try:
+            results = evaluate_body(body, consts, operands, results_of)
+        except _NotRecordedError:
+            return None
         return results if all(isinstance(x, Row) for x in results) else None
 
     def _steps_of(self, eqn: Eqn, operands: Sequence[Any]) -> tuple[int, Axes] | None:
@@ -627,7 +624,7 @@ class _Region:
         else:
             with contextlib.ExitStack() as scopes:
                 for scope in self.scopes:
-                    scopes.enter_context(jax.named_scope(scope))
+                    scopes.enter_context(scope)
                 found = CHOICE.compute_once(*operands, how)
         by_value = dict(zip(sorted(orders), found, strict=True))
         for row in rows:

@@ -111,11 +111,17 @@ def _apply(eqn: Eqn, operands: Sequence[Any]) -> jax.Array:
     return dot_general(lhs, rhs, eqn.params["dimension_numbers"], **_options(eqn))
 
 
+def float_how(eqn: Eqn) -> HowTo:
+    """Returns the static arguments of a product of arrays."""
+    dtype = eqn.outvars[0].aval.dtype
+    return HowTo(_dimensions(eqn), eqn.params["precision"], dtype=dtype)
+
+
 def in_float(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     """Evaluates an equation of arrays; large batches of products by the fastest formulation."""
     if eqn.primitive.name == "dot_general" and not compat.is_explicit(eqn):
         (lhs, rhs), dtype = operands, eqn.outvars[0].aval.dtype
-        how = HowTo(_dimensions(eqn), eqn.params["precision"], dtype=dtype)
+        how = float_how(eqn)
         y = float_product(lhs, rhs, how) if jnp.issubdtype(dtype, jnp.floating) else None
         if y is not None:
             return [y]
