@@ -403,3 +403,21 @@ def test_what_is_no_view_is_not_taken_for_one(name):
 def test_merged_axes_are_kept_together_or_not_at_all(kept, merges, expected):
     """And merges that overlap fall together."""
     assert close_over_merges(frozenset(kept), [*map(frozenset, merges)]) == expected
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200", "tpu-v6e"])
+def test_kernels_of_convolutions_keep_the_order_of_their_axes(target):
+    """A kernel in another order would be transposed in each call."""
+    params = {"taps": jnp.ones((3, 3, 16, 32)), "w": jnp.ones((32, 16))}
+
+    def f(p, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, p["taps"], (1, 1), "SAME", dimension_numbers=numbers)
+        return y @ p["w"]
+
+    plan = jqx.make_plan(f, jqx.presets.w8a8())(params, jnp.ones((1, 8, 8, 16)))
+    assert "stay in order" not in str(plan)  # that is of weights whose axes a function moves
+    laid_out = jqx.quantize_params(params, plan, target=target)
+    assert laid_out["taps"].layout is None or not laid_out["taps"].layout.swapped
+    assert laid_out["taps"].values.shape == (3, 3, 16, 32)
+    assert laid_out["w"].layout == jqx.pack_for(laid_out["w"].unpack(), target).layout

@@ -344,6 +344,7 @@ def resolve_weights(
     """Resolves the spec of every weight in its own axes; sites that share a weight must agree."""
     specs: dict[str, tuple[QSpec | None, int]] = {}
     uses: dict[str, list[tuple[str, Origin, OperandAxes]]] = defaultdict(list)
+    convolved = set[str]()
     for site, item in sites:
         for operand, origin, axes in zip(
             site.operands, item.origins, item.family.axes(item.eqn), strict=True
@@ -356,6 +357,8 @@ def resolve_weights(
                     fix = "let one rule match all its uses."
                     raise fail(function, problem, given=details, fix=fix)
                 uses[part.path].append((operand.key, part, axes))
+                if site.op == "conv_general_dilated":  # reads codes in the order of their axes
+                    convolved.add(part.path)
     weights = []
     for path, (spec, index) in specs.items():
         if spec is None:
@@ -380,10 +383,11 @@ def resolve_weights(
             if axes.contracted
         }
         contracted = -1 if summed == {frozenset({rank - 1})} else None
-        moved = tuple(sorted({axis - rank for part, _ in views for axis, _ in part.moved}))
+        moved = {axis - rank for part, _ in views for axis, _ in part.moved}
+        moved |= {-2, -1} if path in convolved else set()
         cut = tuple(sorted({axis - rank for part, _ in views for axis, _ in part.cut}))
-        count = len({key for key, _, _ in uses[path]})
-        weights.append(Weight(path, resolved, f"{path}:weight", count, contracted, moved, cut))
+        count, key = len({key for key, _, _ in uses[path]}), f"{path}:weight"
+        weights.append(Weight(path, resolved, key, count, contracted, tuple(sorted(moved)), cut))
     return tuple(weights)
 
 

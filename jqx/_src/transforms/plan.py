@@ -246,6 +246,7 @@ class Weight:
         contract another one, or several; not compared.
       moved: its axes, counted from the last, that views in the function merge, split or move, as a
         reshape does; not compared. If -1 or -2 is among them, no target swaps or packs its codes.
+        Of the kernel of a convolution both are.
       cut: its axes, counted from the last, of which views take parts, as a slice does, or that they
         join; not compared.
 
@@ -602,7 +603,9 @@ def _footer(plan: Any) -> str:
     count = len(plan.sites) + len(plan.skipped)
     tied = [f"{w.path} ({w.sites} sites)" for w in plan.weights if w.sites > 1]
     shared = f"; one tensor for {some(tied)}" if tied else ""
-    moved = [w.path or "(argument)" for w in plan.weights if {-1, -2} & {*w.moved}]
+    convolved = {s.path for s in plan.sites if s.op == "conv_general_dilated"}
+    kept = [w for w in plan.weights if {-1, -2} & {*w.moved} and w.path not in convolved]
+    moved = [w.path or "(argument)" for w in kept]
     order = f"; codes of {some(moved)} stay in order, as f moves its axes" if moved else ""
     first = f"{len(plan.sites)} of {count} contractions quantized{_share(plan)}{shared}{order}"
     rules = {site.rule: site.products for site in plan.sites if site.products is not None}
