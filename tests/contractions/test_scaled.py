@@ -20,8 +20,9 @@ FORMATS = {
     "mxfp4": (numerics.mxfp4, 32),
     "nvfp4": (numerics.nvfp4, 16),
 }
+MATRICES = (((1,), (0,)), ((), ()))
 SHAPES = {
-    "matrices": ((130, 256), (256, 128), (((1,), (0,)), ((), ()))),
+    "matrices": ((130, 256), (256, 128), MATRICES),
     "batches and heads": ((2, 40, 3, 128), (128, 2, 48), (((3,), (0,)), ((0,), (1,)))),
 }
 
@@ -56,6 +57,19 @@ def test_the_forms_of_gpus_are_the_product_of_real_values(format, shapes):
     for form in forms:
         y = np.asarray(jax.jit(form.compute, static_argnums=2)(*operands, how))
         assert (np.abs(y - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("sizes, loops", [((2048, 64, 64), False), ((2, 512, 4096), True)], ids=str)
+def test_an_activation_of_many_rows_is_dequantized_at_once_on_cpu(sizes, loops):
+    """A large weight is not: it is dequantized in parts, in a loop."""
+    m, k, n = sizes
+    x, w = tensor(0, "mxfp8_e4m3", (m, k), 1), tensor(1, "mxfp8_e4m3", (k, n), 0)
+    product = jax.jit(jqx.dot_general, static_argnums=2).lower(x, w, MATRICES).compile()
+    assert (" while(" in product.as_text()) == loops
+    y, exact = (np.asarray(a, np.float64) for a in (product(x, w), x.dequantize() @ w.dequantize()))
+    assert (
+        np.abs(y - exact) <= 2.0**-23 * k * np.abs(x.dequantize()) @ np.abs(w.dequantize())
+    ).all()
 
 
 def test_their_derivatives_are_those_of_real_operands():

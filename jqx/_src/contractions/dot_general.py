@@ -43,7 +43,7 @@ from .kernels_cpu import (
     plain_float,
     plain_sums,
 )
-from .plain import FLOAT8_PRODUCTS, FLOAT_PRODUCTS
+from .plain import FLOAT8_PRODUCTS, FLOAT_PRODUCTS, TILES
 from .problem import (
     Dimensions,
     HowTo,
@@ -69,7 +69,8 @@ from .scaled import SCALED_PRODUCTS, are_blocks
 
 
 @formulation(
-    "two operands in MX or NVFP4 blocks on CPU: the smaller one is dequantized first",
+    "two operands in MX or NVFP4 blocks on CPU: the smaller one is dequantized first, or the left "
+    "one if it is not much larger than the other arrays",
     CPU,
     lambda case: True,
     is_composite=True,
@@ -405,9 +406,12 @@ def _contract_codes(
 def _with_smaller_dequantized(
     left: QTensor, right: QTensor, dimensions: Dimensions, precision: lax.PrecisionLike, dtype: Any
 ) -> jax.Array:
-    """Contracts two operands that are not both integers: the smaller one is the activation."""
+    """Contracts two operands that are not both integers. The smaller one is dequantized first; the
+    left one also where that takes not much more memory than the other arrays: an activation of many
+    rows.
+    """
     wide = common_dtype(left.dtype, right.dtype)
-    if _is_smaller(left, right):
+    if _is_smaller(left, right) or _is_modest(left, right, dimensions):
         real = as_activation(left, right, wide), right
     else:
         real = left, as_activation(right, left, wide)
@@ -474,6 +478,16 @@ def _is_smaller(left: Any, right: Any) -> bool:
     if export.is_symbolic_dim(right.size):
         return export.is_symbolic_dim(left.size)
     return is_at_least(right.size, left.size)
+
+
+def _is_modest(left: QTensor, right: QTensor, dimensions: Dimensions) -> bool:
+    """Whether the left operand has at most `TILES` times the numbers of the right one, or of the
+    result.
+    """
+    if any(map(export.is_symbolic_dim, (left.size, right.size))):
+        return False
+    result = left.size // max(dimensions.contracted_size(left), 1) * dimensions.columns(right)
+    return left.size <= TILES * max(right.size, result)
 
 
 def as_stored(left: Any, right: Any, dimensions: Dimensions) -> tuple[Any, Any, Dimensions]:
