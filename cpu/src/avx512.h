@@ -22,6 +22,29 @@ inline __mmask16 columns_from(int from, int columns) {
   return __mmask16(columns > from ? first(columns - from) : 0);
 }
 
+// What functions of row_functions.inc need, of 16 numbers. Of two numbers, one of them NaN, the
+// instructions for the less and the larger number return the second.
+inline __m512 fused(__m512 x, __m512 y, __m512 z) { return _mm512_fmadd_ps(x, y, z); }
+inline __m512 magnitude_of(__m512 x) { return _mm512_abs_ps(x); }
+inline __m512 root(__m512 x) { return _mm512_sqrt_ps(x); }
+inline __mmask16 no_numbers(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
+inline __m512 larger(__m512 x, __m512 z) {
+  return _mm512_mask_blend_ps(no_numbers(x), _mm512_max_ps(x, z), x);
+}
+inline __m512 lesser(__m512 x, __m512 z) {
+  return _mm512_mask_blend_ps(no_numbers(x), _mm512_min_ps(x, z), x);
+}
+inline __m512 scaled(__m512 x, __m512 n) { return _mm512_scalef_ps(x, n); }
+inline __m512 within(__m512 x, float low, float high) {
+  return _mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), x));
+}
+inline __m512 with_sign(__m512 x, __m512 of) {
+  return _mm512_or_ps(x, _mm512_and_ps(of, _mm512_set1_ps(-0.0f)));  // x >= 0
+}
+inline __m512 less(__m512 x, float than, __m512 y, __m512 z) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(than), _CMP_LT_OQ), z, y);
+}
+
 // Turns 16 columns of 64 bytes into 16 runs of 4 bytes of each, `step` bytes from one to the next:
 // a transpose of 32-bit numbers.
 inline void turn(__m512i* r, uint8_t* to, int64_t step) {

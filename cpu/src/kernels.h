@@ -77,6 +77,13 @@ struct Table {
   Table(int bits, const float* values);  // in decoded.cc
 };
 
+// Some numbers of each row, or one that stands for as many.
+struct Numbers {
+  const float* at;  // of the first row
+  int64_t step;     // floats from one row to the next
+  bool many;
+};
+
 struct Kernels {
   const char* name;
 
@@ -172,9 +179,11 @@ struct Kernels {
   void (*decode)(const GroupedWeights& w, const Table& table, int64_t from, int64_t to, int columns,
                  float* panel);
 
-  // Products of rows of floats and a panel of k floats for each column, which are added to `y`.
-  void (*add_products)(const float* x, int64_t x_stride, int rows, const float* panel, int64_t k,
-                       int columns, float* y, int64_t y_stride);
+  // Products of rows of floats and a panel of k floats for each of kColumns columns, which are added
+  // to `y`. A panel like it, at `next`, is brought nearer meanwhile.
+  void (*add_products)(const float* x, int64_t x_stride, int rows, const float* panel,
+                       int64_t panel_stride, int64_t k, int columns, const float* next, int64_t next_stride, float* y,
+                       int64_t y_stride);
 
   // Decodes kColumns columns, less their zero points, into a panel of bfloat16: for every two steps
   // along k both numbers of each column. Steps are those from `from`, a multiple of what kRun bytes
@@ -188,13 +197,17 @@ struct Kernels {
   void (*add_pairs)(const uint16_t* x, int64_t x_stride, int rows, const GroupedWeights& w,
                     const uint16_t* panel, int64_t from, int64_t to, int columns, float* sums);
 
-  // A function of numbers, by its Op in rows.h: of `n` of each argument, or of one for all.
-  void (*map)(int64_t op, const float* a, bool many_a, const float* b, bool many_b, int64_t n,
-              float* y);
+  // Copies columns of floats, `stride` floats from one to the next, into a panel [k, kColumns] of
+  // whole runs of 16 steps; what is beyond `columns` and k does not matter.
+  void (*turn)(const float* x, int64_t stride, int columns, int64_t k, float* panel);
 
-  // Numbers of `b` where a mask is set, and of `c` elsewhere.
-  void (*select)(const bool* mask, bool many, const float* b, bool many_b, const float* c,
-                 bool many_c, int64_t n, float* y);
+  // A function of numbers of some rows, by its Op in rows.h.
+  void (*map)(int64_t op, Numbers a, Numbers b, int64_t rows, int64_t n, float* y, int64_t y_step);
+
+  // Numbers of `b` where a mask is set, and of `c` elsewhere. A mask has one for each number of a
+  // row, or one for all.
+  void (*select)(const bool* mask, int64_t mask_step, bool many, Numbers b, Numbers c, int64_t rows,
+                 int64_t n, float* y, int64_t y_step);
 
   // Returns the sum of a row or its largest number; NaN if there is one.
   float (*reduce)(int64_t op, const float* x, int64_t n);

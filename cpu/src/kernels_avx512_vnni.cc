@@ -36,92 +36,37 @@ void quantize_vnni(const float* x, int64_t n, float scale, int32_t zero, int32_t
   }
 }
 
-// The functions of row_functions.inc, of 16 numbers.
-
-template <class... More>
-__m512 polynomial16(__m512 x, float first, More... more) {
-  __m512 y = _mm512_set1_ps(first);
-  ((y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(more))), ...);
-  return y;
-}
-
-__m512 exp16(__m512 x) {
-  // Of two numbers, one of them NaN, these instructions return the second.
-  const __m512 y = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(89), x));
-  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504f)), 0);
-  const __m512 near = _mm512_fmadd_ps(whole, _mm512_set1_ps(-0.693359375f), y);
-  const __m512 r = _mm512_fmadd_ps(whole, _mm512_set1_ps(2.12194440e-4f), near);
-  return _mm512_scalef_ps(
-      polynomial16(r, 0.00139449219f, 0.00837213465f, 0.0416662759f, 0.166664534f, 0.500000009f,
-                       1.00000003f, 1.0f),
-      whole);
-}
-
-__m512 upper_erfc16(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1);
-  const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(_mm512_set1_ps(0.5f), x, one));
-  const __m512 q =
-      polynomial16(t, -0.135792626f, 0.938846896f, -2.71036754f, 4.13629393f, -3.47038311f,
-                       1.62620949f, -0.698987512f, 0.223318799f, 0.354758605f, 1.00167552f,
-                       -1.26557243f);
-  return _mm512_mul_ps(t, exp16(_mm512_fnmadd_ps(x, x, q)));
-}
-
-__m512 with_sign_of(__m512 magnitude, __m512 x) {
-  const __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN));
-  return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(magnitude), sign));
-}
-
-__m512 of_16(int64_t op, __m512 x) {
-  const __m512 one = _mm512_set1_ps(1), square = _mm512_mul_ps(x, x), size = _mm512_abs_ps(x);
-  switch (op) {
-    case kExp: return exp16(x);
-    case kLogistic:
-      return _mm512_div_ps(one, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), x))));
-    case kErfc: {
-      const __m512 upper = upper_erfc16(size);
-      const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-      return _mm512_mask_sub_ps(upper, below, _mm512_set1_ps(2), upper);
+void map_vnni(int64_t op, Numbers a, Numbers b, int64_t rows, int64_t n, float* y, int64_t y_step) {
+  const auto two = [&](auto f) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float *own_a = a.at + r * a.step, *own_b = b.at + r * b.step;
+      const __m512 one_a = _mm512_set1_ps(*own_a), one_b = _mm512_set1_ps(*own_b);
+      for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 here = __mmask16(first(n - i));
+        const __m512 x = a.many ? _mm512_maskz_loadu_ps(here, own_a + i) : one_a;
+        const __m512 z = b.many ? _mm512_maskz_loadu_ps(here, own_b + i) : one_b;
+        _mm512_mask_storeu_ps(y + r * y_step + i, here, f(x, z));
+      }
     }
-    case kErf: {
-      const __m512 p = polynomial16(square, -0.00068276282f, 0.00512458215f, -0.0268392823f,
-                                             0.112834622f, -0.376126242f, 1.12837917f);
-      const __m512 far = with_sign_of(_mm512_sub_ps(one, upper_erfc16(size)), x);
-      const __mmask16 near = _mm512_cmp_ps_mask(square, _mm512_set1_ps(0.5625f), _CMP_LT_OQ);
-      return _mm512_mask_mul_ps(far, near, x, p);
-    }
-    default: {  // kTanh
-      const __m512 p = polynomial16(square, -0.00633176141f, 0.021106955f, -0.0538590149f,
-                                             0.133326201f, -0.333333163f, 0.999999999f);
-      const __m512 both = _mm512_add_ps(exp16(_mm512_add_ps(size, size)), one);
-      const __m512 far =
-          with_sign_of(_mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2), both)), x);
-      const __mmask16 near = _mm512_cmp_ps_mask(square, _mm512_set1_ps(0.3025f), _CMP_LT_OQ);
-      return _mm512_mask_mul_ps(far, near, x, p);
-    }
-  }
+  };
+  with_function(op, two, [&](auto f) { two([f](__m512 x, __m512) { return f(x); }); });
 }
 
-template <int64_t op>
-void each_of_16(const float* x, int64_t n, float* y) {
-  for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 here = __mmask16(first(n - i));
-    _mm512_mask_storeu_ps(y + i, here, of_16(op, _mm512_maskz_loadu_ps(here, x + i)));
-  }
-}
-
-void map_vnni(int64_t op, const float* a, bool many_a, const float* b, bool many_b, int64_t n,
-              float* y) {
-  if (many_a) {
-    switch (op) {
-      case kExp: return each_of_16<kExp>(a, n, y);
-      case kTanh: return each_of_16<kTanh>(a, n, y);
-      case kLogistic: return each_of_16<kLogistic>(a, n, y);
-      case kErf: return each_of_16<kErf>(a, n, y);
-      case kErfc: return each_of_16<kErfc>(a, n, y);
+float reduce_vnni(int64_t op, const float* x, int64_t n) {
+  const __m512 start = _mm512_set1_ps(op == kSum ? 0.0f : -INFINITY);
+  const auto all = [&](auto f) {
+    __m512 total[4] = {start, start, start, start};
+    for (int64_t i = 0; i < n; i += 64) {
+      JQX_UNROLL for (int j = 0; j < 4; ++j) {
+        const __mmask16 here = __mmask16(i + 16 * j < n ? first(n - i - 16 * j) : 0);
+        total[j] = f(total[j], _mm512_mask_loadu_ps(start, here, x + i + 16 * j));
+      }
     }
-  }
-  map(op, a, many_a, b, many_b, n, y);
+    return f(f(total[0], total[1]), f(total[2], total[3]));
+  };
+  if (op == kSum) return _mm512_reduce_add_ps(all([](__m512 a, __m512 b) { return a + b; }));
+  const __m512 most = all([](__m512 a, __m512 b) { return larger(a, b); });
+  return no_numbers(most) ? NAN : _mm512_reduce_max_ps(most);
 }
 
 // The instructions for the less and the larger number return the second one where one is NaN.
@@ -225,18 +170,30 @@ void dots_vnni(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int ro
   }
 }
 
-void pack_vnni(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint8_t* panel) {
+// Turns columns of bytes, xored with some bits, into runs of 4 of each column.
+void turn_bytes(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, int8_t bits,
+                uint8_t* panel) {
+  const __m512i flip = _mm512_set1_epi8(bits);
   for (int64_t at = 0; at < w_k; at += 64) {
-    for (int j = 0; j < kColumns; j += 16) {
+    for (int j = 0; j < kColumns && j < columns; j += 16) {
       __m512i some[16];
       JQX_UNROLL for (int i = 0; i < 16; ++i) {
         const __mmask64 here = j + i < columns ? first(w_k - at) : 0;
         const int8_t* from = w + (here ? (j + i) * w_stride + at : 0);
-        some[i] = flipped(_mm512_maskz_loadu_epi8(here, from));
+        some[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(here, from), flip);
       }
       turn(some, panel + at * kColumns + 4 * j, kStep);
     }
   }
+}
+
+void pack_vnni(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, uint8_t* panel) {
+  turn_bytes(w, w_stride, columns, w_k, -128, panel);
+}
+
+void turn_avx512(const float* x, int64_t stride, int columns, int64_t k, float* panel) {
+  turn_bytes(reinterpret_cast<const int8_t*>(x), 4 * stride, columns, 4 * k, 0,
+             reinterpret_cast<uint8_t*>(panel));
 }
 
 // Joins the bytes of four steps, column by column: unpacking does it within each 128 bits, which
@@ -815,7 +772,7 @@ namespace jqx {
 const Kernels& avx512_vnni_kernels() {
   static const Kernels all = [] {
     Kernels own = plain_kernels("AVX-512 VNNI");
-    own.quantize = quantize_vnni, own.map = map_vnni, own.range = range_vnni, own.sum = sum_vnni;
+    own.quantize = quantize_vnni, own.turn = turn_avx512, own.map = map_vnni, own.reduce = reduce_vnni, own.range = range_vnni, own.sum = sum_vnni;
     own.dots = dots_vnni;
     own.pack = pack_vnni, own.pack_rows = pack_rows_vnni, own.panel = panel_vnni;
     own.depthwise = depthwise_vnni, own.scale = scale_vnni;

@@ -37,8 +37,9 @@ class Buffer {
 
 inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Returns memory of this thread, kept from one tile to the next: for one user at a time.
-inline uint8_t* memory_of_thread(int64_t bytes) {
+// Returns memory of this thread, kept from one tile to the next: for one user of it at a time.
+template <int kUse = 0>
+uint8_t* memory_of_thread(int64_t bytes) {
   thread_local std::unique_ptr<Buffer> held;
   thread_local int64_t size = -1;
   if (size < bytes) {

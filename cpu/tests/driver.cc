@@ -484,9 +484,10 @@ void check_decoded_products(const Kernels& kernels) {
 // A program of rows: quantizes them with or without a zero point, multiplies their codes, adds and
 // selects numbers, multiplies by matrices, and returns both products.
 void check_programs(const Kernels& kernels) {
-  const int64_t batch = between(1, 4), each = between(1, 150), m = batch * each;
-  const int64_t k = between(1, 200), n = between(1, 150), columns = between(1, 90);
+  const int64_t batch = between(1, 4), each = between(1, between(0, 9) == 0 ? 900 : 150);
+  const int64_t k = between(1, 200), n = between(1, 150), columns = between(1, 90), m = batch * each;
   const bool shifted = between(0, 1) == 1, masked = between(0, 1) == 1;
+  const bool shared = between(0, 1) == 1, turned = between(0, 1) == 1;  // of the matrix
   Array<float> x(m * k), scales(n), bias(n), matrix(batch * n * columns), y(m * n), z(m * columns);
   Array<int8_t> w(n * k);
   Array<uint8_t> mask(n);  // booleans
@@ -511,7 +512,7 @@ void check_programs(const Kernels& kernels) {
                   {Row::kMask, 0, n, mask.data(), {0, 0}},
                   {Row::kOfRow, 0, n},
                   {Row::kOutput, 0, n, y.data(), {each * n, n}},
-                  {Row::kMatrix, 0, columns, matrix.data(), {n * columns, 0}},
+                  {Row::kMatrix, 0, columns, matrix.data(), {shared ? 0 : n * columns, 0}},
                   {Row::kOutput, 1, columns, z.data(), {columns, batch * columns}}};
   program.floats_of_row = n, program.floats_of_block = n;
   program.bytes_of_codes = (k + jqx::kRun - 1) / jqx::kRun * jqx::kRun;
@@ -520,7 +521,7 @@ void check_programs(const Kernels& kernels) {
   jqx::RowStep product = {jqx::kProduct, 3, 2, 2, 2};
   product.k = k, product.w = w.data(), product.scale = scales.data(), product.scale_stride = 1;
   jqx::RowStep last = {jqx::kMatrixProduct, 10, 8, 9, 8};
-  last.k = n, last.along_k = columns, last.along_n = 1;
+  last.k = n, last.along_k = turned ? 1 : columns, last.along_n = turned ? n : 1;
   const int64_t added = masked ? 7 : 8;
   program.steps = {quantize, product, {jqx::kAdd, added, 3, 4, 4}};
   if (masked) program.steps.push_back({jqx::kSelect, 8, 6, 7, 5});
@@ -545,7 +546,8 @@ void check_programs(const Kernels& kernels) {
     for (int64_t j = 0; j < columns; ++j) {
       double sum = 0, size = 1e-30;
       for (int64_t at = 0; at < n; ++at) {
-        const double one = double(y[i * n + at]) * matrix[(b * n + at) * columns + j];
+        const int64_t in_matrix = turned ? j * n + at : at * columns + j;
+        const double one = double(y[i * n + at]) * matrix[(shared ? 0 : b * n * columns) + in_matrix];
         sum += one, size += std::fabs(one);
       }
       worst = std::max(worst, std::fabs(z[(i % each * batch + b) * columns + j] - sum) / size);

@@ -1,5 +1,8 @@
 """Regions: contractions and what is computed between them, by one kernel."""
 
+import pathlib
+import subprocess
+import sys
 from functools import partial
 
 import flax.linen as nn
@@ -44,6 +47,11 @@ def pair(f, params, *args, policy=DYNAMIC, affines="dynamic"):
     weights = jqx.quantize_params(params, plan)
     converted = jqx.convert(f, plan, affines)
     return converted, jqx.pack_for(weights, "cpu"), weights
+
+
+def in_float(f, params, *args):
+    """Returns a converted function of which nothing is quantized."""
+    return jqx.convert(f, jqx.make_plan(f, jqx.Policy([]))(params, *args))
 
 
 def names(f, *args):
@@ -102,12 +110,12 @@ def test_the_steps_are_those_of_the_kernel():
 # Whole functions, beside the same function without kernels.
 
 
-def layer(p, x):
+def layer(p, x, subscripts="...k,kn->...n"):
     """A layer of a transformer behind its attention: a bias, a residual, a norm, an MLP."""
-    x = x + (x @ p["w0"] + p["b0"])
+    x = x + (jnp.einsum(subscripts, x, p["w0"]) + p["b0"])
     h = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
-    h = jax.nn.gelu(h @ p["w1"] + p["b1"], approximate=False)
-    return x + h @ p["w2"], (h * h).sum(-1)
+    h = jax.nn.gelu(jnp.einsum(subscripts, h, p["w1"]) + p["b1"], approximate=False)
+    return x + jnp.einsum(subscripts, h, p["w2"]), (h * h).sum(-1)
 
 
 def weights_of(seed, d, h):
@@ -166,6 +174,83 @@ def test_values_that_are_read_elsewhere_are_computed_too():
     assert names(converted, packed, x) == ["package_rows"]  # what reads `y` otherwise waits
     for y, expected in zip(converted(packed, x), converted(plain, x), strict=True):
         assert is_near(y, expected)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    lead=st.sampled_from([(32,), (40, 1), (3, 100), (260,), (9, 128)]),
+    sizes=st.tuples(st.integers(2, 200), st.integers(2, 200)),
+    turned=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_layer_of_floats_is_that_without_kernels(lead, sizes, turned, seed):
+    d, h = sizes
+    p, x = weights_of(seed, d, h), random(seed, *lead, d)
+    f = partial(layer, subscripts="...k,nk->...n") if turned else layer
+    p = jax.tree.map(lambda w: w.T, p) if turned else p
+    converted = in_float(f, p, x)
+    assert names(converted, p, x) == ["package_rows"]
+    for y, expected in zip(jax.jit(converted)(p, x), f(p, x), strict=True):
+        assert y.shape == expected.shape and is_near(y, expected, flips=0)
+
+
+@pytest.mark.parametrize("rows, d, h", [(40, 1024, 1024), (700, 1100, 4100), (130, 2048, 70)])
+def test_large_weights_and_those_whose_rows_are_a_power_of_two_apart(rows, d, h):
+    p = {"a": random(0, d, h) / d**0.5, "b": random(1, h, d) / h**0.5}
+    x = random(2, rows, d)
+
+    def f(p, x):
+        return nn.relu(x @ p["a"]) @ p["b"]
+
+    converted = in_float(f, p, x)
+    assert names(converted, p, x) == ["package_rows"]
+    assert is_near(jax.jit(converted)(p, x), f(p, x), flips=0)
+
+
+def check_with_threads():
+    """Layers whose rows or steps threads share. With the eight devices of these tests a kernel has
+    one thread, so this runs in a process of its own.
+    """
+    for rows in (40, 300, 1200):
+        p, x = weights_of(5, 520, 2050), random(6, rows, 520)
+        turned = jax.tree.map(lambda w: w.T, p)
+        floats, exact = in_float(layer, p, x), layer(p, x)
+        by_columns = in_float(partial(layer, subscripts="...k,nk->...n"), turned, x)
+        codes, packed, plain = pair(layer, p, x)
+        expected = jax.jit(codes)(plain, x)
+        for f, q, results in (
+            (floats, p, exact),
+            (by_columns, turned, exact),
+            (codes, packed, expected),
+        ):
+            f = jax.jit(f)
+            for _ in range(4):  # the first call wakes threads
+                for y, result in zip(f(q, x), results, strict=True):
+                    assert is_near(y, result, flips=0.05 if q is packed else 0), rows
+
+
+def test_threads_share_rows_and_steps():
+    code = "from tests.package_cpu.test_rows import check_with_threads as check; check()"
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+
+
+def test_products_of_floats_are_in_the_regions_of_those_of_codes():
+    p, x = weights_of(3, 64, 96), random(4, 50, 64)
+    policy = jqx.presets.w8a8_dynamic("w1")
+    converted, packed, plain = pair(layer, p, x, policy=policy)
+    assert names(converted, packed, x) == ["package_rows"]
+    for y, expected in zip(
+        jax.jit(converted)(packed, x), jax.jit(converted)(plain, x), strict=True
+    ):
+        assert is_near(y, expected)
+
+
+def test_one_product_of_floats_alone_is_that_of_jax():
+    p, x = {"w": random(0, 64, 64)}, random(1, 64, 64)
+    converted = in_float(lambda p, x: x @ p["w"] + 1, p, x)
+    assert "jqx_cpu" not in jax.jit(converted).lower(p, x).compile().as_text()
 
 
 def test_few_rows_are_multiplied_one_product_at_a_time():

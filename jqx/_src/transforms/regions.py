@@ -60,6 +60,9 @@ FEW = 16
 share.
 """
 
+FEW_OF_FLOATS = 32
+"""The same of products of floats."""
+
 MANY = 2**18
 """Products of numbers from which on batches of products of floats are recorded."""
 
@@ -130,24 +133,15 @@ class Recorder:
         `None` if it is not recorded. `scope` is its name scope, and `evaluate` computes it from
         both operands and the given scale.
         """
-        (left, right), batch = eqn.params["dimension_numbers"]
-        x, weight = _computed(operands[0]), operands[1]
-        shape, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval
-        is_of_rows = tuple(left) == (len(shape) - 1,) and batch == ((), ()) and len(right) == 1
-        if is_coded(x) or not is_of_rows or not all(map(_is_float, (eqn.invars[0].aval, result))):
-            return None
-        if not all(isinstance(n, int) for n in shape) or math.prod(shape[:-1]) < FEW:
+        (_, right), _ = eqn.params["dimension_numbers"]
+        x, weight, shape = _computed(operands[0]), operands[1], eqn.invars[0].aval.shape
+        if is_coded(x) or not _are_rows(eqn, FEW):
             return None
         if not _quantizes(shape, spec, affine, weight, right[0]):
             return None
-        if _is_later(x) and not isinstance(x, Row):
-            self.end()
-        x = _computed(x)
-        if self._region is None or not self._region.has_rows(x, shape[:-1]):
-            self.end()
-            self._region = _Region(shape[:-1])
+        region, x = self._of_rows(x, shape[:-1])
         note = _Site(scope, spec, affine, weight, right[0], evaluate)
-        return self._region.recorded(eqn, [_computed(x), weight], note)
+        return region.recorded(eqn, [x, weight], note)
 
     def equation(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any] | None:
         """Records an equation that is no site; returns `None` if it is not recorded."""
@@ -158,11 +152,26 @@ class Recorder:
             results = self._region.recorded(eqn, operands)
             if results is not None:
                 return results
-        if eqn.primitive.name != "dot_general" or not _are_batches(eqn):
+        if eqn.primitive.name != "dot_general":
+            return None
+        if _are_rows(eqn, FEW_OF_FLOATS) and eqn.invars[1].aval.ndim == 2:
+            region, x = self._of_rows(operands[0], eqn.invars[0].aval.shape[:-1])
+            return region.recorded(eqn, [x, _computed(operands[1])])
+        if not _are_batches(eqn):
             return None
         self.end()
         self._region = _Region(eqn.outvars[0].aval.shape[:-1])
         return self._region.recorded(eqn, list(map(_computed, operands)))
+
+    def _of_rows(self, x: Any, lead: tuple[int, ...]) -> tuple["_Region", Any]:
+        """Returns the region of an operand with rows along its last axis, and the operand."""
+        if _is_later(x) and not isinstance(x, Row):
+            self.end()
+        x = _computed(x)
+        if self._region is None or not self._region.has_rows(x, lead):
+            self.end()
+            self._region = _Region(lead)
+        return self._region, _computed(x)
 
     def wait(
         self, eqn: Eqn, operands: Sequence[Any], evaluate: Callable[[list[Any]], list[Any]]
@@ -216,6 +225,18 @@ def _is_number(x: Any) -> bool:
 
 def _is_float(aval: Any) -> bool:
     return aval.dtype == jnp.float32
+
+
+def _are_rows(eqn: Eqn, few: int) -> bool:
+    """Whether an equation is a product of so many rows of float32, along the last axis, and of what
+    they all meet.
+    """
+    (left, right), batch = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    is_of_rows = tuple(left) == (len(shape) - 1,) and batch == ((), ()) and len(right) == 1
+    if not is_of_rows or not all(map(_is_float, (eqn.invars[0].aval, eqn.outvars[0].aval))):
+        return False
+    return all(isinstance(n, int) for n in shape) and math.prod(shape[:-1]) >= few
 
 
 def _are_batches(eqn: Eqn) -> bool:
@@ -466,6 +487,8 @@ class _Region:
         lhs, rhs = operands
         (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
         if not all(_is_float(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
+            return None
+        if not isinstance(eqn.params["precision"], (jax.lax.Precision, tuple, type(None))):
             return None
         if len(left) != 1 or (isinstance(lhs, Row) and isinstance(rhs, Row)):
             return None
