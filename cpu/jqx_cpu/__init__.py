@@ -16,7 +16,6 @@ __version__ = "0.1.0"
 
 HANDLERS = (
     "product",
-    "requantized_product",
     "float_product",
     "decoded_product",
     "convolution",

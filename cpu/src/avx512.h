@@ -31,9 +31,6 @@ inline __mmask16 no_numbers(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNO
 inline __m512 larger(__m512 x, __m512 z) {
   return _mm512_mask_blend_ps(no_numbers(x), _mm512_max_ps(x, z), x);
 }
-inline __m512 lesser(__m512 x, __m512 z) {
-  return _mm512_mask_blend_ps(no_numbers(x), _mm512_min_ps(x, z), x);
-}
 inline __m512 scaled(__m512 x, __m512 n) { return _mm512_scalef_ps(x, n); }
 inline __m512 within(__m512 x, float low, float high) {
   return _mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), x));

@@ -1,4 +1,4 @@
-#include "bfloats.h"
+#include "products.h"
 
 #include <algorithm>
 #include <cstring>

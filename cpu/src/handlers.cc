@@ -82,42 +82,6 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   return run(pool, [&](Pool& threads) { groups.product(p, threads); });
 }
 
-ffi::Error requantized_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                               ffi::AnyBuffer x_zero, ffi::AnyBuffer w_zero,
-                               ffi::AnyBuffer multiplier, ffi::AnyBuffer shift, ffi::AnyBuffer bias,
-                               ffi::AnyBuffer zero, ffi::AnyBuffer step, int32_t low, int32_t high,
-                               bool is_single, ffi::Result<ffi::AnyBuffer> y) {
-  constexpr const char* kName = "requantized_product";
-  Product p;
-  Groups groups;
-  if (auto error = read(kName, x, w, x_zero, w_zero, step, nullptr, &p, &groups); error.failure()) {
-    return error;
-  }
-  if (p.codes == nullptr) return wrong(kName, "rows are s8[batch, m, k]", x);
-  Requantization& q = p.requantization;
-  q.low = low, q.high = high, q.is_single = is_single;
-  const bool is_unsigned = y->element_type() == ffi::U8;
-  if (!has(*y, is_unsigned ? ffi::U8 : ffi::S8, {p.batch, p.m, p.n})) {
-    return wrong(kName, "the result is s8 or u8[batch, m, n]", *y);
-  }
-  if (is_absent(*y)) return ffi::Error::Success();
-  if (!(low >= (is_unsigned ? 0 : -128) && low <= high && high <= (is_unsigned ? 255 : 127))) {
-    return ffi::Error::InvalidArgument("jqx_cpu: requantized_product: low and high are codes.");
-  }
-  const std::pair<const ffi::AnyBuffer*, Each<int32_t>*> parameters[] = {
-      {&multiplier, &q.multiplier}, {&shift, &q.shift}, {&bias, &q.bias}, {&zero, &q.zero}};
-  for (const auto& [given, to] : parameters) {
-    if (!read(*given, ffi::S32, p.batch, p.n, to)) {
-      return wrong(kName, "multipliers, shifts, biases, zero points are s32[batch, n or 1]", *given);
-    }
-  }
-  if (q.multiplier.data == nullptr || q.shift.data == nullptr) {
-    return ffi::Error::InvalidArgument("jqx_cpu: requantized_product: a factor is missing.");
-  }
-  p.codes_of_sums = static_cast<int8_t*>(y->untyped_data());
-  return run(pool, [&](Pool& threads) { multiply(p, kernels(), threads); });
-}
-
 ffi::Error float_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                          ffi::AnyBuffer x_scale, ffi::AnyBuffer scale, ffi::AnyBuffer zero,
                          ffi::AnyBuffer step, ffi::AnyBuffer sizes, int32_t bits, bool is_signed,
@@ -218,23 +182,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_product, jqx::product,
                                   .Arg<ffi::AnyBuffer>()
                                   .Attr<float>("low")
                                   .Attr<float>("high")
-                                  .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_requantized_product, jqx::requantized_product,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Attr<int32_t>("low")
-                                  .Attr<int32_t>("high")
-                                  .Attr<bool>("is_single")
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_float_product, jqx::float_product,

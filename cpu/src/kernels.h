@@ -56,11 +56,6 @@ struct GroupedWeights {
   int middle() const { return 1 << (bits - 1); }  // is taken from unsigned codes
 };
 
-// What makes codes of the int32 sums of each column: see Requantization.
-struct Factors {
-  int32_t multiplier[kColumns], shift[kColumns], bias[kColumns], zero[kColumns];
-};
-
 // The float that each code of 4 or 8 bits stands for.
 struct Table {
   int bits;
@@ -132,10 +127,6 @@ struct Kernels {
   // Multiplies sums of a row by two scales, the left one first.
   void (*scale)(const int32_t* sums, int columns, float left, const float* right,
                 int64_t right_stride, float* out);
-
-  // Makes codes of sums of a row, by integers alone, in [low, high].
-  void (*requantize)(const int32_t* sums, int columns, const Factors& factors, int32_t low,
-                     int32_t high, bool is_single, int8_t* codes);
 
   // Splits a row in `to->count` digits: two or three.
   void (*split)(const float* x, int64_t k, int per, Digits* to);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "bfloats.h"
 #include "tiles.h"
 
 namespace jqx {
@@ -47,18 +46,6 @@ FloatProduct part_of(const FloatProduct& p, int64_t batch, int64_t row, int64_t 
   part.w += batch * p.n * (p.k * p.bits / 8), part.scale += batch * scales;
   if (p.zero != nullptr) part.zero += batch * scales;
   return part;
-}
-
-Factors factors_of(const Product& p, int64_t batch, int64_t column, int columns) {
-  const Requantization& q = p.requantization;
-  Factors factors = {};
-  const auto copy = [&](const Each<int32_t>& each, int32_t* to) {
-    if (each.data == nullptr) return;
-    for (int j = 0; j < columns; ++j) to[j] = each.at(batch, p.n, column + j);
-  };
-  copy(q.multiplier, factors.multiplier), copy(q.shift, factors.shift);
-  copy(q.bias, factors.bias), copy(q.zero, factors.zero);
-  return factors;
 }
 
 }  // namespace
@@ -114,13 +101,11 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
     const int64_t b = tile.batch;
     alignas(64) int32_t sums[kMostRows * kColumns];
     alignas(64) int32_t of_columns[kPanels][kColumns];
-    Factors factors[kPanels];
     uint8_t* packed = panels ? memory_of_thread(tiles.panels * panel_bytes) : nullptr;
     for (int64_t j = tile.column; j < tile.column_end; j += kColumns) {
       const int columns = int(std::min<int64_t>(kColumns, tile.column_end - j));
       const int64_t at = (j - tile.column) / kColumns;
       const int8_t* w = p.w + (b * p.n + j) * p.k;
-      if (p.codes_of_sums != nullptr) factors[at] = factors_of(p, b, j, columns);
       if (panels) kernels.pack(w, p.k, columns, p.k, packed + at * panel_bytes);
       if (p.x_zero.data != nullptr) {
         const int32_t of_ones = int32_t(width);
@@ -152,10 +137,6 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
           const int64_t to = (b * p.m + i + r) * p.n + j;
           if (p.sums != nullptr) {
             std::memcpy(p.sums + to, total, columns * sizeof(int32_t));
-          } else if (p.codes_of_sums != nullptr) {
-            const Requantization& q = p.requantization;
-            kernels.requantize(total, columns, factors[at], q.low, q.high, q.is_single,
-                               p.codes_of_sums + to);
           } else {
             const float left = p.x_scale.at(b, p.m, i + r);
             kernels.scale(total, columns, left, p.w_scale.from(b, p.n, j), p.w_scale.stride(),

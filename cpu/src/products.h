@@ -25,16 +25,7 @@ struct Each {
   int stride() const { return is_one ? 0 : 1; }
 };
 
-// How int32 sums become codes without a float, as TensorFlow Lite does it:
-// (sum + bias) * multiplier * 2**(shift - 31), rounded, plus a zero point, clipped to [low, high].
-struct Requantization {
-  Each<int32_t> multiplier, shift, bias, zero;  // of columns; the last two may be missing
-  int32_t low = 0, high = 0;
-  bool is_single = false;  // rounded once, not twice
-};
-
-// sum (x - x_zero) (w - w_zero), int32 modulo 2**32, or times x_scale * w_scale in float32, or
-// requantized.
+// sum (x - x_zero) (w - w_zero), int32 modulo 2**32, or times x_scale * w_scale in float32.
 struct Product {
   int64_t batch, m, n, k;
   const int8_t* codes = nullptr;  // [batch, m, k], or
@@ -44,9 +35,7 @@ struct Product {
   Each<float> x_scale, w_scale;
   Each<int32_t> x_zero, w_zero;
   int32_t* sums = nullptr;   // [batch, m, n], or
-  float* scaled = nullptr;   // likewise, or
-  int8_t* codes_of_sums = nullptr;
-  Requantization requantization;
+  float* scaled = nullptr;   // likewise
 };
 
 void multiply(const Product& p, const Kernels& kernels, Pool& pool);
@@ -73,9 +62,19 @@ bool has_groups(int64_t k, int64_t group, int bits);
 
 void multiply(const FloatProduct& p, const Kernels& kernels, Pool& pool);
 
+// What it does with more than a few rows of bfloat16 where kernels have `add_pairs`, counted
+// in each group where rows are in groups. Weights less zero points are whole numbers below 256,
+// which bfloat16 holds, so products are exact. Each of the k sums is rounded to float32, and that of
+// a group, or of each 512 steps of it, twice more, with its scale; subnormal numbers are 0. A row
+// that is not finite has the sums that IEEE 754 gives it.
+void multiply_bfloats(const FloatProduct& p, const Kernels& kernels, Pool& pool);
+
+// The rows as float32.
+void widen(const uint16_t* x, int64_t count, float* y);
+
 // The same where the rows of one batch are in groups: the first sizes[0] rows meet the first of the
 // weights, the next sizes[1] the second one. A negative size is 0, groups beyond the rows are cut,
-// and the result of rows beyond the groups is 0. Sums are not requantized.
+// and the result of rows beyond the groups is 0.
 void multiply_groups(const Product& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
                      Pool& pool);
 void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups,

@@ -38,12 +38,6 @@ bool is_shared(const RowProgram& program, const RowStep& step) {
   return std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride == 0; });
 }
 
-int64_t count_of(const std::vector<int64_t>& lead) {
-  int64_t count = 1;
-  for (const int64_t n : lead) count *= n;
-  return count;
-}
-
 // Copies some columns of a matrix, [depth, kColumns].
 void copy_panel(const float* matrix, const RowStep& step, int columns, int64_t depth,
                 const Kernels& kernels, float* panel) {
@@ -419,15 +413,15 @@ Packed packed_weights(const RowProgram& program, const Kernels& kernels, Pool& p
 }  // namespace
 
 void run_rows(const RowProgram& program, const Kernels& kernels, Pool& pool) {
-  int64_t longest = 0, alike = count_of(program.lead);  // rows that meet the same matrices
-  int64_t weights = 0, panels = 1;
+  int64_t longest = 0, weights = 0, panels = 1, m = 1;
+  for (const int64_t n : program.lead) m *= n;
   for (const RowStep& step : program.steps) {
     const int64_t bytes = step.op == kMatrixProduct ? 4 * step.k : step.k;
     const int64_t n = program.rows[step.to].width;
     if (is_shared(program, step)) weights += bytes * n, panels = std::max(panels, panels_of(n));
     longest = std::max(longest, up(bytes, kRun));
   }
-  const int64_t m = alike;
+  int64_t alike = m;  // rows that meet the same matrices
   for (const Row& row : program.rows) {
     if (row.kind != Row::kMatrix) continue;
     int64_t count = 1;

@@ -172,43 +172,6 @@ void check_products(const Kernels& kernels) {
   check(same, kernels, "scaled sums of " + shape);
 }
 
-// Codes of sums in 64 bits, by shifts that round halves up: see jqx.tflite.Requantization.
-int32_t expected_code(int64_t sum, int64_t multiplier, int shift, bool is_single) {
-  const auto rounded = [](int64_t x, int n) { return (x + (int64_t(1) << (n - 1))) >> n; };
-  if (is_single) return int32_t(rounded(sum * multiplier, 31 - shift));
-  const int64_t high = rounded(sum * (int64_t(1) << std::max(shift, 0)) * multiplier, 31);
-  if (shift >= 0) return int32_t(high);
-  const int64_t half = int64_t(1) << (-shift - 1);  // halves away from zero
-  return int32_t(high < 0 ? -((-high + half) >> -shift) : (high + half) >> -shift);
-}
-
-void check_requantized(const Kernels& kernels) {
-  const int64_t m = between(1, 60), n = between(1, 150), k = between(1, 200);
-  const auto x = numbers<int8_t>(m * k, -128, 127), w = numbers<int8_t>(n * k, -128, 127);
-  const auto multiplier = numbers<int32_t>(n, 1 << 30, 0x7fffffff);
-  const auto shift = numbers<int32_t>(n, -14, 2), bias = numbers<int32_t>(n, -5000, 5000);
-  const auto zero = numbers<int32_t>(1, -20, 20);
-  Array<int8_t> codes(m * n);
-  jqx::Product p;
-  p.batch = 1, p.m = m, p.n = n, p.k = k, p.codes = x.data(), p.w = w.data();
-  p.codes_of_sums = codes.data();
-  p.requantization = {{multiplier.data(), false}, {shift.data(), false}, {bias.data(), false},
-                      {zero.data(), true}, -100, 127, between(0, 1) == 1};
-  Threads pool;
-  jqx::multiply(p, kernels, pool);
-  bool same = true;
-  for (int64_t i = 0; i < m; ++i) {
-    for (int64_t j = 0; j < n; ++j) {
-      int64_t sum = bias[j];
-      for (int64_t l = 0; l < k; ++l) sum += x[i * k + l] * w[j * k + l];
-      const int32_t code =
-          expected_code(sum, multiplier[j], shift[j], p.requantization.is_single) + zero[0];
-      same &= codes[i * n + j] == std::min(std::max(code, -100), 127);
-    }
-  }
-  check(same, kernels, "codes of sums");
-}
-
 void check_groups(const Kernels& kernels) {
   const int64_t groups = between(1, 5), m = between(1, 60), n = between(1, 100);
   const int64_t k = between(1, 100);
@@ -566,7 +529,6 @@ int main(int count, char** arguments) {
     std::printf("%s\n", (*each)->name);
     for (int i = 0; i < rounds; ++i) {
       check_products(**each);
-      check_requantized(**each);
       check_groups(**each);
       check_rows(**each);
       check_float_products(**each);

@@ -14,7 +14,7 @@ from jqx import numerics
 from jqx._src.contractions import problem
 from jqx._src.contractions.conv_general_dilated import CONVOLUTIONS
 from jqx._src.contractions.conv_general_dilated import SUMS as CONVOLVED_SUMS
-from jqx._src.contractions.dot_general import FLOATS, PRODUCTS, QUANTIZED, REQUANTIZED, SUMS, plan
+from jqx._src.contractions.dot_general import FLOATS, PRODUCTS, QUANTIZED, SUMS, plan
 from jqx._src.contractions.formulation import FORMULATIONS
 from jqx._src.contractions.problem import (
     FEW_ROWS,
@@ -275,7 +275,7 @@ def test_every_formulation_that_the_planner_knows_is_chosen_in_these_tests():
 
 def test_every_formulation_stands_in_the_list_of_its_operation():
     known = {}
-    for each in (PRODUCTS, SUMS, FLOATS, REQUANTIZED, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, *WAYS):
+    for each in (PRODUCTS, SUMS, FLOATS, CONVOLUTIONS, CONVOLVED_SUMS, GROUPS, *WAYS):
         for form in each.formulations:
             assert form.op == each.op
             known.setdefault(form.name, set()).add(each.op)

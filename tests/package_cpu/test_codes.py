@@ -526,7 +526,7 @@ def requantized(x, w, output):
 def test_codes_are_those_of_integer_arithmetic():
     operands = requantizations()
     assert {c.cpu.name for each in operands for c in jqx.formulations(requantized)(*each)} == {
-        "package_requantized"
+        "package_sums"
     }
     codes_of_kernel = jax.jit(lambda every: [requantized(*each).values for each in every])(operands)
 
@@ -543,19 +543,6 @@ def test_codes_are_those_of_integer_arithmetic():
     for a, b in zip(codes_of_kernel, codes, strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
     assert all(len(np.unique(each)) > 20 for each in codes[1::2])
-
-
-def test_a_zero_point_of_each_row_is_left_to_xla():
-    x, w, output = requantizations()[-4]
-    zero_points = jnp.arange(x.shape[0], dtype=jnp.int8)[:, None]
-    output = jqx.tflite.Requantization(
-        output.multiplier, output.shift, jnp.ones(zero_points.shape), zero_points, qtype=jnp.int8
-    )
-    (chosen,) = jqx.formulations(requantized)(x, w, output)
-    assert chosen.cpu.name == "package_sums"
-    codes = requantized(x, w, output).values
-    plain = requantized(x, w.unpack(), output).values
-    np.testing.assert_array_equal(codes, plain, strict=True)
 
 
 def test_codes_of_sums_are_those_of_a_stack_and_of_mapped_rows():
@@ -582,24 +569,3 @@ def test_formulations_of_users_come_first():
     with jqx.extend.using(mine):
         (chosen,) = jqx.formulations(requantized)(x, w, output)
         assert chosen.cpu.name == "sums_of_mine"
-
-
-def test_a_wrong_parameter_is_an_error_of_xla():
-    codes, factor = jnp.zeros((1, 4, 64), jnp.int8), jnp.zeros((1, 3), jnp.int32)
-    none = jnp.zeros((0,), jnp.int32)
-    options = {"low": np.int32(-128), "high": np.int32(127), "is_single": False}
-
-    def call(*operands, dtype=jnp.int8, **changes):
-        result = jax.ShapeDtypeStruct((1, 4, 4), dtype)
-        return package_cpu.call("requantized_product", result, *operands, **(options | changes))
-
-    whole = jnp.zeros((1, 4), jnp.int32)
-    for multiplier, shift, words, changes in [
-        (factor, factor, r"s32\[batch, n or 1\].*\[1, 3\]", {}),
-        (whole, whole, "low and high are codes", {"high": np.int32(128)}),
-        (whole, whole, "s8 or u8", {"dtype": jnp.int32}),
-        (whole, none, "a factor is missing", {}),
-    ]:
-        operands = codes, codes, none, none, multiplier, shift, none, none, none
-        with pytest.raises(jax.errors.JaxRuntimeError, match=words):
-            call(*operands, **changes)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import package_cpu
 from ..checks import as_dtype, as_real, called, check_real, is_at_least
 from ..errors import fail
-from ..kernels.products_cpu import requantized_product_cpu
 from ..numerics.exact import common_dtype
-from ..numerics.lookup import format_of
 from ..tensor.layout import check_dtypes
 from ..tensor.qtensor import QTensor
 from .formulation import (
@@ -32,16 +30,11 @@ from .integer_products import INTEGERS, SUMS_OF_INTEGERS, check_splittable
 from .kernels import KERNELS, as_activation, multiplies_codes, products
 from .kernels_cpu import (
     PACKAGE,
-    as_output,
-    by_kernel,
-    codes_of,
-    constant,
     float_onednn,
     integer_onednn,
     package_quantizing,
     package_sums,
     plain_float,
-    plain_sums,
 )
 from .plain import FLOAT8_PRODUCTS, FLOAT_PRODUCTS, TILES
 from .problem import (
@@ -56,14 +49,11 @@ from .problem import (
 )
 from .requantize import (
     Asked,
-    FixedPointRounding,
     Output,
     Requantization,
     as_asked,
-    as_result,
     check_requantized,
-    lined_up,
-    requantized,
+    requantize,
 )
 from .scaled import SCALED_PRODUCTS, are_blocks
 
@@ -117,92 +107,6 @@ def float_product(lhs: jax.Array, rhs: jax.Array, how: HowTo) -> jax.Array | Non
     choice = FLOATS.choose(Product(lhs, rhs, how))
     assert choice is not None  # the last one is for every case
     return None if {*choice} == {FLOATS.formulations[-1]} else choice.compute(lhs, rhs, how)
-
-
-# Products whose int32 sums are requantized by integer arithmetic, as in TFLite.
-
-
-class Requantized(NamedTuple):
-    """Two operands to contract and the requantization, as the planner sees them.
-
-    Attributes:
-      lhs: a QTensor of integers.
-      rhs: a QTensor of integers.
-      how: which axes are contracted.
-      output: the requantization of the sums.
-    """
-
-    lhs: QTensor
-    rhs: QTensor
-    how: HowTo
-    output: Requantization
-
-
-def _is_for_package(case: Requantized) -> bool:
-    choice = SUMS.choose(Product(case.lhs, case.rhs, case.how))
-    if choice is None or choice.cpu is not package_sums:
-        return False
-    dimensions = case.how.dimensions
-    shape = dimensions.result_shape(case.lhs.shape, case.rhs.shape)
-    arrays = [x for x in lined_up(case.output, shape) if x is not None]
-    of_columns = all(math.prod(x.shape[:-1]) == 1 for x in arrays)
-    return of_columns and format_of(case.output.qtype).storage in (jnp.int8, jnp.uint8)
-
-
-@formulation(
-    "codes times codes of 8 bits if jqx-cpu is installed, requantized for each column: its kernel "
-    "writes the codes of the result, not the sums",
-    CPU,
-    _is_for_package,
-    op="dot_general:requantized",
-    reads_stack=True,
-)
-def package_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how: HowTo) -> Any:
-    def kernel(lhs: QTensor, output: Requantization, rhs: QTensor, *stack: jax.Array) -> jax.Array:
-        x, x_zero, w, w_zero, step = codes_of(lhs, rhs, how, *stack)
-        shape = how.dimensions.result_shape(lhs.shape, rhs.shape)
-        assert output.low is not None and output.high is not None  # every Requantization has them
-        multiplier, shift, _, zero, bias = lined_up(output, shape)
-
-        def of_columns(parameter: jax.Array | None) -> Any:  # as [B, N or 1]
-            if parameter is None:
-                return None
-            row = parameter.astype(jnp.int32).reshape(1, -1)
-            return jnp.broadcast_to(row, (len(x), row.size))
-
-        y = requantized_product_cpu(
-            x,
-            x_zero,
-            w,
-            w_zero,
-            *map(of_columns, (multiplier, shift, bias, zero)),
-            low=output.low,
-            high=output.high,
-            is_single=output.rounding is FixedPointRounding.SINGLE,
-            dtype=format_of(output.qtype).storage,
-            step=step,
-        )
-        return as_output(y, lhs, how)
-
-    def plain(lhs: QTensor, output: Requantization, rhs: QTensor) -> jax.Array:
-        return requantized(plain_sums(lhs, rhs, how), output)
-
-    return by_kernel(kernel, plain, *constant(lhs, output, rhs))
-
-
-@formulation(
-    "sums to be requantized: by integers, after the product",
-    PLATFORMS,
-    lambda case: True,
-    op="dot_general:requantized",
-    is_composite=True,
-    reads_stack=True,
-)
-def sums_requantized(lhs: QTensor, rhs: QTensor, output: Requantization, how: HowTo) -> Any:
-    return requantized(SUMS.compute(Product(lhs, rhs, how)), output)
-
-
-REQUANTIZED = Planner("dot_general:requantized", package_requantized, sums_requantized)
 
 
 Operand = ArrayLike | QTensor
@@ -317,8 +221,8 @@ def dot_general(
         products = dimensions.contracted_size(left)
         check_requantized("dot_general", left, right, summed, products, preferred_element_type)
         left, right, dimensions = as_stored(left, right, dimensions)
-        case = Requantized(left, right, HowTo.of(left, right, dimensions), output)
-        return as_result(REQUANTIZED.compute(case, left, right, output), output)
+        case = Product(left, right, HowTo.of(left, right, dimensions))
+        return requantize(SUMS.compute(case), output)
     y = contract(left, right, dimensions, precision, dtype).astype(dtype)
     return y if output is None else as_asked("dot_general", y, output)
 

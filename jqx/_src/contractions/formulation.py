@@ -99,10 +99,9 @@ class Formulation:
         `compute` rounds its float operand or depends on magnitudes; `None` if `compute` is linear.
       op: the operation: `"dot_general"`, `"conv_general_dilated"`, `"ragged_dot"`; or the int32
         sums of the first two, to be requantized: `"dot_general:int32"`,
-        `"conv_general_dilated:int32"`; or the codes of such sums, `"dot_general:requantized"`,
-        where `compute` is `(lhs, rhs, requantization, how) -> codes`; or `"dot_general:float"`, the
-        product of two arrays that a converted function leaves in float. Of jqx alone: `"rows"`,
-        several contractions and what is computed of each row between them.
+        `"conv_general_dilated:int32"`; or `"dot_general:float"`, the product of two arrays that a
+        converted function leaves in float. Of jqx alone: `"rows"`, several contractions and what is
+        computed of each row between them.
       rounds: whether JAX must not differentiate `compute` itself; by default, this is so if
         `linear` is given.
       is_composite: whether `jqx.formulations` lists the contractions inside of it instead.

@@ -51,47 +51,6 @@ def product_cpu(
     return _product_over_batches("product", (0, 2, 3), 6, options, jnp.dtype(dtype))(*args)
 
 
-def requantized_product_cpu(
-    x: jax.Array,
-    x_zero: jax.Array | None,
-    w: jax.Array,
-    w_zero: jax.Array | None,
-    multiplier: jax.Array,
-    shift: jax.Array,
-    bias: jax.Array | None,
-    zero: jax.Array | None,
-    *,
-    low: int,
-    high: int,
-    is_single: bool,
-    dtype: DTypeLike,
-    step: jax.Array | None = None,
-) -> jax.Array:
-    """Returns the requantized sums of products of rows and weights, by integer arithmetic: the
-    codes of `jqx.tflite.requantize`, int8 or uint8 [B, M, N].
-
-    Args:
-      x: int8 [B, M, K].
-      x_zero: as in `product_cpu`.
-      w: int8 [B, N, K].
-      w_zero: as in `product_cpu`.
-      multiplier: int32 [B, N or 1].
-      shift: int32 [B, N or 1].
-      bias: int32 [B, N or 1], or `None`.
-      zero: int32 [B, N or 1], or `None`.
-      low: the smallest code.
-      high: the largest code.
-      is_single: whether products with the multiplier are rounded once instead of twice.
-      dtype: the dtype of the codes.
-      step: as in `product_cpu`.
-    """
-    options = ("low", np.int32(low)), ("high", np.int32(high)), ("is_single", is_single)
-    parameters = (_or_none(parameter, jnp.int32) for parameter in (multiplier, shift, bias, zero))
-    args = x, w, _or_none(x_zero, jnp.int32), _or_none(w_zero, jnp.int32), *parameters, _step(step)
-    call = _product_over_batches("requantized_product", (0, 2), 8, options, jnp.dtype(dtype))
-    return call(*args)
-
-
 def float_product_cpu(
     x: jax.Array,
     w: jax.Array,
