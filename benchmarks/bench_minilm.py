@@ -78,8 +78,16 @@ def own_variants(params: Any, calibration: list[Batch]) -> list[Variant]:
         apply, weights = minilm.quantize(params, calibration, policy)
         return jitted(apply, jqx.pack_for(weights, "cpu"))
 
-    float32 = Variant(*BASE, lambda: jitted(minilm.Encoder().apply, params))
-    return [float32, *(Variant(*key, partial(make, policy)) for key, policy in forms.items())]
+    def converted() -> Prepare:
+        apply = minilm.Encoder().apply
+        plan = jqx.make_plan(apply, jqx.Policy([]))(params, *calibration[0])
+        return jitted(jqx.convert(apply, plan), params)
+
+    float32 = [
+        Variant(*BASE, lambda: jitted(minilm.Encoder().apply, params)),
+        Variant("jqx, converted, nothing quantized", "float32", converted),
+    ]
+    return [*float32, *(Variant(*key, partial(make, policy)) for key, policy in forms.items())]
 
 
 def in_batches(texts: list[str], length: int) -> list[Batch]:
