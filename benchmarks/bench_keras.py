@@ -27,6 +27,7 @@ from _harness import (
     Call,
     ForeignLoad,
     environment,
+    fresh,
     interleave,
     print_environment,
     print_table,
@@ -59,13 +60,10 @@ def calls(count: int, folder: Path) -> dict[str, Call]:
 
     batches, x = [pictures(seed, count) for seed in (1, 2)], pictures(0, count)
     quantized = jqx.ptq(classes, jqx.presets.w8a8(), jqx.algorithms.nearest())(params, batches)
-    found = {}
-    for name, f, weights in (
-        (BASE, classes, params),
-        ("jqx, W8A8 static", quantized.function, quantized.params),
-    ):
-        compiled = jax.jit(f).lower(weights, x).compile()
-        found[name] = lambda compiled=compiled, w=weights: compiled(w, x).block_until_ready()
+    found = {
+        BASE: fresh(classes, params, x),
+        "jqx, W8A8 static": fresh(quantized.function, quantized.params, x),
+    }
     runtime, path = Openvino(), folder / "float.onnx"
     onnx.save(to_onnx(classes, params)(x), path)
     task = Task(path, [(batch,) for batch in batches], True, [])

@@ -130,7 +130,8 @@ void multiply(const DecodedProduct& p, const Kernels& kernels, Pool& given) {
         const int64_t to = std::min(from + kDepth, p.k);
         const float* x = p.x + (b * p.m + tile.row) * p.k + from;
         kernels.decode(w, p.table, from, to, columns, panel);
-        kernels.add_products(x, p.k, some, panel, kColumns, to - from, columns, panel, kColumns, y, p.n);
+        kernels.add_products(x, p.k, some, panel, kColumns, to - from, columns, panel, kColumns, y,
+                             p.n);
       }
     }
   });

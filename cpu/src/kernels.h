@@ -171,10 +171,11 @@ struct Kernels {
                  float* panel);
 
   // Products of rows of floats and a panel of k floats for each of kColumns columns, which are added
-  // to `y`. A panel like it, at `next`, is brought nearer meanwhile.
+  // to `y`. Strides are the floats from one row or step to the next. The panel at `next` is brought
+  // nearer meanwhile.
   void (*add_products)(const float* x, int64_t x_stride, int rows, const float* panel,
-                       int64_t panel_stride, int64_t k, int columns, const float* next, int64_t next_stride, float* y,
-                       int64_t y_stride);
+                       int64_t panel_stride, int64_t k, int columns, const float* next,
+                       int64_t next_stride, float* y, int64_t y_stride);
 
   // Decodes kColumns columns, less their zero points, into a panel of bfloat16: for every two steps
   // along k both numbers of each column. Steps are those from `from`, a multiple of what kRun bytes

@@ -62,7 +62,15 @@ bool has_groups(int64_t k, int64_t group, int bits);
 
 void multiply(const FloatProduct& p, const Kernels& kernels, Pool& pool);
 
-// What it does with more than a few rows of bfloat16 where kernels have `add_pairs`, counted
+// The same where the rows of one batch are in groups: the first sizes[0] rows meet the first of the
+// weights, the next sizes[1] the second one. A negative size is 0, groups beyond the rows are cut,
+// and the result of rows beyond the groups is 0.
+void multiply_groups(const Product& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
+                     Pool& pool);
+void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups,
+                     const Kernels& kernels, Pool& pool);
+
+// What `multiply` does with more than a few rows of bfloat16 where kernels have `add_pairs`, counted
 // in each group where rows are in groups. Weights less zero points are whole numbers below 256,
 // which bfloat16 holds, so products are exact. Each of the k sums is rounded to float32, and that of
 // a group, or of each 512 steps of it, twice more, with its scale; subnormal numbers are 0. A row
@@ -71,14 +79,6 @@ void multiply_bfloats(const FloatProduct& p, const Kernels& kernels, Pool& pool)
 
 // The rows as float32.
 void widen(const uint16_t* x, int64_t count, float* y);
-
-// The same where the rows of one batch are in groups: the first sizes[0] rows meet the first of the
-// weights, the next sizes[1] the second one. A negative size is 0, groups beyond the rows are cut,
-// and the result of rows beyond the groups is 0.
-void multiply_groups(const Product& p, const int32_t* sizes, int64_t groups, const Kernels& kernels,
-                     Pool& pool);
-void multiply_groups(const FloatProduct& p, const int32_t* sizes, int64_t groups,
-                     const Kernels& kernels, Pool& pool);
 
 // The largest magnitude of each row of x [m, k].
 void find_magnitudes(const float* x, int64_t m, int64_t k, float* y, const Kernels& kernels,

@@ -1,7 +1,6 @@
 #include "rows.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "tiles.h"
@@ -293,7 +292,7 @@ class Block {
                            step.zero_stride);
         }
         kernels_.scale(total, columns, scales[i + r], step.scale + j * step.scale_stride,
-                       int64_t(step.scale_stride), at(step.to, i + r) + j);
+                       step.scale_stride, at(step.to, i + r) + j);
       }
     }
   }
@@ -346,8 +345,8 @@ class Block {
       const float* next = panel + (l + depth < k ? depth * step.along_k : kColumns * threads_);
       int64_t stride = step.along_k, next_stride = stride;
       if (!packed_.empty() && packed_[index] != nullptr) {
-        panel = packed_[index]->at<float>(4 * (j * steps_of_panel(k) + l * kColumns)), stride = kColumns;
-        next = panel + depth * kColumns, next_stride = kColumns;
+        panel = packed_[index]->at<float>(4 * (j * steps_of_panel(k) + l * kColumns));
+        next = panel + depth * kColumns, stride = next_stride = kColumns;
       } else if (step.along_n != 1 || columns < kColumns || stride % kCrowded == 0) {
         copy_panel(panel, step, columns, depth, kernels_, copied);
         panel = copied, stride = kColumns;
@@ -430,7 +429,7 @@ void run_rows(const RowProgram& program, const Kernels& kernels, Pool& pool) {
     }
     alike = std::min(alike, count);
   }
-  const int64_t each = Block::bytes(program, 1) - Block::bytes(program, 0);
+  const int64_t each = Block::bytes(program, 1);
   const int64_t held = std::min(kMostOfBlock, kMostBytes / std::max<int64_t>(each, 1));
   const int64_t most = std::max<int64_t>(held, kernels.rows), threads = pool.threads();
   int64_t of_each = (alike + most - 1) / most;  // blocks, as many for all threads
@@ -440,7 +439,7 @@ void run_rows(const RowProgram& program, const Kernels& kernels, Pool& pool) {
   const int64_t blocks = of_each * (m / alike);
   const bool is_split = alike == m && (weights > kMostWeights || (threads > 1 && m <= kFewBlocks));
   Packed packed;
-  if (!is_split && blocks >= kPackedBlocks * pool.threads()) {
+  if (!is_split && blocks >= kPackedBlocks * threads) {
     packed = packed_weights(program, kernels, pool);
   }
   if (is_split) {
