@@ -202,7 +202,7 @@ def exact_blocks(lhs: QTensor, rhs: QTensor, how: HowTo) -> jax.Array:
     return _of_any_axes(exact_product)(lhs, rhs, how)
 
 
-cudnn_blocks = Formulation(
+cudnn_blocks: Formulation = Formulation(
     name="cudnn_blocks",
     reason="two operands of MXFP8 or NVFP4, on Blackwell: cuDNN multiplies codes and scales",
     platforms=GPUS,
