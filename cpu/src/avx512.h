@@ -22,6 +22,14 @@ inline __mmask16 columns_from(int from, int columns) {
   return __mmask16(columns > from ? first(columns - from) : 0);
 }
 
+// Calls f for each 16 of n numbers, from which one and which of them there are.
+template <class F>
+inline void for_vectors(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) f(i, __mmask16(-1));
+  if (i < n) f(i, __mmask16(first(n - i)));
+}
+
 // What functions of row_functions.inc need, of 16 numbers. Of two numbers, one of them NaN, the
 // instructions for the less and the larger number return the second.
 inline __m512 fused(__m512 x, __m512 y, __m512 z) { return _mm512_fmadd_ps(x, y, z); }
@@ -67,6 +75,22 @@ inline void turn(__m512i* r, uint8_t* to, int64_t step) {
     _mm512_store_si512(to + (i + 4) * step, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
     _mm512_store_si512(to + (i + 8) * step, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
     _mm512_store_si512(to + (i + 12) * step, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+  }
+}
+
+// Turns 64 bytes of each of kColumns columns of codes, and fetches those that lie `ahead` bytes on.
+inline void turn_codes(const GroupedWeights& w, int64_t byte, int64_t ahead, int columns,
+                       uint8_t* turned) {
+  const int64_t width = (w.k * w.bits + 7) / 8;
+  for (int j = 0; j < kColumns; j += 16) {
+    __m512i some[16];
+    JQX_UNROLL for (int i = 0; i < 16; ++i) {
+      const __mmask64 own = j + i < columns ? first(width - byte) : 0;
+      const uint8_t* at = w.codes + (own ? (j + i) * w.stride + byte : 0);
+      _mm_prefetch(at + ahead, _MM_HINT_T1);
+      some[i] = _mm512_maskz_loadu_epi8(own, at);
+    }
+    turn(some, turned + 4 * j, kStep);
   }
 }
 

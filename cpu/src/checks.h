@@ -12,9 +12,11 @@
 #include "products.h"
 #include "xla/ffi/api/ffi.h"
 
+namespace ffi = xla::ffi;
+
 namespace jqx {
 
-namespace ffi = xla::ffi;
+using Integers = ffi::Span<const int64_t>;
 
 class XlaPool : public Pool {
  public:
@@ -36,6 +38,16 @@ inline std::string shape_of(const ffi::AnyBuffer& x) {
 inline ffi::Error wrong(const char* function, const char* what, const ffi::AnyBuffer& x) {
   return ffi::Error::InvalidArgument(std::string("jqx_cpu: ") + function + ": " + what +
                                      ", given " + shape_of(x) + ".");
+}
+
+// What a handler is given first: threads and N buffers.
+template <int N>
+auto bound() {
+  if constexpr (N == 0) {
+    return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>();
+  } else {
+    return bound<N - 1>().template Arg<ffi::AnyBuffer>();
+  }
 }
 
 // Runs a kernel; where there is no memory for it, that is an error of XLA.

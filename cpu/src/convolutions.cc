@@ -160,7 +160,8 @@ void convolve_depthwise(const Convolution& p, const Kernels& kernels, Pool& pool
         for (int64_t i = 0; i < stop - at && p.scaled != nullptr; i += scaled) {
           const int count = int(std::min(scaled, stop - at - i) * n);
           const float left = p.image_scale.at(0, 0, b);
-          kernels.scale(sums + i * n, count, left, scales.data(), 1, p.scaled + (to + i) * n);
+          const ZeroPoints none(0, 0, nullptr, 0, nullptr, 0);  // depthwise took them
+          kernels.scale(sums + i * n, count, none, left, scales.data(), 1, p.scaled + (to + i) * n);
         }
       }
     }
@@ -225,18 +226,16 @@ void convolve(const Convolution& p, const Kernels& kernels, Pool& given) {
         kernels.panel(rows, width, of_rows, some, panel, columns, width, sums);
         for (int r = 0; r < some; ++r) {
           int32_t* own = sums + r * kColumns;
-          if (has_zero || kernel_zero.data != nullptr) {
-            const int32_t zero = has_zero ? p.image_zero.at(0, 0, images[r]) : 0;
-            kernels.correct(own, columns, k, zero,
-                            has_zero ? of_columns.at<int32_t>() + at * kColumns : nullptr,
-                            of_rows[r], kernel_zero.from(0, 0, output), kernel_zero.stride());
-          }
+          const ZeroPoints zeros(k, has_zero ? p.image_zero.at(0, 0, images[r]) : 0,
+                                 has_zero ? of_columns.at<int32_t>() + at * kColumns : nullptr,
+                                 of_rows[r], kernel_zero.from(0, 0, output), kernel_zero.stride());
           const int64_t to = (i + r) * p.outputs + output;
           if (p.sums != nullptr) {
+            kernels.correct(own, columns, zeros);
             std::memcpy(p.sums + to, own, columns * sizeof(int32_t));
           } else {
             const float left = p.image_scale.at(0, 0, images[r]);
-            kernels.scale(own, columns, left, p.kernel_scale.from(0, 0, output),
+            kernels.scale(own, columns, zeros, left, p.kernel_scale.from(0, 0, output),
                           p.kernel_scale.stride(), p.scaled + to);
           }
         }

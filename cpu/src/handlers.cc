@@ -4,8 +4,6 @@
 
 #include "checks.h"
 
-namespace ffi = xla::ffi;
-
 namespace jqx {
 namespace {
 
@@ -169,47 +167,20 @@ ffi::Error ranges(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBu
 }  // namespace
 }  // namespace jqx
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_product, jqx::product,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Attr<float>("low")
-                                  .Attr<float>("high")
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jqx_cpu_product, jqx::product,
+    jqx::bound<8>().Attr<float>("low").Attr<float>("high").Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_float_product, jqx::float_product,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
+                              jqx::bound<7>()
                                   .Attr<int32_t>("bits")
                                   .Attr<bool>("is_signed")
                                   .Attr<int32_t>("digits")
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_magnitudes, jqx::magnitudes,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_ranges, jqx::ranges,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                              jqx::bound<1>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_ranges, jqx::ranges, jqx::bound<1>().Ret<ffi::AnyBuffer>());
 
 extern "C" const char* jqx_cpu_kernels() { return jqx::kernels().name; }
 extern "C" bool jqx_cpu_choose(const char* name) { return jqx::choose(name); }

@@ -3,15 +3,11 @@
 #include "checks.h"
 #include "convolutions.h"
 
-namespace ffi = xla::ffi;
-
 namespace jqx {
 namespace {
 
-using Numbers = ffi::Span<const int64_t>;
-
 // Reads how a window goes over two axes; returns whether it can.
-bool read(Numbers strides, Numbers dilation, Numbers padding, Axis* axes) {
+bool read(Integers strides, Integers dilation, Integers padding, Axis* axes) {
   if (strides.size() != 2 || dilation.size() != 2 || padding.size() != 4) return false;
   constexpr int64_t kMost = 1 << 30;  // nothing overflows
   for (int i = 0; i < 2; ++i) {
@@ -28,8 +24,8 @@ bool read(Numbers strides, Numbers dilation, Numbers padding, Axis* axes) {
 
 ffi::Error convolution(ffi::ThreadPool pool, ffi::AnyBuffer image, ffi::AnyBuffer kernel,
                        ffi::AnyBuffer image_scale, ffi::AnyBuffer image_zero,
-                       ffi::AnyBuffer kernel_scale, ffi::AnyBuffer kernel_zero, Numbers strides,
-                       Numbers dilation, Numbers padding, int64_t groups,
+                       ffi::AnyBuffer kernel_scale, ffi::AnyBuffer kernel_zero, Integers strides,
+                       Integers dilation, Integers padding, int64_t groups,
                        ffi::Result<ffi::AnyBuffer> y) {
   constexpr const char* kName = "convolution";
   const auto images = image.dimensions(), taps = kernel.dimensions();
@@ -89,16 +85,9 @@ ffi::Error convolution(ffi::ThreadPool pool, ffi::AnyBuffer image, ffi::AnyBuffe
 }  // namespace jqx
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_convolution, jqx::convolution,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Attr<ffi::Span<const int64_t>>("strides")
-                                  .Attr<ffi::Span<const int64_t>>("dilation")
-                                  .Attr<ffi::Span<const int64_t>>("padding")
+                              jqx::bound<6>()
+                                  .Attr<jqx::Integers>("strides")
+                                  .Attr<jqx::Integers>("dilation")
+                                  .Attr<jqx::Integers>("padding")
                                   .Attr<int64_t>("groups")
                                   .Ret<ffi::AnyBuffer>());

@@ -5,8 +5,6 @@
 #include "checks.h"
 #include "decoded.h"
 
-namespace ffi = xla::ffi;
-
 namespace jqx {
 namespace {
 
@@ -77,13 +75,6 @@ ffi::Error decoded_product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
 }  // namespace
 }  // namespace jqx
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_decoded_product, jqx::decoded_product,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Attr<ffi::Span<const float>>("table")
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jqx_cpu_decoded_product, jqx::decoded_product,
+    jqx::bound<5>().Attr<ffi::Span<const float>>("table").Ret<ffi::AnyBuffer>());

@@ -44,10 +44,10 @@ ffi::Error read_row(ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
     case Row::kMask:
     case Row::kMatrix:
     case Row::kColumns: {
-      if (index >= int64_t(arguments.size())) return unfit("the index of an argument", at);
       const auto own = arguments.get<ffi::AnyBuffer>(size_t(index));
       if (!own.has_value()) return unfit("an argument", at);
-      const auto dtype = row.kind == Row::kMask ? ffi::PRED : ffi::F32;
+      const bool of_codes = row.kind == Row::kMatrix && own->element_type() == ffi::S8;
+      const auto dtype = row.kind == Row::kMask ? ffi::PRED : of_codes ? ffi::S8 : ffi::F32;
       const bool fits = row.kind == Row::kColumns ? has(*own, ffi::F32, {width})
                                                   : own->element_type() == dtype;
       if (!fits || !is_aligned(own->untyped_data(), ffi::ByteWidth(dtype))) {
@@ -65,7 +65,6 @@ ffi::Error read_row(ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
       row.data = const_cast<float*>(constants.begin() + index);
       break;
     case Row::kOutput: {
-      if (index >= int64_t(results.size())) return unfit("the index of a result", at);
       auto own = results.get<ffi::AnyBuffer>(size_t(index));
       if (!own.has_value() || (*own)->element_type() != ffi::F32 ||
           !is_aligned((*own)->untyped_data(), 4) ||
@@ -106,6 +105,24 @@ bool are_made(const std::vector<RowStep>& steps, size_t before, int64_t codes) {
   return false;
 }
 
+// Reads the indices of the scales of n columns and of their zero points; -1 stands for 1 and 0.
+ffi::Error read_scales(ffi::RemainingArgs& arguments, const int64_t* fields, size_t at, int64_t n,
+                       RowStep* step) {
+  static const float one = 1;
+  step->scale = &one;
+  if (fields[0] < 0) return ffi::Error::Success();
+  const auto scale = arguments.get<ffi::AnyBuffer>(size_t(fields[0]));
+  const bool is_one = scale.has_value() && has(*scale, ffi::F32, {1});
+  if (!is_one && !(scale.has_value() && has(*scale, ffi::F32, {n}))) return unfit("a scale", at);
+  step->scale = static_cast<const float*>(scale->untyped_data()), step->scale_stride = !is_one;
+  if (fields[1] < 0) return ffi::Error::Success();
+  const auto zero = arguments.get<ffi::AnyBuffer>(size_t(fields[1]));
+  const bool is_same = zero.has_value() && has(*zero, ffi::S32, {1});
+  if (!is_same && !(zero.has_value() && has(*zero, ffi::S32, {n}))) return unfit("a zero point", at);
+  step->w_zero = static_cast<const int32_t*>(zero->untyped_data()), step->zero_stride = !is_same;
+  return ffi::Error::Success();
+}
+
 ffi::Error read_product(ffi::RemainingArgs& arguments, const int64_t* fields, size_t at,
                         RowProgram* program) {
   RowStep& step = program->steps[at];
@@ -116,10 +133,7 @@ ffi::Error read_product(ffi::RemainingArgs& arguments, const int64_t* fields, si
   }
   step.k = codes.width;
   const int64_t n = to.width;
-  for (const int64_t index : {fields[3], fields[4], fields[5], fields[6]}) {
-    if (index >= int64_t(arguments.size())) return unfit("the index of an argument", at);
-  }
-  if (fields[3] < 0 || fields[4] < 0) return unfit("a product", at);
+  if (fields[3] < 0) return unfit("a weight", at);
   const auto w = arguments.get<ffi::AnyBuffer>(size_t(fields[3]));
   if (!w.has_value()) return unfit("a weight", at);
   if (fields[6] < 0) {
@@ -135,16 +149,7 @@ ffi::Error read_product(ffi::RemainingArgs& arguments, const int64_t* fields, si
     if (!has(*w, ffi::S8, {stack.stack, n, step.k})) return unfit("a stack", at);
     step.w = static_cast<const int8_t*>(w->untyped_data()) + stack.at * n * step.k;
   }
-  const auto scale = arguments.get<ffi::AnyBuffer>(size_t(fields[4]));
-  const bool is_one = scale.has_value() && has(*scale, ffi::F32, {1});
-  if (!is_one && !(scale.has_value() && has(*scale, ffi::F32, {n}))) return unfit("a scale", at);
-  step.scale = static_cast<const float*>(scale->untyped_data()), step.scale_stride = !is_one;
-  if (fields[5] < 0) return ffi::Error::Success();
-  const auto zero = arguments.get<ffi::AnyBuffer>(size_t(fields[5]));
-  const bool one = zero.has_value() && has(*zero, ffi::S32, {1});
-  if (!one && !(zero.has_value() && has(*zero, ffi::S32, {n}))) return unfit("a zero point", at);
-  step.w_zero = static_cast<const int32_t*>(zero->untyped_data()), step.zero_stride = !one;
-  return ffi::Error::Success();
+  return read_scales(arguments, fields + 4, at, n, &step);
 }
 
 ffi::Error read_matrix_product(ffi::RemainingArgs& arguments, const int64_t* fields, size_t at,
@@ -152,7 +157,9 @@ ffi::Error read_matrix_product(ffi::RemainingArgs& arguments, const int64_t* fie
   RowStep& step = program->steps[at];
   const Row &to = program->rows[step.to], &x = program->rows[step.a];
   const Row& matrix = program->rows[step.b];
-  const bool reads = x.kind == Row::kInput || x.kind == Row::kOfBlock || x.kind == Row::kOutput;
+  const bool codes = x.kind == Row::kCodes && are_made(program->steps, at, step.a);
+  const bool reads = codes || x.kind == Row::kInput || x.kind == Row::kOfBlock ||
+                     x.kind == Row::kOutput;
   const bool writes = to.kind == Row::kOutput || to.kind == Row::kOfBlock;
   if (!reads || !writes || matrix.kind != Row::kMatrix) return unfit("a product", at);
   step.k = x.width, step.along_k = fields[4], step.along_n = fields[5];
@@ -161,10 +168,13 @@ ffi::Error read_matrix_product(ffi::RemainingArgs& arguments, const int64_t* fie
   const bool fits = step.along_k >= 0 && step.along_n >= 0 && step.along_k <= most &&
                     step.along_n <= most && matrix.width == to.width;
   const int64_t more = (step.k - 1) * step.along_k + (to.width - 1) * step.along_n;
-  if (!fits || !own.has_value() || !lies_within(matrix, program->lead, more, *own)) {
+  if (!fits || !own.has_value() || !lies_within(matrix, program->lead, more, *own) ||
+      own->element_type() != (codes ? ffi::S8 : ffi::F32)) {
     return unfit("a matrix", at);
   }
-  return ffi::Error::Success();
+  if (!codes) return ffi::Error::Success();
+  if (step.along_k != 1 && step.along_n != 1) return unfit("a matrix", at);
+  return read_scales(arguments, fields + 6, at, to.width, &step);
 }
 
 ffi::Error read_step(ffi::RemainingArgs& arguments, const int64_t* fields, size_t at,
@@ -198,15 +208,13 @@ ffi::Error read_step(ffi::RemainingArgs& arguments, const int64_t* fields, size_
   step.low = fields[5], step.high = fields[6];
   if (step.low < -128 || step.low > step.high || step.high > 127) return unfit("a range", at);
   if (fields[4] < 0) return ffi::Error::Success();
-  if (fields[4] >= int64_t(arguments.size())) return unfit("the index of an argument", at);
   const auto zero = arguments.get<ffi::AnyBuffer>(size_t(fields[4]));
   if (!zero.has_value() || !has(*zero, ffi::S32, {1})) return unfit("a zero point", at);
   step.zero = static_cast<const int32_t*>(zero->untyped_data());
   return ffi::Error::Success();
 }
 
-ffi::Error rows(ffi::ThreadPool pool, ffi::Span<const int64_t> lead, ffi::Span<const int64_t> rows,
-                ffi::Span<const int64_t> strides, ffi::Span<const int64_t> steps,
+ffi::Error rows(ffi::ThreadPool pool, Integers lead, Integers rows, Integers strides, Integers steps,
                 ffi::Span<const float> constants, ffi::RemainingArgs arguments,
                 ffi::RemainingRets results) {
   const size_t count = rows.size() / kOfRowField;
@@ -242,12 +250,11 @@ ffi::Error rows(ffi::ThreadPool pool, ffi::Span<const int64_t> lead, ffi::Span<c
 }  // namespace jqx
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jqx_cpu_rows, jqx::rows,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Attr<xla::ffi::Span<const int64_t>>("lead")
-                                  .Attr<xla::ffi::Span<const int64_t>>("rows")
-                                  .Attr<xla::ffi::Span<const int64_t>>("strides")
-                                  .Attr<xla::ffi::Span<const int64_t>>("steps")
-                                  .Attr<xla::ffi::Span<const float>>("constants")
+                              jqx::bound<0>()
+                                  .Attr<jqx::Integers>("lead")
+                                  .Attr<jqx::Integers>("rows")
+                                  .Attr<jqx::Integers>("strides")
+                                  .Attr<jqx::Integers>("steps")
+                                  .Attr<ffi::Span<const float>>("constants")
                                   .RemainingArgs()
                                   .RemainingRets());

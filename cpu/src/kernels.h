@@ -72,6 +72,20 @@ struct Table {
   Table(int bits, const float* values);  // in decoded.cc
 };
 
+// Zero points of a row, a, and of columns, b: sum (x - a) (w - b) is sum x w - a sum w - b rest,
+// modulo 2**32.
+struct ZeroPoints {
+  uint32_t a, rest;           // rest = sum x - k a
+  const int32_t* of_columns;  // sum w, or nullptr where a is 0
+  const int32_t* b;           // or nullptr
+  int64_t b_stride;           // 1, or 0 where one stands for all
+
+  ZeroPoints(int64_t k, int32_t a, const int32_t* of_columns, int32_t of_row, const int32_t* b,
+             int64_t b_stride)
+      : a(uint32_t(a)), rest(uint32_t(of_row) - uint32_t(k) * uint32_t(a)),
+        of_columns(of_columns), b(b), b_stride(b_stride) {}
+};
+
 // Some numbers of each row, or one that stands for as many.
 struct Numbers {
   const float* at;  // of the first row
@@ -120,13 +134,12 @@ struct Kernels {
                     const int16_t* const* weights, int taps, int64_t channels, int32_t a,
                     int32_t* sums);
 
-  // Takes the zero points from sums of a row: sum (x - a) (w - b), modulo 2**32.
-  void (*correct)(int32_t* sums, int columns, int64_t k, int32_t a, const int32_t* of_columns,
-                  int32_t of_row, const int32_t* b, int64_t b_stride);
+  // Takes what zero points add from sums of a row.
+  void (*correct)(int32_t* sums, int columns, const ZeroPoints& zeros);
 
-  // Multiplies sums of a row by two scales, the left one first.
-  void (*scale)(const int32_t* sums, int columns, float left, const float* right,
-                int64_t right_stride, float* out);
+  // Does so, which may change the sums, and multiplies them by two scales, the left one first.
+  void (*scale)(int32_t* sums, int columns, const ZeroPoints& zeros, float left,
+                const float* right, int64_t right_stride, float* out);
 
   // Splits a row in `to->count` digits: two or three.
   void (*split)(const float* x, int64_t k, int per, Digits* to);

@@ -48,18 +48,12 @@ void dots_in_16_bits(const int8_t* x, int64_t x_stride, const int32_t*, int rows
   }
 }
 
-void panel_in_16_bits(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows,
-                      const uint8_t* panel, int columns, int64_t k, int32_t* sums) {
-  const int8_t* w = reinterpret_cast<const int8_t*>(panel);
-  dots_in_16_bits(x, x_stride, of_rows, rows, w, k, columns, k, sums);
-}
-
 }  // namespace
 
 const Kernels& avx2_kernels() {
   static const Kernels all = [] {
     Kernels own = plain_kernels("AVX2");
-    own.dots = dots_in_16_bits, own.panel = panel_in_16_bits;
+    own.dots = dots_in_16_bits, own.panel = panel_by<dots_in_16_bits>;
     return own;
   }();
   return all;

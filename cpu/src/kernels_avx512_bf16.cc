@@ -29,16 +29,13 @@ __attribute__((noinline)) void add_pairs_of(const uint16_t* x, int64_t x_stride,
     JQX_UNROLL for (int j = 0; j < 4; ++j) total[i][j] = _mm512_setzero_ps();
   }
   for (int64_t at = 0; at < pairs; ++at, x += 2, panel += 2 * kColumns) {
-    const __m512i a = _mm512_load_si512(panel), b = _mm512_load_si512(panel + 32);
-    const __m512i c = _mm512_load_si512(panel + 64), d = _mm512_load_si512(panel + 96);
+    __m512i own[4];
+    JQX_UNROLL for (int j = 0; j < 4; ++j) own[j] = _mm512_load_si512(panel + 32 * j);
     JQX_UNROLL for (int i = 0; i < R; ++i) {
       int32_t pair;
       std::memcpy(&pair, x + i * x_stride, 4);
       const __m512i row = _mm512_set1_epi32(pair);
-      multiply(total[i][0], a, row);
-      multiply(total[i][1], b, row);
-      multiply(total[i][2], c, row);
-      multiply(total[i][3], d, row);
+      JQX_UNROLL for (int j = 0; j < 4; ++j) multiply(total[i][j], own[j], row);
     }
   }
   JQX_UNROLL for (int j = 0; j < 4; ++j) {

@@ -25,15 +25,14 @@ void quantize_vnni(const float* x, int64_t n, float scale, int32_t zero, int32_t
   const __m512 s = _mm512_set1_ps(scale);
   const __m512 lo = _mm512_set1_ps(float(low - zero)), hi = _mm512_set1_ps(float(high - zero));
   const __m512i from = _mm512_set1_epi32(zero);
-  for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 here = __mmask16(first(n - i));
+  for_vectors(n, [&](int64_t i, __mmask16 here) {
     const __m512 y = _mm512_div_ps(_mm512_maskz_loadu_ps(here, x + i), s);
     const __mmask16 known = _mm512_cmp_ps_mask(y, y, _CMP_ORD_Q);
     const __m512 clipped = _mm512_min_ps(_mm512_max_ps(y, lo), hi);
     const __m512i whole = _mm512_maskz_cvt_roundps_epi32(
         known, clipped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm512_mask_cvtepi32_storeu_epi8(codes + i, here, _mm512_add_epi32(whole, from));
-  }
+  });
 }
 
 void map_vnni(int64_t op, Numbers a, Numbers b, int64_t rows, int64_t n, float* y, int64_t y_step) {
@@ -41,15 +40,28 @@ void map_vnni(int64_t op, Numbers a, Numbers b, int64_t rows, int64_t n, float* 
     for (int64_t r = 0; r < rows; ++r) {
       const float *own_a = a.at + r * a.step, *own_b = b.at + r * b.step;
       const __m512 one_a = _mm512_set1_ps(*own_a), one_b = _mm512_set1_ps(*own_b);
-      for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 here = __mmask16(first(n - i));
+      for_vectors(n, [&](int64_t i, __mmask16 here) {
         const __m512 x = a.many ? _mm512_maskz_loadu_ps(here, own_a + i) : one_a;
         const __m512 z = b.many ? _mm512_maskz_loadu_ps(here, own_b + i) : one_b;
         _mm512_mask_storeu_ps(y + r * y_step + i, here, f(x, z));
-      }
+      });
     }
   };
   with_function(op, two, [&](auto f) { two([f](__m512 x, __m512) { return f(x); }); });
+}
+
+void select_vnni(const bool* mask, int64_t mask_step, bool many, Numbers b, Numbers c, int64_t rows,
+                 int64_t n, float* y, int64_t y_step) {
+  for (int64_t r = 0; r < rows; ++r, mask += mask_step) {
+    const float *own_b = b.at + r * b.step, *own_c = c.at + r * c.step;
+    for_vectors(n, [&](int64_t i, __mmask16 here) {
+      const __m128i bytes = many ? _mm_maskz_loadu_epi8(here, mask + i) : _mm_set1_epi8(char(*mask));
+      const __mmask16 set = _mm_test_epi8_mask(bytes, bytes);
+      const __m512 x = b.many ? _mm512_maskz_loadu_ps(here, own_b + i) : _mm512_set1_ps(*own_b);
+      const __m512 z = c.many ? _mm512_maskz_loadu_ps(here, own_c + i) : _mm512_set1_ps(*own_c);
+      _mm512_mask_storeu_ps(y + r * y_step + i, here, _mm512_mask_blend_ps(set, z, x));
+    });
+  }
 }
 
 float reduce_vnni(int64_t op, const float* x, int64_t n) {
@@ -74,13 +86,12 @@ void range_vnni(const float* x, int64_t n, float* found) {
   const __m512 most = _mm512_set1_ps(INFINITY), least = _mm512_set1_ps(-INFINITY);
   __m512 low = most, high = least;
   int64_t nans = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 here = __mmask16(first(n - i));
+  for_vectors(n, [&](int64_t i, __mmask16 here) {
     const __m512 own = _mm512_maskz_loadu_ps(here, x + i);
     low = _mm512_mask_min_ps(low, here, own, low);
     high = _mm512_mask_max_ps(high, here, own, high);
     nans += __builtin_popcount(_mm512_cmp_ps_mask(own, own, _CMP_UNORD_Q));
-  }
+  });
   found[0] = _mm512_reduce_min_ps(low), found[1] = _mm512_reduce_max_ps(high);
   found[2] = float(nans);
 }
@@ -126,22 +137,16 @@ __attribute__((noinline)) void dots_of(const int8_t* x, int64_t x_stride, const 
                                        const int8_t* const* own, int64_t k, __mmask8 columns,
                                        int32_t* sums) {
   __m512i total[R][4];
-  const int8_t *w0 = own[0], *w1 = own[1], *w2 = own[2], *w3 = own[3];
   JQX_UNROLL for (int i = 0; i < R; ++i) {
     JQX_UNROLL for (int j = 0; j < 4; ++j) total[i][j] = _mm512_setzero_si512();
   }
   for (int64_t at = 0; at < k; at += 64) {
     const __mmask64 here = first(k - at);
-    const __m512i a = flipped(_mm512_maskz_loadu_epi8(here, w0 + at));
-    const __m512i b = flipped(_mm512_maskz_loadu_epi8(here, w1 + at));
-    const __m512i c = flipped(_mm512_maskz_loadu_epi8(here, w2 + at));
-    const __m512i d = flipped(_mm512_maskz_loadu_epi8(here, w3 + at));
+    __m512i w[4];
+    JQX_UNROLL for (int j = 0; j < 4; ++j) w[j] = flipped(_mm512_maskz_loadu_epi8(here, own[j] + at));
     JQX_UNROLL for (int i = 0; i < R; ++i) {
       const __m512i row = _mm512_loadu_si512(x + i * x_stride + at);
-      multiply(total[i][0], a, row);
-      multiply(total[i][1], b, row);
-      multiply(total[i][2], c, row);
-      multiply(total[i][3], d, row);
+      JQX_UNROLL for (int j = 0; j < 4; ++j) multiply(total[i][j], w[j], row);
     }
   }
   JQX_UNROLL for (int i = 0; i < R; ++i) {
@@ -174,8 +179,8 @@ void dots_vnni(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int ro
 void turn_bytes(const int8_t* w, int64_t w_stride, int columns, int64_t w_k, int8_t bits,
                 uint8_t* panel) {
   const __m512i flip = _mm512_set1_epi8(bits);
-  for (int64_t at = 0; at < w_k; at += 64) {
-    for (int j = 0; j < kColumns && j < columns; j += 16) {
+  for (int j = 0; j < kColumns && j < columns; j += 16) {
+    for (int64_t at = 0; at < w_k; at += 64) {  // each column as it lies in memory
       __m512i some[16];
       JQX_UNROLL for (int i = 0; i < 16; ++i) {
         const __mmask64 here = j + i < columns ? first(w_k - at) : 0;
@@ -523,7 +528,6 @@ void decode_pairs_in(const GroupedWeights& w, const int8_t* zero, int64_t from, 
   const __m512i mask = _mm512_set1_epi32((1 << kBits) - 1);
   const __m512i magic = _mm512_set1_epi32(kMagic | (w.is_signed ? w.middle() : 0));
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
-  const int64_t width = (w.k * kBits + 7) / 8;
   __m512 less[4];
   const auto find_less = [&](int64_t group) {
     JQX_UNROLL for (int j = 0; j < 4; ++j) {
@@ -540,17 +544,7 @@ void decode_pairs_in(const GroupedWeights& w, const int8_t* zero, int64_t from, 
   const int64_t stop = (to + kPairs - 1) / kPairs * kPairs;
   alignas(64) uint8_t turned[kRun * kColumns];
   for (int64_t k = from; k < stop; k += 16 * kPer) {
-    const int64_t byte = k * kBits / 8;
-    for (int j = 0; j < kColumns; j += 16) {
-      __m512i some[16];
-      JQX_UNROLL for (int i = 0; i < 16; ++i) {
-        const __mmask64 own = j + i < columns ? first(width - byte) : 0;
-        const uint8_t* at = w.codes + (own ? (j + i) * w.stride + byte : 0);
-        _mm_prefetch(at + (to - from) * kBits / 8, _MM_HINT_T1);  // of the next panel
-        some[i] = _mm512_maskz_loadu_epi8(own, at);
-      }
-      turn(some, turned + 4 * j, kStep);
-    }
+    turn_codes(w, k * kBits / 8, (to - from) * kBits / 8, columns, turned);
     for (int l = 0; l < 16 && k + l * kPer < stop; ++l) {
       const int64_t at = k + l * kPer;
       if (zero != nullptr && at < to && at / w.group != group) find_less(group = at / w.group);
@@ -604,17 +598,14 @@ __attribute__((noinline)) void grouped_panel_of(const Digits* rows, const Groupe
       }
     }
     for (int64_t at = g * w.group; at < (g + 1) * w.group; at += 4, panel += 4 * kColumns) {
-      const __m512i a = _mm512_load_si512(panel), b = _mm512_load_si512(panel + 64);
-      const __m512i c = _mm512_load_si512(panel + 128), e = _mm512_load_si512(panel + 192);
+      __m512i own[4];
+      JQX_UNROLL for (int j = 0; j < 4; ++j) own[j] = _mm512_load_si512(panel + 64 * j);
       JQX_UNROLL for (int i = 0; i < R; ++i) {
         JQX_UNROLL for (int d = 0; d < kDigits; ++d) {
           int32_t codes;
           std::memcpy(&codes, rows[i].digits[d] + at, 4);
           const __m512i row = _mm512_set1_epi32(codes);
-          multiply(total[i][d][0], a, row);
-          multiply(total[i][d][1], b, row);
-          multiply(total[i][d][2], c, row);
-          multiply(total[i][d][3], e, row);
+          JQX_UNROLL for (int j = 0; j < 4; ++j) multiply(total[i][d][j], own[j], row);
         }
       }
     }
@@ -748,18 +739,25 @@ void arrange_vnni(const int8_t* x, int64_t k, int per, Digits* to) {
   }
 }
 
-void scale_vnni(const int32_t* sums, int columns, float left, const float* right,
+void scale_vnni(int32_t* sums, int columns, const ZeroPoints& by, float left, const float* right,
                 int64_t right_stride, float* out) {
   const bool is_plain = left >= 0x1p-64f && left <= 0x1p64f;
-  if (!is_plain) return scale(sums, columns, left, right, right_stride, out);
+  if (!is_plain) return scale(sums, columns, by, left, right, right_stride, out);
   const __m512 first_scale = _mm512_set1_ps(left), one = _mm512_set1_ps(right[0]);
-  for (int j = 0; j < columns; j += 16) {
-    const __mmask16 here = __mmask16(first(columns - j));
+  for_vectors(columns, [&](int64_t j, __mmask16 here) {
     const __m512 second = right_stride == 0 ? one : _mm512_maskz_loadu_ps(here, right + j);
-    const __m512 real = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(here, sums + j));
-    const __m512 y = _mm512_mul_ps(_mm512_mul_ps(real, first_scale), second);
+    __m512i sum = _mm512_maskz_loadu_epi32(here, sums + j);
+    const auto less = [&](uint32_t each, __m512i of) {
+      sum = _mm512_sub_epi32(sum, _mm512_mullo_epi32(_mm512_set1_epi32(int(each)), of));
+    };
+    if (by.of_columns != nullptr) less(by.a, _mm512_maskz_loadu_epi32(here, by.of_columns + j));
+    if (by.b != nullptr) {
+      less(by.rest, by.b_stride == 0 ? _mm512_set1_epi32(*by.b)
+                                     : _mm512_maskz_loadu_epi32(here, by.b + j));
+    }
+    const __m512 y = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), first_scale), second);
     _mm512_mask_storeu_ps(out + j, here, y);
-  }
+  });
 }
 
 }  // namespace
@@ -772,7 +770,8 @@ namespace jqx {
 const Kernels& avx512_vnni_kernels() {
   static const Kernels all = [] {
     Kernels own = plain_kernels("AVX-512 VNNI");
-    own.quantize = quantize_vnni, own.turn = turn_avx512, own.map = map_vnni, own.reduce = reduce_vnni, own.range = range_vnni, own.sum = sum_vnni;
+    own.quantize = quantize_vnni, own.turn = turn_avx512, own.map = map_vnni;
+    own.select = select_vnni, own.reduce = reduce_vnni, own.range = range_vnni, own.sum = sum_vnni;
     own.dots = dots_vnni;
     own.pack = pack_vnni, own.pack_rows = pack_rows_vnni, own.panel = panel_vnni;
     own.depthwise = depthwise_vnni, own.scale = scale_vnni;

@@ -55,18 +55,12 @@ void dots_by_dot(const int8_t* x, int64_t x_stride, const int32_t*, int rows, co
   }
 }
 
-void panel_by_dot(const int8_t* x, int64_t x_stride, const int32_t* of_rows, int rows,
-                  const uint8_t* panel, int columns, int64_t k, int32_t* sums) {
-  const int8_t* w = reinterpret_cast<const int8_t*>(panel);
-  dots_by_dot(x, x_stride, of_rows, rows, w, k, columns, k, sums);
-}
-
 }  // namespace
 
 const Kernels& neon_kernels() {
   static const Kernels all = [] {
     Kernels own = plain_kernels("NEON");
-    own.dots = dots_by_dot, own.panel = panel_by_dot;
+    own.dots = dots_by_dot, own.panel = panel_by<dots_by_dot>;
     return own;
   }();
   return all;

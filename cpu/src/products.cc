@@ -128,19 +128,18 @@ void multiply(const Product& p, const Kernels& kernels, Pool& given) {
         }
         for (int r = 0; r < some; ++r) {
           int32_t* total = sums + r * kColumns;
-          if (p.x_zero.data != nullptr || p.w_zero.data != nullptr) {
-            const int32_t a = p.x_zero.data == nullptr ? 0 : p.x_zero.at(b, p.m, i + r);
-            kernels.correct(total, columns, p.k, a,
-                            p.x_zero.data == nullptr ? nullptr : of_columns[at], sums_of[r],
-                            p.w_zero.from(b, p.n, j), p.w_zero.stride());
-          }
+          const bool has_zero = p.x_zero.data != nullptr;
+          const ZeroPoints zeros(p.k, has_zero ? p.x_zero.at(b, p.m, i + r) : 0,
+                                 has_zero ? of_columns[at] : nullptr, sums_of[r],
+                                 p.w_zero.from(b, p.n, j), p.w_zero.stride());
           const int64_t to = (b * p.m + i + r) * p.n + j;
           if (p.sums != nullptr) {
+            kernels.correct(total, columns, zeros);
             std::memcpy(p.sums + to, total, columns * sizeof(int32_t));
           } else {
             const float left = p.x_scale.at(b, p.m, i + r);
-            kernels.scale(total, columns, left, p.w_scale.from(b, p.n, j), p.w_scale.stride(),
-                          p.scaled + to);
+            kernels.scale(total, columns, zeros, left, p.w_scale.from(b, p.n, j),
+                          p.w_scale.stride(), p.scaled + to);
           }
         }
       }

@@ -13,7 +13,7 @@ constexpr int64_t kMostBytes = 960 << 10;  // of theirs, which its cache holds
 constexpr int64_t kMostKept = 4 << 20;    // bytes of memory that threads keep for the next rows
 constexpr int64_t kCrowded = 1024;        // floats between rows that compete for places in caches
 constexpr int64_t kMostShared = 512;      // rows whose steps threads share
-constexpr int64_t kFewBlocks = 256;       // rows up to which they do,
+constexpr int64_t kFewOfThread = 32;      // rows of each up to which they do,
 constexpr int64_t kMostWeights = 16 << 20;  // and bytes of weights from which on
 constexpr int64_t kMostRowsOfTile = 16;   // rows that take each step together
 constexpr int64_t kMostOfTile = 2048;     // and floats of theirs
@@ -30,9 +30,14 @@ int64_t steps_of_panel(int64_t k) { return up(k, kRun / 4); }
 
 bool is_product(const RowStep& step) { return step.op == kProduct || step.op == kMatrixProduct; }
 
+// Whether a product is of codes, which nothing else reads.
+bool of_codes(const RowProgram& program, const RowStep& step) {
+  return program.rows[step.a].kind == Row::kCodes;
+}
+
 // Whether all rows are multiplied by the same weights.
 bool is_shared(const RowProgram& program, const RowStep& step) {
-  if (step.op != kMatrixProduct) return step.op == kProduct;
+  if (step.op != kMatrixProduct || of_codes(program, step)) return step.op == kProduct;
   const auto& strides = program.rows[step.b].strides;
   return std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride == 0; });
 }
@@ -116,8 +121,9 @@ class Block {
     const auto& steps = program_.steps;
     for (size_t i = 0; i < steps.size();) {
       if (is_product(steps[i])) {
-        const auto by = steps[i].op == kProduct ? &Block::product : &Block::matrix_product;
-        if (steps[i].op == kMatrixProduct) gather(steps[i]);
+        const bool has_codes = of_codes(program_, steps[i]);
+        const auto by = has_codes ? &Block::product : &Block::matrix_product;
+        if (!has_codes) gather(steps[i]);
         const int64_t panels = panels_of(program_.rows[steps[i].to].width);
         each_(panels, [&](int64_t panel) { (this->*by)(int64_t(i), panel * kColumns); });
         ++i;
@@ -170,6 +176,10 @@ class Block {
 
   // Finds where each row lies.
   void place(int64_t from) {
+    const auto& lead = program_.lead;
+    size_t axis = lead.size();  // of the last one that has several rows
+    while (axis > 1 && lead[axis - 1] == 1) --axis;
+    const int64_t last = axis == 0 ? 1 : lead[axis - 1];
     for (size_t i = 0; i < program_.rows.size(); ++i) {
       const Row& row = program_.rows[i];
       Place& own = places_[i];
@@ -179,16 +189,18 @@ class Block {
       if (row.kind == Row::kOfBlock || row.kind == Row::kOfRow) own.step = row.width;
       if (!row.has_strides()) continue;
       int64_t* offsets = offsets_ + i * size_;
-      for (int64_t r = 0; r < count_; ++r) {
-        int64_t rest = from + r, offset = 0;
-        for (int64_t axis = int64_t(program_.lead.size()) - 1; axis >= 0; --axis) {
-          const int64_t n = program_.lead[axis], next = rest / n;
-          offset += (rest - next * n) * row.strides[axis];
-          rest = next;
+      int64_t inner = from % last, outer = from / last, start = 0;
+      for (int64_t r = 0; r < count_; ++r, ++inner) {
+        if (inner == last) inner = 0, ++outer;
+        if (r == 0 || inner == 0) {
+          start = 0;
+          for (int64_t i = int64_t(axis) - 2, rest = outer; i >= 0; rest /= lead[i--]) {
+            start += rest % lead[i] * row.strides[i];
+          }
         }
-        offsets[r] = offset;
-        if (r == 1) own.step = offset - offsets[0];
-        if (r > 1 && offset - offsets[r - 1] != own.step) own.step = -1;
+        offsets[r] = start + (axis == 0 ? 0 : inner * row.strides[axis - 1]);
+        if (r == 1) own.step = offsets[1] - offsets[0];
+        if (r > 1 && offsets[r] - offsets[r - 1] != own.step) own.step = -1;
       }
       own.from = offsets[0];
     }
@@ -213,13 +225,17 @@ class Block {
       for (int64_t i = 0; i < rows; ++i) step_of(step, r + i, 1, tile);
       return;
     }
-    const auto numbers = [&](int64_t i) -> Numbers {
-      return {at(i, r, tile), places_[i].step, places_[i].many};
-    };
     const Row& a = program_.rows[step.a];
     const int64_t n = program_.rows[step.to].width;
+    // One number of each row, side by side, are as the numbers of one row.
+    const bool are_one = n == 1 && step.op >= kAdd && step.op < kSum &&
+                         std::max({of_a.step, of_b.step, y_step}) == 1;
+    const auto numbers = [&](int64_t i) -> Numbers {
+      return {at(i, r, tile), places_[i].step, are_one ? places_[i].step == 1 : places_[i].many};
+    };
     const Numbers x = numbers(step.a), b = numbers(step.b);
     float* y = at(step.to, r, tile);
+    if (are_one) return kernels_.map(step.op, x, b, 1, rows, y, 0);
     if (step.op == kSelect) {
       const bool* mask = static_cast<const bool*>(a.data) + offsets_[step.a * size_ + r];
       kernels_.select(mask, x.step, x.many, b, numbers(step.c), rows, n, y, y_step);
@@ -263,7 +279,14 @@ class Block {
     alignas(64) int32_t sums[kMostRows * kColumns], of_columns[kColumns];
     const Own memory = own();
     const uint8_t* panel = memory.panel;
-    if (packed_.empty()) {
+    const bool has_steps = step.w == nullptr && step.along_k != 1;  // that lie one after another
+    const int64_t steps = has_steps ? up(k, kernels_.step) : width;
+    if (step.w == nullptr) {
+      const int8_t* w = static_cast<const int8_t*>(program_.rows[step.b].data);
+      w += offsets_[step.b * size_] + j * step.along_n;
+      const auto pack = has_steps ? kernels_.pack_rows : kernels_.pack;
+      pack(w, has_steps ? step.along_k : step.along_n, columns, k, memory.panel);
+    } else if (packed_.empty()) {
       kernels_.pack(step.w + j * k, k, columns, k, memory.panel);
     } else {
       panel = packed_[index]->at<uint8_t>(j * width);
@@ -271,7 +294,7 @@ class Block {
     if (made.zero != nullptr) {
       const int32_t of_ones = int32_t(k);
       std::memset(memory.ones, 1, k), std::memset(memory.ones + k, 0, width - k);
-      kernels_.panel(memory.ones, width, &of_ones, 1, panel, columns, width, of_columns);
+      kernels_.panel(memory.ones, width, &of_ones, 1, panel, columns, steps, of_columns);
     }
     const auto [next, bytes] = weights_after(index, j);  // come from beyond the cache of a thread
     int64_t fetched = 0;
@@ -284,15 +307,13 @@ class Block {
         const float* y = at(step.to, i + r) + j;
         for (int c = 0; c < columns; c += 16) __builtin_prefetch(y + c, 1, 2);
       }
-      kernels_.panel(codes_at(codes, i), width, of_rows + i, some, panel, columns, width, sums);
+      kernels_.panel(codes_at(codes, i), width, of_rows + i, some, panel, columns, steps, sums);
       for (int r = 0; r < some; ++r) {
-        int32_t* total = sums + r * kColumns;
-        if (made.zero != nullptr || w_zero != nullptr) {
-          kernels_.correct(total, columns, k, zero, of_columns, of_rows[i + r], w_zero,
-                           step.zero_stride);
-        }
-        kernels_.scale(total, columns, scales[i + r], step.scale + j * step.scale_stride,
-                       step.scale_stride, at(step.to, i + r) + j);
+        const ZeroPoints zeros(k, zero, made.zero == nullptr ? nullptr : of_columns,
+                               of_rows[i + r], w_zero, step.zero_stride);
+        kernels_.scale(sums + r * kColumns, columns, zeros, scales[i + r],
+                       step.scale + j * step.scale_stride, step.scale_stride,
+                       at(step.to, i + r) + j);
       }
     }
   }
@@ -306,10 +327,11 @@ class Block {
       do ++index;
       while (index < int64_t(steps.size()) && steps[index].op != kProduct);
       if (index == int64_t(steps.size())) return {nullptr, 0};
-      j = 0;
+      j %= kColumns * threads_;
     }
     const RowStep& step = steps[index];
     const int64_t columns = std::min<int64_t>(kColumns, program_.rows[step.to].width - j);
+    if (step.w == nullptr || columns <= 0) return {nullptr, 0};
     const int64_t width = up(step.k, kRun);
     if (!packed_.empty()) return {packed_[index]->at<uint8_t>(j * width), columns * width};
     return {reinterpret_cast<const uint8_t*>(step.w) + j * step.k, columns * step.k};
@@ -415,7 +437,7 @@ void run_rows(const RowProgram& program, const Kernels& kernels, Pool& pool) {
   int64_t longest = 0, weights = 0, panels = 1, m = 1;
   for (const int64_t n : program.lead) m *= n;
   for (const RowStep& step : program.steps) {
-    const int64_t bytes = step.op == kMatrixProduct ? 4 * step.k : step.k;
+    const int64_t bytes = of_codes(program, step) ? step.k : 4 * step.k;
     const int64_t n = program.rows[step.to].width;
     if (is_shared(program, step)) weights += bytes * n, panels = std::max(panels, panels_of(n));
     longest = std::max(longest, up(bytes, kRun));
@@ -437,7 +459,8 @@ void run_rows(const RowProgram& program, const Kernels& kernels, Pool& pool) {
   const int64_t size = up((alike + of_each - 1) / of_each, std::min<int64_t>(alike, 8));
   of_each = (alike + size - 1) / size;
   const int64_t blocks = of_each * (m / alike);
-  const bool is_split = alike == m && (weights > kMostWeights || (threads > 1 && m <= kFewBlocks));
+  const bool are_few = threads > 1 && m <= kFewOfThread * threads;
+  const bool is_split = alike == m && (are_few || weights > kMostWeights);
   Packed packed;
   if (!is_split && blocks >= kPackedBlocks * threads) {
     packed = packed_weights(program, kernels, pool);

@@ -36,7 +36,7 @@ struct Row {
     kOutput,    // of a result
     kCodes,     // int8 in that memory
     kMask,      // of an argument of booleans
-    kMatrix,    // an argument that many rows are multiplied by
+    kMatrix,    // an argument that many rows are multiplied by, of floats or codes
     kKinds
   };
 
@@ -61,10 +61,10 @@ struct RowStep {
   int64_t low = 0, high = 0;
   const int32_t* zero = nullptr;  // one for all, or nullptr
 
-  // Of a product of floats and the matrix `b`, elements between its steps and between its columns.
+  // Of a product with the matrix `b`, elements between its steps and between its columns.
   int64_t along_k = 0, along_n = 0;
 
-  // Of a product of the codes `a` and weights [columns, k].
+  // Of a product of the codes `a`, with weights [columns, k] or a matrix.
   int64_t k = 0;
   const int8_t* w = nullptr;
   const float* scale = nullptr;

@@ -18,6 +18,7 @@
 #include "decoded.h"
 #include "products.h"
 #include "rows.h"
+#include "tiles.h"
 
 namespace {
 
@@ -445,23 +446,26 @@ void check_decoded_products(const Kernels& kernels) {
 }
 
 // A program of rows: quantizes them with or without a zero point, multiplies their codes, adds and
-// selects numbers, multiplies by matrices, and returns both products.
+// selects numbers, multiplies them or their codes by matrices, and returns both products.
 void check_programs(const Kernels& kernels) {
   const int64_t batch = between(1, 4), each = between(1, between(0, 9) == 0 ? 900 : 150);
   const int64_t k = between(1, 200), n = between(1, 150), columns = between(1, 90), m = batch * each;
   const bool shifted = between(0, 1) == 1, masked = between(0, 1) == 1;
   const bool shared = between(0, 1) == 1, turned = between(0, 1) == 1;  // of the matrix
+  const bool coded = between(0, 1) == 1;
   Array<float> x(m * k), scales(n), bias(n), matrix(batch * n * columns), y(m * n), z(m * columns);
-  Array<int8_t> w(n * k);
+  Array<int8_t> w(n * k), codes(batch * n * columns);
   Array<uint8_t> mask(n);  // booleans
   for (auto& each : x) each = float(between(-400, 400)) / 64;
-  for (auto& each : w) each = int8_t(between(-127, 127));
+  for (auto* some : {&w, &codes}) {
+    for (auto& each : *some) each = int8_t(between(-128, 127));
+  }
   for (auto& each : scales) each = float(between(1, 64)) / 4096;
   for (auto& each : bias) each = float(between(-64, 64)) / 16;
   for (auto& each : matrix) each = float(between(-8, 8)) / 4;
   for (int64_t j = 0; j < n; ++j) mask[j] = between(0, 3) > 0;
   float scale = 0.0625f, low = -1e30f;
-  const int32_t zero = int32_t(between(-50, 50));
+  const int32_t zero = int32_t(between(-50, 50)), matrix_zero = int32_t(between(-50, 50));
 
   using jqx::Row;
   jqx::RowProgram program;
@@ -476,44 +480,56 @@ void check_programs(const Kernels& kernels) {
                   {Row::kOfRow, 0, n},
                   {Row::kOutput, 0, n, y.data(), {each * n, n}},
                   {Row::kMatrix, 0, columns, matrix.data(), {shared ? 0 : n * columns, 0}},
-                  {Row::kOutput, 1, columns, z.data(), {columns, batch * columns}}};
+                  {Row::kOutput, 1, columns, z.data(), {columns, batch * columns}},
+                  {Row::kCodes, jqx::up(k, jqx::kRun), n}};
+  if (coded) program.rows[9].data = codes.data();
   program.floats_of_row = n, program.floats_of_block = n;
-  program.bytes_of_codes = (k + jqx::kRun - 1) / jqx::kRun * jqx::kRun;
+  program.bytes_of_codes = jqx::up(k, jqx::kRun) + jqx::up(n, jqx::kRun);
   jqx::RowStep quantize = {jqx::kQuantize, 2, 0, 1, 0};
   quantize.low = -128, quantize.high = 127, quantize.zero = shifted ? &zero : nullptr;
   jqx::RowStep product = {jqx::kProduct, 3, 2, 2, 2};
   product.k = k, product.w = w.data(), product.scale = scales.data(), product.scale_stride = 1;
-  jqx::RowStep last = {jqx::kMatrixProduct, 10, 8, 9, 8};
+  jqx::RowStep again = quantize;
+  again.to = 11, again.a = 8, again.b = 1;
+  const int64_t multiplied = coded ? 11 : 8;
+  jqx::RowStep last = {jqx::kMatrixProduct, 10, multiplied, 9, multiplied};
+  last.scale = &scale, last.w_zero = shifted ? &matrix_zero : nullptr;
   last.k = n, last.along_k = turned ? 1 : columns, last.along_n = turned ? n : 1;
   const int64_t added = masked ? 7 : 8;
   program.steps = {quantize, product, {jqx::kAdd, added, 3, 4, 4}};
   if (masked) program.steps.push_back({jqx::kSelect, 8, 6, 7, 5});
+  if (coded) program.steps.push_back(again);
   program.steps.push_back(last);
   Threads threads;
   jqx::run_rows(program, kernels, threads);
 
   bool same = true;
   double worst = 0;
+  const auto code_of = [&](float number) {  // less the zero point
+    const double own = shifted ? zero : 0, code = std::nearbyint(number / scale) + own;
+    return int64_t(std::min(std::max(code, -128.0), 127.0) - own);
+  };
   for (int64_t i = 0; i < m; ++i) {
     for (int64_t j = 0; j < n; ++j) {
       int64_t sum = 0;
-      for (int64_t at = 0; at < k; ++at) {
-        const double own = shifted ? zero : 0;
-        const double code = std::nearbyint(x[i * k + at] / scale) + own;
-        sum += int64_t(std::min(std::max(code, -128.0), 127.0) - own) * w[j * k + at];
-      }
+      for (int64_t at = 0; at < k; ++at) sum += code_of(x[i * k + at]) * w[j * k + at];
       const float expected = float(sum) * scale * scales[j] + bias[j];
       same &= y[i * n + j] == (masked && !mask[j] ? low : expected);
     }
     const int64_t b = i / each;
     for (int64_t j = 0; j < columns; ++j) {
       double sum = 0, size = 1e-30;
+      int64_t of_codes = 0;
       for (int64_t at = 0; at < n; ++at) {
         const int64_t in_matrix = turned ? j * n + at : at * columns + j;
-        const double one = double(y[i * n + at]) * matrix[(shared ? 0 : b * n * columns) + in_matrix];
+        const int64_t place = (shared ? 0 : b * n * columns) + in_matrix;
+        const double one = double(y[i * n + at]) * matrix[place];
         sum += one, size += std::fabs(one);
+        of_codes += code_of(y[i * n + at]) * (codes[place] - (shifted ? matrix_zero : 0));
       }
-      worst = std::max(worst, std::fabs(z[(i % each * batch + b) * columns + j] - sum) / size);
+      const float found = z[(i % each * batch + b) * columns + j];
+      if (coded) same &= found == float(of_codes) * scale * scale;
+      if (!coded) worst = std::max(worst, std::fabs(found - sum) / size);
     }
   }
   check(same && worst < (n + 4) * 0x1p-24, kernels,

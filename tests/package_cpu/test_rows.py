@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import jqx
 from jqx._src import package_cpu
+from jqx._src.contractions import rows as contractions_of_rows
 from jqx._src.kernels.rows_cpu import (
     INPUT,
     OF_BLOCK,
@@ -155,6 +156,26 @@ def test_static_scales(activation):
     packed = jqx.pack_for(weights, "cpu")
     assert names(f, packed, x) == ["package_rows"]
     assert is_near(f(packed, x)[0], f(weights, x)[0])
+
+
+def test_products_of_one_array_share_its_codes_if_scales_are_equal(monkeypatch):
+    p, x = {"w0": random(0, 64, 96), "w1": random(1, 64, 96)}, random(2, 40, 64)
+    plan = jqx.make_plan(lambda p, x: (x @ p["w0"]) * (x @ p["w1"]), jqx.presets.w8a8("w.*"))(p, x)
+    one, other = (
+        jqx.calibrators.Affine(jnp.full((1, 1), scale, jnp.float32)) for scale in (0.03, 0.04)
+    )
+    weights, programs = jqx.pack_for(jqx.quantize_params(p, plan), "cpu"), []
+
+    def kept(program, *args):
+        programs.append(program)
+        return rows_cpu(program, *args)
+
+    monkeypatch.setattr(contractions_of_rows, "rows_cpu", kept)
+    first, second = (key for site in plan.sites for key in site.static_specs())
+    for affines, count in (({first: one, second: one}, 1), ({first: one, second: other}, 2)):
+        f = jqx.convert(lambda p, x: (x @ p["w0"]) * (x @ p["w1"]), plan, affines)
+        jax.jit(f).lower(weights, x)
+        assert [step.op for step in programs[-1].steps].count("quantize") == count
 
 
 def test_integers_of_one_product_are_those_without_kernels_to_the_bit():
@@ -317,6 +338,82 @@ def test_products_of_attention_that_a_plan_quantizes_are_not_left_in_float(op, p
     assert is_near(found, expected) and not is_near(found, f(p, x))
 
 
+def of_codes(f, *args, spec="int8:tensor"):
+    """Returns a function whose products of activations are of codes with calibrated scales, and the
+    same without kernels.
+    """
+    plan = jqx.make_plan(f, jqx.Policy([jqx.Rule(".*", activation=spec)]))({}, *args)
+    affines = "dynamic"
+    if "dynamic" not in spec:
+        affines = jqx.affines(plan, jqx.calibrate(f, plan)({}, *args)[1])
+    converted = jqx.convert(f, plan, affines)
+
+    def plain(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(package_cpu, "is_installed", lambda: False)
+            return converted(*args)
+
+    return converted, plain
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    "spec",
+    ["int8:tensor", "int8:tensor:asymmetric", "uint8:tensor:asymmetric", "int8:token:dynamic"],
+)
+def test_attention_of_codes_is_one_region(spec, groups):
+    x, mask = random(30, 3, 70, 128), jnp.tril(jnp.ones((70, 70), bool))[None, None]
+    converted, plain = of_codes(lambda _, x: attention(x, mask, 4, groups), x, spec=spec)
+    assert names(converted, {}, x) == ["package_rows"]
+    found = jax.jit(converted)({}, x)
+    assert is_near(found, jax.jit(plain)({}, x))
+    assert not is_near(found, attention(x, mask, 4, groups))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.tuples(st.integers(60, 150), st.integers(60, 150), st.integers(20, 80)),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_sums_of_codes_in_attention_are_exact(batch, sizes, turned, seed):
+    rows, steps, d = sizes
+    rng = np.random.default_rng(seed)
+    whole = (rng.integers(-127, 128, (batch, 4, n, d)) for n in (rows, steps, steps))
+    q, k, v = (jnp.asarray(x, jnp.float32).at[0, 0, 0, 0].set(127) for x in whole)  # of scale 1
+    k = jnp.swapaxes(k, 2, 3) if turned else k
+
+    def f(_, q, k, v):
+        scores = jnp.einsum("bhtd,bhds->bhts" if turned else "bhtd,bhsd->bhts", q, k)
+        return scores, jnp.einsum("bhts,bhsd->bhtd", jnp.clip(scores, 0, 127), v)
+
+    converted, _ = of_codes(f, q, k, v)
+    assert names(converted, {}, q, k, v) == ["package_rows"]
+    scores, mixed = map(np.asarray, jax.jit(converted)({}, q, k, v))
+    q, k, v = (np.asarray(x, np.int64) for x in (q, k, v))
+    expected = q @ (k if turned else np.swapaxes(k, 2, 3))
+    np.testing.assert_array_equal(scores, expected.astype(np.float32))
+    np.testing.assert_array_equal(mixed, (np.clip(expected, 0, 127) @ v).astype(np.float32))
+
+
+def test_attention_of_codes_composes_and_takes_what_is_no_number():
+    x = random(33, 2, 64, 128)
+    converted, plain = of_codes(lambda _, x: attention(x, None, 4, 1), x)
+
+    def pulled(f):
+        return jax.jit(jax.grad(lambda x: (f({}, x) ** 2).sum()))(x)
+
+    assert is_near(pulled(converted), pulled(plain))
+    several = jnp.stack([x, -x, 2 * x])
+    mapped = jax.jit(jax.vmap(converted, (None, 0)))({}, several)
+    assert is_near(mapped, jnp.stack([plain({}, x) for x in several]))
+    looped = jax.jit(lambda x: jax.lax.scan(lambda c, x: (c, converted({}, x)), 0, x)[1])(several)
+    np.testing.assert_array_equal(looped, mapped)
+    odd = x.at[0, 3, 5].set(jnp.nan).at[1, 2].set(jnp.inf).at[1, 7, 100].set(-jnp.inf)
+    assert is_near(jax.jit(converted)({}, odd), jax.jit(plain)({}, odd))
+
+
 def test_scores_that_are_summed_along_another_axis_are_evaluated_as_they_are():
     def f(p, x):
         q, k = x.reshape(2, 40, 4, 32), (x @ p["w"]).reshape(2, 40, 4, 32)
@@ -402,6 +499,28 @@ def test_explain_names_the_products_of_a_region():
     ]
     (product,) = found["w1"][0].contractions
     assert product.runs == "jqx_cpu_rows" and product.operands == ("s8[60,32]", "s8[64,32]")
+
+
+def test_explain_names_the_products_of_attention():
+    x = random(34, 2, 70, 128)
+
+    def f(_, x):
+        q, k = x.reshape(2, 70, 4, 32), -x.reshape(2, 70, 4, 32)
+        with jax.named_scope("scores"):
+            weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        with jax.named_scope("mixed"):
+            mixed = jnp.einsum("bhts,bshd->bhtd", weights, k)
+        with jax.named_scope("summed"):
+            return mixed + jnp.einsum("bhts,bshd->bhtd", weights * 2, k)
+
+    converted, _ = of_codes(f, x)
+    found = jqx.explain(converted, {}, x)
+    products = [(site.path.split("/")[0], *site.contractions) for site in found.sites]
+    assert [(path, c.runs, c.operands, c.result) for path, c in products] == [
+        ("scores", "jqx_cpu_rows", ("s8[560,32]", "s8[2,70,4,32]"), "f32[560,70]"),
+        ("mixed", "jqx_cpu_rows", ("s8[560,70]", "s8[2,70,4,32]"), "f32[560,32]"),
+        ("summed", "jqx_cpu_rows", ("s8[560,70]", "s8[2,70,4,32]"), "f32[560,32]"),
+    ]
 
 
 def test_programs_for_other_platforms_and_exports_are_those_of_the_function():

@@ -1,25 +1,42 @@
 """Several contractions, and what is computed of each row between them, as one kernel of jqx-cpu."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..compat_kernels import alone_or_in_parts
 from ..kernels.rows_cpu import RowProgram, rows_cpu
-from ..numerics.qtype import QType
+from ..numerics.lookup import format_of
 from ..statistics.calibrators import Affine
 from ..tensor.layout import to_int8
 from ..tensor.qtensor import QTensor
 from ..tensor.segments import codes_and_index, without_stack
+from ..tensor.spec import QSpec
 from ..tensor.targets import kernel_of
 from .dot_general import as_stored
 from .formulation import PLATFORMS, Choice, Formulation
 from .integer_products import as_int8
 from .kernels import derived_as
 from .kernels_cpu import multiplies_bytes, right_of
-from .problem import Dimensions, HowTo, find_block
+from .problem import Dimensions, HowTo, find_block, is_byte, max_products_in_int32
+
+
+class Coded(NamedTuple):
+    """How a matrix is quantized before a program reads it.
+
+    Attributes:
+      spec: its spec.
+      affine: the index of its given scale; -1 if its scales are found at run time.
+      part: whether the program reads the codes, or these scales.
+      site: a number of the product: each has an operand of its own, by which it is named.
+    """
+
+    spec: QSpec
+    affine: int
+    part: Literal["codes", "scales"]
+    site: int
 
 
 class Argument(NamedTuple):
@@ -28,10 +45,12 @@ class Argument(NamedTuple):
     Attributes:
       array: its index among the operands.
       moved: an axis that is moved to the end, along which rows lie; `None` if all stay in place.
+      coded: how it is quantized before; `None` if it is read as it is.
     """
 
     array: int
     moved: int | None
+    coded: Coded | None = None
 
 
 class Region(NamedTuple):
@@ -40,7 +59,7 @@ class Region(NamedTuple):
     Attributes:
       program: the program of the kernel.
       arguments: its arguments with rows.
-      formats: the formats of the codes for each of the given scales.
+      specs: how what has each of the given scales is quantized.
       contracted: the contracted axis of each weight.
       plain: the equations of the function: from arrays, given scales and weights to the results, as
         the kernel returns them.
@@ -48,7 +67,7 @@ class Region(NamedTuple):
 
     program: RowProgram
     arguments: tuple[Argument, ...]
-    formats: tuple[QType, ...]
+    specs: tuple[QSpec, ...]
     contracted: tuple[int, ...]
     plain: Callable[..., list[jax.Array]]
 
@@ -63,12 +82,18 @@ def _package_rows(
         arrays: Arrays, affines: Sequence[Affine], weights: Sequence[QTensor]
     ) -> list[jax.Array]:
         rows, others = [], []
-        for i, axis in how.arguments:
-            rows.append(arrays[i] if axis is None else jnp.moveaxis(arrays[i], axis, -1))
-        for affine, form in zip(affines, how.formats, strict=True):
+        for i, axis, coded in how.arguments:
+            x: Any = arrays[i]
+            if coded is not None:
+                given = None if coded.affine < 0 else affines[coded.affine]
+                q = QTensor.quantize(x, coded.spec, given)
+                x = q.scale if coded.part == "scales" else as_int8(q).values
+            rows.append(x if axis is None else jnp.moveaxis(x, axis, -1))
+        for affine, spec in zip(affines, how.specs, strict=True):
             others.append(affine.scale.astype(jnp.float32).reshape(1))
             if affine.zero_point is not None:
-                others.append(to_int8(affine.zero_point, form).astype(jnp.int32).reshape(1))
+                zero = to_int8(affine.zero_point, format_of(spec.qtype))
+                others.append(zero.astype(jnp.int32).reshape(1))
         for q, axis in zip(weights, how.contracted, strict=True):
             others += [x for x in in_rows(q, axis) if x is not None]
         return rows_cpu(how.program, rows, others)
@@ -119,6 +144,13 @@ def _stored(q: QTensor, axis: int) -> tuple[QTensor, Dimensions]:
     rows = jax.ShapeDtypeStruct((1, q.shape[axis]), jnp.float32)
     _, stored, dimensions = as_stored(rows, q, Dimensions.of((((1,), (axis,)), ((), ())), 2, 2))
     return stored, dimensions
+
+
+def are_multiplied(x: QTensor, matrix: QTensor, contracted: int) -> bool:
+    """Whether the kernel multiplies rows of codes by a matrix of codes, both given by their types,
+    with so many products in each sum.
+    """
+    return is_byte(x) and is_byte(matrix) and contracted <= max_products_in_int32(x, matrix)
 
 
 def is_multiplied(codes: QTensor, q: Any, axis: int) -> bool:

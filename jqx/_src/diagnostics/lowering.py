@@ -207,6 +207,7 @@ def read_executable(executable: Any, target: str) -> Lowering:
 
 # One contraction of a compiled program: its operands, what runs it, what came before it.
 
+_MATRIX = re.compile(r"(?<=/)matrix_([0-9]+)_([0-9]+)(?=/)")
 SCOPE = re.compile(r"jqx\[((?:\[[0-9]+:[0-9]+\]|.)*?)\](?=/|\)|$)")
 
 
@@ -244,19 +245,21 @@ def contractions_of(program: Program, target: str) -> list[CompiledContraction]:
 def _by_site(
     program: Program, contraction: CompiledContraction, inner: Instruction
 ) -> list[CompiledContraction]:
-    """Returns a contraction for each of the sites that one kernel computes, whose weights are its
-    operands in the same order.
+    """Returns a contraction for each of the sites that one kernel computes, whose weights, or the
+    matrices of activations, are its operands in the same order.
     """
     sites = SCOPE.findall(contraction.op_name)
     if not inner.target.endswith("_rows") or not sites:
         return [contraction]
     named = [program.named[inner.home].get(name) for name in inner.operands]
     weights = [x for x in named if x is not None and x.dtype == "s8"]
+    matrices = iter(_MATRIX.findall(contraction.op_name))
     rows = math.prod(inner.dims[:-1])
     found = []
     for site, weight in zip(sites, weights, strict=True):
-        operands = f"s8[{rows},{weight.dims[-1]}]", weight.type
-        result, reads = f"f32[{rows},{weight.dims[0]}]", (("f32",), ("s8",))
+        k, columns = next(matrices, (weight.dims[-1], weight.dims[-2]))
+        operands = f"s8[{rows},{k}]", weight.type
+        result, reads = f"f32[{rows},{columns}]", (("f32",), ("s8",))
         found.append(replace(contraction, site=site, operands=operands, result=result, reads=reads))
     return found
 

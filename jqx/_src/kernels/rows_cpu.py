@@ -57,7 +57,8 @@ class Step(NamedTuple):
       numbers: of a quantization, the argument of its zero point or -1, the lowest and the highest
         code; of a product of codes, the arguments of its weight, its scale, its zero point or -1,
         and the index of the weight in a stack or -1; of one with a matrix, the elements between
-        its rows and between its columns.
+        its rows and between its columns, and if it is of codes, the arguments of its scale and of
+        its zero point, or -1 for 1 and 0.
     """
 
     op: str
@@ -100,7 +101,7 @@ def rows_cpu(
 
     Args:
       program: the program. Its arguments are numbered: first `rows`, then `others`.
-      rows: float32, or booleans for masks, of any shape.
+      rows: float32, booleans for masks, or int8 for matrices of codes, of any shape.
       others: what all rows share: float32 [width] or [1], and of products of codes the weights,
         int8 [N, K] or stacks [L, N, K], their scales, float32 [N] or [1], zero points, int32 [N]
         or [1], and indices, int32 [1].
@@ -125,7 +126,7 @@ def _over_batches(program: RowProgram, count: int) -> Any:
         (*(program.lead[axis] for axis in axes), program.values[value].width)
         for value, axes in program.results
     ]
-    multiplies = "s8" if any(step.op == "product" for step in program.steps) else "f32"
+    multiplies = "s8" if any(step.op == "quantize" for step in program.steps) else "f32"
 
     @custom_vmap
     def call(*args: jax.Array) -> tuple[jax.Array, ...]:

@@ -76,15 +76,24 @@ class OnIntegers(Rules):
         if site is None or site.output is not None:
             return None
         x, weight = site.operands
-        spec = x.spec
-        if x.role != "activation" or spec is None or weight.role != "weight":
+        spec, other = x.spec, weight.spec
+        if x.role != "activation" or spec is None:
             return None
+        affine, scope = self.affines.get(x.key), self.scope(address)
 
         def evaluate(value: jax.Array, affine: Affine | None, codes: Any) -> jax.Array:
             return contracted(eqn, [QTensor.quantize(value, spec, affine), codes])
 
-        affine = self.affines.get(x.key)
-        return recorder.site(eqn, operands, self.scope(address), spec, affine, evaluate)
+        if weight.role == "weight":
+            return recorder.site(eqn, operands, scope, spec, affine, evaluate)
+        if other is None:
+            return None
+
+        def of_both(x: jax.Array, y: jax.Array, *affines: Affine | None) -> jax.Array:
+            return evaluate(x, affines[0], QTensor.quantize(y, other, affines[1]))
+
+        quantized = (spec, affine), (other, self.affines.get(weight.key))
+        return recorder.batches(eqn, operands, scope, quantized, of_both)
 
     def scope(self, address: Address) -> AbstractContextManager[Any]:
         name = self.plan.name_at(address)
