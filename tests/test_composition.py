@@ -424,9 +424,20 @@ def test_integers_are_what_simulation_says(preset, part):
         same = simulated(params, *BATCHES[0])
         for name, y in integers(names, preset).items():
             assert relative(y, floats(names)[name]) < PRESETS[preset], name
-            np.testing.assert_array_equal(y, same[name], err_msg=name)
+            if preset == "w8a16" and has_one_scale(q.params[name]):
+                # It multiplies sums of 16 products, and in a simulation each weight: all are
+                # rounded once.
+                most = 2**-19 * abs(y).max()
+                np.testing.assert_allclose(y, same[name], rtol=0, atol=most, err_msg=name)
+            else:
+                np.testing.assert_array_equal(y, same[name], err_msg=name)
 
     each(run, part_of(part, preset))
+
+
+def has_one_scale(params: Params) -> bool:
+    """Whether a weight has one scale, as one that is also transposed has."""
+    return any(isinstance(q, jqx.QTensor) and q.scale.size == 1 for q in params.values())
 
 
 @parts
