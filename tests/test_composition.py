@@ -425,8 +425,8 @@ def test_integers_are_what_simulation_says(preset, part):
         for name, y in integers(names, preset).items():
             assert relative(y, floats(names)[name]) < PRESETS[preset], name
             if preset == "w8a16" and has_one_scale(q.params[name]):
-                # It multiplies sums of 16 products, and in a simulation each weight: all are
-                # rounded once.
+                # Sums are multiplied, and in a simulation each weight: 16 products are rounded
+                # once more, in each of two layers.
                 most = 2**-19 * abs(y).max()
                 np.testing.assert_allclose(y, same[name], rtol=0, atol=most, err_msg=name)
             else:

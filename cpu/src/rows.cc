@@ -194,8 +194,8 @@ class Block {
         if (inner == last) inner = 0, ++outer;
         if (r == 0 || inner == 0) {
           start = 0;
-          for (int64_t i = int64_t(axis) - 2, rest = outer; i >= 0; rest /= lead[i--]) {
-            start += rest % lead[i] * row.strides[i];
+          for (int64_t other = int64_t(axis) - 2, rest = outer; other >= 0; --other) {
+            start += rest % lead[other] * row.strides[other], rest /= lead[other];
           }
         }
         offsets[r] = start + (axis == 0 ? 0 : inner * row.strides[axis - 1]);
@@ -228,8 +228,8 @@ class Block {
     const Row& a = program_.rows[step.a];
     const int64_t n = program_.rows[step.to].width;
     // One number of each row, side by side, are as the numbers of one row.
-    const bool are_one = n == 1 && step.op >= kAdd && step.op < kSum &&
-                         std::max({of_a.step, of_b.step, y_step}) == 1;
+    const bool are_one = n == 1 && step.op >= kAdd && step.op < kSum && y_step == 1 &&
+                         std::max(of_a.step, of_b.step) <= 1;
     const auto numbers = [&](int64_t i) -> Numbers {
       return {at(i, r, tile), places_[i].step, are_one ? places_[i].step == 1 : places_[i].many};
     };

@@ -81,12 +81,15 @@ def _package_rows(
     def kernel(
         arrays: Arrays, affines: Sequence[Affine], weights: Sequence[QTensor]
     ) -> list[jax.Array]:
-        rows, others = [], []
+        rows, others, quantized = [], [], dict[Any, QTensor]()
         for i, axis, coded in how.arguments:
             x: Any = arrays[i]
             if coded is not None:
-                given = None if coded.affine < 0 else affines[coded.affine]
-                q = QTensor.quantize(x, coded.spec, given)
+                key = i, coded.spec, coded.affine
+                if key not in quantized:
+                    given = None if coded.affine < 0 else affines[coded.affine]
+                    quantized[key] = QTensor.quantize(x, coded.spec, given)
+                q = quantized[key]
                 x = q.scale if coded.part == "scales" else as_int8(q).values
             rows.append(x if axis is None else jnp.moveaxis(x, axis, -1))
         for affine, spec in zip(affines, how.specs, strict=True):

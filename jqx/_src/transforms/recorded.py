@@ -121,15 +121,14 @@ class WeightSite(NamedTuple):
     """A product of codes: how its left operand is quantized, and what it is multiplied by."""
 
     scope: AbstractContextManager[Any]
-    spec: QSpec
-    affine: Affine | None
+    quantized: tuple[tuple[QSpec, Affine | None]]
+    evaluate: Callable[..., jax.Array]
     weight: QTensor
     axis: int
-    evaluate: Callable[..., jax.Array]
 
 
 class BatchSite(NamedTuple):
-    """A product of codes of two activations, with their specs and given scales."""
+    """A product of codes of two activations, with the specs and given scales of both."""
 
     scope: AbstractContextManager[Any]
     quantized: tuple[tuple[QSpec, Affine | None], ...]
@@ -197,7 +196,6 @@ class RecordedRows:
         self.contracted: list[int] = []
         self.replayed: list[_Replayed] = []
         self._numbers: dict[Any, int] = {}  # of what was read or quantized before
-        self._negated: dict[int, int] = {}  # what each negated value was
         self._rows: list[weakref.ref[Row]] = []
         self._places = itertools.count()
 
@@ -221,13 +219,9 @@ class RecordedRows:
             given = list(map(self._operand, operands))
             self.replayed.append(_Replayed(eqn, given, places))
             return results
-        is_weight = isinstance(site, WeightSite)
-        given = list(map(self._operand, operands[:1] if is_weight else operands))
-        pairs = [(site.spec, site.affine)] if is_weight else site.quantized
-        affines = tuple(-1 if by is None else self._affine(by, spec) for spec, by in pairs)
-        weights = (len(self.weights) - 1,) if is_weight else ()
-        if is_weight:
-            self.of_weights.append(site.scope)
+        given = list(map(self._operand, operands[: len(site.quantized)]))
+        affines = tuple(-1 if by is None else self._affine(by, spec) for spec, by in site.quantized)
+        weights = (len(self.weights) - 1,) if isinstance(site, WeightSite) else ()
         self.replayed.append(_Replayed(eqn, given, places, site.evaluate, affines, weights))
         return results
 
@@ -315,8 +309,6 @@ class RecordedRows:
 
     def _step(self, op: str, operands: tuple[int, ...], width: int, note: Any = None) -> int:
         value = self._value("codes" if op == "quantize" else "made", None, width)
-        if op == "neg":
-            self._negated[value] = operands[0]
         self.steps.append((op, value, operands, note))
         return value
 
@@ -336,8 +328,9 @@ class RecordedRows:
             axes = (*(i if n > 1 else None for i, n in enumerate(self.lead)), WIDTH)
             axes = tuple(name if n > 1 else None for name, n in zip(axes, x.shape, strict=True))
             value = self._argument("input", x, axes)
-        codes = self._codes(value, site.spec, site.affine)
+        codes = self._codes(value, *site.quantized[0])
         self.weights.append(site.weight)
+        self.of_weights.append(site.scope)
         self.contracted.append(site.axis)
         result, note = eqn.outvars[0].aval, _Weight(len(self.weights) - 1)
         made = self._step("product", (codes,), result.shape[-1], note)
@@ -522,8 +515,9 @@ class RecordedRows:
         """
         for value, factor in ((x, y), (y, x)):
             kind, constant, _ = self.values[factor]
-            if kind == "constant" and value in self._negated:
-                return self._negated[value], self._constant(-constant)
+            for op, made, operands, _ in self.steps if kind == "constant" else ():
+                if op == "neg" and made == value:
+                    return operands[0], self._constant(-constant)
         return x, y
 
     # What is computed.

@@ -43,7 +43,7 @@ FEW_OF_FLOATS = 32
 """The same of products of floats."""
 
 MANY = 2**18
-"""Products of numbers from which on batches of products of floats are recorded."""
+"""Products of numbers from which on batches of products are recorded."""
 
 
 class Recorder:
@@ -73,7 +73,7 @@ class Recorder:
         if not _quantizes(shape, spec, affine, weight, right[0]):
             return None
         region, x = self._of_rows(x, shape[:-1])
-        note = WeightSite(scope, spec, affine, weight, right[0], evaluate)
+        note = WeightSite(scope, ((spec, affine),), evaluate, weight, right[0])
         return region.recorded(eqn, [x, weight], note)
 
     def batches(
@@ -90,10 +90,8 @@ class Recorder:
         """
         if any(map(is_coded, operands)) or not _are_quantized(eqn, quantized):
             return None
-        operands, note = (
-            list(map(_computed, operands)),
-            BatchSite(scope, tuple(quantized), evaluate),
-        )
+        operands = list(map(_computed, operands))
+        note = BatchSite(scope, tuple(quantized), evaluate)
         results = self._in_region(eqn, operands, note)
         return self._begun(eqn, operands, note) if results is None else results
 
@@ -207,9 +205,10 @@ def _quantizes(
     shape: tuple[int, ...], spec: QSpec, affine: Affine | None, weight: Any, axis: int
 ) -> bool:
     """Whether the kernel computes the codes of an activation, and multiplies them by a weight."""
-    if not isinstance(weight, QTensor) or not _is_known(shape, (*shape[:-1], 1), spec, affine):
+    if not isinstance(weight, QTensor):
         return False
-    return is_multiplied(type_of_codes(shape, spec, affine), weight, axis)
+    codes = _codes_by_kernel(shape, len(shape) - 1, spec, affine)
+    return codes is not None and is_multiplied(codes, weight, axis)
 
 
 def _are_quantized(eqn: Eqn, quantized: Sequence[tuple[QSpec, Affine | None]]) -> bool:
@@ -222,30 +221,30 @@ def _are_quantized(eqn: Eqn, quantized: Sequence[tuple[QSpec, Affine | None]]) -
     shapes = [atom.aval.shape for atom in eqn.invars]
     if len(contracting[0]) != 1 or not all(isinstance(n, int) for s in shapes for n in s):
         return False
-    codes = []
-    for shape, (axis,), (spec, affine) in zip(shapes, contracting, quantized, strict=True):
-        one_each = tuple(1 if i == axis else n for i, n in enumerate(shape))
-        if not _is_known(shape, one_each, spec, affine):
-            return False
-        codes.append(type_of_codes(shape, spec, affine))
-    return are_multiplied(codes[0], codes[1], shapes[0][contracting[0][0]])
+    x, y = (
+        _codes_by_kernel(shape, axis, *by)
+        for shape, (axis,), by in zip(shapes, contracting, quantized, strict=True)
+    )
+    if x is None or y is None:
+        return False
+    return are_multiplied(x, y, shapes[0][contracting[0][0]])
 
 
-def _is_known(
-    shape: tuple[int, ...], one_each: tuple[int, ...], spec: QSpec, affine: Affine | None
-) -> bool:
-    """Whether the kernel computes the codes of an array as a spec does: by one given scale, or by
-    the largest magnitude of each row, of which there are as many as `one_each` says.
+def _codes_by_kernel(
+    shape: tuple[int, ...], axis: int, spec: QSpec, affine: Affine | None
+) -> QTensor | None:
+    """Returns the types of the codes of an array, if the kernel computes them as a spec does: by
+    one given scale, or by the largest magnitude of each row, which lies along an axis.
     """
-    if not _is_plain(spec):
-        return False
-    if affine is not None:
-        is_one = affine.scale.size == 1 and affine.scale.dtype == jnp.float32
-        return is_one and (affine.zero_point is not None or not is_flipped(format_of(spec.qtype)))
-    if not (spec.calibrator == absmax and spec.symmetric) or is_flipped(format_of(spec.qtype)):
-        return False
-    return type_of_codes(shape, spec, affine).scale.shape == one_each
-
-
-def _is_plain(spec: QSpec) -> bool:
-    return spec.numerics == ngraph and spec.rounding is RoundMode.NEAREST_TOWARD_EVEN
+    is_plain = spec.numerics == ngraph and spec.rounding is RoundMode.NEAREST_TOWARD_EVEN
+    flipped = is_flipped(format_of(spec.qtype))
+    if affine is None:
+        is_known = spec.calibrator == absmax and spec.symmetric and not flipped
+    else:
+        is_known = affine.scale.size == 1 and affine.scale.dtype == jnp.float32
+        is_known = is_known and (affine.zero_point is not None or not flipped)
+    if not (is_plain and is_known):
+        return None
+    codes = type_of_codes(shape, spec, affine)
+    one_each = tuple(1 if i == axis else n for i, n in enumerate(shape))
+    return codes if affine is not None or codes.scale.shape == one_each else None
